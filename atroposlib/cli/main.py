@@ -1,0 +1,41 @@
+"""The `atropos` command: one entry, one module per subcommand, each imported only when it is called."""
+
+import importlib
+import sys
+
+from atroposlib.errors import AtroposError
+
+COMMANDS = {
+    "datagen": ("atroposlib.cli.datagen", "run engine, API, environment and export as one supervised job"),
+    "status": ("atroposlib.cli.status", "show the progress of a run, running or not"),
+    "engine": ("atroposlib.cli.engine", "serve a model on CPU with SGLang's wire protocol"),
+    "data": ("atroposlib.cli.data", "validate, count, split, merge and show rollout files"),
+}
+
+USAGE = "\n".join(
+    [
+        "Usage: atropos COMMAND [OPTIONS]    (atropos COMMAND --help shows its options)",
+        "",
+        *(f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()),
+        "",
+        "Also installed: run-api, atropos-sft-gen, atropos-fake-trainer.",
+    ]
+)
+
+
+def main() -> None:
+    """Run one subcommand. Exit 0 done, 1 failed with a sentence, 2 wrong usage."""
+    if len(sys.argv) < 2 or sys.argv[1] in {"-h", "--help"}:
+        print(USAGE)
+        sys.exit(0 if len(sys.argv) > 1 else 2)
+    name = sys.argv.pop(1)
+    if name not in COMMANDS:
+        print(f"atropos: there is no command {name!r}\n\n{USAGE}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv[0] = f"atropos {name}"
+    module = importlib.import_module(COMMANDS[name][0])
+    try:
+        module.main()
+    except AtroposError as error:
+        print(f"atropos {name}: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,76 @@
+"""Every error this package raises on purpose.
+
+A flat family under `AtroposError`; each also subclasses the builtin a caller would expect. Messages say what
+was found, what was expected and what to do. Commands print an `AtroposError` as one sentence and exit with 1.
+
+`RolloutFault` and its children are the failure classes of a rollout: they are counted apart and none of them
+ever becomes a score.
+"""
+
+
+class AtroposError(Exception):
+    """Base of all errors with a message meant for the user."""
+
+
+class ConfigError(AtroposError, ValueError):
+    """A configuration value, flag or key is wrong."""
+
+
+class PathError(AtroposError, ValueError):
+    """A path cannot be used: unresolved `~` or `$VAR`, or not writable."""
+
+
+class GroupError(AtroposError, ValueError):
+    """A scored group breaks an invariant (shape, mask, finite numbers)."""
+
+
+class DataError(AtroposError, ValueError):
+    """A rollout or dataset file is damaged; the message names file and line."""
+
+
+class ApiError(AtroposError, RuntimeError):
+    """The trajectory API refused a request or did not answer in time."""
+
+
+class LaunchError(AtroposError, RuntimeError):
+    """A supervised run cannot start or go on."""
+
+
+class ModelError(AtroposError, RuntimeError):
+    """A model cannot be fetched, is corrupt, or does not fit its tokenizer."""
+
+
+class RolloutFault(AtroposError):
+    """Why a rollout has no score. `failure_class` names the counter it belongs to."""
+
+    failure_class = "environment"
+
+
+class RequestFault(RolloutFault, ValueError):
+    """The engine refused the request (4xx): prompt too long, unknown parameter. Trying again will not help."""
+
+    failure_class = "request"
+
+
+class EngineFault(RolloutFault, ConnectionError):
+    """The engine failed (5xx, reset, timeout). The same request may succeed later."""
+
+    failure_class = "engine"
+
+
+class KilledFault(RolloutFault, RuntimeError):
+    """The rollout was aborted from outside: worker timeout, engine abort, shutdown."""
+
+    failure_class = "kill"
+
+
+class VerifierFault(RolloutFault, RuntimeError):
+    """A verifier or reward function raised, timed out or ran out of memory."""
+
+    failure_class = "verifier"
+
+
+class EnvironmentFault(RolloutFault, RuntimeError):
+    """The environment's own code failed."""
+
+    failure_class = "environment"

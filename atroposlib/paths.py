@@ -1,0 +1,84 @@
+"""The one place where a path option becomes a `Path`.
+
+Users write `~/data`, `$SCRATCH/run` and `${HOME}/x` in YAML, where no shell expands them. Every path option of
+every config and command goes through `expand_path`, so no file ever lands in a folder literally called `${HOME}`.
+"""
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from atroposlib.errors import PathError
+
+_VARIABLE = re.compile(r"\$(?:\{(?P<braced>[^}]*)\}|(?P<plain>[A-Za-z_][A-Za-z0-9_]*))")
+
+
+def expand_path(text: str | os.PathLike[str], *, what: str = "path") -> Path:
+    """`text` with a leading `~` and every `$VAR` / `${VAR}` replaced; not made absolute.
+
+    Args:
+        text: as the user wrote it.
+        what: names the option in the error, e.g. `--output`.
+
+    Raises:
+        PathError: empty text, an unset variable, an unknown user, or a `$`, `{` or leading `~` that is left over.
+
+    >>> os.environ["RUN"] = "r1"
+    >>> expand_path("/data/${RUN}/x.jsonl").as_posix()
+    '/data/r1/x.jsonl'
+    """
+    raw = os.fspath(text)
+    if not raw.strip():
+        raise PathError(f"{what} is empty; give a file or folder name")
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match["braced"] if match["braced"] is not None else match["plain"]
+        value = os.environ.get(name)
+        if not value:
+            raise PathError(
+                f"{what} is {raw!r}, but the environment variable {name!r} is not set; "
+                "set it or write the path in full"
+            )
+        return value
+
+    expanded = os.path.expanduser(_VARIABLE.sub(value_of, raw))
+    if expanded.startswith("~") or "$" in expanded or "{" in expanded or "}" in expanded:
+        raise PathError(
+            f"{what} is {raw!r}, which resolves to {expanded!r}: it still holds '~', '$' or braces; "
+            "use ~/, $VAR or ${VAR} with variables that are set"
+        )
+    return Path(expanded)
+
+
+def writable_dir(text: str | os.PathLike[str], *, what: str = "folder") -> Path:
+    """The expanded folder, created when missing and shown to be writable.
+
+    Raises:
+        PathError: it cannot be created or nothing can be written in it.
+    """
+    folder = expand_path(text, what=what)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        raise PathError(
+            f"{what} {folder} cannot be written: {error.strerror or error}; choose another"
+        ) from error
+    return folder
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Replace `path` as a whole: readers see the old or the new content, never a part."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
