@@ -37,8 +37,7 @@ def expand_path(text: str | os.PathLike[str], *, what: str = "path") -> Path:
         value = os.environ.get(name)
         if not value:
             raise PathError(
-                f"{what} is {raw!r}, but the environment variable {name!r} is not set; "
-                "set it or write the path in full"
+                f"{what} is {raw!r}, but the environment variable {name!r} is not set; set it or write the path in full"
             )
         return value
 
@@ -63,9 +62,7 @@ def writable_dir(text: str | os.PathLike[str], *, what: str = "folder") -> Path:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"x")
     except OSError as error:
-        raise PathError(
-            f"{what} {folder} cannot be written: {error.strerror or error}; choose another"
-        ) from error
+        raise PathError(f"{what} {folder} cannot be written: {error.strerror or error}; choose another") from error
     return folder
 
 
