@@ -1,0 +1,99 @@
+"""What the engines did for one rollout: filled by the engine clients, read by whoever started the rollout.
+
+    with tracing() as trace:
+        group = await env.collect_trajectories(item)
+    trace.usage, trace.finish_reasons, trace.engine, trace.sampling
+
+The trace travels in a context variable, so every task started inside the block adds to the same one. Outside of a
+block `current_trace()` is None and nothing is recorded.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, cast, get_args
+
+from atroposlib.type_definitions import EngineInfo, FinishReason, Usage
+
+_current: ContextVar["RolloutTrace | None"] = ContextVar("rollout_trace", default=None)
+_prompt_counted: ContextVar[bool] = ContextVar("prompt_counted", default=False)
+
+_KNOWN_REASONS: frozenset[str] = frozenset(get_args(FinishReason))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReply:
+    """The facts of one successful engine reply with one or more choices; None where the engine did not say."""
+
+    finish_reasons: list[FinishReason]  # one per choice
+    prompt_tokens: int  # the prompt counts once for all choices
+    completion_tokens: int  # sum over the choices
+    model: str | None = None
+    base_url: str | None = None
+    weight_version: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RolloutTrace:
+    """Sum over the replies of one rollout, in the order in which they arrived."""
+
+    finish_reasons: list[FinishReason] = field(default_factory=list)  # one per generated choice
+    usage: Usage = field(default_factory=lambda: Usage(prompt_tokens=0, completion_tokens=0))
+    engine: EngineInfo = field(default_factory=lambda: cast(EngineInfo, {}))  # {} before the first reply
+    sampling: dict[str, Any] = field(default_factory=dict)  # of the last reply
+    replies: int = 0
+
+    def record(self, reply: EngineReply) -> None:
+        """Add one reply. Its prompt is not counted inside `same_prompt()`."""
+        self.replies += 1
+        self.finish_reasons.extend(reply.finish_reasons)
+        self.usage["completion_tokens"] += reply.completion_tokens
+        if not _prompt_counted.get():
+            self.usage["prompt_tokens"] += reply.prompt_tokens
+        if not self.engine:
+            self.engine["weight_version_start"] = reply.weight_version
+        self.engine["weight_version_end"] = reply.weight_version
+        self.engine["model"] = reply.model or ""
+        self.engine["base_url"] = reply.base_url or ""
+        self.sampling = dict(reply.sampling)
+
+
+@contextmanager
+def tracing() -> Iterator[RolloutTrace]:
+    """Collect everything the engines reply inside the block, child tasks included."""
+    trace = RolloutTrace()
+    token = _current.set(trace)
+    try:
+        yield trace
+    finally:
+        _current.reset(token)
+
+
+def current_trace() -> RolloutTrace | None:
+    """The trace of the rollout that is running here, or None."""
+    return _current.get()
+
+
+@contextmanager
+def same_prompt() -> Iterator[None]:
+    """Inside: a further part of a request whose prompt another part counts."""
+    token = _prompt_counted.set(True)
+    try:
+        yield
+    finally:
+        _prompt_counted.reset(token)
+
+
+def finish_reason_of(value: object) -> FinishReason:
+    """The finish reason as a word of ours: engines send a string, null, or an object with `type`.
+
+    >>> finish_reason_of({"type": "length", "length": 6})
+    'length'
+    """
+    if isinstance(value, Mapping):
+        value = value.get("type")
+    if value == "eos":
+        return "stop"
+    return cast(FinishReason, value) if value in _KNOWN_REASONS else "unknown"
