@@ -1,0 +1,219 @@
+"""Reading rollout files: JSON lines of scored groups, plain or zstd, written by us or by upstream.
+
+One line is one group (`RolloutRecord`). Reading streams: memory is one line, whatever the size of the file. A last
+line without its newline that does not parse is a write that was cut short; it is skipped with a warning, as a
+running job's file ends like that. Anything else that is wrong is a `DataError` naming file and line.
+"""
+
+import io
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import orjson
+import zstandard
+
+from atroposlib.errors import DataError, PathError
+from atroposlib.paths import expand_path
+from atroposlib.type_definitions import RolloutRecord
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".jsonl", ".jsonl.zst", ".json")
+_READ_BYTES = 1 << 20
+
+
+class Line(NamedTuple):
+    """One line of a rollout file, without having been parsed."""
+
+    path: Path
+    number: int  # from 1
+    offset: int  # byte of the (decompressed) file it starts at
+    data: bytes
+    is_complete: bool  # False: the file ends before its newline
+
+    @property
+    def where(self) -> str:
+        """`file:line`, as errors name it."""
+        return f"{self.path}:{self.number}"
+
+
+def read_rollouts(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Iterator[RolloutRecord]:
+    """Every group of the given files and folders, in order, checked for shape.
+
+    Args:
+        paths: files, folders (their `*.jsonl` and `*.jsonl.zst`, by name) or patterns with `*`.
+
+    Raises:
+        PathError: nothing is there.
+        DataError: a line is not a group; names file and line.
+    """
+    for path in find_rollout_files(paths):
+        for line in read_lines(path):
+            record = parse_line(line)
+            if record is not None:
+                yield record
+
+
+def find_rollout_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """The files that `paths` mean, each once; a folder's failure and progress files are not rollouts.
+
+    Raises:
+        PathError: a path does not exist, or a folder holds no rollout file.
+    """
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not given:
+        raise PathError("no rollout file was given; name files, folders or patterns")
+    found: dict[Path, None] = {}
+    for each in given:
+        found.update(dict.fromkeys(_files_of(os.fspath(each))))
+    return list(found)
+
+
+def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator[Line]:
+    """The non-blank lines of one file, from byte `start` (which must begin line `first_number`)."""
+    with _open(path) as stream:
+        if start:
+            _skip(stream, start)
+        offset = start
+        try:
+            for number, data in enumerate(stream, first_number):
+                if not data.isspace():
+                    yield Line(path, number, offset, data, data.endswith(b"\n"))
+                offset += len(data)
+        except zstandard.ZstdError as error:
+            raise DataError(
+                f"{path}: not readable as zstd ({error}); the file is damaged, take it from a copy"
+            ) from error
+
+
+def parse_line(line: Line) -> RolloutRecord | None:
+    """The group of one line; None for a last line that was cut short.
+
+    Raises:
+        DataError: not JSON, not a group, or lists that should have one entry per response differ in length.
+    """
+    try:
+        record = orjson.loads(line.data)
+    except orjson.JSONDecodeError as error:
+        return torn_or_raise(line, error)
+    check_counts(record, line.where)
+    return record
+
+
+def torn_or_raise(line: Line, error: Exception) -> None:
+    """Warn and return for a last line that was cut short; DataError with the reason for any other."""
+    if not line.is_complete:
+        logger.warning("last line is cut short and skipped: %s (%d bytes)", line.where, len(line.data))
+        return
+    raise DataError(f"{line.where}: {_why_not_json(line.data, error)}") from error
+
+
+def check_counts(record: object, where: str) -> None:
+    """DataError unless `record` is a group whose per-response lists have one entry per score."""
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected one JSON object (a group), found {type(record).__name__}")
+    scores = record.get("scores")
+    if not isinstance(scores, list):
+        raise DataError(
+            f"{where}: 'scores' is {_kind(scores)}, expected a list with one number per response; "
+            "is this a rollout file, not a dataset made from one?"
+        )
+    for key in ("tokens", "masks", "messages", "inference_logprobs", "finish_reasons"):
+        value = record.get(key)
+        if value is None or (value == [] and key != "masks"):
+            continue
+        if not isinstance(value, list) or len(value) != len(scores):
+            count = len(value) if isinstance(value, list) else _kind(value)
+            raise DataError(f"{where}: {len(scores)} scores but {count} {key}; a group has one of each per response")
+
+
+def expand_input(text: str, *, what: str = "input") -> Path:
+    """The path of something to read. What exists under the name as given is taken as is.
+
+    Files of older versions lie in folders literally called `${HOME}` or `~`; they can be named like that.
+    """
+    literal = Path(text)
+    if literal.exists():
+        return literal
+    return expand_path(text, what=what)
+
+
+def _files_of(text: str) -> list[Path]:
+    path = expand_input(text)
+    if path.is_dir():
+        files = sorted(each for each in path.iterdir() if _looks_like_rollouts(each))
+        if not files:
+            raise PathError(f"{path} holds no .jsonl or .jsonl.zst file of rollouts{_misplaced_hint(path)}")
+        return files
+    if path.exists():
+        return [path]
+    matches = sorted(each for each in _glob(path) if _looks_like_rollouts(each))
+    if not matches:
+        raise PathError(f"{path} does not exist{_misplaced_hint(path)}")
+    return matches
+
+
+def _looks_like_rollouts(path: Path) -> bool:
+    name = path.name
+    return path.is_file() and name.endswith(SUFFIXES[:2]) and not name.startswith((".", "failures"))
+
+
+def _glob(path: Path) -> Iterator[Path]:
+    if not any(sign in path.name for sign in "*?["):
+        return iter(())
+    return path.parent.glob(path.name)
+
+
+def _misplaced_hint(path: Path) -> str:
+    """Says where a file lies that was written to a folder literally named `${HOME}` or `~`, if one is near."""
+    for root in dict.fromkeys((Path.cwd(), path.parent)):
+        for name in ("${HOME}", "$HOME", "~"):
+            if (root / name).is_dir():
+                return (
+                    f"; but {root} holds a folder literally named {name!r} (older versions did not expand paths): "
+                    f"look there, and write its path in single quotes, e.g. '{root / name}/...'"
+                )
+    return ""
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        raw = open(path, "rb", buffering=_READ_BYTES)  # noqa: SIM115 - closed by the caller's `with`
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not path.name.endswith(".zst"):
+        return raw
+    reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=True)
+    return io.BufferedReader(reader, _READ_BYTES)  # type: ignore[arg-type]
+
+
+def _skip(stream: BinaryIO, count: int) -> None:
+    if isinstance(stream, io.BufferedReader) and isinstance(stream.raw, io.FileIO):
+        stream.seek(count)
+        return
+    while count > 0:
+        count -= len(stream.read(min(count, _READ_BYTES)) or b"x" * count)
+
+
+def _why_not_json(data: bytes, error: Exception) -> str:
+    """One sentence on a line that is not strict JSON; Python's writer lets NaN through, which is looked for."""
+    constants: list[str] = []
+    try:
+        json.loads(data, parse_constant=constants.append)
+    except UnicodeDecodeError:
+        return "not UTF-8 text; the line is damaged"
+    except ValueError:
+        return f"not JSON ({error}); the line is damaged or cut short"
+    if not constants:
+        return f"not a group ({error})"
+    return (
+        f"holds {constants[0]}, which is not JSON: scores and log-probabilities must be finite numbers; drop this group"
+    )
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else f"{type(value).__name__}"

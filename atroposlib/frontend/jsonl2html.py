@@ -1,0 +1,178 @@
+"""A rollout file as one HTML page: `python -m atroposlib.frontend.jsonl2html rollouts.jsonl [page.html]`.
+
+Model text is untrusted. It is rendered as markdown with raw HTML, links and images switched off, so everything
+it contains is shown, nothing is run or fetched; the page's content security policy forbids scripts besides.
+Messages above `MARKDOWN_CHARS` are shown as plain text, since markdown takes time that grows with the text.
+"""
+
+import html
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import markdown
+
+from atroposlib.data.rollout_files import expand_input, parse_line, read_lines
+from atroposlib.errors import AtroposError, DataError
+from atroposlib.paths import expand_path
+from atroposlib.type_definitions import RolloutRecord
+
+logger = logging.getLogger(__name__)
+
+MARKDOWN_CHARS = 8_000
+"""Messages longer than this are shown as preformatted text."""
+
+SHOWN_CHARS = 200_000
+"""Of a longer message only the beginning and the end are shown."""
+
+_UNSAFE_PATTERNS = (
+    *("html", "entity", "autolink", "automail", "link", "image_link"),
+    *("reference", "short_reference", "image_reference", "short_image_ref"),
+)
+
+
+def generate_html(input_path: str | os.PathLike[str], output_path: str | os.PathLike[str] | None = None) -> Path:
+    """Write the page of one rollout file and return its path (default: the input's name with `.html`).
+
+    Lines that are not groups are skipped with a warning. The page is written beside and renamed.
+    A missing input ends the process with exit code 1, as upstream's did.
+    """
+    source = expand_input(os.fspath(input_path))
+    if not source.is_file():
+        logger.error("%s does not exist", source)
+        sys.exit(1)
+    target = expand_path(output_path, what="output") if output_path else html_path(source)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as stream:
+            before, after = page_template().split("{groups_html}")
+            stream.write(before.replace("{title}", html.escape(f"Rendered Messages - {source.name}")))
+            for index, group in enumerate(_groups(source)):
+                stream.write(create_html_for_group(group, index))
+            stream.write(after)
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+    return target
+
+
+def html_path(source: Path) -> Path:
+    """Where the page of a rollout file goes: `x.jsonl` and `x.jsonl.zst` become `x.html`."""
+    stem = source.name.removesuffix(".zst")
+    return source.with_name(stem.removesuffix(Path(stem).suffix) + ".html")
+
+
+def create_html_for_group(group: Mapping[str, Any], index: int) -> str:
+    """The `<details>` block of one group; "" when it has no messages or no scores.
+
+    `messages` holds one entry per response, text or a list of chat messages; where messages and scores differ
+    in number, the shorter decides.
+    """
+    messages, scores = group.get("messages") or [], group.get("scores") or []
+    items = [_item(index, j, message, score) for j, (message, score) in enumerate(zip(messages, scores, strict=False))]
+    if not items:
+        return ""
+    task = f" <small>{html.escape(str(group['task']))}</small>" if group.get("task") else ""
+    return (
+        f'<details class="group" id="group-{index}"><summary>Group {index + 1}{task}</summary>\n'
+        f'<div class="group-content">{"".join(items)}</div></details>\n'
+    )
+
+
+def get_score_class(score: float) -> str:
+    """The CSS class of a score: `reward-positive`, `reward-zero` or `reward-negative`."""
+    if score > 0:
+        return "reward-positive"
+    return "reward-negative" if score < 0 else "reward-zero"
+
+
+def render_text(text: str) -> str:
+    """Safe HTML of one model text: markdown when it is short, preformatted otherwise."""
+    if len(text) <= MARKDOWN_CHARS:
+        return _markdown().reset().convert(text)
+    if len(text) > SHOWN_CHARS:
+        half = SHOWN_CHARS // 2
+        text = f"{text[:half]}\n\n[... {len(text) - 2 * half} characters are not shown ...]\n\n{text[-half:]}"
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+@cache
+def page_template() -> str:
+    """The page around the groups, with the placeholders `{title}` and `{groups_html}`."""
+    return Path(__file__).with_name("rendered_template.html").read_text(encoding="utf-8")
+
+
+def _groups(source: Path) -> Iterator[RolloutRecord]:
+    for line in read_lines(source):
+        try:
+            group = parse_line(line)
+        except DataError as error:
+            logger.warning("line skipped: %s", error)
+            continue
+        if group is not None:
+            yield group
+
+
+def _item(group_index: int, index: int, message: object, score: float) -> str:
+    css, shown = get_score_class(score), html.escape(f"{score:g}" if isinstance(score, float) else str(score))
+    return (
+        f'<div class="item {css}" id="group-{group_index}-item-{index}">'
+        f'<div class="content">{_conversation(message)}</div><div class="score">Reward: {shown}</div></div>\n'
+    )
+
+
+def _conversation(messages: object) -> str:
+    if isinstance(messages, str):
+        return render_text(messages)
+    if not isinstance(messages, Sequence):
+        return ""
+    return "".join(
+        f"<p><strong>{html.escape(str(each.get('role', '')).capitalize())}</strong></p>{_content(each)}"
+        for each in messages
+        if isinstance(each, Mapping)
+    )
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content, calls = message.get("content"), message.get("tool_calls")
+    parts = [_part_text(part) for part in content] if isinstance(content, list) else [str(content or "")]
+    if calls:
+        parts.append(f"tool calls: {calls}")
+    return "".join(render_text(part) for part in parts)
+
+
+def _part_text(part: object) -> str:
+    if isinstance(part, Mapping):
+        return str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]"
+    return str(part)
+
+
+@cache
+def _markdown() -> markdown.Markdown:
+    renderer = markdown.Markdown(extensions=["fenced_code", "tables", "nl2br"])
+    renderer.preprocessors.deregister("html_block")
+    for name in _UNSAFE_PATTERNS:
+        renderer.inlinePatterns.deregister(name)
+    renderer.parser.blockprocessors.deregister("reference")
+    return renderer
+
+
+def main() -> None:
+    """Command line: input path, and optionally the page's path."""
+    if not 2 <= len(sys.argv) <= 3 or sys.argv[1] in {"-h", "--help"}:
+        print("Usage: python -m atroposlib.frontend.jsonl2html ROLLOUTS.jsonl[.zst] [PAGE.html]", file=sys.stderr)
+        sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
+    logging.basicConfig(format="%(message)s")
+    try:
+        print(generate_html(*sys.argv[1:]))
+    except (AtroposError, OSError) as error:
+        print(f"jsonl2html: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

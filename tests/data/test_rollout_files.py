@@ -1,0 +1,96 @@
+import logging
+
+import pytest
+import zstandard
+from rollout_factory import make_group, write_groups
+
+from atroposlib.data.rollout_files import find_rollout_files, read_rollouts
+from atroposlib.errors import DataError, PathError
+
+BAD_LINES = {
+    "truncated in the middle of the file": (b'{"tokens": [[1, 2', "damaged or cut short"),
+    "NaN score as Python writes it": (b'{"tokens": [[1]], "masks": [[1]], "scores": [NaN]}', "holds NaN"),
+    "infinite score": (b'{"tokens": [[1]], "masks": [[1]], "scores": [-Infinity]}', "holds -Infinity"),
+    "not UTF-8": (b'{"scores": [1], "task": "\xff"}', "not UTF-8"),
+    "a list": (b"[1, 2]", "expected one JSON object"),
+    "an SFT line": (b'{"messages": [], "score": 1.0}', "'scores' is null"),
+    "fewer tokens than scores": (b'{"tokens": [[1]], "masks": [[1]], "scores": [1, 0]}', "2 scores but 1 tokens"),
+    "messages of another count": (
+        b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "messages": [[], []]}',
+        "2 messages",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_line_is_named_with_file_line_and_reason(tmp_path, line, reason):
+    path = write_groups(tmp_path / "a.jsonl", [make_group([1.0])])
+    path.write_bytes(path.read_bytes() + line + b"\n" + path.read_bytes())
+    with pytest.raises(DataError) as caught:
+        list(read_rollouts(path))
+    assert f"{path}:2: " in str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_a_last_line_cut_short_is_skipped_with_a_warning(tmp_path, caplog):
+    path = write_groups(tmp_path / "a.jsonl", [make_group([1.0]), make_group([0.0], item="1")])
+    path.write_bytes(path.read_bytes()[:-20])
+    with caplog.at_level(logging.WARNING):
+        assert [group["item_key"] for group in read_rollouts(path)] == ["0"]
+    assert f"{path}:2" in caplog.text
+
+
+def test_a_complete_last_line_without_newline_is_read(tmp_path):
+    path = write_groups(tmp_path / "a.jsonl", [make_group([1.0])])
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    assert len(list(read_rollouts(path))) == 1
+
+
+def test_a_folder_is_read_in_order_with_zstd_shards_and_without_failures(tmp_path):
+    write_groups(tmp_path / "x_rollouts_main_0002.jsonl", [make_group([1.0], item="2")])
+    plain = write_groups(tmp_path / "one", [make_group([1.0], item="1")])
+    (tmp_path / "x_rollouts_main_0001.jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
+    (tmp_path / "failures.jsonl").write_text('{"failure_class": "kill"}\n')
+    assert [group["item_key"] for group in read_rollouts(tmp_path)] == ["1", "2"]
+
+
+def test_a_shard_compressed_in_several_frames_is_read_to_its_end(tmp_path):
+    frames = [zstandard.compress(write_groups(tmp_path / "t", [make_group([1.0], item=i)]).read_bytes()) for i in "123"]
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"".join(frames))
+    assert [group["item_key"] for group in read_rollouts([path])] == ["1", "2", "3"]
+
+
+def test_a_damaged_zstd_file_is_named(tmp_path):
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"this is not zstd at all")
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst: not readable as zstd"):
+        list(read_rollouts(path))
+
+
+def test_upstream_lines_need_no_extra_keys(tmp_path):
+    path = write_groups(
+        tmp_path / "up.jsonl", [{"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1], "overrides": None}]
+    )
+    assert next(read_rollouts(path))["scores"] == [1]
+
+
+def test_files_in_a_folder_literally_named_home_can_be_read(tmp_path):
+    folder = tmp_path / "${HOME}" / "data"
+    folder.mkdir(parents=True)
+    path = write_groups(folder / "a.jsonl", [make_group([1.0])])
+    assert len(list(read_rollouts(str(path)))) == 1
+
+
+def test_a_missing_file_hints_at_a_folder_literally_named_home(tmp_path, monkeypatch):
+    (tmp_path / "${HOME}").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PathError, match=r"literally named '\$\{HOME\}'"):
+        find_rollout_files("data/a.jsonl")
+
+
+def test_patterns_name_each_file_once(tmp_path):
+    for name in ("b.jsonl", "a.jsonl"):
+        write_groups(tmp_path / name, [make_group([1.0])])
+    found = find_rollout_files([str(tmp_path / "*.jsonl"), str(tmp_path / "b.jsonl")])
+    assert [path.name for path in found] == ["a.jsonl", "b.jsonl"]

@@ -1,0 +1,105 @@
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from atroposlib.frontend.jsonl2html import (
+    MARKDOWN_CHARS,
+    SHOWN_CHARS,
+    create_html_for_group,
+    generate_html,
+    get_score_class,
+    render_text,
+)
+
+HOSTILE = {
+    "script": ("<script>alert(1)</script>", "&lt;script&gt;"),
+    "event handler": ('<img src=x onerror="alert(1)">', "&lt;img"),
+    "think tag": ("<think>hm</think>", "&lt;think&gt;hm"),
+    "script link": ("[a](javascript:alert(1))", "[a](javascript"),
+    "remote image": ("![i](http://example.com/x.png)", "![i]("),
+    "block html": ("<div onclick=x>\n\nb\n\n</div>", "&lt;div"),
+    "fence with attributes": ('```py" onload="x\n<b>\n```', "&lt;b&gt;"),
+    "long text": ("<script>" + "x" * MARKDOWN_CHARS, "&lt;script&gt;"),
+}
+
+
+@pytest.mark.parametrize(("text", "shown"), HOSTILE.values(), ids=HOSTILE)
+def test_model_text_is_shown_not_interpreted(text, shown):
+    page = render_text(text)
+    assert shown in page
+    for tag in ("<script", "<img", "<a ", "<div", "<think"):
+        assert tag not in page
+
+
+def test_roles_task_and_item_ids_are_escaped_too():
+    group = {"messages": [[{"role": "<b>", "content": "hi"}]], "scores": ["<i>"], "task": "<u>"}
+    page = create_html_for_group(group | {"scores": [1.5]}, 0)
+    assert "&lt;b&gt;" in page
+    assert "&lt;u&gt;" in page
+    assert 'id="group-0-item-0"' in page
+    assert "Reward: 1.5" in page
+
+
+def test_strings_and_lists_of_parts_are_contents_too():
+    group = {
+        "messages": ["plain **bold**", [{"role": "user", "content": [{"type": "text", "text": "part"}]}]],
+        "scores": [1, -1],
+    }
+    page = create_html_for_group(group, 3)
+    assert "<strong>bold</strong>" in page
+    assert "part" in page
+    assert "<strong>User</strong>" in page
+    assert "reward-negative" in page
+
+
+@pytest.mark.parametrize(("score", "css"), [(0.1, "positive"), (0, "zero"), (-2, "negative")])
+def test_score_class(score, css):
+    assert get_score_class(score) == f"reward-{css}"
+
+
+def test_unequal_lists_end_with_the_shorter_and_empty_groups_vanish():
+    assert create_html_for_group({"messages": [[], []], "scores": [1.0]}, 0).count('class="item') == 1
+    assert create_html_for_group({"messages": None, "scores": [1.0]}, 0) == ""
+    assert create_html_for_group({"messages": [], "scores": []}, 0) == ""
+
+
+def test_of_a_huge_text_the_middle_is_left_out():
+    page = render_text("a" * SHOWN_CHARS + "b" * 1000)
+    assert "1000 characters are not shown" in page
+    assert len(page) < SHOWN_CHARS + 1000
+
+
+def test_a_file_becomes_a_page_and_bad_lines_are_skipped_with_a_warning(tmp_path, caplog):
+    source = tmp_path / "x_rollouts_main_0001.jsonl"
+    line = json.dumps({"messages": [[{"role": "user", "content": "q"}]], "scores": [1.0]})
+    source.write_text(f"{line}\nnot json\n{line}\n")
+    with caplog.at_level(logging.WARNING):
+        page = generate_html(source)
+    text = page.read_text()
+    assert page == tmp_path / "x_rollouts_main_0001.html"
+    assert text.count("<details") == 2
+    assert f"{source}:2" in caplog.text
+    assert "<title>Rendered Messages - x_rollouts_main_0001.jsonl</title>" in text
+    assert "{title}" not in text
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_missing_input_exits_with_1(tmp_path):
+    with pytest.raises(SystemExit) as caught:
+        generate_html(tmp_path / "none.jsonl")
+    assert caught.value.code == 1
+
+
+def test_module_runs_from_the_command_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"messages": ["hello"], "scores": [0.0]}\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "atroposlib.frontend.jsonl2html", str(tmp_path / "a.jsonl"), str(tmp_path / "o.html")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "hello" in (tmp_path / "o.html").read_text()
