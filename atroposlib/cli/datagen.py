@@ -1,0 +1,72 @@
+"""`atropos datagen`: a supervised run from problems to datasets."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from atroposlib.errors import AtroposError
+from atroposlib.launch.config import load_config
+from atroposlib.launch.datagen import run_datagen
+from atroposlib.launch.display import Display
+from atroposlib.launch.lock import keep_earlier
+from atroposlib.launch.preflight import preflight
+from atroposlib.launch.status import print_status
+from atroposlib.paths import expand_path
+
+HELP = """Run engine, trajectory API, environment and trainer as one supervised job, then export the dataset.
+
+The same command continues after a crash, a kill or Ctrl-C, and says so when there is nothing left to do.
+
+Examples:
+
+  atropos datagen configs/quickstart.yaml
+
+  atropos datagen configs/quickstart.yaml --check
+
+  atropos datagen configs/quickstart.yaml --run-dir runs/second --problems 8
+"""
+
+
+def datagen(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
+    check: Annotated[bool, typer.Option("--check", help="Only find what would go wrong; start nothing.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start anew; an earlier run is kept under another name.")
+    ] = False,
+    problems: Annotated[int | None, typer.Option(min=1, help="Instead of `problems` in the file.")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="Instead of `run_dir` in the file.")] = None,
+) -> None:
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=Console(stderr=True), show_path=False, show_level=False)],
+    )
+    try:
+        settings = load_config(expand_path(config, what="CONFIG"), problems=problems, run_dir=run_dir)
+        if check:
+            model = preflight(settings)
+            print(f"{config}: nothing found that would stop it; model {model.name}, run_dir {settings.run_dir}")
+            return
+        if fresh and (kept := keep_earlier(Path(settings.run_dir))):
+            print(f"earlier run kept as {kept}", file=sys.stderr)
+        with Display() as display:
+            status = run_datagen(settings, display)
+    except AtroposError as error:
+        print(f"atropos datagen: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print_status(status, Console())
+
+
+def main() -> None:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(help=HELP)(datagen)
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""`atropos status`: how far a run is, from any shell, also after a crash."""
+
+import json
+import sys
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from atroposlib.errors import AtroposError
+from atroposlib.launch.status import print_status, read_status, render
+from atroposlib.paths import expand_path
+
+HELP = """Show what a run has done: problems, accepted share by task, tokens, failures, restarts, files.
+
+Examples:
+
+  atropos status runs/quickstart
+
+  atropos status runs/quickstart --watch
+
+  atropos status runs/quickstart --json | jq .groups_done
+"""
+
+
+def status(
+    run_dir: Annotated[str, typer.Argument(help="The run's folder.", metavar="RUN_DIR")],
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until the run ends.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    try:
+        folder = expand_path(run_dir, what="RUN_DIR")
+        current = read_status(folder)
+        if as_json:
+            print(json.dumps(current.as_json(), indent=1))
+            return
+        if watch:
+            with Live(console=Console(), auto_refresh=False) as live:
+                while current.running:
+                    live.update(render(current), refresh=True)
+                    time.sleep(2)
+                    current = read_status(folder)
+        print_status(current, Console())
+    except AtroposError as error:
+        print(f"atropos status: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def main() -> None:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(help=HELP)(status)
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""One datagen run: engine, trajectory API, fake trainer and environment, supervised until the rollouts are complete.
+
+    preflight -> api + engine ready -> trainer -> environment ends by itself -> everything stopped -> export
+
+The rollout files are the only truth about what is done; the environment reads them at its start. So the same
+command after a crash, a kill or a full disk simply goes on.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import aiohttp
+
+from atroposlib.errors import LaunchError
+from atroposlib.launch.config import DatagenConfig
+from atroposlib.launch.export import export_all
+from atroposlib.launch.lock import end_leftover, run_lock, start_time
+from atroposlib.launch.plan import Plan, make_plan
+from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
+from atroposlib.launch.services import Supervised, describe_exit, log_tail
+from atroposlib.launch.status import RUN_FILE, RunRecord, RunStatus, read_status
+from atroposlib.paths import write_text_atomic
+
+logger = logging.getLogger(__name__)
+
+OnProgress = Callable[[RunStatus], None]
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_WORK_REMAINS = 75
+
+
+class Stopped(LaunchError):
+    """The run was asked to stop; what is finished is on disk."""
+
+
+def run_datagen(config: DatagenConfig, on_progress: OnProgress) -> RunStatus:
+    """Bring the run in `config.run_dir` to its end, from wherever it stands.
+
+    Args:
+        on_progress: called about once a second with the status.
+
+    Returns:
+        The final status, its `outputs` naming every file.
+
+    Raises:
+        LaunchError: preflight failed, the folder is in use, or a service failed for good.
+        Stopped: SIGINT, SIGTERM or SIGUSR1 came; the same command continues.
+    """
+    model = preflight(config)
+    run_dir = Path(config.run_dir)
+    with run_lock(run_dir):
+        record = RunRecord.load(run_dir, name=config.name, problems=config.problems, responses=config.responses)
+        _end_leftovers(record)
+        write_text_atomic(run_dir / SETTINGS_FILE, json.dumps(data_settings(config), indent=1))
+        record.pid, record.started = os.getpid(), start_time(os.getpid())
+        record.last_error = None
+        try:
+            if not _is_complete(config):
+                asyncio.run(_Run(config, record, on_progress).to_the_end(model))
+            _save(record, run_dir, "exporting")
+            record.exports = [str(path) for path in export_all(config, model)]
+            _save(record, run_dir, "done")
+        except BaseException as error:
+            record.last_error = str(error) or type(error).__name__
+            _save(record, run_dir, "stopped" if isinstance(error, Stopped) else "failed")
+            raise
+        return read_status(run_dir)
+
+
+class _Run:
+    """The asynchronous middle of a run, while services live."""
+
+    def __init__(self, config: DatagenConfig, record: RunRecord, on_progress: OnProgress) -> None:
+        self._config = config
+        self._record = record
+        self._on_progress = on_progress
+        self._run_dir = Path(config.run_dir)
+        self._services: list[Supervised] = []
+
+    async def to_the_end(self, model) -> None:
+        """Start the services, wait for the environment, stop the services whatever happened."""
+        self._record.starts += 1
+        async with aiohttp.ClientSession() as session:
+            plan = make_plan(self._config, model, session)
+            ticker = asyncio.create_task(self._tick())
+            try:
+                await self._until_stopped(self._work(plan))
+            finally:
+                for service in reversed(self._services):
+                    await service.stop()
+                ticker.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await ticker
+                self._publish()
+
+    async def _until_stopped(self, work) -> None:
+        """Run `work`; a stop signal ends it with Stopped."""
+        loop = asyncio.get_running_loop()
+        stop: asyncio.Future[str] = loop.create_future()
+        with _signals(loop, stop):
+            task = asyncio.create_task(work)
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+                raise Stopped(f"stopped by {stop.result()}; the same command continues where it stands")
+            task.result()
+
+    async def _work(self, plan: Plan) -> None:
+        """Services up in order; the environment's end is the end."""
+        async with asyncio.TaskGroup() as group:
+            running = []
+            for service in filter(None, (plan.engine, plan.api)):
+                running.append(group.create_task(self._supervise(service).run()))
+            await self._all_ready()
+            running.append(group.create_task(self._supervise(plan.trainer).run()))
+            environment = self._supervise(plan.environment)
+            code = await environment.run()
+            for task in running:
+                task.cancel()
+        if code != 0:
+            raise LaunchError(self._environment_failed(environment, code))
+
+    def _supervise(self, service) -> Supervised:
+        supervised = Supervised(service, self._config.restarts)
+        self._services.append(supervised)
+        return supervised
+
+    async def _all_ready(self) -> None:
+        for service in self._services:
+            await service.ready.wait()
+
+    def _environment_failed(self, environment: Supervised, code: int) -> str:
+        log = environment.service.log
+        if code == _WORK_REMAINS:
+            return f"the environment was stopped from outside with work left; the same command continues (log: {log})"
+        lines = [line for line in log_tail(log, 20).splitlines() if line.strip()]
+        return f"the environment ended with {describe_exit(code)}: {lines[-1] if lines else 'no output'} (log: {log})"
+
+    async def _tick(self) -> None:
+        """Once a second: add up the time, write run.json, report."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(1)
+            now = time.monotonic()
+            self._record.elapsed_s += now - last
+            last = now
+            self._publish()
+
+    def _publish(self) -> None:
+        self._record.services = [
+            {
+                "name": service.service.name,
+                "pid": service.pid,
+                "state": service.state,
+                "restarts": service.restart_count,
+                "started": service.started,
+            }
+            for service in self._services
+        ]
+        with contextlib.suppress(OSError):  # a full disk must not end the run; the next second tries again
+            _save(self._record, self._run_dir, "running")
+            self._on_progress(read_status(self._run_dir))
+
+
+@contextlib.contextmanager
+def _signals(loop: asyncio.AbstractEventLoop, stop: "asyncio.Future[str]") -> Iterator[None]:
+    """The first stop signal resolves `stop`; further ones change nothing."""
+
+    def note(sign: signal.Signals) -> None:
+        if not stop.done():
+            stop.set_result(sign.name)
+
+    for sign in _STOP_SIGNALS:
+        loop.add_signal_handler(sign, note, sign)
+    try:
+        yield
+    finally:
+        for sign in _STOP_SIGNALS:
+            loop.remove_signal_handler(sign)
+
+
+def _is_complete(config: DatagenConfig) -> bool:
+    """True when the environment has said that every problem is on disk."""
+    run_dir = Path(config.run_dir)
+    if not (run_dir / RUN_FILE).exists():
+        return False
+    status = read_status(run_dir)
+    return status.state in {"done", "exporting"} and status.groups_done >= config.problems
+
+
+def _end_leftovers(record: RunRecord) -> None:
+    """Services that outlived a killed supervisor would hold ports and locks."""
+    for service in record.services:
+        if service["pid"] and service["started"] and end_leftover(service["pid"], service["started"]):
+            logger.warning("ended a leftover of the last start: name=%s pid=%d", service["name"], service["pid"])
+    record.services = []
+
+
+def _save(record: RunRecord, run_dir: Path, state: str) -> None:
+    record.state = state
+    write_text_atomic(run_dir / RUN_FILE, record.to_json())

@@ -1,0 +1,211 @@
+"""A service is a child process that is kept running: started, watched, restarted with backoff, ended.
+
+Children lead their own process group, so a Ctrl-C in the terminal reaches only the supervisor, and ending a
+service ends what it started. On Linux the kernel ends them when the supervisor is killed.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from atroposlib.errors import LaunchError
+from atroposlib.launch.config import RestartConfig
+from atroposlib.launch.lock import start_time
+
+logger = logging.getLogger(__name__)
+
+Probe = Callable[[int], Awaitable[bool]]
+"""One look at the process with this pid: True when all is well."""
+_PR_SET_PDEATHSIG = 1
+_HEALTH_EVERY_S = 10.0
+_HEALTH_MISSES = 6
+_TAIL_LINES = 50
+
+
+@dataclass(frozen=True)
+class Service:
+    """What to run and how to tell that it works.
+
+    Args:
+        ready: True when the service can do its work.
+        ready_timeout_s: how long it may take from start to ready.
+        healthy: asked again and again once it is ready; None: being alive is enough.
+        is_job: a job ends by itself; its exit codes 0 to 127 are final, only a signal restarts it.
+    """
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    ready: Probe
+    ready_timeout_s: float
+    env: Mapping[str, str] = field(default_factory=dict)
+    healthy: Probe | None = None
+    is_job: bool = False
+
+
+class Supervised:
+    """One service and its life: `run` keeps it going until it ends, fails for good or is stopped."""
+
+    def __init__(self, service: Service, restarts: RestartConfig) -> None:
+        self.service = service
+        self.ready = asyncio.Event()
+        self.restart_count = 0
+        self.pid: int | None = None
+        self.started: int | None = None
+        self._limits = restarts
+        self._recent: deque[float] = deque()
+        self._stopping = False
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def state(self) -> str:
+        """`stopped`, `starting` or `ready`."""
+        if self._process is None or self._process.returncode is not None:
+            return "stopped"
+        return "ready" if self.ready.is_set() else "starting"
+
+    async def run(self) -> int:
+        """Start and restart until stopped, or until a job ends by itself.
+
+        Returns:
+            The exit code of the last process.
+
+        Raises:
+            LaunchError: too many restarts; the message ends with the last lines of the log.
+        """
+        while True:
+            code = await self._run_once()
+            self.ready.clear()
+            if self._stopping or (self.service.is_job and code >= 0):
+                return code
+            await asyncio.sleep(self._backoff_s(code))
+            if self._stopping:
+                return code
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """SIGTERM, then SIGKILL after `grace_s`; returns when the process group is gone."""
+        self._stopping = True
+        process = self._process
+        if process is None:
+            return
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), grace_s)
+        self._signal(signal.SIGKILL)
+        await process.wait()
+
+    def tail(self, lines: int = _TAIL_LINES) -> str:
+        """The last lines of the log, for an error message."""
+        return log_tail(self.service.log, lines)
+
+    async def _run_once(self) -> int:
+        """One process from start to end; a process that never gets ready or stops answering is killed."""
+        process = self._process = await _spawn(self.service)
+        self.pid, self.started = process.pid, start_time(process.pid)
+        logger.info("service started: name=%s pid=%d", self.service.name, process.pid)
+        watcher = asyncio.create_task(self._watch(process.pid))
+        try:
+            code = await process.wait()
+        finally:
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+        self._signal(signal.SIGKILL)  # what the process itself left behind in its group
+        return code
+
+    async def _watch(self, pid: int) -> None:
+        """Wait for readiness, then for health to fail; either failure kills the process."""
+        service = self.service
+        deadline = time.monotonic() + service.ready_timeout_s
+        while not await service.ready(pid):
+            if time.monotonic() > deadline:
+                logger.error("service not ready: name=%s waited_s=%.0f", service.name, service.ready_timeout_s)
+                self._signal(signal.SIGKILL)
+                return
+            await asyncio.sleep(0.2)
+        self.ready.set()
+        logger.info("service ready: name=%s", service.name)
+        if service.healthy is None:
+            return
+        misses = 0
+        while misses < _HEALTH_MISSES:
+            await asyncio.sleep(_HEALTH_EVERY_S)
+            misses = 0 if await service.healthy(pid) else misses + 1
+        logger.error("service stopped answering: name=%s for_s=%.0f", service.name, misses * _HEALTH_EVERY_S)
+        self._signal(signal.SIGKILL)
+
+    def _backoff_s(self, code: int) -> float:
+        """Note one unexpected end; how long to wait before the restart."""
+        now = time.monotonic()
+        self._recent.append(now)
+        while self._recent[0] < now - self._limits.window_s:
+            self._recent.popleft()
+        count = len(self._recent)
+        if count > self._limits.limit:
+            raise LaunchError(
+                f"{self.service.name} ended {count} times within {self._limits.window_s:.0f} s (last: "
+                f"{describe_exit(code)}); the end of {self.service.log}:\n{self.tail()}"
+            )
+        self.restart_count += 1
+        wait_s = min(30.0, 0.5 * 2 ** (count - 1))
+        logger.warning(
+            "service ended: name=%s %s; restart %d in %.1f s",
+            self.service.name,
+            describe_exit(code),
+            self.restart_count,
+            wait_s,
+        )
+        return wait_s
+
+    def _signal(self, sign: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, sign)
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 1` or `killed by SIGKILL`."""
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def log_tail(path: Path, lines: int) -> str:
+    """The last `lines` lines of a text file, at most 64 KiB; empty when there is none."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - 65536))
+            text = stream.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+async def _spawn(service: Service) -> asyncio.subprocess.Process:
+    """The child with its log appended, its own process group, and our death as its end."""
+    service.log.parent.mkdir(parents=True, exist_ok=True)
+    with service.log.open("ab") as log:
+        return await asyncio.create_subprocess_exec(
+            *service.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **service.env},
+            start_new_session=True,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+
+
+def _die_with_parent() -> None:
+    """Runs in the child before exec: SIGTERM when the supervisor is gone."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else ctypes.CDLL(None)

@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import pytest
+
+from atroposlib.errors import ConfigError, PathError
+from atroposlib.launch.config import load_config
+
+GOOD = """
+name: t
+run_dir: "{run_dir}"
+problems: 4
+responses: 2
+environment: {{script: env.py}}
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def good(tmp_path: Path, run_dir: str = "out", extra: str = "") -> Path:
+    return write(tmp_path, GOOD.format(run_dir=run_dir) + extra)
+
+
+def test_script_is_found_beside_the_yaml_and_run_dir_in_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    config = load_config(good(tmp_path))
+    assert config.environment.script == str(tmp_path / "env.py")
+    assert config.run_dir == str(tmp_path.parent / "out")
+
+
+@pytest.mark.parametrize("spelling", ["~/out", "$HOME/out", "${HOME}/out"])
+def test_home_in_run_dir_is_expanded(tmp_path, monkeypatch, spelling):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_config(good(tmp_path, spelling)).run_dir == str(tmp_path / "out")
+
+
+def test_an_unset_variable_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("NOT_SET", raising=False)
+    with pytest.raises(PathError, match=r"run_dir.*'NOT_SET' is not set"):
+        load_config(good(tmp_path, "$NOT_SET/out"))
+
+
+BAD = {
+    "an unknown key with its nearest name": ("responsse: 3", "unknown key 'responsse'; did you mean 'responses'?"),
+    "an unknown key inside a section": ("engine: {slot: 3}", "'engine.slot'; did you mean 'slots'?"),
+    "an unknown key inside a list": ("export: [{fromat: messages}]", "'export.0.fromat'; did you mean 'format'?"),
+    "a wrong type": ("engine: {slots: many}", "engine.slots is 'many'"),
+    "a number below 1": ("engine: {slots: 0}", "engine.slots is 0"),
+    "a value outside the choices": ("engine: {kind: gpu}", "engine.kind is 'gpu'"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD.values(), ids=BAD)
+def test_a_bad_line_is_named_with_what_was_found(tmp_path, line, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(good(tmp_path, extra=line))
+    assert message in str(caught.value)
+
+
+def test_a_missing_key_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="'environment' is missing"):
+        load_config(write(tmp_path, "name: t\nrun_dir: o\nproblems: 1\nresponses: 1\n"))
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [", "just words"])
+def test_what_is_not_a_mapping_is_refused_in_one_sentence(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
+        load_config(write(tmp_path, text))
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_overrides_replace_the_files_values(tmp_path):
+    config = load_config(good(tmp_path), problems=9, run_dir=None)
+    assert (config.problems, Path(config.run_dir).name) == (9, "out")
