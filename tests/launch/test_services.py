@@ -15,6 +15,22 @@ from atroposlib.launch.config import RestartConfig
 from atroposlib.launch.lock import end_leftover, keep_earlier, run_lock, start_time
 from atroposlib.launch.services import Service, Supervised, log_tail
 
+SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+DIES_ONCE = """
+import os, pathlib
+seen = pathlib.Path({seen!r})
+if seen.exists():
+    raise SystemExit(0)
+seen.touch()
+os.kill(os.getpid(), 9)
+"""
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
 SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
@@ -25,10 +41,9 @@ async def ready(pid):
     print(pid, flush=True)
     return True
 
-service = Service("child", [sys.executable, "-c", {sleeper!r}], Path({log!r}), ready, 9)
+service = Service("child", [sys.executable, "-c", "import time; time.sleep(60)"], Path({log!r}), ready, 9)
 asyncio.run(Supervised(service, RestartConfig()).run())
 """
-SLEEPER = "import time\nprint('up', flush=True)\ntime.sleep(60)"
 
 
 async def at_once(pid: int) -> bool:
@@ -39,13 +54,27 @@ async def never(pid: int) -> bool:
     return False
 
 
-def service(tmp_path: Path, program: str, **changes) -> Service:
-    values = {"ready": at_once, "ready_timeout_s": 30.0, **changes}
-    return Service("child", [sys.executable, "-c", program], tmp_path / "child.log", **values)
-
-
 def supervised(tmp_path: Path, program: str, limit: int = 5, **changes) -> Supervised:
-    return Supervised(service(tmp_path, program, **changes), RestartConfig(limit=limit, window_s=60))
+    values = {"ready": at_once, "ready_timeout_s": 30.0, **changes}
+    service = Service("child", [sys.executable, "-c", program], tmp_path / "child.log", **values)
+    return Supervised(service, RestartConfig(limit=limit, window_s=60))
+
+
+async def first_output(child: Supervised) -> str:
+    async with asyncio.timeout(20):
+        while not (text := log_tail(child.service.log, 1)):
+            await asyncio.sleep(0.02)
+    return text
+
+
+def is_gone(pid: int) -> bool:
+    """True once the process does not exist (or is a zombie)."""
+    deadline = time.monotonic() + 10
+    while start_time(pid) is not None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 async def test_a_job_that_ends_is_done_and_its_code_is_returned(tmp_path):
@@ -53,12 +82,48 @@ async def test_a_job_that_ends_is_done_and_its_code_is_returned(tmp_path):
 
 
 async def test_a_killed_job_is_started_again(tmp_path):
-    program = SUPERVISOR.format(sleeper="import time; time.sleep(60)", log=str(tmp_path / "log"))
+    child = supervised(tmp_path, DIES_ONCE.format(seen=str(tmp_path / "seen")), is_job=True)
+    assert await child.run() == 0
+    assert child.restart_count == 1
+
+
+async def test_a_service_that_keeps_dying_stops_the_run_with_the_end_of_its_log(tmp_path):
+    child = supervised(tmp_path, "print('no GPU found'); raise SystemExit(1)", limit=1)
+    with pytest.raises(LaunchError, match=r"(?s)child ended 2 times.*exit code 1.*no GPU found"):
+        await child.run()
+
+
+async def test_a_service_that_never_gets_ready_is_killed(tmp_path):
+    child = supervised(tmp_path, SLEEPER, limit=1, ready=never, ready_timeout_s=0.3)
+    with pytest.raises(LaunchError, match="killed by SIGKILL"):
+        await child.run()
+
+
+async def test_stop_ends_the_process_and_what_it_started(tmp_path):
+    child = supervised(tmp_path, PARENT)
+    life = asyncio.create_task(child.run())
+    grandchild = int(await first_output(child))
+    await child.stop(grace_s=5)
+    await life
+    assert child.state == "stopped"
+    assert await asyncio.to_thread(is_gone, grandchild)
+
+
+async def test_a_process_deaf_to_sigterm_is_killed_after_the_grace(tmp_path):
+    child = supervised(tmp_path, DEAF)
+    life = asyncio.create_task(child.run())
+    await first_output(child)
+    await child.stop(grace_s=0.2)
+    assert await life == -signal.SIGKILL
+
+
+def test_children_die_with_a_supervisor_that_is_killed(tmp_path):
+    program = SUPERVISOR.format(log=str(tmp_path / "log"))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
-    assert asyncio.run(_gone(child))
+    assert is_gone(child)
 
 
 def test_a_second_run_in_the_folder_is_refused_with_the_pid_of_the_first(tmp_path):
@@ -89,13 +154,3 @@ def test_a_leftover_is_ended_and_a_reused_pid_is_not(tmp_path):
         assert not end_leftover(child.pid, started + 1)
         assert child.poll() is None
         assert end_leftover(child.pid, started, grace_s=5)
-
-
-async def _gone(pid: int) -> bool:
-    """True once the process does not exist (or is a zombie that nobody owns)."""
-    deadline = time.monotonic() + 10
-    while start_time(pid) is not None:
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(0.02)
-    return True
