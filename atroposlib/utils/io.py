@@ -1,0 +1,29 @@
+"""Reading replies of HTTP services."""
+
+import logging
+from typing import Any, Protocol
+
+_logger = logging.getLogger(__name__)
+
+MAX_LOGGED_CHARACTERS = 2000
+
+
+class HttpResponse(Protocol):
+    """What is used of an aiohttp response."""
+
+    def raise_for_status(self) -> Any: ...
+
+    async def json(self) -> Any: ...
+
+    async def text(self) -> str: ...
+
+
+async def parse_http_response(resp: HttpResponse, logger: logging.Logger | None = None) -> Any:
+    """The reply's JSON. An error status or a body that is no JSON is logged with that body, then raised as it came."""
+    try:
+        resp.raise_for_status()
+        return await resp.json()
+    except Exception as error:
+        body = await resp.text()
+        (logger or _logger).error("request failed: error=%s body=%s", error, body[:MAX_LOGGED_CHARACTERS])
+        raise
