@@ -106,7 +106,7 @@ def write_tokenizer_folder(reader: "GGUFReader", folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def _build_bpe(tokens: list[str], merges: list[tuple[str, ...]], special: list[str], *, split_digits: bool):  # noqa: ANN202
+def _build_bpe(tokens: list[str], merges: list[tuple[str, ...]], special: list[str], *, split_digits: bool):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: index for index, token in enumerate(tokens)}

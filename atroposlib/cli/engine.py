@@ -1,0 +1,50 @@
+"""`atropos engine`: serve one model on this machine's CPU with SGLang's wire protocol."""
+
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from atroposlib.errors import AtroposError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def engine(
+    model: Annotated[str, typer.Option(help="Model name (smollm2-135m) or path to a .gguf file.")] = "smollm2-135m",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 9004,
+    slots: Annotated[int, typer.Option(min=1, max=256, help="Sequences computed at the same time.")] = 32,
+    context: Annotated[int, typer.Option(min=64, help="Tokens per sequence, prompt and completion.")] = 1024,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all this process may use.")] = None,
+    spin: Annotated[
+        bool, typer.Option(help="Let idle threads spin: faster alone on a machine, far slower beside other work.")
+    ] = False,
+    exit_with_parent: Annotated[
+        bool, typer.Option(help="End when the process that started this one has ended.")
+    ] = False,
+    insecure: Annotated[bool, typer.Option(help="Allow an address other than loopback; there is no login.")] = False,
+) -> None:
+    """Serve a model until SIGTERM or Ctrl-C. Prints one line when it is ready."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    if not spin:  # OpenMP reads these when its library is loaded, which happens below
+        os.environ.update(OMP_WAIT_POLICY="passive", GOMP_SPINCOUNT="0")
+    from atroposlib.engines.serve import ServeOptions, serve
+
+    try:
+        options = ServeOptions(model, host, port, slots, context, threads, exit_with_parent, insecure)
+        serve(options)
+    except AtroposError as error:
+        print(f"atropos engine: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

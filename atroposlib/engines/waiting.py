@@ -1,0 +1,65 @@
+"""From the engine's thread to the event loop: wait for sequences, watch them grow, give up when the client is gone."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from atroposlib.engines.engine import Engine
+from atroposlib.engines.generation import Generation
+
+
+async def run_all(engine: Engine, generations: list[Generation]) -> None:
+    """Submit and return when every sequence has ended. Cancelling aborts those that run."""
+    loop = asyncio.get_running_loop()
+    all_done = asyncio.Event()
+    left = len(generations)
+
+    def one_done() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            all_done.set()
+
+    def on_progress(generation: Generation) -> None:
+        if generation.finish is not None:
+            loop.call_soon_threadsafe(one_done)
+
+    for generation in generations:
+        generation.on_progress = on_progress
+    engine.submit(generations)
+    try:
+        await all_done.wait()
+    except asyncio.CancelledError:
+        abort(engine, generations)
+        raise
+
+
+async def watch(engine: Engine, generations: list[Generation]) -> AsyncIterator[Generation]:
+    """Submit and yield a sequence whenever it has grown, last with `finish` set. Closing the iterator aborts."""
+    loop = asyncio.get_running_loop()
+    grown: asyncio.Queue[Generation] = asyncio.Queue()
+
+    def on_progress(generation: Generation) -> None:
+        loop.call_soon_threadsafe(grown.put_nowait, generation)
+
+    for generation in generations:
+        generation.on_progress = on_progress
+    engine.submit(generations)
+    unfinished = set(map(id, generations))
+    try:
+        while unfinished:
+            generation = await grown.get()
+            is_last = generation.finish is not None
+            if id(generation) not in unfinished:
+                continue  # it ended while an earlier change was being reported
+            if is_last:
+                unfinished.discard(id(generation))
+            yield generation
+    finally:
+        if unfinished:
+            abort(engine, generations)
+
+
+def abort(engine: Engine, generations: list[Generation]) -> None:
+    """End these sequences; those that have ended stay as they are."""
+    for generation in generations:
+        engine.call(lambda rid=generation.rid: engine.scheduler.abort(rid))
