@@ -1,0 +1,78 @@
+"""Who may talk to the API: the token, and no web pages of other sites.
+
+The token comes as `Authorization: Bearer TOKEN`, or as a Basic password, which is what clients send for
+`http://:TOKEN@host:8000` without knowing about tokens.
+"""
+
+import base64
+import binascii
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+
+from atroposlib.errors import ConfigError
+
+TOKEN_VARIABLE = "ATROPOS_API_TOKEN"
+
+
+def read_token(token_file: Path | None, environment: Mapping[str, str]) -> str | None:
+    """The token from the file, else from the environment; None when there is neither.
+
+    Raises:
+        ConfigError: the file cannot be read or is empty.
+    """
+    if token_file is None:
+        return environment.get(TOKEN_VARIABLE, "").strip() or None
+    try:
+        token = token_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file {token_file} cannot be read: {error}") from error
+    if not token:
+        raise ConfigError(f"--token-file {token_file} is empty; write the token into it")
+    return token
+
+
+def is_authorized(authorization: str | None, token: str) -> bool:
+    """Whether an Authorization header carries the token. Takes as long for a near miss as for a far one."""
+    scheme, _, credentials = (authorization or "").partition(" ")
+    given = credentials.strip()
+    if scheme.lower() == "basic":
+        try:
+            given = base64.b64decode(given, validate=True).decode("utf-8").partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            return False
+    elif scheme.lower() != "bearer":
+        return False
+    return hmac.compare_digest(given.encode(), token.encode())
+
+
+def is_cross_site(headers: Mapping[str, str]) -> bool:
+    """Whether a browser says that a page of another site makes this request. Programs send neither header."""
+    if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        return True
+    origin = headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != headers.get("host")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reachable from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def names_this_machine(host_header: str) -> bool:
+    """Whether a Host header is `localhost` or an address.
+
+    Any other name on a server without a token may be a web page that had its name resolve to this machine.
+    """
+    host = host_header.rpartition(":")[0] if host_header.rpartition(":")[2].isdigit() else host_header
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return host == "localhost"
+    return True

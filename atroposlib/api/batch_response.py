@@ -1,0 +1,129 @@
+"""The answer to GET /batch: sent in pieces, and reported to the service as sent, broken off, or recalled."""
+
+import asyncio
+import logging
+import time
+import zlib
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+from atroposlib.api import auth
+from atroposlib.api.binary import BINARY_TYPE, encode_batch
+from atroposlib.api.delivery import CHUNK_BYTES, Connection
+from atroposlib.api.middleware import Receive, Scope, Send
+from atroposlib.api.queue import Batch
+from atroposlib.api.service import TrajectoryService
+from atroposlib.api.store import GroupLost
+
+logger = logging.getLogger(__name__)
+
+GZIP_MIN_BYTES = 1000
+GZIP_LEVEL = 1
+"""Higher levels cost more time than any network they would save."""
+
+_tasks: set[asyncio.Task[None]] = set()
+
+
+def json_response(content: dict[str, Any]) -> Response:
+    """A small JSON answer, without FastAPI's serialisation."""
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+class BatchResponse(Response):
+    """A formed batch on its way to a trainer."""
+
+    def __init__(self, service: TrajectoryService, batch: Batch, parts: list[bytes], headers: dict[str, str]) -> None:
+        self._service = service
+        self._batch = batch
+        self._parts = parts
+        self._started_at = time.monotonic()
+        self.status_code = 200
+        self.background = None
+        self.init_headers({**headers, "content-length": str(sum(map(len, parts)))})
+
+    @classmethod
+    async def of_next(cls, service: TrajectoryService, request: Request, lease_s: float | None) -> Response:
+        """The next batch in the form that the client accepts, or `{"batch":null}`."""
+        while (batch := await service.next_batch(lease_s)) is not None:
+            try:
+                groups = await service.contents(batch)
+            except GroupLost:
+                continue
+            except BaseException:
+                await service.not_sent(batch)
+                raise
+            return cls(service, batch, *await _packed(request, batch, groups))
+        return Response(b'{"batch":null}', media_type="application/json")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection: Connection | None = scope.get("atropos.connection")
+        try:
+            await self._send(send, connection)
+        except BaseException:
+            await asyncio.shield(self._service.not_sent(self._batch))
+            raise
+        if connection is not None and connection.broken:
+            await self._service.not_sent(self._batch)
+            return
+        await asyncio.shield(self._service.sent(self._batch, self._started_at))
+        if self._batch.expires is None:
+            self._await_arrival(connection)
+
+    async def _send(self, send: Send, connection: Connection | None) -> None:
+        if connection is not None:
+            connection.transport.set_write_buffer_limits(high=0)  # now each send waits until the one before has left
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in self._parts:
+            for start in range(0, len(part), CHUNK_BYTES):
+                await send({"type": "http.response.body", "body": part[start : start + CHUNK_BYTES], "more_body": True})
+                if connection is not None and connection.closed:
+                    connection.broken = True
+                    return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if connection is not None and not connection.closed:
+            connection.transport.set_write_buffer_limits()
+
+    def _await_arrival(self, connection: Connection | None) -> None:
+        """Free the groups' space once the trainer surely has them; take the batch back if the connection breaks."""
+        service, batch = self._service, self._batch
+
+        def settled(arrived: bool) -> None:
+            if arrived:
+                service.store.release(batch.groups)
+                return
+            task = asyncio.ensure_future(service.recall(batch))
+            _tasks.add(task)
+            task.add_done_callback(_tasks.discard)
+
+        if connection is None:
+            settled(True)
+        else:
+            connection.when_settled(settled)
+
+
+async def _packed(request: Request, batch: Batch, groups: list[bytes]) -> tuple[list[bytes], dict[str, str]]:
+    """Body parts and headers: binary when accepted by name, gzip for other machines that want it, else plain JSON.
+
+    On this machine gzip would cost seconds of CPU and save nothing.
+    """
+    batch_id = batch.batch_id if batch.expires is not None else None
+    if BINARY_TYPE in request.headers.get("accept", ""):
+        return await asyncio.to_thread(encode_batch, groups, batch_id), {"content-type": BINARY_TYPE}
+    end = b"]}" if batch_id is None else b'],"batch_id":%s}' % msgspec.json.encode(batch_id)
+    parts = [b'{"batch":[', groups[0]]
+    for group in groups[1:]:
+        parts += (b",", group)
+    parts.append(end)
+    headers = {"content-type": "application/json"}
+    local = request.client is None or auth.is_loopback(request.client.host)
+    if local or "gzip" not in request.headers.get("accept-encoding", "") or sum(map(len, parts)) < GZIP_MIN_BYTES:
+        return parts, headers
+    return await asyncio.to_thread(_gzip, parts), {**headers, "content-encoding": "gzip", "vary": "Accept-Encoding"}
+
+
+def _gzip(parts: list[bytes]) -> list[bytes]:
+    stream = zlib.compressobj(GZIP_LEVEL, wbits=31)
+    return [chunk for part in parts if (chunk := stream.compress(part))] + [stream.flush()]

@@ -1,0 +1,53 @@
+"""A batch in compact binary form: arrays of int32 and float32 instead of digits.
+
+Layout: a msgpack map `{"batch": [group, ...], "batch_id": id or null}` in which every matrix is an extension value:
+
+    code 1  int32    code 2  float32     data: u32 rows, u32 length of each row, then all rows end to end
+
+Everything little-endian. All other fields are as in JSON. `decode_batch` gives each matrix as a list of arrays, one
+per sequence, that share the received buffer.
+"""
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+
+BINARY_TYPE = "application/vnd.atropos.batch"
+
+_INT_ROWS, _FLOAT_ROWS = 1, 2
+_MATRICES = {"tokens": _INT_ROWS, "masks": _INT_ROWS, "advantages": _FLOAT_ROWS, "ref_logprobs": _FLOAT_ROWS, "inference_logprobs": _FLOAT_ROWS}  # fmt: skip
+_DTYPES = {_INT_ROWS: np.dtype("<i4"), _FLOAT_ROWS: np.dtype("<f4")}
+
+
+def encode_batch(groups: list[bytes], batch_id: str | None) -> list[bytes]:
+    """The body parts of a batch, from the groups' JSON."""
+    encoder = msgspec.msgpack.Encoder()
+    decoded = [_packed(msgspec.json.decode(group)) for group in groups]
+    return [encoder.encode({"batch": decoded, "batch_id": batch_id})]
+
+
+def decode_batch(body: bytes) -> dict[str, Any]:
+    """The inverse of `encode_batch`: matrices as lists of numpy arrays, everything else as from JSON."""
+    return msgspec.msgpack.decode(body, ext_hook=_unpack_rows)
+
+
+def _packed(group: dict[str, Any]) -> dict[str, Any]:
+    for name, code in _MATRICES.items():
+        if group[name]:
+            group[name] = msgspec.msgpack.Ext(code, _pack_rows(group[name], _DTYPES[code]))
+    return group
+
+
+def _pack_rows(rows: list[list[float]], dtype: np.dtype) -> bytes:
+    header = struct.pack(f"<{len(rows) + 1}I", len(rows), *map(len, rows))
+    return header + b"".join([np.array(row, dtype=dtype).tobytes() for row in rows])
+
+
+def _unpack_rows(code: int, data: memoryview) -> list[np.ndarray]:
+    (count,) = struct.unpack_from("<I", data)
+    lengths = struct.unpack_from(f"<{count}I", data, 4)
+    values = np.frombuffer(data, dtype=_DTYPES[code], offset=4 * (count + 1))
+    ends = np.cumsum(lengths)
+    return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]

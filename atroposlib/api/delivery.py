@@ -1,0 +1,92 @@
+"""Whether a response really left: TCP connections as the service sees them, and the response that carries a batch.
+
+ASGI does not tell an application what became of its last bytes. `run-api` therefore serves with `tracked(protocol)`,
+which keeps a `Connection` per socket. Under another server there is none, and a response counts as sent when the
+server took it.
+"""
+
+import array
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 18
+_TIOCOUTQ = 0x5411  # bytes in a socket's send queue that the peer has not acknowledged (Linux)
+
+
+class Connection:
+    """One client connection. `requests` counts the requests it brought; `broken` is set when it ended in an error."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.requests = 0
+        self.broken = False
+        self.closed = False
+        self._on_settled: Callable[[bool], None] | None = None
+
+    def next_request(self) -> None:
+        """A further request: whoever sent it has read the answer to the one before."""
+        self.requests += 1
+        self._settle(True)
+
+    def lost(self, error: Exception | None) -> None:
+        """The socket is gone."""
+        self.broken = self.broken or error is not None
+        self.closed = True
+        self._settle(not self.broken)
+
+    def peer_closed(self) -> None:
+        """The client stopped sending; if it has not acknowledged all our bytes, it never will."""
+        self.broken = self.broken or self._unacknowledged() > 0
+
+    def when_settled(self, callback: Callable[[bool], None]) -> None:
+        """Call back once, with True when the last response surely arrived, with False when the connection broke."""
+        self._on_settled = callback
+        if self.closed:
+            self._settle(not self.broken)
+
+    def _settle(self, arrived: bool) -> None:
+        callback, self._on_settled = self._on_settled, None
+        if callback is not None:
+            callback(arrived)
+
+    def _unacknowledged(self) -> int:
+        sock: socket.socket | None = self.transport.get_extra_info("socket")
+        if sock is None or self.transport.get_write_buffer_size() > 0:
+            return self.transport.get_write_buffer_size()
+        import fcntl
+
+        pending = array.array("i", [0])
+        try:
+            fcntl.ioctl(sock.fileno(), _TIOCOUTQ, pending)
+        except OSError:
+            return 0
+        return pending[0]
+
+
+Connections = dict[Any, Connection]
+"""Open connections by peer address, as in an ASGI scope's `client`."""
+
+
+def tracked(protocol: type, connections: Connections) -> type:
+    """An HTTP protocol class for uvicorn that keeps `connections` up to date."""
+
+    class Tracked(protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._peer = tuple(transport.get_extra_info("peername") or ())[:2]
+            connections[self._peer] = Connection(transport)
+
+        def eof_received(self) -> None:
+            connections[self._peer].peer_closed()
+            super().eof_received()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            connections.pop(self._peer).lost(exc)
+            super().connection_lost(exc)
+
+    return Tracked

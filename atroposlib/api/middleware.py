@@ -1,0 +1,192 @@
+"""What happens to every request before a route sees it: who asks, how large it is, how it is packed.
+
+Pure ASGI, outermost first: `Gate` (access, metrics, connections), `BodyReader` (limits, gzip, content type).
+"""
+
+import asyncio
+import json
+import logging
+import time
+import zlib
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeAlias
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from atroposlib.api import auth
+from atroposlib.api.delivery import Connections
+from atroposlib.api.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+DISCARD_FACTOR = 16
+"""A body over the limit is read to its end, up to this many times the limit, so that the client sees the answer."""
+
+INFLATE_INLINE_BYTES = 1 << 16
+OPEN_PATHS = ("/health",)
+
+
+class Gate:
+    """Refuses strangers and web pages of other sites; times every request."""
+
+    def __init__(
+        self, app: App, *, token: str | None, check_host: bool, metrics: Metrics, connections: Connections
+    ) -> None:
+        self._app = app
+        self._token = token
+        self._check_host = check_host
+        self._metrics = metrics
+        self._connections = connections
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        connection = self._connections.get(tuple(scope.get("client") or ()))
+        if connection is not None:
+            connection.next_request()
+        scope["atropos.connection"] = connection
+        started, status = time.perf_counter(), 500
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        refusal = self._refusal(scope)
+        await (refusal or self._app)(scope, receive, send_and_note)
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.request_done(route, status, time.perf_counter() - started)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if auth.is_cross_site(headers):
+            return refuse(403, "requests from web pages of other sites are refused")
+        if self._check_host and not auth.names_this_machine(headers.get("host", "localhost")):
+            return refuse(
+                403, f"Host is {headers.get('host', '')[:80]!r}; this server has no token and answers only localhost"
+            )
+        if self._token is None or scope["path"] in OPEN_PATHS:
+            return None
+        if auth.is_authorized(headers.get("authorization"), self._token):
+            return None
+        answer = refuse(
+            401, f"this server needs a token: Authorization: Bearer TOKEN, http://:TOKEN@host, or {auth.TOKEN_VARIABLE}"
+        )
+        answer.headers["WWW-Authenticate"] = 'Bearer, Basic realm="atropos"'
+        return answer
+
+
+class BodyReader:
+    """Hands each route its whole body, inflated and within limits, or answers 400, 413 or 415 itself."""
+
+    def __init__(self, app: App, *, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        body = await self._read(receive)
+        if body is None:
+            return  # the client left
+        answer = self._refusal(headers, body) if body else None
+        if answer is None and body and "gzip" in headers.get("content-encoding", "").lower():
+            inflated = await self._inflate(body)
+            body, answer = (inflated, None) if isinstance(inflated, bytes) else (b"", inflated)
+        if answer is not None:
+            await answer(scope, receive, send)
+            return
+        delivered = False
+
+        async def receive_whole() -> Message:
+            nonlocal delivered
+            if delivered:
+                return await receive()
+            delivered = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, receive_whole, send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body; cut just over the limit when too long; None when the client left in the middle."""
+        chunks, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size <= self._max_bytes or not chunks or size - len(chunk) <= self._max_bytes:
+                chunks.append(chunk)
+            if not message.get("more_body", False) or size > self._max_bytes * DISCARD_FACTOR:
+                return b"".join(chunks)
+
+    def _refusal(self, headers: Headers, body: bytes) -> Response | None:
+        if len(body) > self._max_bytes:
+            return self._too_large("the body")
+        kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            return refuse(415, f"Content-Type is {kind[:80]!r}; expected application/json")
+        encoding = headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity") and "gzip" not in encoding:
+            return refuse(415, f"Content-Encoding is {encoding[:80]!r}; expected gzip or none")
+        return None
+
+    async def _inflate(self, body: bytes) -> bytes | Response:
+        try:
+            if len(body) > INFLATE_INLINE_BYTES:
+                return await asyncio.to_thread(gunzip, body, self._max_bytes)
+            return gunzip(body, self._max_bytes)
+        except OverflowError:
+            return self._too_large("the inflated body")
+        except (zlib.error, EOFError):
+            return PlainTextResponse("Invalid gzip payload", status_code=400)
+
+    def _too_large(self, what: str) -> Response:
+        answer = refuse(413, f"{what} is above {self._max_bytes} bytes; send smaller groups or raise --max-body-mb")
+        answer.headers["Connection"] = "close"
+        return answer
+
+
+def gunzip(body: bytes, max_bytes: int) -> bytes:
+    """Inflate all members of a gzip body.
+
+    Raises:
+        OverflowError: it inflates to more than `max_bytes`; no more than that was ever held.
+        EOFError: it ends in the middle.
+        zlib.error: it is not gzip.
+    """
+    parts, size = [], 0
+    while body:
+        stream = zlib.decompressobj(wbits=31)
+        part = stream.decompress(body, max_bytes - size + 1)
+        size += len(part)
+        if size > max_bytes:
+            raise OverflowError
+        if not stream.eof:
+            raise EOFError
+        parts.append(part)
+        body = stream.unused_data
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def refuse(status: int, sentence: str, code: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An error answer; clients read `detail`, programs may read `code`."""
+    content = {"detail": sentence} if code is None else {"detail": sentence, "code": code}
+    return _PlainJson(content, status_code=status, headers=headers)
+
+
+class _PlainJson(JSONResponse):
+    def render(self, content: object) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()

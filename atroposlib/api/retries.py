@@ -1,0 +1,71 @@
+"""Finds groups that a client sends again because the answer to its first attempt got lost.
+
+Clients that send `group_id` do not need this. Upstream's do not send it: when a connection drops between the group
+being stored and the answer being read, they post the same bytes again. A repeated content counts as a retry only
+while it is open whether the first answer arrived: its connection has brought no further request, or the server was
+restarted since. The same content over a connection that goes on is a new group.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from atroposlib.api.delivery import Connection
+from atroposlib.api.queue import Group
+
+WINDOW_S = 120.0
+"""How long after a lost answer the same content counts as its retry."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A stored group whose answer may not have arrived."""
+
+    group: Group
+    connection: Connection | None
+    requests: int
+    until: float
+
+
+class RetryFinder:
+    """Remembers contents, by length and CRC, whose answers are not known to have arrived."""
+
+    def __init__(self, stored_before: Iterable[Group]) -> None:
+        self._open: dict[tuple[int, int], list[_Open]] = {}
+        self._next_sweep = 0.0
+        until = time.monotonic() + WINDOW_S
+        for group in stored_before:
+            self._add(_Open(group, None, 0, until))
+
+    def remember(self, group: Group, connection: Connection | None) -> None:
+        """A group was stored by the current request of `connection` (None: unknown, so no retry is looked for)."""
+        if connection is not None:
+            self._add(_Open(group, connection, connection.requests, time.monotonic() + WINDOW_S))
+
+    def candidates(self, length: int, crc: int, connection: Connection | None) -> Iterator[Group]:
+        """Groups that this content may be a retry of; compare the contents to be sure."""
+        for entry in list(self._open.get((length, crc), ())):
+            same_request = connection is not None and entry.connection is connection
+            if not same_request and self._is_open(entry):
+                yield entry.group
+
+    def _add(self, entry: _Open) -> None:
+        self._sweep()
+        place = entry.group.place
+        self._open.setdefault((place.length, place.crc), []).append(entry)
+
+    def _sweep(self) -> None:
+        """Now and then forget what is settled, so that memory stays with the last minutes."""
+        now = time.monotonic()
+        if now < self._next_sweep:
+            return
+        self._next_sweep = now + 1.0
+        for key, entries in list(self._open.items()):
+            entries[:] = [entry for entry in entries if self._is_open(entry)]
+            if not entries:
+                del self._open[key]
+
+    @staticmethod
+    def _is_open(entry: _Open) -> bool:
+        went_on = entry.connection is not None and entry.connection.requests > entry.requests
+        return not went_on and time.monotonic() < entry.until

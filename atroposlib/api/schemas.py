@@ -1,0 +1,234 @@
+"""What travels over the API: request and answer models, as clients have always known them.
+
+`ScoredData` documents the hot routes; their bodies are read by `payload.py`, which never builds these objects.
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, field_validator
+
+MAX_NAME_CHARS = 200
+
+
+class Registration(BaseModel):
+    """A trainer announces a run."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "wandb_group": "grpo",
+                "wandb_project": "math",
+                "batch_size": 256,
+                "max_token_len": 16384,
+                "checkpoint_dir": "checkpoints",
+                "save_checkpoint_interval": 50,
+                "starting_step": 0,
+                "num_steps": 1000,
+            }
+        }
+    )
+
+    wandb_group: str = Field(description="wandb group that environments join.")
+    wandb_project: str = Field(description="wandb project that environments log to.")
+    batch_size: PositiveInt = Field(
+        le=10_000_000, description="Sequences of a batch; every batch holds exactly so many."
+    )
+    max_token_len: PositiveInt = Field(le=2**31 - 1, description="Tokens of the longest sequence the trainer takes.")
+    checkpoint_dir: str = Field(description="Folder for checkpoints; environments keep theirs beside the trainer's.")
+    save_checkpoint_interval: int = Field(description="Steps between checkpoints; 0 or less: none.")
+    starting_step: NonNegativeInt = Field(le=2**53, description="Step the trainer starts from.")
+    num_steps: int = Field(description="Steps the trainer will take; informs environments.")
+
+    @field_validator("checkpoint_dir")
+    @classmethod
+    def _no_way_up(cls, value: str) -> str:
+        if ".." in value.replace("\\", "/").split("/") or "\0" in value:
+            raise ValueError(f"is {value!r}; expected a folder without '..' in it")
+        return value
+
+
+class RegisterEnv(BaseModel):
+    """An environment announces itself."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "max_token_length": 8192,
+                "desired_name": "gsm8k",
+                "weight": 1.0,
+                "group_size": 8,
+                "min_batch_allocation": None,
+            }
+        }
+    )
+
+    max_token_length: PositiveInt = Field(le=2**31 - 1, description="Tokens of the longest sequence it generates.")
+    desired_name: str | None = Field(description="Name in wandb and in paths; null: `env`. A number is appended.")
+    weight: FiniteFloat | None = Field(description="Share of inference slots relative to others; null: 1.")
+    group_size: PositiveInt = Field(le=10_000_000, description="Sequences of its usual group.")
+    min_batch_allocation: FiniteFloat | None = Field(
+        None, ge=0, le=1, description="Least share of every batch, 0 to 1; null: no guarantee."
+    )
+
+    @field_validator("desired_name")
+    @classmethod
+    def _safe_in_paths(cls, value: str | None) -> str | None:
+        if value is None or value == "":
+            return None
+        if len(value) > MAX_NAME_CHARS or value.startswith(".") or any(c in "/\\" or ord(c) < 32 for c in value):
+            raise ValueError(
+                f"is {value[:40]!r}; expected at most {MAX_NAME_CHARS} characters that are safe in a path: "
+                "no '/', no '\\', no control characters, no leading '.'"
+            )
+        return value
+
+
+class EnvIdentifier(BaseModel):
+    """Which environment asks."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"env_id": 0}})
+
+    env_id: NonNegativeInt = Field(le=2**53, description="The number that /register-env returned.")
+
+
+class BatchAck(BaseModel):
+    """A trainer confirms that it has a leased batch."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"batch_id": "7-3f9a6c1e"}})
+
+    batch_id: str = Field(description="`batch_id` of the answer to GET /batch?lease_s=...")
+
+
+class ScoredData(BaseModel):
+    """One scored group. G = sequences, T = tokens of one sequence (may differ between sequences)."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "tokens": [[1, 2, 3], [1, 2, 4]],
+                "masks": [[-100, 2, 3], [-100, 2, 4]],
+                "scores": [1.0, -1.0],
+                "inference_logprobs": [[1.0, -0.1, -0.2], [1.0, -0.1, -1.7]],
+                "env_id": 0,
+                "group_id": "gsm8k-000017",
+            }
+        }
+    )
+
+    tokens: list[list[int]] = Field(description="[G][T] token ids of prompt and completion.")
+    masks: list[list[int]] = Field(description="[G][T] -100 where no loss is taken, else the token id.")
+    scores: list[float] = Field(description="[G] finite.")
+    advantages: list[list[float]] | None = Field(None, description="[G][any length].")
+    ref_logprobs: list[list[float]] | None = Field(None, description="[G][T]")
+    messages: list[list[dict[str, Any]]] | None = Field(None, description="[G] conversations; role and content needed.")
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = Field(None, description="[G][T] 1.0 where masked.")
+    overrides: list[dict[str, Any]] | None = Field(None, description="[G] switches per sequence.")
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = Field(None, ge=0, description="The number that /register-env returned.")
+    distill_token_ids: list[list[list[int]]] | None = Field(None, description="[G][T][k]")
+    distill_logprobs: list[list[list[float]]] | None = Field(None, description="[G][T][k]")
+    group_id: str | None = Field(None, description="Sent twice, stored once. Not handed to the trainer.")
+
+
+class Message(BaseModel):
+    """An answer in one sentence."""
+
+    message: str
+
+
+class Uuid(BaseModel):
+    """The trainer's number."""
+
+    uuid: int = Field(description="128 bits.")
+
+
+class EnvRegistered(BaseModel):
+    """Answer to /register-env: only `status` while the trainer has not started."""
+
+    status: str = Field(description="`success`, or `wait for trainer to start`.")
+    env_id: int | None = None
+    wandb_name: str | None = None
+    checkpoint_dir: str | None = None
+    starting_step: int | None = None
+    checkpoint_interval: int | None = None
+    num_steps: int | None = None
+    run_id: str | None = Field(None, description="Changes with /reset_data; send it as X-Atropos-Run with groups.")
+
+
+class Outcome(BaseModel):
+    """`success`, or `failure` with the reason."""
+
+    status: str
+    error: str | None = None
+
+
+class WandbInfo(BaseModel):
+    """Where environments log; nulls before a trainer registered."""
+
+    group: str | None
+    project: str | None
+
+
+class Info(BaseModel):
+    """What the trainer takes; -1 before it registered."""
+
+    batch_size: int
+    max_token_len: int
+
+
+class Status(BaseModel):
+    """How far the run is."""
+
+    current_step: int
+    queue_size: int = Field(description="Groups that wait.")
+    queue_sequences: int
+    buffered_groups: int = Field(description="Part groups that wait for the rest of their environment's group size.")
+    leased_batches: int
+    waiting_for: str | None = Field(description="Why no batch is ready, in words; null when one is.")
+
+
+class EnvStatus(BaseModel):
+    """What an environment bases its back-pressure on; sizes in units of its own groups."""
+
+    current_step: int
+    queue_size: int
+    unallocated_fraction: float
+    self_queue_size: int
+    max_group_size: int
+    env_weight: float
+
+
+class Received(BaseModel):
+    """A group is on disk: in the queue, or in its environment's buffer."""
+
+    status: str = Field(description="`received` or `buffered`.")
+    buffer_size: int | None = Field(None, description="Sequences in the environment's buffer.")
+    duplicate: bool | None = Field(None, description="True: it was stored before and is not stored again.")
+
+
+class ReceivedList(BaseModel):
+    """All groups of the list are on disk."""
+
+    status: str
+    groups_processed: int
+    buffered: int | None = None
+    last_buffer_size: int | None = None
+    duplicates: int | None = None
+
+
+class BatchAnswer(BaseModel):
+    """`batch` is null while none can be formed."""
+
+    batch: list[dict[str, Any]] | None = Field(description="Groups, each with all 14 keys of ScoredData.")
+    batch_id: str | None = Field(None, description="Only with lease_s: acknowledge it with POST /batch/ack.")
+    status: str | None = None
+    message: str | None = None
+
+
+class Health(BaseModel):
+    """Whether groups can be stored now."""
+
+    status: str = Field(description="`ok`, or `storage full`.")
+    detail: str | None = None

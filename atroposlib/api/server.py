@@ -1,0 +1,309 @@
+"""The HTTP routes of the trajectory API, and nothing but routes.
+
+`create_app` builds a server; `app` is one for `uvicorn atroposlib.api:app`, with its state in `ATROPOS_STATE_DIR` or,
+without that variable, in memory. `run-api` is the usual way to start it.
+"""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Body, Depends, FastAPI, Header, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from atroposlib.api import schemas
+from atroposlib.api.batch_response import BatchResponse, json_response
+from atroposlib.api.delivery import Connections
+from atroposlib.api.middleware import BodyReader, Gate, refuse
+from atroposlib.api.payload import GROUP_KEYS, check_group, split_group, split_list
+from atroposlib.api.service import Receipt, Refused, TrajectoryService
+from atroposlib.api.store import MemoryStore, StorageFull, Store
+from atroposlib.errors import GroupError
+
+MEGABYTE = 1_000_000
+STATE_DIR_VARIABLE = "ATROPOS_STATE_DIR"
+
+
+@dataclass(frozen=True)
+class ApiSettings:
+    """How a server runs. `state_dir` None: in memory. `check_host`: refuse Host headers that are names of others."""
+
+    state_dir: Path | None = None
+    token: str | None = None
+    env_timeout_s: float = 300.0
+    max_body_mb: float = 100.0
+    max_queue_mb: float | None = None
+    check_host: bool = False
+
+
+def create_app(settings: ApiSettings) -> FastAPI:
+    """A server with its own store; closing the app's lifespan flushes and closes it.
+
+    Raises:
+        PathError, ConfigError: the state folder cannot be used, or another server uses it.
+    """
+    service = TrajectoryService(_open_store(settings), env_timeout_s=settings.env_timeout_s)
+    connections: Connections = {}
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.store.close()
+
+    api = FastAPI(title="Atropos trajectory API", version="0.5.0", lifespan=lifespan)
+    api.state.service = service
+    api.state.connections = connections
+    _add_routes(api)
+    _add_error_answers(api)
+    api.add_middleware(BodyReader, max_bytes=int(settings.max_body_mb * MEGABYTE))
+    api.add_middleware(
+        Gate, token=settings.token, check_host=settings.check_host, metrics=service.metrics, connections=connections
+    )
+    return api
+
+
+def _open_store(settings: ApiSettings) -> Store:
+    max_bytes = None if settings.max_queue_mb is None else int(settings.max_queue_mb * MEGABYTE)
+    if settings.state_dir is None:
+        return MemoryStore(max_bytes)
+    from atroposlib.api.disk import DiskStore
+
+    return DiskStore(settings.state_dir, max_bytes)
+
+
+def _service(request: Request) -> TrajectoryService:
+    return request.app.state.service
+
+
+Service = Annotated[TrajectoryService, Depends(_service)]
+RunId = Annotated[
+    str | None, Header(alias="X-Atropos-Run", description="`run_id` of /register-env; refuses groups of a reset run.")
+]
+_GROUP_BODY = {
+    "required": True,
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ScoredData"}}},
+}
+
+
+def _add_routes(api: FastAPI) -> None:
+    _add_trainer_routes(api)
+    _add_env_routes(api)
+    _add_common_routes(api)
+
+
+def _add_trainer_routes(api: FastAPI) -> None:
+    @api.post("/register", response_model=schemas.Uuid)
+    async def register(registration: schemas.Registration, service: Service) -> dict[str, int]:
+        """A trainer announces a run, or takes it over: the configuration is replaced, queue and environments stay."""
+        return {"uuid": await service.register(registration)}
+
+    @api.get("/batch", response_model=schemas.BatchAnswer, responses={409: {"model": schemas.BatchAnswer}})
+    async def batch(
+        request: Request,
+        service: Service,
+        lease_s: Annotated[
+            float | None,
+            Query(gt=0, le=7 * 86400, description="Seconds until it is delivered again unless acknowledged."),
+        ] = None,
+    ) -> Response:
+        """The next batch: whole groups, first in first out, exactly `batch_size` sequences; `{"batch": null}` if none.
+
+        The step advances by one. A batch whose response breaks off is delivered again. The first call tells
+        environments that the trainer is ready.
+        """
+        return await BatchResponse.of_next(service, request, lease_s)
+
+    @api.post("/batch/ack", response_model=schemas.Outcome, response_model_exclude_none=True)
+    async def acknowledge(body: schemas.BatchAck, service: Service) -> dict[str, str]:
+        """Confirm a leased batch; it will not be delivered again. May be repeated."""
+        await service.ack(body.batch_id)
+        return {"status": "success"}
+
+
+def _add_env_routes(api: FastAPI) -> None:
+    @api.post("/register-env", response_model=schemas.EnvRegistered, response_model_exclude_none=True)
+    async def register_env(body: schemas.RegisterEnv, service: Service) -> dict[str, Any]:
+        """An environment announces itself; until the trainer has started it is told to wait and to ask again."""
+        env = await service.register_env(body)
+        registration = service.run.registration
+        if env is None or registration is None:
+            return {"status": "wait for trainer to start"}
+        return {
+            "status": "success",
+            "env_id": env.env_id,
+            "wandb_name": env.real_name,
+            "checkpoint_dir": registration.checkpoint_dir,
+            "starting_step": service.run.step,
+            "checkpoint_interval": registration.save_checkpoint_interval,
+            "num_steps": registration.num_steps,
+            "run_id": service.run.run_id,
+        }
+
+    @api.post(
+        "/disconnect-env",
+        response_model=schemas.Outcome,
+        response_model_exclude_none=True,
+        responses={404: {"model": schemas.Outcome}},
+    )
+    async def disconnect_env(
+        body: Annotated[dict[str, Any], Body(examples=[{"env_id": 0}])], service: Service
+    ) -> Response:
+        """An environment has ended: its minimum stops counting; what it sent stays."""
+        env_id = body.get("env_id")
+        if not isinstance(env_id, int) or isinstance(env_id, bool):
+            return refuse(422, f"env_id is {env_id!r}; expected an integer")
+        try:
+            await service.disconnect_env(env_id)
+        except Refused as error:
+            return JSONResponse({"status": "failure", "error": str(error)}, status_code=error.status)
+        return JSONResponse({"status": "success"})
+
+    @api.get("/status-env", response_model=schemas.EnvStatus)
+    async def status_env(
+        service: Service,
+        body: Annotated[schemas.EnvIdentifier | None, Body()] = None,
+        env_id: Annotated[int | None, Query(ge=0, description="Instead of the JSON body.")] = None,
+    ) -> dict[str, int | float]:
+        """What an environment bases its back-pressure on. The id comes as a JSON body or in the query."""
+        asked = body.env_id if body is not None else env_id
+        if asked is None:
+            raise Refused(422, 'env_id is missing; send {"env_id": 0} as JSON body or ?env_id=0')
+        return service.env_status(asked)
+
+    @api.post("/scored_data", response_model=schemas.Received, openapi_extra={"requestBody": _GROUP_BODY})
+    async def scored_data(request: Request, service: Service, run_id: RunId = None) -> Response:
+        """Store one group. The answer comes when it is on disk; 503 when there is no room: try again later."""
+        payload = check_group(split_group(await request.body()))
+        (receipt,) = await service.add([payload], run_id=run_id, connection=request.scope["atropos.connection"])
+        return json_response(_received(receipt))
+
+    @api.post("/scored_data_list", response_model=schemas.ReceivedList, openapi_extra={"requestBody": _LIST_BODY})
+    async def scored_data_list(request: Request, service: Service, run_id: RunId = None) -> Response:
+        """Store several groups, all or none."""
+        payloads = []
+        for i, raw in enumerate(split_list(await request.body())):
+            try:
+                payloads.append(check_group(raw))
+            except GroupError as error:
+                raise GroupError(f"group {i} of the list: {error}") from None
+        receipts = await service.add(payloads, run_id=run_id, connection=request.scope["atropos.connection"])
+        return json_response(_received_list(receipts))
+
+
+def _add_common_routes(api: FastAPI) -> None:
+    @api.get("/", response_model=schemas.Message)
+    async def root() -> dict[str, str]:
+        """Says who answers."""
+        return {"message": "AtroposLib API"}
+
+    @api.get("/wandb_info", response_model=schemas.WandbInfo)
+    async def wandb_info(service: Service) -> dict[str, str | None]:
+        """Where environments log; nulls before a trainer registered."""
+        run = service.run.registration
+        return {"group": run and run.wandb_group, "project": run and run.wandb_project}
+
+    @api.get("/info", response_model=schemas.Info)
+    async def info(service: Service) -> dict[str, int]:
+        """What the trainer takes; -1 before it registered."""
+        run = service.run.registration
+        return {"batch_size": run.batch_size if run else -1, "max_token_len": run.max_token_len if run else -1}
+
+    @api.get("/status", response_model=schemas.Status)
+    async def status(service: Service) -> dict[str, Any]:
+        """How far the run is, and why no batch is ready."""
+        queue = service.queue
+        return {
+            "current_step": service.run.step,
+            "queue_size": len(queue.pool),
+            "queue_sequences": queue.pool.sequences,
+            "buffered_groups": sum(len(buffer) for buffer in queue.buffers.values()),
+            "leased_batches": len(queue.leased),
+            "waiting_for": service.waiting_for(),
+        }
+
+    @api.get("/latest_example", response_model=schemas.ScoredData)
+    async def latest_example(service: Service) -> Response:
+        """The group that entered last; empty lists before there is one."""
+        latest = await service.latest_example()
+        if latest is None:
+            return JSONResponse({key: None if key in _NULL_WHEN_EMPTY else [] for key in GROUP_KEYS})
+        return Response(latest, media_type="application/json")
+
+    @api.get("/reset_data", response_class=PlainTextResponse)
+    async def reset_data(service: Service) -> PlainTextResponse:
+        """Forget the run: queue, environments, registration. Safe to repeat."""
+        await service.reset()
+        return PlainTextResponse("Reset successful")
+
+    @api.get("/health", response_model=schemas.Health)
+    async def health() -> dict[str, str]:
+        """Answers while the server lives. Needs no token."""
+        return {"status": "ok"}
+
+    @api.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(service: Service) -> Response:
+        """Prometheus text format."""
+        return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4")
+
+
+_LIST_BODY = {
+    "required": True,
+    "content": {
+        "application/json": {"schema": {"type": "array", "items": {"$ref": "#/components/schemas/ScoredData"}}}
+    },
+}
+_NULL_WHEN_EMPTY = ("overrides", "group_overrides", "env_id", "distill_token_ids", "distill_logprobs")
+
+
+def _received(receipt: Receipt) -> dict[str, Any]:
+    answer: dict[str, Any] = {"status": "received"}
+    if receipt.buffered is not None:
+        answer = {"status": "buffered", "buffer_size": receipt.buffered}
+    return {**answer, "duplicate": True} if receipt.duplicate else answer
+
+
+def _received_list(receipts: list[Receipt]) -> dict[str, Any]:
+    answer: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
+    buffered = [receipt.buffered for receipt in receipts if receipt.buffered is not None]
+    if buffered:
+        answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
+    duplicates = sum(receipt.duplicate for receipt in receipts)
+    return {**answer, "duplicates": duplicates} if duplicates else answer
+
+
+def _add_error_answers(api: FastAPI) -> None:
+    @api.exception_handler(Refused)
+    async def refused(request: Request, error: Refused) -> Response:
+        if error.code == "not_registered":  # the answer trainers have always looked for
+            return JSONResponse({"status": "error", "message": str(error), "batch": []}, status_code=error.status)
+        return refuse(error.status, str(error), error.code)
+
+    @api.exception_handler(GroupError)
+    async def bad_group(request: Request, error: GroupError) -> Response:
+        return JSONResponse({"detail": [{"type": "value_error", "loc": ["body"], "msg": str(error)}]}, status_code=422)
+
+    @api.exception_handler(StorageFull)
+    async def storage_full(request: Request, error: StorageFull) -> Response:
+        return refuse(503, str(error), "storage_full", {"Retry-After": "5"})
+
+    @api.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        """FastAPI's form, without echoing the input: a bad body of a megabyte must not come back."""
+        details = [
+            {
+                "type": e["type"],
+                "loc": [str(part)[:80] if isinstance(part, str) else part for part in e["loc"]],
+                "msg": e["msg"][:500],
+            }
+            for e in error.errors()[:20]
+        ]
+        return JSONResponse({"detail": details}, status_code=422)
+
+
+app = create_app(
+    ApiSettings(state_dir=Path(os.environ[STATE_DIR_VARIABLE]) if os.environ.get(STATE_DIR_VARIABLE) else None)
+)

@@ -1,0 +1,159 @@
+"""Where groups and the run's state are kept. `MemoryStore` forgets; `DiskStore` (disk.py) does not.
+
+The event loop calls `add` and `change`, in order; a group enters the queue only after its `add` returned.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from atroposlib.api.queue import Batch, Group, Place
+from atroposlib.errors import AtroposError
+
+
+class StorageFull(AtroposError, OSError):
+    """No room for more groups now; it goes on by itself when there is."""
+
+
+class GroupLost(AtroposError, OSError):
+    """A stored group cannot be read back (damaged disk)."""
+
+    def __init__(self, group: Group, reason: str) -> None:
+        super().__init__(f"group {group.number} in segment {group.place.segment} cannot be read: {reason}")
+        self.group = group
+
+
+@dataclass(slots=True)
+class NewGroup:
+    """A group on its way to the store."""
+
+    number: int
+    env_id: int | None
+    sequences: int
+    content: bytes
+    group_id: str | None
+    buffered: bool
+    crc: int
+
+
+@dataclass
+class Change:
+    """What one event changes in the stored state, all or nothing.
+
+    Attributes:
+        run: the new `RunState.to_json`, when it changed.
+        consumed: groups that have reached a trainer.
+        restored: consumed groups whose delivery turned out to have failed.
+        completed: numbers of groups that left a buffer for the queue.
+        leased / settled: leases that began; numbers of those that ended.
+    """
+
+    run: bytes | None = None
+    consumed: Sequence[Group] = ()
+    restored: Sequence[Group] = ()
+    completed: Sequence[int] = ()
+    leased: Sequence[Batch] = ()
+    settled: Sequence[int] = ()
+
+
+@dataclass
+class Snapshot:
+    """What a store held when it was opened; numbers ascend."""
+
+    run: bytes | None = None
+    queued: list[Group] = field(default_factory=list)
+    buffered: list[Group] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    next_number: int = 1
+
+
+class Store(Protocol):
+    """What the service needs of a store."""
+
+    def load(self) -> Snapshot:
+        """The state found at opening; called once."""
+        ...
+
+    async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
+        """Store all or none; they are durable when this returns. StorageFull when there is no room."""
+        ...
+
+    async def change(self, change: Change) -> None:
+        """Apply a state change."""
+        ...
+
+    async def read(self, groups: Sequence[Group]) -> list[bytes]:
+        """The stored contents. GroupLost when one cannot be read."""
+        ...
+
+    def release(self, groups: Sequence[Group]) -> None:
+        """These consumed groups will not be asked for again; their space may be freed."""
+        ...
+
+    def knows_group_id(self, group_id: str) -> bool:
+        """Whether a group of that id was stored in this run."""
+        ...
+
+    async def reset(self, run: bytes) -> None:
+        """Forget everything and begin with `run`."""
+        ...
+
+    def bytes_used(self) -> int:
+        """Bytes that groups take up now."""
+        ...
+
+    async def close(self) -> None:
+        """Write out what is pending and let go of files."""
+        ...
+
+
+class MemoryStore:
+    """Keeps groups in memory, for tests and throw-away runs."""
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self.max_bytes = max_bytes
+        self._contents: dict[int, bytes] = {}
+        self._ids: set[str] = set()
+        self._bytes = 0
+
+    def load(self) -> Snapshot:
+        return Snapshot()
+
+    async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
+        size = sum(len(group.content) for group in groups)
+        if self.max_bytes is not None and self._bytes + size > self.max_bytes:
+            raise StorageFull(f"{self._bytes} bytes are queued of at most {self.max_bytes}; the trainer must take some")
+        self._bytes += size
+        self._contents.update((group.number, group.content) for group in groups)
+        self._ids.update(group.group_id for group in groups if group.group_id is not None)
+        return [Group(g.number, g.env_id, g.sequences, Place(0, 0, len(g.content), g.crc)) for g in groups]
+
+    async def change(self, change: Change) -> None:
+        pass
+
+    async def read(self, groups: Sequence[Group]) -> list[bytes]:
+        return [self._contents[group.number] for group in groups]
+
+    def release(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self._bytes -= len(self._contents.pop(group.number, b""))
+
+    def knows_group_id(self, group_id: str) -> bool:
+        return group_id in self._ids
+
+    async def reset(self, run: bytes) -> None:
+        self._contents.clear()
+        self._ids.clear()
+        self._bytes = 0
+
+    def bytes_used(self) -> int:
+        return self._bytes
+
+    async def close(self) -> None:
+        pass
+
+
+def checksum(content: bytes) -> int:
+    """CRC-32 of a content: torn writes are seen by it, and equal groups are found by it."""
+    return zlib.crc32(content)

@@ -1,0 +1,123 @@
+"""`run-api`: starts the trajectory API.
+
+Exit codes: 0 stopped by a signal with everything on disk, 1 cannot start, 2 wrong usage.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atroposlib.api import auth
+from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.paths import expand_path
+
+logger = logging.getLogger("atroposlib.api")
+
+
+def default_state_dir(port: int) -> Path:
+    """The user's folder for the server on this port: `$XDG_STATE_HOME/atroposlib/api-<port>`."""
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return expand_path(base, what="XDG_STATE_HOME") / "atroposlib" / f"api-{port}"
+
+
+def serve(
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but this machine's own needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
+    state_dir: Annotated[
+        str | None,
+        typer.Option(help="Folder that keeps the run over restarts; default: $XDG_STATE_HOME/atroposlib/api-<port>."),
+    ] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Keep everything in memory; a restart forgets it.")] = False,
+    token_file: Annotated[str | None, typer.Option(help=f"File with the token; else {auth.TOKEN_VARIABLE}.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Serve other machines without a token.")] = False,
+    env_timeout_s: Annotated[
+        float, typer.Option(min=1, help="Seconds of silence after which an environment stops counting.")
+    ] = 300,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body, also after inflating.")] = 100,
+    max_queue_mb: Annotated[
+        float | None, typer.Option(min=0.001, help="Most that waiting groups may take; default: what the disk holds.")
+    ] = None,
+) -> None:
+    """Serve the trajectory API: environments post scored groups, trainers pull batches."""
+    token = auth.read_token(expand_path(token_file, what="--token-file") if token_file else None, os.environ)
+    if token is None and not insecure and not auth.is_loopback(host):
+        raise ConfigError(
+            f"--host {host} is open to other machines, but there is no token; set {auth.TOKEN_VARIABLE} or --token-file, "
+            "or say --insecure"
+        )
+    from atroposlib.api.server import ApiSettings, create_app
+
+    listener = _listen(host, port)
+    port = listener.getsockname()[1]
+    folder = None if memory else expand_path(state_dir, what="--state-dir") if state_dir else default_state_dir(port)
+    settings = ApiSettings(
+        state_dir=folder,
+        token=token,
+        env_timeout_s=env_timeout_s,
+        max_body_mb=max_body_mb,
+        max_queue_mb=max_queue_mb,
+        check_host=token is None and not insecure,
+    )
+    app = create_app(settings)
+    print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    logger.info("state: %s", folder or "in memory")
+    _run(app, listener)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket; ConfigError when the address is taken or not ours."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
+        ) from error
+    return listener
+
+
+def _run(app, listener: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT; afterwards everything is on disk."""
+    import uvicorn
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    from atroposlib.api.delivery import tracked
+
+    config = uvicorn.Config(
+        app,
+        http=tracked(AutoHTTPProtocol, app.state.connections),
+        ws="none",
+        access_log=False,
+        log_config=None,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+    )
+    for stop in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal again once it has shut down
+        signal.signal(stop, lambda *_: sys.exit(0))
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def main() -> None:
+    """The console script."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        typer.run(serve)
+    except AtroposError as error:
+        print(f"run-api: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()
