@@ -65,7 +65,7 @@ class ExportConfig(Section):
 
     path: str = Field("sft.jsonl", description="File name inside run_dir.")
     format: Literal["messages", "sharegpt", "prefix", "tokens"] = "messages"
-    min_score: float = Field(0.0, description="Responses are kept when their score is above this.")
+    above_score: float = Field(0.0, description="Responses are kept when their score is above this.")
     top_n_per_problem: PositiveInt | None = Field(None, description="Keep the best n of a problem; null: all.")
 
 

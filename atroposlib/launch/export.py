@@ -1,0 +1,33 @@
+"""The datasets of a finished run: each entry of `export` in the config becomes one file, whole or not at all."""
+
+import logging
+from pathlib import Path
+
+from atroposlib.errors import DataError
+from atroposlib.launch.config import DatagenConfig, ExportConfig
+from atroposlib.launch.preflight import Model
+
+logger = logging.getLogger(__name__)
+
+
+def export_all(config: DatagenConfig, model: Model) -> list[Path]:
+    """Write every export anew from all rollouts of the run; the paths written."""
+    return [path for entry in config.export if (path := _export(entry, Path(config.run_dir), model)) is not None]
+
+
+def _export(entry: ExportConfig, run_dir: Path, model: Model) -> Path | None:
+    """One dataset; None, with a warning, when no response was good enough: the rollouts are still there."""
+    from atroposlib.data.sft import SftOptions, export_sft, simple_policy
+
+    policy = simple_policy(above=entry.above_score, top_n=entry.top_n_per_problem)
+    options = SftOptions(format=entry.format, tokenizer=model.tokenizer, overwrite=True)
+    output = run_dir / entry.path
+    try:
+        report = export_sft(run_dir / "rollouts", output, policy, options)
+    except DataError as error:
+        if "surviv" not in str(error):
+            raise
+        logger.warning("no dataset written: %s", error)
+        return None
+    logger.info("dataset written: path=%s records=%d", output, report.records)
+    return output
