@@ -1,0 +1,142 @@
+"""The InternBootcamp environment: generated problems of many tasks, each scored by its task's own verifier.
+
+python environments/intern_bootcamp/intern_bootcamp_env.py process --config config_process.yaml
+"""
+
+import time
+from collections import Counter
+from typing import Any
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from atroposlib.errors import EnvironmentFault
+from environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
+from environments.intern_bootcamp.problems import Problem, ProblemSource
+from environments.intern_bootcamp.rewards import reward
+
+
+class InternBootcampEnv(BaseEnv):
+    """Score `correct_reward` for a right answer, else `incorrect_reward` plus partial credit."""
+
+    name = "intern_bootcamp"
+    env_config_cls = InternBootcampEnvConfig
+    config: InternBootcampEnvConfig
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
+        server = APIServerConfig(
+            model_name="deepseek-ai/DeepSeek-R1",
+            base_url="http://localhost:30000/v1",
+            server_type="sglang",
+            api_key="x",
+        )
+        return InternBootcampEnvConfig(group_size=16, max_token_length=16384, tokenizer_name=server.model_name), [
+            server
+        ]
+
+    async def setup(self) -> None:
+        """Open the tasks; ConfigError when one does not exist."""
+        self.problems = ProblemSource(self.config)
+        self.verdicts: dict[str, Counter[str]] = {}  # task -> counts of "responses" and "correct" since the last log
+        self.eval_metrics: dict[str, float] = {}
+        await self.problems.check()
+
+    async def get_item(self, index: int) -> Problem:
+        return await self.problems.problem(index)
+
+    def item_task(self, item: Problem) -> str:
+        return item[1]["task_name"]
+
+    async def collect_trajectories(self, item: Problem) -> tuple[ScoredDataGroup, list[Problem]]:
+        messages, meta = item
+        if "fault" in meta:
+            raise EnvironmentFault(meta["fault"])
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            reply = await managed.chat_completion(
+                messages=messages,
+                n=self.config.group_size,
+                max_tokens=self.config.max_token_length,
+                temperature=self.config.temperature,
+                top_p=self.config.top_p,
+            )
+            nodes = managed.get_state()["nodes"]
+        texts = [choice.message.content or "" for choice in reply.choices]
+        verdicts = [await self.problems.verify(text, meta) for text in texts]
+        self.count(meta["task_name"], verdicts)
+        group: dict[str, Any] = {
+            "task": meta["task_name"],
+            "tokens": [node.tokens for node in nodes],
+            "masks": [node.masked_tokens for node in nodes],
+            "inference_logprobs": [node.logprobs for node in nodes],
+            "scores": [self.score(verdict) for verdict in verdicts],
+            "messages": [[*messages, {"role": "assistant", "content": text}] for text in texts],
+        }
+        return group, []  # pyright: ignore[reportReturnType]  # a group may carry its task
+
+    def score(self, verdict: float) -> float:
+        """Reward of one verdict."""
+        config = self.config
+        return reward(verdict, correct_reward=config.correct_reward, incorrect_reward=config.incorrect_reward)
+
+    def count(self, task: str, verdicts: list[float]) -> None:
+        """Remember how many responses were right, for the next log."""
+        counts = self.verdicts.setdefault(task, Counter())
+        counts["responses"] += len(verdicts)
+        counts["correct"] += sum(verdict >= 1 for verdict in verdicts)
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Greedy answers to `eval_problems` problems that training never sees."""
+        started = time.time()
+        samples = [await self.evaluate_one(index) for index in range(self.config.eval_problems)]
+        correct = sum(sample["verdict"] >= 1 for sample in samples)
+        self.eval_metrics = {"eval/percent_correct": correct / len(samples)}
+        await self.evaluate_log(
+            self.eval_metrics,
+            samples=samples,
+            start_time=started,
+            end_time=time.time(),
+            generation_parameters={"temperature": 0.0},
+        )
+
+    async def evaluate_one(self, index: int) -> dict[str, Any]:
+        """One answered problem: task, messages, response, verdict, score."""
+        messages, meta = await self.problems.problem(index, "eval")
+        if "fault" in meta:
+            raise EnvironmentFault(meta["fault"])
+        reply = await self.server.chat_completion(
+            messages=messages, n=1, max_tokens=self.config.max_token_length, temperature=0.0, split="eval"
+        )
+        text = reply.choices[0].message.content or ""
+        verdict = await self.problems.verify(text, meta)
+        facts = {"task": meta["task_name"], "messages": messages, "response": text}
+        return {**facts, "verdict": verdict, "score": self.score(verdict)}
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        metrics = {**(wandb_metrics or {}), **self.eval_metrics}
+        total = sum(self.verdicts.values(), Counter())
+        if total["responses"]:
+            metrics["train/percent_correct"] = total["correct"] / total["responses"]
+        for task, counts in self.verdicts.items():
+            metrics[f"train/percent_correct_{task}"] = counts["correct"] / counts["responses"]
+        self.verdicts, self.eval_metrics = {}, {}
+        await super().wandb_log(metrics)
+
+    async def env_manager(self) -> Any:
+        return await self._closing(super().env_manager())
+
+    async def process_manager(self) -> Any:
+        return await self._closing(super().process_manager())
+
+    async def _run_evaluate(self) -> None:
+        await self._closing(super()._run_evaluate())
+
+    async def _closing(self, run: Any) -> Any:
+        """Await `run`, then end the worker processes of the verifiers."""
+        try:
+            return await run
+        finally:
+            if hasattr(self, "problems"):
+                await self.problems.close()
+
+
+if __name__ == "__main__":
+    InternBootcampEnv.cli()

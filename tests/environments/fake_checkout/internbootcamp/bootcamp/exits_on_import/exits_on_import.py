@@ -1,0 +1,7 @@
+import sys
+
+sys.exit(0)
+
+
+class Exitsonimportbootcamp:
+    pass

@@ -1,0 +1,7 @@
+from bootcamp import Basebootcamp
+
+
+class Hangsbootcamp(Basebootcamp):
+    def case_generator(self):
+        while True:
+            pass

@@ -1,0 +1,81 @@
+"""Functions that misbehave in every way a generator or verifier can; called by name in sandbox workers."""
+
+import os
+import sys
+import time
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+OPENED: list[str] = []
+
+
+def open_slowly(what: str) -> None:
+    time.sleep(1)
+    OPENED.append(what)
+
+
+def opened() -> list[str]:
+    return OPENED
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def hang() -> None:
+    while True:
+        time.sleep(1)
+
+
+def hang_in_c() -> int:
+    return len(str(9**9**9))
+
+
+def eat_memory() -> int:
+    return len(bytearray(8 * 2**30))
+
+
+def use_much_memory() -> int:
+    return len(b"x" * (200 * 2**20))
+
+
+def raise_error() -> None:
+    raise ValueError("no such puzzle")
+
+
+def exit_politely() -> None:
+    sys.exit(0)
+
+
+def exit_at_once() -> None:
+    os._exit(7)
+
+
+def crash() -> None:
+    os.kill(os.getpid(), 11)
+
+
+def print_junk() -> str:
+    print("junk" * 100_000)
+    os.write(1, b"\xff" * 1000)
+    sys.stderr.write("more junk")
+    return "fine"
+
+
+def read_stdin() -> str:
+    return sys.stdin.read()
+
+
+def give_a_set() -> set[int]:
+    return {1}
+
+
+def start_child() -> int:
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
