@@ -11,7 +11,7 @@ The stored form is canonical: the 14 keys trainers rely on, in a fixed order, nu
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -281,7 +281,7 @@ def _check_messages(conversations: object, sequences: int) -> None:
     _check_nesting("messages", conversations)
 
 
-def _all_objects(place: str, values: Sequence[object]) -> None:
+def _all_objects(place: str, values: Iterable[object]) -> None:
     for i, value in enumerate(values):
         if not isinstance(value, dict):
             raise GroupError(f"{place}[{i}] is {_show(value)}; expected an object")
