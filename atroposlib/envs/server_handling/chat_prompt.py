@@ -1,0 +1,49 @@
+"""From messages to the text of a prompt, without letting a chat template rewrite what a model wrote."""
+
+from collections.abc import Sequence
+from typing import Any
+
+TURN_MARK = "ATROPOSxTURNxMARK"
+"""Stands in for a whole assistant turn while the template runs."""
+
+_THINK_MARKS = {"<think>": "ATROPOSxTHINKxOPEN", "</think>": "ATROPOSxTHINKxCLOSE"}
+
+
+def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any = None) -> str:
+    """The chat template's text; "role: content" lines when there is no template.
+
+    The generation prompt is added unless the last turn is the assistant's.
+    """
+    if tokenizer is None or not hasattr(tokenizer, "apply_chat_template") or _has_no_template(tokenizer):
+        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    wants_reply = not messages or messages[-1]["role"] != "assistant"
+    extra = {"tools": tools} if tools else {}
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=wants_reply, **extra)
+
+
+def render_keeping_thoughts(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any = None) -> str:
+    """As `render`, but think blocks of earlier assistant turns stay: the template sees other words for the tags."""
+    text = render(tokenizer, [_swap(message, _THINK_MARKS) for message in messages], tools)
+    for tag, mark in _THINK_MARKS.items():
+        text = text.replace(mark, tag)
+    return text
+
+
+def render_after_turn(tokenizer: Any, messages: Sequence[dict[str, Any]], turn: int, tools: Any = None) -> str | None:
+    """The template's text behind the content of `messages[turn]`; None when the template does not show it once."""
+    marked = [*messages[:turn], {**messages[turn], "content": TURN_MARK}, *messages[turn + 1 :]]
+    _, mark, after = render(tokenizer, marked, tools).partition(TURN_MARK)
+    return after if mark and TURN_MARK not in after else None
+
+
+def _has_no_template(tokenizer: Any) -> bool:
+    return hasattr(tokenizer, "chat_template") and tokenizer.chat_template is None
+
+
+def _swap(message: dict[str, Any], words: dict[str, str]) -> dict[str, Any]:
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str):
+        return message
+    for word, other in words.items():
+        content = content.replace(word, other)
+    return {**message, "content": content}

@@ -1,0 +1,68 @@
+"""Managed calls on an endpoint that gives no token ids: real text, made-up tokens. Never train on them."""
+
+from typing import TYPE_CHECKING, Any
+
+from atroposlib.envs.server_handling.sequence import SequenceNode
+from atroposlib.rollouts.trace import finish_reason_of
+from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import ChatCompletion
+    from openai.types.completion import Completion
+
+DUMMY_TOKENS = list(range(128))
+DUMMY_LOGPROB = -0.5
+
+
+class DummyManagedServer:
+    """As `ManagedServer`, with `metadata["dummy_tokens"]` set on every node. Sequences are never extended."""
+
+    def __init__(self, server: Any, tokenizer: Any = None, track_tree: bool = False) -> None:
+        self.server = server
+        self.tokenizer = tokenizer
+        self.track_tree = track_tree
+        self.current_nodes: list[SequenceNode] = []
+        self.sequences: dict[str, SequenceNode] = {}
+
+    async def chat_completion(self, **kwargs: Any) -> "ChatCompletion":
+        """One chat request."""
+        reply = await self.server.chat_completion(**kwargs)
+        context = "\n\n".join(f"{message['role']}:{message['content']}" for message in kwargs["messages"])
+        for choice in reply.choices:
+            self._store(f"{context}\n\nassistant:{choice.message.content or ''}", choice.finish_reason)
+        return reply
+
+    async def completion(self, **kwargs: Any) -> "Completion":
+        """One text completion."""
+        reply = await self.server.completion(**kwargs)
+        for choice in reply.choices:
+            self._store(f"{kwargs['prompt']}{choice.text}", choice.finish_reason)
+        return reply
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """Not available."""
+        raise NotImplementedError("a dummy managed server has no log-probabilities; use server_type sglang or vllm")
+
+    def get_state(self) -> dict[str, Any]:
+        """As `ManagedServer.get_state`."""
+        if self.track_tree:
+            return {"sequences": dict(self.sequences), "tree": dict(self.sequences)}
+        return {"nodes": list(self.current_nodes)}
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self.current_nodes = []
+        self.sequences = {}
+
+    def _store(self, full_text: str, finish_reason: Any) -> None:
+        node = SequenceNode(
+            full_text=full_text,
+            tokens=DUMMY_TOKENS,
+            masked_tokens=[IGNORE_INDEX, *DUMMY_TOKENS[1:]],
+            logprobs=[PROMPT_LOGPROB] + [DUMMY_LOGPROB] * (len(DUMMY_TOKENS) - 1),
+            metadata={"finish_reason": finish_reason_of(finish_reason), "dummy_tokens": True},
+        )
+        if self.track_tree:
+            self.sequences[full_text] = node
+        else:
+            self.current_nodes.append(node)

@@ -1,0 +1,157 @@
+"""A server that speaks HTTP: OpenAI's two routes, health, deadlines. SGLang and vLLM add their own `/generate`."""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from atroposlib.envs.server_handling.fan_out import all_or_none
+from atroposlib.envs.server_handling.health import EndpointHealth
+from atroposlib.envs.server_handling.openai_wire import (
+    join_choices,
+    max_tokens_of,
+    parse_chat,
+    parse_completion,
+    reply_facts,
+    request_body,
+)
+from atroposlib.envs.server_handling.reasoning import OFFICIAL_OPENAI_HOST, ReasoningConfig
+from atroposlib.envs.server_handling.server_baseline import APIServer
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.transport import Transport, generation_deadline_s
+from atroposlib.errors import KilledFault, RequestFault
+from atroposlib.rollouts.trace import EngineReply, current_trace, same_prompt
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+    from openai.types.chat.chat_completion import ChatCompletion
+    from openai.types.completion import Completion
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result", "ChatCompletion", "Completion")
+
+
+class HttpServer(APIServer):
+    """One endpoint reached over HTTP."""
+
+    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
+        super().__init__(config, reasoning_config)
+        self.root_url, self.openai_url = endpoint_urls(config)
+        self.api_key = config.api_key or (os.environ.get("OPENAI_API_KEY") if not config.base_url else None)
+        self.transport = Transport(self.api_key)
+        self._openai: AsyncOpenAI | None = None
+        self.health: EndpointHealth | None = None
+        if config.health_check and config.base_url:
+            self.health = EndpointHealth(self.transport, self._health_url(), self._set_healthy)
+
+    @property
+    def openai(self) -> "AsyncOpenAI":
+        """The official client for this endpoint, for code that wants routes we do not wrap."""
+        if self._openai is None:
+            from openai import AsyncOpenAI
+
+            self._openai = AsyncOpenAI(
+                api_key=self.api_key or "none", base_url=self.openai_url, timeout=self.config.timeout
+            )
+        return self._openai
+
+    async def close(self) -> None:
+        """Close the connections of this event loop; the server can be used again."""
+        await self.transport.close()
+
+    async def check_server_status_task(self, chat_completion: bool = True) -> None:
+        """Return when the endpoint is up. Health is asked on doubt only, so nothing runs while all is well."""
+        if self.health is not None:
+            await self.health.recover()
+
+    async def _chat_completion_wrapper(self, **kwargs: Any) -> "ChatCompletion":
+        return await self._with_n_choices("/chat/completions", kwargs, parse_chat)
+
+    async def _completion_wrapper(self, **kwargs: Any) -> "Completion":
+        return await self._with_n_choices("/completions", kwargs, parse_completion)
+
+    async def _with_n_choices(self, route: str, kwargs: dict[str, Any], parse: Callable[[bytes], Result]) -> Result:
+        """Ask for n choices; a server that gives one whatever n is gets n requests, from then on."""
+        wanted = kwargs.get("n") or 1
+        if wanted == 1 or not self.config.n_kwarg_is_ignored:
+            first = await self._ask_openai(route, kwargs, parse)
+            if len(first.choices) == wanted:
+                return first
+            if len(first.choices) != 1:
+                raise RequestFault(f"{self.openai_url}{route} gave {len(first.choices)} choices for n={wanted}")
+            logger.warning("server ignores n, asking once per choice: url=%s n=%d", self.openai_url, wanted)
+            self.config.n_kwarg_is_ignored = True
+            results, missing = [first], wanted - 1
+        else:
+            results, missing = [], wanted
+        single = {**kwargs, "n": 1}
+        rest = [self._ask_openai(route, single, parse, first=not results and i == 0) for i in range(missing)]
+        return join_choices(results + await all_or_none(rest))
+
+    async def _ask_openai(
+        self, route: str, kwargs: dict[str, Any], parse: Callable[[bytes], Result], *, first: bool = True
+    ) -> Result:
+        body = request_body(kwargs)
+        data = await self._post(self.openai_url + route, body, kwargs, max_tokens_of(body))
+        result = parse(data)
+        facts = reply_facts(result, body, self.openai_url)
+        if first:
+            self._record(facts)
+        else:
+            with same_prompt():
+                self._record(facts)
+        return result
+
+    async def _post(self, url: str, body: dict[str, Any], kwargs: dict[str, Any], max_tokens: int | None) -> bytes:
+        timeout = kwargs.get("timeout")
+        deadline_s = (
+            float(timeout)
+            if isinstance(timeout, int | float)
+            else generation_deadline_s(max_tokens, self.config.timeout)
+        )
+        if self.health is None:
+            return await self.transport.post(url, body, deadline_s=deadline_s, headers=kwargs.get("extra_headers"))
+        self.health.requests_out += 1
+        self.health.ensure_watched()
+        try:
+            return await self.transport.post(url, body, deadline_s=deadline_s, headers=kwargs.get("extra_headers"))
+        finally:
+            self.health.requests_out -= 1
+
+    def _record(self, reply: EngineReply) -> None:
+        """Tell the rollout's trace, then refuse a reply that was cut off from outside.
+
+        Raises:
+            KilledFault: the engine aborted at least one choice.
+        """
+        trace = current_trace()
+        if trace is not None:
+            trace.record(reply)
+        aborted = reply.finish_reasons.count("abort")
+        if aborted:
+            raise KilledFault(
+                f"{reply.base_url} aborted {aborted} of {len(reply.finish_reasons)} generations "
+                "(engine paused, weights updated, or abort_request); the item can be tried again"
+            )
+
+    def _start_health_task(self) -> None:
+        self.initialized = True
+
+    async def _confirm_up(self) -> bool:
+        return await self.health.confirm() if self.health is not None else True
+
+    def _set_healthy(self, healthy: bool) -> None:
+        self.server_healthy = healthy
+
+    def _health_url(self) -> str:
+        """Answers below 500 when the server is up, at no cost."""
+        return f"{self.openai_url}/models"
+
+
+def endpoint_urls(config: APIServerConfig) -> tuple[str, str]:
+    """Root and OpenAI-style address (`.../v1`) of a server; empty means the official OpenAI API."""
+    if not config.base_url:
+        base = (os.environ.get("OPENAI_BASE_URL") or f"https://{OFFICIAL_OPENAI_HOST}/v1").rstrip("/")
+        return base.removesuffix("/v1"), base
+    base = config.base_url.rstrip("/")
+    return base.removesuffix("/v1"), base

@@ -1,0 +1,39 @@
+"""An object shaped like `AsyncOpenAI` that talks to a managed server, for libraries that take such a client."""
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atroposlib.envs.server_handling.managed_server import ManagedServer
+
+
+class ManagedServerAdapter:
+    """`.chat.completions.create` and `.completions.create`; everything else is refused."""
+
+    def __init__(self, managed_server: "ManagedServer", base_url: str) -> None:
+        self.base_url = base_url
+        self.chat = _Chat(_Route(managed_server.chat_completion))
+        self.completions = _Route(managed_server.completion)
+
+    async def post(self, path: str, body: dict[str, Any], cast_to: type) -> Any:
+        """Not available: only the two routes above are tracked."""
+        raise NotImplementedError(f"a managed server has no route {path!r}; use chat.completions or completions")
+
+    def copy(self, **kwargs: Any) -> "ManagedServerAdapter":
+        """Not available: options of a client mean nothing here."""
+        raise NotImplementedError("a managed server's client cannot be copied with other options")
+
+
+class _Route:
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        self._call = call
+
+    async def create(self, **kwargs: Any) -> Any:
+        """As OpenAI's `create`; `model` is the server's."""
+        kwargs.pop("model", None)
+        return await self._call(**kwargs)
+
+
+class _Chat:
+    def __init__(self, completions: _Route) -> None:
+        self.completions = completions

@@ -1,0 +1,260 @@
+"""Chat and completion calls whose tokens are tracked exactly as the engine saw and wrote them.
+
+    async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+        reply = await managed.chat_completion(messages=messages, n=8, max_tokens=512)
+        nodes = managed.get_state()["nodes"]    # nodes[i] belongs to reply.choices[i]
+
+A call that goes on from a tracked sequence is sent as that sequence's ids plus the ids of the new text; nothing that
+was generated is ever rendered or tokenized again.
+"""
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from atroposlib.envs.server_handling.chat_prompt import render, render_after_turn, render_keeping_thoughts
+from atroposlib.envs.server_handling.dummy_server import DummyManagedServer
+from atroposlib.envs.server_handling.managed_adapter import ManagedServerAdapter
+from atroposlib.envs.server_handling.sampling import drop_doubled_bos
+from atroposlib.envs.server_handling.sequence import (
+    Chat,
+    Messages,
+    Prompt,
+    SequenceNode,
+    extend_text,
+    find_chat_base,
+    find_text_base,
+    grow,
+    split_tail,
+)
+from atroposlib.errors import ConfigError
+from atroposlib.rollouts.trace import finish_reason_of
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import ChatCompletion, Choice
+    from openai.types.completion import Completion
+
+    from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
+
+__all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
+
+logger = logging.getLogger(__name__)
+
+
+class ManagedServer:
+    """Tracks the sequences of one rollout (or one group) on one server.
+
+    Args:
+        server: an `APIServer`, or anything with its public calls.
+        tokenizer: of the served model; default the server's own, else the one named by the server's model.
+        track_tree: keep every intermediate sequence, keyed by its text, instead of the latest of each branch.
+        tool_parser: "hermes" turns tool calls in the text into `message.tool_calls`.
+        preserve_think_blocks: keep think blocks of earlier assistant turns that were not generated here, where the
+            chat template would strip them. Turns generated here are always kept as they are.
+    """
+
+    def __init__(
+        self,
+        server: Any,
+        tokenizer: Any = None,
+        track_tree: bool = False,
+        tool_parser: str | None = None,
+        preserve_think_blocks: bool = False,
+    ) -> None:
+        self.server = server
+        self.tokenizer: Any = tokenizer
+        self.track_tree = track_tree
+        self.current_nodes: list[SequenceNode] = []
+        self.sequences: dict[str, SequenceNode] = {}  # tree mode only, by full_text
+        self._tool_parser = tool_parser
+        self._translator: ToolCallTranslator | None = None
+        self._preserve_think_blocks = preserve_think_blocks
+        if tokenizer is None:
+            self._initialize_tokenizer()
+
+    async def chat_completion(self, **kwargs: Any) -> "ChatCompletion":
+        """One chat request, tracked. Takes OpenAI's keyword arguments; `tools` only with a tool parser.
+
+        Raises:
+            RolloutFault: as `APIServer.chat_completion`.
+        """
+        from openai.types.chat.chat_completion import ChatCompletion, Choice
+        from openai.types.chat.chat_completion_message import ChatCompletionMessage
+
+        messages, tools = kwargs.pop("messages"), kwargs.pop("tools", None)
+        tool_choice = kwargs.pop("tool_choice", None) or "auto"
+        translator = self._get_translator() if tools or self._tool_parser else None
+        if translator is None:
+            tools = None
+        else:
+            messages = translator.convert_messages_for_template(messages)
+        prompt = self._chat_prompt(messages, tools)
+        choices = []
+        for index, (text, reason) in enumerate(await self._generate(prompt, kwargs, keep_special=bool(tools))):
+            message = ChatCompletionMessage(role="assistant", content=text)
+            choice = Choice(index=index, finish_reason="stop", message=message)
+            choice.finish_reason = reason  # not checked: engines know more reasons than OpenAI
+            if translator is not None and tools:
+                self._parse_tool_calls(choice, translator, tool_choice, tools)
+            choices.append(choice)
+        return ChatCompletion(object="chat.completion", choices=choices, **self._reply_header())
+
+    async def completion(self, **kwargs: Any) -> "Completion":
+        """One text completion, tracked. `prompt` is sent as it is.
+
+        Raises:
+            RolloutFault: as `APIServer.completion`.
+        """
+        from openai.types.completion import Completion
+        from openai.types.completion_choice import CompletionChoice
+
+        prompt = self._text_prompt(kwargs.pop("prompt"))
+        choices = []
+        for index, (text, reason) in enumerate(await self._generate(prompt, kwargs)):
+            choice = CompletionChoice(index=index, finish_reason="stop", text=text)
+            choice.finish_reason = reason
+            choices.append(choice)
+        return Completion(object="text_completion", choices=choices, **self._reply_header())
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """Log-probabilities of a prompt, given as `prompt`, `messages` or `input_ids`; nothing is tracked.
+
+        Raises:
+            NotImplementedError: the server cannot do it.
+        """
+        if not hasattr(self.server, "get_logprobs"):
+            raise NotImplementedError(f"{type(self.server).__name__} does not implement get_logprobs")
+        messages = kwargs.pop("messages", None)
+        if messages is not None:
+            kwargs["prompt"] = self._convert_messages_to_prompt(messages)
+        return await self.server.get_logprobs(**kwargs)
+
+    def get_state(self) -> dict[str, Any]:
+        """`{"nodes": [...]}`; in tree mode `{"sequences": {...}, "tree": {...}}`. Copies, which survive `reset`."""
+        if self.track_tree:
+            return {"sequences": dict(self.sequences), "tree": dict(self.sequences)}
+        return {"nodes": list(self.current_nodes)}
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self.current_nodes = []
+        self.sequences = {}
+
+    # -- prompts -------------------------------------------------------------------------------------------------
+
+    def _chat_prompt(self, messages: Messages, tools: Any) -> Prompt:
+        spoken = tuple((message["role"], message.get("content")) for message in messages)
+        base = find_chat_base(self._nodes(), spoken, tools)
+        if base is not None and base._chat is not None:
+            rest = render_after_turn(self.tokenizer, messages, len(base._chat.messages) - 1, tools)
+            if rest is not None:
+                ids = extend_text(base, rest, self.tokenizer)
+                return Prompt(base.full_text + rest, ids, base, spoken, tools)
+        prompt = self._text_prompt(self._convert_messages_to_prompt(messages, tools))
+        return Prompt(prompt.text, prompt.ids, prompt.base, spoken, tools)
+
+    def _text_prompt(self, text: str) -> Prompt:
+        if self.tokenizer is None:
+            raise ConfigError(
+                "no tokenizer: pass one to managed_server(tokenizer=...) or set the server's tokenizer_name"
+            )
+        base = find_text_base(self._nodes(), text)
+        if base is not None:
+            return Prompt(text, extend_text(base, text[len(base.full_text) :], self.tokenizer), base)
+        ids = self.tokenizer.encode(text, add_special_tokens=True)
+        return Prompt(text, drop_doubled_bos(list(ids), self.tokenizer.bos_token_id))
+
+    def _convert_messages_to_prompt(self, messages: Messages, tools: Any = None) -> str:
+        rendered = render_keeping_thoughts if self._preserve_think_blocks else render
+        return rendered(self.tokenizer, messages, tools)
+
+    # -- one request ---------------------------------------------------------------------------------------------
+
+    async def _generate(
+        self, prompt: Prompt, kwargs: dict[str, Any], *, keep_special: bool = False
+    ) -> list[tuple[str, Any]]:
+        """(text, finish reason) of each choice, after their sequences are stored in the same order."""
+        if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
+            logger.info("request: prompt=%r ids=%d options=%s", prompt.text, len(prompt.ids), kwargs)
+        base = prompt.base
+        if base is not None:
+            base._extensions += 1
+        try:
+            reply = await self.server.tokens_and_logprobs_completion(prompt=prompt.text, input_ids=prompt.ids, **kwargs)
+        finally:
+            if base is not None:
+                base._extensions -= 1
+        prompt_ids, outputs, logprobs, reasons = reply
+        results, nodes = [], []
+        for output, values, reason in zip(outputs, logprobs, reasons, strict=True):
+            body, tail = split_tail(output, self.tokenizer)
+            text = self.tokenizer.decode(body, skip_special_tokens=not keep_special)
+            word = finish_reason_of(reason)
+            results.append((text, "stop" if word == "unknown" else word))
+            chat = Chat((*prompt.messages, ("assistant", text)), prompt.tools) if prompt.messages is not None else None
+            nodes.append(
+                grow(
+                    prompt_ids,
+                    base,
+                    output,
+                    values,
+                    text=prompt.text + text,
+                    tail=self.tokenizer.decode(tail, skip_special_tokens=False) if tail else "",
+                    chat=chat,
+                    metadata={"finish_reason": word},
+                )
+            )
+        self._store(nodes, base)
+        return results
+
+    def _store(self, nodes: list[SequenceNode], base: SequenceNode | None) -> None:
+        """Put the first in place of the sequence it extends (unless another call did), the others at the end."""
+        if self.track_tree:
+            self.sequences.update((node.full_text, node) for node in nodes)
+            return
+        place = next((i for i, node in enumerate(self.current_nodes) if node is base), None)
+        if place is not None and nodes:
+            self.current_nodes[place] = nodes.pop(0)
+        self.current_nodes.extend(nodes)
+
+    def _nodes(self) -> Iterable[SequenceNode]:
+        return self.sequences.values() if self.track_tree else self.current_nodes
+
+    # -- replies -------------------------------------------------------------------------------------------------
+
+    def _parse_tool_calls(
+        self, choice: "Choice", translator: "ToolCallTranslator", tool_choice: Any, tools: Any
+    ) -> None:
+        """Move tool calls from the text into `tool_calls` (dicts); the sequence keeps the text."""
+        wanted = tool_choice if isinstance(tool_choice, str) else "auto"
+        content, calls, _ = translator.parse_model_output(choice.message.content or "", wanted, tools)
+        choice.message.content = content
+        if calls:
+            as_dicts: Any = [call.model_dump() for call in calls]
+            choice.message.tool_calls = as_dicts
+            choice.finish_reason = "tool_calls"
+
+    def _reply_header(self) -> dict[str, Any]:
+        return {"id": str(uuid.uuid4()), "created": int(time.time()), "model": self.server.config.model_name}
+
+    def _get_translator(self) -> "ToolCallTranslator | None":
+        if self._translator is None and self._tool_parser:
+            from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
+
+            self._translator = ToolCallTranslator(self.tokenizer, self._tool_parser)
+        return self._translator
+
+    def _initialize_tokenizer(self) -> None:
+        """The server's tokenizer, else the one of its model; None, with a warning, when neither is to be had."""
+        try:
+            if hasattr(self.server, "tokenizer"):
+                self.tokenizer = self.server.tokenizer
+                return
+            from transformers import AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(self.server.config.model_name)
+        except (OSError, ValueError, AttributeError) as error:
+            logger.warning("managed server without a tokenizer: %s", error)

@@ -1,0 +1,123 @@
+"""Between OpenAI-style keyword arguments and the wire, and from reply bytes to OpenAI's result types.
+
+The `openai` package costs 0.6 s of CPU to import, so it is imported by the first reply.
+"""
+
+import logging
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+
+from atroposlib.envs.server_handling.faults import ReplyFault
+from atroposlib.errors import RequestFault
+from atroposlib.rollouts.trace import EngineReply, finish_reason_of
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import ChatCompletion
+    from openai.types.completion import Completion
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result", "ChatCompletion", "Completion")
+
+_NOT_SAMPLING = frozenset({"model", "messages", "prompt", "tools", "tool_choice"})
+
+
+def request_body(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON body: `extra_body` merged in, None and client options left out.
+
+    Raises:
+        RequestFault: `stream=True`; replies are read as a whole.
+    """
+    if kwargs.get("stream"):
+        raise RequestFault("stream=True is not supported; leave it out, the reply comes as a whole")
+    body = {
+        key: value
+        for key, value in kwargs.items()
+        if value is not None and key not in ("extra_body", "extra_headers", "timeout", "stream")
+    }
+    return {**body, **(kwargs.get("extra_body") or {})}
+
+
+def max_tokens_of(body: Mapping[str, Any]) -> int | None:
+    """The limit of new tokens per choice in a request body, under any of its names."""
+    for name in ("max_completion_tokens", "max_tokens", "max_new_tokens"):
+        if isinstance(body.get(name), int):
+            return body[name]
+    return None
+
+
+def parse_chat(data: bytes) -> "ChatCompletion":
+    """A chat reply. Content that a reasoning parser left null becomes "", so that callers can treat it as text."""
+    parsed = _parse(data)
+    for choice in parsed["choices"]:
+        message = choice.get("message")
+        if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
+            message["content"] = ""
+    return _build(_types()[0], parsed)
+
+
+def parse_completion(data: bytes) -> "Completion":
+    """A text completion reply; null text becomes ""."""
+    parsed = _parse(data)
+    for choice in parsed["choices"]:
+        if choice.get("text") is None:
+            choice["text"] = ""
+    return _build(_types()[1], parsed)
+
+
+def join_choices(results: "list[Result]") -> "Result":
+    """All choices in the first result, numbered in order; the prompt is counted once."""
+    first = results[0]
+    for result in results[1:]:
+        first.choices.extend(result.choices)  # type: ignore[arg-type]
+        if first.usage is not None and result.usage is not None:
+            first.usage.completion_tokens += result.usage.completion_tokens
+            first.usage.total_tokens += result.usage.completion_tokens
+    for index, choice in enumerate(first.choices):
+        choice.index = index
+    return first
+
+
+def reply_facts(result: "ChatCompletion | Completion", body: Mapping[str, Any], base_url: str) -> EngineReply:
+    """What the trace keeps of a reply."""
+    usage = result.usage
+    metadata = (result.model_extra or {}).get("metadata")
+    return EngineReply(
+        finish_reasons=[finish_reason_of(choice.finish_reason) for choice in result.choices],
+        prompt_tokens=usage.prompt_tokens if usage else 0,
+        completion_tokens=usage.completion_tokens if usage else 0,
+        model=result.model or body.get("model"),
+        base_url=base_url,
+        weight_version=metadata.get("weight_version") if isinstance(metadata, dict) else None,
+        sampling={key: value for key, value in body.items() if key not in _NOT_SAMPLING},
+    )
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        parsed = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise ReplyFault(f"reply is not JSON ({error}): {data[:200]!r}") from error
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("choices"), list) or not parsed["choices"]:
+        raise ReplyFault(f"reply has no choices: {data[:500]!r}")
+    return parsed
+
+
+def _build(result_type: "type[Result]", parsed: dict[str, Any]) -> "Result":
+    """Checked if it can be, else as it is: servers send finish reasons that OpenAI does not know."""
+    from pydantic import ValidationError
+
+    try:
+        return result_type.model_validate(parsed)
+    except ValidationError:
+        return result_type.construct(**parsed)
+
+
+@cache
+def _types() -> "tuple[type[ChatCompletion], type[Completion]]":
+    from openai.types.chat.chat_completion import ChatCompletion
+    from openai.types.completion import Completion
+
+    return ChatCompletion, Completion

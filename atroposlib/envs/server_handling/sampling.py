@@ -1,0 +1,106 @@
+"""Sampling parameters as SGLang and vLLM call them, checked before they are sent.
+
+An unknown key is a 500 without a word from SGLang, and a token id outside the vocabulary ends the server. Both are
+caught here and become a `RequestFault` that says what is wrong.
+"""
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from atroposlib.errors import RequestFault
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SGLANG_SAMPLING = _words(
+    """max_new_tokens min_new_tokens n temperature top_p top_k min_p frequency_penalty presence_penalty
+    repetition_penalty stop stop_token_ids stop_regex ignore_eos skip_special_tokens spaces_between_special_tokens
+    no_stop_trim json_schema regex ebnf structural_tag custom_params stream_interval logit_bias sampling_seed"""
+)
+SGLANG_REQUEST = _words(
+    """rid image_data video_data audio_data logprob_start_len top_logprobs_num token_ids_logprob lora_path lora_id
+    session_params custom_logit_processor return_hidden_states priority extra_key routing_key data_parallel_rank
+    return_routed_experts"""
+)
+SGLANG_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "top_logprobs": "top_logprobs_num",
+    "guided_regex": "regex",
+    "guided_json": "json_schema",
+}
+
+VLLM_SAMPLING = _words(
+    """n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop
+    stop_token_ids bad_words include_stop_str_in_output ignore_eos max_tokens min_tokens logprobs prompt_logprobs
+    detokenize skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens guided_decoding
+    structured_outputs logit_bias allowed_token_ids extra_args"""
+)
+VLLM_NAMES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+
+_CLIENT_ONLY = _words(
+    """model messages prompt input_ids timeout extra_headers extra_body stream user logprobs tools tool_choice
+    skip_reasoning"""
+)
+
+
+def sampling_of(
+    kwargs: Mapping[str, Any], *, names: Mapping[str, str], allowed: frozenset[str], engine: str
+) -> dict[str, Any]:
+    """Keyword arguments of a call as the engine's own parameters.
+
+    Client options and None are left out, `extra_body` is merged in, OpenAI's names are translated by `names`.
+
+    Raises:
+        RequestFault: a key that the engine does not know.
+    """
+    asked = {**kwargs, **(kwargs.get("extra_body") or {})}
+    sampling: dict[str, Any] = {}
+    for key, value in asked.items():
+        if key in _CLIENT_ONLY or value is None:
+            continue
+        name = names.get(key, key)
+        if name not in allowed:
+            raise RequestFault(unknown_key(key, allowed | names.keys(), engine))
+        sampling[name] = value
+    return sampling
+
+
+def unknown_key(key: str, known: Collection[str], engine: str) -> str:
+    """The sentence about an unknown sampling parameter, with the nearest known one."""
+    near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+    return f"{engine} does not know the sampling parameter {key!r}; {hint}"
+
+
+def checked_ids(ids: Sequence[int], vocabulary: int | None) -> list[int]:
+    """Prompt ids that are safe to send.
+
+    Args:
+        ids: [P].
+        vocabulary: number of ids the engine knows; None when unknown, then only the sign is checked.
+
+    Raises:
+        RequestFault: empty, or an id outside the vocabulary (SGLang would end with a device-side assert).
+    """
+    if len(ids) == 0:
+        raise RequestFault("the prompt has no tokens; give at least one")
+    if min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary):
+        bad = next(i for i, token in enumerate(ids) if token < 0 or (vocabulary is not None and token >= vocabulary))
+        raise RequestFault(
+            f"prompt token {bad} is id {ids[bad]}, outside the vocabulary of {vocabulary} ids; "
+            "does tokenizer_name belong to the served model?"
+        )
+    return list(ids)
+
+
+def drop_doubled_bos(ids: list[int], bos_token_id: int | None) -> list[int]:
+    """`ids` without the first of two leading BOS: template and tokenizer may each have added one."""
+    if bos_token_id is not None and ids[:2] == [bos_token_id, bos_token_id]:
+        return ids[1:]
+    return ids

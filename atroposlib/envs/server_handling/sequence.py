@@ -1,0 +1,154 @@
+"""A tracked sequence: every token the engine saw or wrote, what of it takes loss, with which log-probability.
+
+Invariants: the three lists have the same length T; `masked_tokens[i]` is the token where the model wrote it and
+IGNORE_INDEX elsewhere; `logprobs[i]` is PROMPT_LOGPROB exactly where masked.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pydantic import BaseModel, PrivateAttr
+
+from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
+
+logger = logging.getLogger(__name__)
+
+Messages = Sequence[dict[str, Any]]
+
+
+class Tokenizer(Protocol):
+    """What is needed of a Hugging Face tokenizer."""
+
+    eos_token_id: int | None
+    bos_token_id: int | None
+
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, tokens: list[int], /, *, skip_special_tokens: bool = False) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation up to and including the assistant turn that ends a node."""
+
+    messages: tuple[tuple[Any, Any], ...]  # (role, content) of each message
+    tools: Any = None
+
+    def begins(self, messages: tuple[tuple[Any, Any], ...], tools: Any) -> bool:
+        """Whether `messages` goes on from here."""
+        return self.tools == tools and messages[: len(self.messages)] == self.messages
+
+
+class SequenceNode(BaseModel):
+    """One sequence. Nodes are never changed: a longer sequence is a new node."""
+
+    full_text: str  # prompt and completions, without an end token at the very end
+    tokens: list[int]  # [T]
+    masked_tokens: list[int]  # [T]
+    logprobs: list[float]  # [T]
+    metadata: dict[str, Any] | None = None  # finish_reason
+
+    _tail: str = PrivateAttr(default="")  # text of the end tokens that `tokens` has and `full_text` has not
+    _chat: Chat | None = PrivateAttr(default=None)  # None for text completions
+    _extensions: int = PrivateAttr(default=0)  # requests that are extending this node now
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is sent: the ids are what counts, the text is what they mean."""
+
+    text: str
+    ids: list[int]
+    base: SequenceNode | None = None  # the node it extends
+    messages: tuple[tuple[Any, Any], ...] | None = None
+    tools: Any = field(default=None)
+
+
+def find_chat_base(
+    nodes: Iterable[SequenceNode], messages: tuple[tuple[Any, Any], ...], tools: Any
+) -> SequenceNode | None:
+    """The node whose conversation is the longest beginning of `messages`."""
+    return _best(node for node in nodes if node._chat is not None and node._chat.begins(messages, tools))
+
+
+def find_text_base(nodes: Iterable[SequenceNode], text: str) -> SequenceNode | None:
+    """The node with the longest text that `text` starts with.
+
+    A node that ended itself (end token) is not extended by its own text: that asks for another sample.
+    """
+    return _best(
+        node
+        for node in nodes
+        if text.startswith(node.full_text) and (len(text) > len(node.full_text) or not node._tail)
+    )
+
+
+def _best(nodes: Iterable[SequenceNode]) -> SequenceNode | None:
+    """The longest; among equals one that no other request is extending, then the first."""
+    return max(nodes, key=lambda node: (len(node.full_text), -node._extensions), default=None)
+
+
+def extend_text(base: SequenceNode, rest: str, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a node's sequence followed by the text `rest`, which may repeat the end tokens the node has already."""
+    return base.tokens + tokenizer.encode(rest.removeprefix(base._tail), add_special_tokens=False)
+
+
+def split_tail(tokens: list[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Generated ids as (body, end tokens): the special tokens at the very end, such as `<|im_end|>`."""
+    end = len(tokens)
+    while end > 0 and _is_special(tokens[end - 1], tokenizer):
+        end -= 1
+    return tokens[:end], tokens[end:]
+
+
+def _is_special(token: int, tokenizer: Tokenizer) -> bool:
+    if token == tokenizer.eos_token_id:
+        return True
+    return tokenizer.decode([token], skip_special_tokens=True) == "" != tokenizer.decode([token])
+
+
+def grow(
+    prompt_ids: list[int],
+    base: SequenceNode | None,
+    output_ids: list[int],
+    output_logprobs: list[float],
+    *,
+    text: str,
+    tail: str,
+    chat: Chat | None,
+    metadata: dict[str, Any],
+) -> SequenceNode:
+    """The node of `prompt_ids` followed by a completion. What `base` had learned from stays unmasked.
+
+    Args:
+        prompt_ids: [P] as the engine saw them.
+        output_ids: [C] generated.
+        output_logprobs: [C]; a token without one (too short, or PROMPT_LOGPROB) takes no loss.
+        text: of the whole sequence without `tail`.
+    """
+    if base is not None and prompt_ids[: len(base.tokens)] != base.tokens:
+        logger.warning("the engine changed the prompt of an extended sequence; its earlier turns take no loss")
+        base = None
+    known = len(output_logprobs) if len(output_logprobs) < len(output_ids) else len(output_ids)
+    logprobs = output_logprobs[:known] + [PROMPT_LOGPROB] * (len(output_ids) - known)
+    masked = output_ids if PROMPT_LOGPROB not in logprobs else _mask_unknown(output_ids, logprobs)
+    inserted = len(prompt_ids) - (len(base.tokens) if base else 0)
+    node = SequenceNode.model_construct(
+        full_text=text,
+        tokens=prompt_ids + output_ids,
+        masked_tokens=(base.masked_tokens if base else []) + [IGNORE_INDEX] * inserted + masked,
+        logprobs=(base.logprobs if base else []) + [PROMPT_LOGPROB] * inserted + logprobs,
+        metadata=metadata,
+    )
+    node._tail, node._chat = tail, chat
+    return node
+
+
+def _mask_unknown(ids: list[int], logprobs: list[float]) -> list[int]:
+    logger.warning(
+        "%d of %d generated tokens came without a log-probability and take no loss",
+        logprobs.count(PROMPT_LOGPROB),
+        len(ids),
+    )
+    return [IGNORE_INDEX if logprob == PROMPT_LOGPROB else token for token, logprob in zip(ids, logprobs, strict=True)]

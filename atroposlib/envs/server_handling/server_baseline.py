@@ -1,0 +1,202 @@
+"""What every inference client shares: slots, waiting for an endpoint, trying again, timings.
+
+A request ends in one of three ways: its result, a `RequestFault` (the server refused it), or an `EngineFault` after
+a deadline. In between it waits without using any try while the endpoint is down, moves to a peer that is up, and is
+tried again a few times when a healthy endpoint fails on it.
+"""
+
+import asyncio
+import random
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavailable
+from atroposlib.envs.server_handling.reasoning import OFFICIAL_OPENAI_HOST, VALID_REASONING_EFFORTS, ReasoningConfig
+from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
+from atroposlib.envs.server_handling.server_config import APIServerConfig, OpenaiConfig, ServerBaseline
+from atroposlib.envs.server_handling.timings import timing_metrics
+from atroposlib.errors import EngineFault
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import ChatCompletion
+    from openai.types.completion import Completion
+
+__all__ = [
+    "VALID_REASONING_EFFORTS",
+    "APIServer",
+    "APIServerConfig",
+    "AsyncSemWithAdaptiveWeight",
+    "OpenaiConfig",
+    "ReasoningConfig",
+    "ServerBaseline",
+    "TokensAndLogprobs",
+]
+
+TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[str]]
+"""prompt_tokens [P], output_tokens [n][T], output_logprobs [n][T], finish_reasons [n]."""
+
+MAX_TRIES = 8
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
+READY_POLL_S = 0.25
+
+
+class APIServer(ABC):
+    """One inference endpoint. Subclasses say how to ask it; this class says when and how often.
+
+    Public calls take the keyword arguments of the OpenAI API, and `split`: "train" (default) or "eval", which
+    picks the pool of slots and the list of timings.
+    """
+
+    peers: Sequence["APIServer"] = ()  # endpoints with the same model; a request may move to one of them
+    leases: int = 0  # managed sessions that are open on this endpoint
+    server_healthy: bool = True
+
+    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
+        self.config = config
+        self.reasoning_config = reasoning_config
+        self.sem = AsyncSemWithAdaptiveWeight(config.num_max_requests_at_once)
+        self.eval_sem = AsyncSemWithAdaptiveWeight(config.num_requests_for_eval)
+        self.server_healthy = True
+        self.initialized = False
+        self.check_task: asyncio.Task[None] | None = None
+        kept = config.rolling_buffer_length
+        self.attempts_list: deque[int] = deque(maxlen=kept)
+        self.request_timings: deque[float] = deque(maxlen=kept)  # seconds
+        self.eval_attempts_list: deque[int] = deque(maxlen=kept)
+        self.eval_request_timings: deque[float] = deque(maxlen=kept)  # seconds
+
+    async def chat_completion(self, **kwargs: Any) -> "ChatCompletion":
+        """One chat request; `skip_reasoning=True` leaves out the reasoning options of this server."""
+        return await self._request("_chat_completion_wrapper", self._inject_reasoning_kwargs(kwargs))
+
+    async def completion(self, **kwargs: Any) -> "Completion":
+        """One text completion request."""
+        return await self._request("_completion_wrapper", kwargs)
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
+        """Generate from `input_ids` (or `prompt`) and return ids and log-probabilities."""
+        return await self._request("_tokens_and_logprobs_completion_wrapper", kwargs)
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """Log-probabilities of a given prompt: `prompt_tokens` [P], `prompt_topk_token_ids` and `_logprobs` [P][k]."""
+        return await self._request("_get_logprobs_wrapper", kwargs)
+
+    @abstractmethod
+    async def check_server_status_task(self, chat_completion: bool = True) -> None:
+        """Keep `server_healthy` true to the facts; started once, in the background, by the first request."""
+
+    @abstractmethod
+    async def _chat_completion_wrapper(self, **kwargs: Any) -> "ChatCompletion":
+        """One attempt at a chat request."""
+
+    @abstractmethod
+    async def _completion_wrapper(self, **kwargs: Any) -> "Completion":
+        """One attempt at a completion request."""
+
+    @abstractmethod
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
+        """One attempt at a generation with ids."""
+
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+        """One attempt at the log-probabilities of a prompt."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement get_logprobs; use sglang or vllm")
+
+    async def update_weight(self, weight: float) -> None:
+        """Use `weight` (0 to 1) of the slots: the share of rollouts the trajectory API wants from here."""
+        self.sem.update_weight(weight)
+        self.eval_sem.update_weight(weight)
+
+    async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None) -> dict[str, Any]:
+        """`metrics_dict` with the timings of this server's latest requests, as `server/<server_name>_...`."""
+        metrics = {} if metrics_dict is None else metrics_dict
+        prefix = f"server/{server_name or 'server'}"
+        metrics.update(timing_metrics(prefix, self.request_timings, self.attempts_list))
+        metrics.update(timing_metrics(f"{prefix}_eval", self.eval_request_timings, self.eval_attempts_list))
+        return metrics
+
+    # -- one request ---------------------------------------------------------------------------------------------
+
+    async def _request(self, wrapper: str, kwargs: dict[str, Any]) -> Any:
+        split = kwargs.pop("split", "train")
+        started, tries, waits = time.monotonic(), 0, 0
+        give_up_at: float | None = None  # set by the first sign of an outage
+        while True:
+            server = await self._reachable(give_up_at)
+            pause_s: float | None = None
+            try:
+                async with server.eval_sem if split == "eval" else server.sem:
+                    result = await getattr(server, wrapper)(**{**kwargs, "model": server.config.model_name})
+            except DeadlineFault:
+                raise
+            except EndpointUnavailable as fault:
+                give_up_at = give_up_at or time.monotonic() + self.config.outage_timeout_s
+                if time.monotonic() > give_up_at:
+                    raise
+                waits, pause_s = waits + 1, fault.retry_after_s
+            except (EngineFault, OSError, TimeoutError):
+                tries += 1
+                if tries >= MAX_TRIES:
+                    raise
+            else:
+                server._note_timing(split, time.monotonic() - started, tries + 1)
+                return result
+            if await server._confirm_up():
+                await asyncio.sleep(pause_s if pause_s is not None else backoff_s(tries + waits))
+
+    async def _reachable(self, give_up_at: float | None) -> "APIServer":
+        """This server when it is up, else its peer with most free slots; waits while none is up."""
+        self._start_health_task()
+        if self.server_healthy:
+            return self
+        give_up_at = give_up_at or time.monotonic() + self.config.outage_timeout_s
+        while True:
+            up = [server for server in (self, *self.peers) if server.server_healthy]
+            if up:
+                return max(up, key=lambda server: server.sem._value)
+            if time.monotonic() > give_up_at:
+                raise EngineFault(
+                    f"no server for model {self.config.model_name!r} came back within "
+                    f"{self.config.outage_timeout_s:.0f} s (outage_timeout_s); is {self.config.base_url} running?"
+                )
+            await asyncio.sleep(READY_POLL_S)
+
+    def _start_health_task(self) -> None:
+        if self.initialized:
+            return
+        self.initialized = True
+        if self.config.health_check and self.config.base_url:
+            self.server_healthy = True
+            self.check_task = asyncio.create_task(self.check_server_status_task())
+
+    async def _confirm_up(self) -> bool:
+        """After a failed attempt: whether the endpoint is up all the same."""
+        return self.server_healthy
+
+    def _note_timing(self, split: str, seconds: float, attempts: int) -> None:
+        evaluating = split == "eval"
+        (self.eval_request_timings if evaluating else self.request_timings).append(seconds)
+        (self.eval_attempts_list if evaluating else self.attempts_list).append(attempts)
+
+    def _inject_reasoning_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        kwargs = dict(kwargs)
+        skip = kwargs.pop("skip_reasoning", False)
+        if skip or self.reasoning_config is None or not self.reasoning_config.is_reasoning_kwargs_active():
+            return kwargs
+        base_url = self.config.base_url or f"https://{OFFICIAL_OPENAI_HOST}/v1"
+        kwargs["extra_body"] = {
+            **(kwargs.get("extra_body") or {}),
+            **(self.reasoning_config.build_extra_body(base_url) or {}),
+        }
+        if OFFICIAL_OPENAI_HOST in base_url:
+            kwargs["temperature"] = 1.0  # the only value that reasoning models take there
+            if "max_tokens" in kwargs:
+                kwargs["max_completion_tokens"] = kwargs.pop("max_tokens")
+        return kwargs
+
+
+def backoff_s(failures: int) -> float:
+    """Seconds before the next attempt after `failures` failures: doubling, jittered, at most `LONGEST_PAUSE_S`."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)

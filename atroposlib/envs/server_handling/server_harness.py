@@ -1,0 +1,104 @@
+"""A server with scripted answers, for environments under test (`testing=True`) and for tests of our own."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import ChatCompletion
+    from openai.types.completion import Completion
+
+
+def create_chat_completion(
+    resp: str | list[str], n: int = 1, finish_reason: str | list[str] = "stop"
+) -> "ChatCompletion":
+    """A chat reply: one text for all n choices, or one text (and reason) per choice."""
+    from openai.types.chat.chat_completion import ChatCompletion
+
+    choices = [
+        {"index": i, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
+        for i, (text, reason) in enumerate(_per_choice(resp, n, finish_reason))
+    ]
+    reply = {"id": "harness", "object": "chat.completion", "created": 0, "model": "harness", "choices": choices}
+    return ChatCompletion.model_validate(reply)
+
+
+def create_completion(resp: str | list[str], n: int = 1, finish_reason: str | list[str] = "stop") -> "Completion":
+    """A completion reply: one text for all n choices, or one text (and reason) per choice."""
+    from openai.types.completion import Completion
+
+    choices = [
+        {"index": i, "finish_reason": reason, "text": text}
+        for i, (text, reason) in enumerate(_per_choice(resp, n, finish_reason))
+    ]
+    reply = {"id": "harness", "object": "text_completion", "created": 0, "model": "harness", "choices": choices}
+    return Completion.model_validate(reply)
+
+
+class ServerHarness:
+    """Answers what was set for exactly these messages or this prompt; KeyError for anything else."""
+
+    def __init__(self) -> None:
+        self.responses: dict[str, Any] = {}
+        self.completions: dict[str, Any] = {}
+        self.token_responses: dict[str, tuple[list, list, list, list]] = {}
+        self.config: Any = APIServerConfig(model_name="harness", health_check=False)
+        self.sem = AsyncSemWithAdaptiveWeight(512)
+        self.eval_sem = AsyncSemWithAdaptiveWeight(64)
+        self.server_healthy = True
+        self.initialized = True
+
+    def conv_to_dictkey(self, input_message: Sequence[dict[str, Any]]) -> str:
+        """The key under which a reply to these messages is kept."""
+        return orjson.dumps([[message["role"], message["content"]] for message in input_message]).decode()
+
+    def set_desired_response(self, input_message: Sequence[dict[str, Any]], desired_response: "ChatCompletion") -> None:
+        """Answer `chat_completion(messages=input_message)` with this."""
+        self.responses[self.conv_to_dictkey(input_message)] = desired_response
+
+    def set_desired_completion(self, input_message: str, completion: "Completion") -> None:
+        """Answer `completion(prompt=input_message)` with this."""
+        self.completions[input_message] = completion
+
+    def set_tokens_and_logprobs_response(
+        self,
+        prompt: str,
+        prompt_tokens: list[int],
+        output_tokens_list: list[list[int]],
+        output_logprobs_list: list[list[float]],
+        finish_reasons: list[str],
+    ) -> None:
+        """Answer `tokens_and_logprobs_completion(prompt=prompt)` with this."""
+        self.token_responses[prompt] = (prompt_tokens, output_tokens_list, output_logprobs_list, finish_reasons)
+
+    async def chat_completion(self, *args: Any, **kwargs: Any) -> "ChatCompletion":
+        """The scripted reply to `messages`."""
+        messages = kwargs["messages"] if "messages" in kwargs else args[0]
+        return self.responses[self.conv_to_dictkey(messages)]
+
+    async def completion(self, *args: Any, **kwargs: Any) -> "Completion":
+        """The scripted reply to `prompt`."""
+        return self.completions[kwargs["prompt"] if "prompt" in kwargs else args[0]]
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
+        """The scripted ids and log-probabilities for `prompt`."""
+        return self.token_responses[kwargs["prompt"]]
+
+    async def update_weight(self, weight: float) -> None:
+        """As `APIServer.update_weight`."""
+        self.sem.update_weight(weight)
+        self.eval_sem.update_weight(weight)
+
+    async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None) -> dict[str, Any]:
+        """Nothing is timed here."""
+        return metrics_dict if metrics_dict is not None else {}
+
+
+def _per_choice(resp: str | list[str], n: int, finish_reason: str | list[str]) -> list[tuple[str, str]]:
+    texts = [resp] * n if isinstance(resp, str) else resp
+    reasons = [finish_reason] * len(texts) if isinstance(finish_reason, str) else finish_reason
+    return list(zip(texts, reasons, strict=True))

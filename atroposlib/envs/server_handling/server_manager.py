@@ -1,0 +1,322 @@
+"""All inference servers of one environment: which one answers, and requests for many choices in parts."""
+
+import asyncio
+import inspect
+import os
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, Field, PositiveInt
+
+from atroposlib.envs.server_handling.discovery import LOCAL_API_KEY, local_base_urls, slurm_base_urls
+from atroposlib.envs.server_handling.fan_out import all_or_none
+from atroposlib.envs.server_handling.http_server import HttpServer
+from atroposlib.envs.server_handling.loads import EngineLoad, engine_load
+from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.openai_wire import join_choices
+from atroposlib.envs.server_handling.server_baseline import (
+    APIServer,
+    APIServerConfig,
+    ReasoningConfig,
+    ServerBaseline,
+    TokensAndLogprobs,
+)
+from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.envs.server_handling.token_server import TokenServer
+from atroposlib.errors import ConfigError
+from atroposlib.rollouts.trace import same_prompt
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import ChatCompletion
+    from openai.types.completion import Completion
+
+    from atroposlib.envs.server_handling.proxy_client import ProxyManagedServer
+
+__all__ = [
+    "APIServer",
+    "APIServerConfig",
+    "EngineLoad",
+    "ReasoningConfig",
+    "ServerBaseline",
+    "ServerManager",
+    "ServerManagerConfig",
+]
+
+Reply = TypeVar("Reply")
+DEFAULT_MAX_N = 8
+SLOT_POLL_S = 0.05
+
+
+class ServerManagerConfig(BaseModel):
+    """How the servers of an environment are found and used."""
+
+    slurm: bool = Field(default=False, description="Use the inference nodes of this SLURM job.")
+    testing: bool = Field(default=False, description="Use scripted answers instead of servers.")
+    max_n_completions: PositiveInt = Field(
+        default=DEFAULT_MAX_N, description="Most choices asked for in one request; larger n is sent in parts."
+    )
+    proxy_url: str | None = Field(
+        default=None, description="Address of a managed-server proxy; null: the variable ATROPOS_PROXY_URL, or none."
+    )
+
+
+class ServerManager:
+    """Chooses, for every request, the healthy server with most free slots."""
+
+    max_n_completions: int = DEFAULT_MAX_N
+    proxy_url: str | None = None
+    use_proxy: bool = False
+    tool_parser: str | None = None
+
+    def __init__(
+        self,
+        configs: ServerBaseline | Sequence[APIServerConfig],
+        server_class: type = APIServer,
+        slurm: bool = False,
+        testing: bool = False,
+        max_n_completions: int = DEFAULT_MAX_N,
+        reasoning_config: ReasoningConfig | None = None,
+        proxy_url: str | None = None,
+        use_proxy: bool = False,
+        tool_parser: str | None = None,
+    ) -> None:
+        self.max_n_completions = max_n_completions
+        self.reasoning_config = reasoning_config
+        self.proxy_url = proxy_url or os.environ.get("ATROPOS_PROXY_URL")
+        self.use_proxy = use_proxy or bool(self.proxy_url)
+        self.tool_parser = tool_parser
+        self.servers: list[Any] = (
+            [ServerHarness()]
+            if testing
+            else _build_servers(server_configs(configs, slurm), server_class, reasoning_config)
+        )
+
+    async def chat_completion(self, **kwargs: Any) -> "ChatCompletion":
+        """One chat request, in parts of at most `max_n_completions` choices; all or nothing.
+
+        Raises:
+            RolloutFault: RequestFault, EngineFault or KilledFault, see `APIServer`.
+        """
+        return join_choices(await self._in_parts(lambda server: server.chat_completion, kwargs))
+
+    async def completion(self, **kwargs: Any) -> "Completion":
+        """As `chat_completion`, for a text prompt."""
+        return join_choices(await self._in_parts(lambda server: server.completion, kwargs))
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
+        """Prompt ids [P], output ids [n][T], log-probabilities [n][T], finish reasons [n]."""
+        parts = await self._in_parts(lambda server: server.tokens_and_logprobs_completion, kwargs)
+        prompt_ids, outputs, logprobs, reasons = parts[0]
+        return (
+            prompt_ids,
+            sum((part[1] for part in parts[1:]), list(outputs)),
+            sum((part[2] for part in parts[1:]), list(logprobs)),
+            sum((part[3] for part in parts[1:]), list(reasons)),
+        )
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """Log-probabilities of a given prompt, see `APIServer.get_logprobs`."""
+        return await pick_server(self.servers, kwargs.get("split", "train")).get_logprobs(**kwargs)
+
+    async def update_weight(self, weight: float) -> None:
+        """Use `weight` (0 to 1) of every server's slots."""
+        for server in self.servers:
+            await server.update_weight(weight)
+
+    async def engine_loads(self) -> list[EngineLoad]:
+        """What each server says about its own load, in the order of `servers`; empty values where it says nothing."""
+        servers = [server for server in self.servers if isinstance(server, HttpServer)]
+        return list(await asyncio.gather(*(engine_load(server.transport, server.root_url) for server in servers)))
+
+    async def wait_for_sem(self, is_training: bool) -> None:
+        """Return when some server has a free slot; training leaves room for the evaluations that are running."""
+        while not any(_free_slots(server, is_training) > 0 for server in self.servers):
+            await asyncio.sleep(SLOT_POLL_S)
+
+    async def close(self) -> None:
+        """Close all connections of this event loop. Optional: they end with the loop."""
+        for server in self.servers:
+            if isinstance(server, HttpServer):
+                await server.close()
+
+    @asynccontextmanager
+    async def dedicated_server(self) -> AsyncIterator[Any]:
+        """The best server, with one of its slots held."""
+        server = pick_server(self.servers, "train")
+        async with server.sem:
+            yield server
+
+    @asynccontextmanager
+    async def managed_server(
+        self, tokenizer: Any = None, base_url: str | None = None, preserve_think_blocks: bool = False
+    ) -> "AsyncIterator[ManagedServer | DummyManagedServer | ProxyManagedServer]":
+        """Tracked calls on one server, which keeps its prefix cache warm; forgotten at the end.
+
+        Args:
+            tokenizer: of the served model; default see `ManagedServer`.
+            base_url: use the server with this address.
+            preserve_think_blocks: see `ManagedServer`.
+
+        Raises:
+            NotImplementedError: the endpoint gives no token ids and dummy tokens are not allowed.
+            ConfigError: no server has `base_url`.
+        """
+        if self.use_proxy and self.proxy_url:
+            from atroposlib.envs.server_handling.proxy_client import create_proxy_session
+
+            session = await create_proxy_session(
+                self.proxy_url, base_url=base_url, tool_parser=self.tool_parser or "hermes"
+            )
+            try:
+                yield session
+            finally:
+                await session.cleanup()
+            return
+        server = self._server_at(base_url) if base_url else pick_server(self.servers, "train")
+        if isinstance(server, OpenAIServer):
+            managed: ManagedServer | DummyManagedServer = _dummy(server, tokenizer)
+        else:
+            if tokenizer is not None and isinstance(server, TokenServer):
+                server.adopt_tokenizer(tokenizer)
+            managed = ManagedServer(
+                server, tokenizer, tool_parser=self.tool_parser, preserve_think_blocks=preserve_think_blocks
+            )
+        with _lease(server):
+            try:
+                yield managed
+            finally:
+                managed.reset()
+
+    def _server_at(self, base_url: str) -> Any:
+        wanted = base_url.rstrip("/").removesuffix("/v1")
+        for server in self.servers:
+            if (server.config.base_url or "").rstrip("/").removesuffix("/v1") == wanted:
+                return server
+        known = [server.config.base_url for server in self.servers]
+        raise ConfigError(f"no server has base_url {base_url!r}; there are {known}")
+
+    async def _in_parts(self, method: Callable[[Any], Callable[..., Any]], kwargs: dict[str, Any]) -> list[Any]:
+        """Results of the parts that `n` is split into, each on the server that is best for it."""
+        split = kwargs.get("split", "train")
+        sizes = part_sizes(kwargs.get("n") or 1, self.max_n_completions)
+        if len(sizes) == 1:
+            return [await method(pick_server(self.servers, split))(**kwargs)]
+
+        async def part(index: int, n: int) -> Any:
+            call = method(pick_server(self.servers, split))
+            if index == 0:
+                return await call(**{**kwargs, "n": n})
+            with same_prompt():
+                return await call(**{**kwargs, "n": n})
+
+        return await all_or_none([part(index, n) for index, n in enumerate(sizes)])
+
+
+def server_configs(configs: ServerBaseline | Sequence[APIServerConfig], slurm: bool) -> list[APIServerConfig]:
+    """One config per endpoint. One bare APIServerConfig is a list of one; a ServerBaseline asks for discovery."""
+    if isinstance(configs, APIServerConfig):
+        configs = [configs]
+    if isinstance(configs, ServerBaseline):
+        urls = slurm_base_urls(os.environ) or local_base_urls()
+        fields = configs.model_dump()
+        return [APIServerConfig(**{"api_key": LOCAL_API_KEY, **fields, "base_url": url}) for url in urls]
+    if not configs:
+        raise ConfigError("no inference server is configured; give config_init at least one APIServerConfig")
+    urls = slurm_base_urls(os.environ) if slurm else []
+    return [configs[0].model_copy(update={"base_url": url}) for url in urls] or list(configs)
+
+
+def part_sizes(n: int, largest: int) -> list[int]:
+    """`n` choices as parts of at most `largest`.
+
+    >>> part_sizes(20, 8)
+    [8, 8, 4]
+    """
+    whole, rest = divmod(n, largest)
+    return [largest] * whole + ([rest] if rest else [])
+
+
+def pick_server(servers: Sequence[Any], split: str) -> Any:
+    """The healthy server with most free slots for `split`; the first of equals, and the first if none is healthy."""
+    healthy = [server for server in servers if server.server_healthy]
+    return max(healthy, key=lambda server: _room(server, split), default=servers[0])
+
+
+def _room(server: Any, split: str) -> float:
+    if split == "eval":
+        return server.eval_sem._value
+    leases = server.leases if isinstance(server, APIServer) else 0
+    return min(server.sem._value, server.sem.max_val - leases)
+
+
+def _free_slots(server: Any, is_training: bool) -> float:
+    sem, eval_sem = server.sem, server.eval_sem
+    if not is_training:
+        return eval_sem._value - eval_sem.min_val()
+    return sem._value - sem.min_val() - (eval_sem.max_val - eval_sem._value)
+
+
+@contextmanager
+def _lease(server: Any) -> Iterator[None]:
+    """Count a managed session, so that sessions opened at the same time spread over the servers."""
+    if not isinstance(server, APIServer):
+        yield
+        return
+    server.leases += 1
+    try:
+        yield
+    finally:
+        server.leases -= 1
+
+
+def _build_servers(
+    configs: list[APIServerConfig], server_class: type, reasoning_config: ReasoningConfig | None
+) -> list[Any]:
+    servers = [_build_server(config, server_class, reasoning_config) for config in configs]
+    for server in servers:
+        if isinstance(server, APIServer):
+            server.peers = [
+                other
+                for other in servers
+                if other is not server and other.config.model_name == server.config.model_name
+            ]
+    return servers
+
+
+def _build_server(config: APIServerConfig, server_class: type, reasoning_config: ReasoningConfig | None) -> Any:
+    chosen = _class_for(config.server_type) if inspect.isabstract(server_class) else server_class
+    if "reasoning_config" in inspect.signature(chosen.__init__).parameters:
+        return chosen(config, reasoning_config=reasoning_config)
+    return chosen(config)
+
+
+def _class_for(server_type: str) -> type[APIServer]:
+    """Imported when needed: TRL's client loads transformers."""
+    if server_type == "openai":
+        return OpenAIServer
+    if server_type == "sglang":
+        from atroposlib.envs.server_handling.sglang_server import SGLangServer
+
+        return SGLangServer
+    if server_type == "vllm":
+        from atroposlib.envs.server_handling.vllm_server import VLLMServer
+
+        return VLLMServer
+    if server_type == "trl":
+        from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
+
+        return TrlVllmServer
+    raise ConfigError(f"server_type is {server_type!r}; use openai, sglang, vllm or trl")
+
+
+def _dummy(server: OpenAIServer, tokenizer: Any) -> DummyManagedServer:
+    if os.environ.get("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", "").lower() not in ("1", "true", "yes"):
+        raise NotImplementedError(
+            "managed_server needs token ids, which OpenAI-style endpoints do not give. Use server_type sglang or vllm; "
+            "or set ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 to get real text with made-up tokens (not for training)."
+        )
+    warnings.warn("managed_server on an OpenAI-style endpoint: tokens are made up, do not train on them", stacklevel=4)
+    return DummyManagedServer(server, tokenizer)

@@ -1,0 +1,128 @@
+"""Client of SGLang's own `/generate`: ids in, ids and log-probabilities out, exactly as the engine had them.
+
+Log-probabilities are of the distribution after temperature. Stop tokens stay in the ids. Choices come as one flat
+list. The embedded engine speaks the same protocol.
+"""
+
+from typing import Any
+
+import msgspec
+
+from atroposlib.envs.server_handling.config_merge import resolve_openai_configs
+from atroposlib.envs.server_handling.faults import ReplyFault
+from atroposlib.envs.server_handling.sampling import SGLANG_NAMES, SGLANG_REQUEST, SGLANG_SAMPLING, sampling_of
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
+from atroposlib.envs.server_handling.token_server import TokenServer
+from atroposlib.rollouts.trace import EngineReply, finish_reason_of
+from atroposlib.type_definitions import PROMPT_LOGPROB
+
+__all__ = ["APIServerConfig", "ReasoningConfig", "SGLangServer", "resolve_openai_configs"]
+
+
+class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
+    """One generated (or scored) token; the first prompt token has no log-probability."""
+
+    logprob: float | None
+    token_id: int
+    text: str | None = None
+
+
+class MetaInfo(msgspec.Struct):
+    """The part of `meta_info` that is read."""
+
+    finish_reason: dict[str, Any] | str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    weight_version: str | None = None
+    output_token_logprobs: list[TokenLogprob] | None = None
+    input_token_logprobs: list[TokenLogprob] | None = None
+    input_top_logprobs: list[list[TokenLogprob] | None] | None = None
+
+
+class Generation(msgspec.Struct):
+    """One choice of a `/generate` reply. `text` is not read: ids are the truth."""
+
+    meta_info: MetaInfo
+    output_ids: list[int] | None = None
+
+    def ids_and_logprobs(self) -> tuple[list[int], list[float]]:
+        """[T], [T]; `PROMPT_LOGPROB` where the engine gave no log-probability."""
+        pairs = self.meta_info.output_token_logprobs or []
+        ids = self.output_ids if self.output_ids is not None else [pair.token_id for pair in pairs]
+        return ids, [PROMPT_LOGPROB if pair.logprob is None else pair.logprob for pair in pairs]
+
+
+_decoder = msgspec.json.Decoder(Generation | list[Generation])
+
+
+class SGLangServer(TokenServer):
+    """One SGLang server (or router)."""
+
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
+        prompt_ids = self._prompt_ids(kwargs)
+        generations = await self._generate(prompt_ids, kwargs)
+        results = [generation.ids_and_logprobs() for generation in generations]
+        reasons: list[str] = [finish_reason_of(generation.meta_info.finish_reason) for generation in generations]
+        return prompt_ids, [ids for ids, _ in results], [logprobs for _, logprobs in results], reasons
+
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+        """Top-k log-probabilities of the prompt; position 0 has none, so its lists are empty."""
+        prompt_ids = self._prompt_ids(kwargs)
+        top_k = max(1, kwargs.pop("top_k", None) or kwargs.pop("top_logprobs", None) or 1)
+        asked = {**kwargs, "n": 1, "temperature": 0, "top_p": 1.0, "max_tokens": kwargs.get("max_tokens") or 1}
+        asked |= {"top_logprobs": top_k, "logprob_start_len": 0}
+        (generation,) = await self._generate(prompt_ids, asked)
+        top = generation.meta_info.input_top_logprobs
+        if top is None:
+            raise ReplyFault(f"{self.root_url}/generate gave no input_top_logprobs although they were asked for")
+        return {
+            "prompt_tokens": prompt_ids,
+            "prompt_topk_token_ids": [[entry.token_id for entry in entries or []] for entries in top],
+            "prompt_topk_logprobs": [[entry.logprob for entry in entries or []] for entries in top],
+        }
+
+    async def _generate(self, prompt_ids: list[int], kwargs: dict[str, Any]) -> list[Generation]:
+        asked = sampling_of(kwargs, names=SGLANG_NAMES, allowed=SGLANG_SAMPLING | SGLANG_REQUEST, engine="SGLang")
+        sampling = {key: value for key, value in asked.items() if key in SGLANG_SAMPLING}
+        if "max_new_tokens" not in sampling:  # SGLang would stop after 128
+            room = await self._room_for(len(prompt_ids))
+            sampling |= {} if room is None else {"max_new_tokens": room}
+        body: dict[str, Any] = {
+            "input_ids": prompt_ids,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "return_text_in_logprobs": False,
+            **{key: value for key, value in asked.items() if key in SGLANG_REQUEST},
+        }
+        url = f"{self.root_url}/generate"
+        data = await self._post(url, body, kwargs, sampling.get("max_new_tokens"))
+        generations = decode_generations(data)
+        wanted = sampling.get("n", 1)
+        if len(generations) != wanted:
+            raise ReplyFault(f"{url} gave {len(generations)} generations for n={wanted}")
+        self._record(_facts(generations, kwargs, sampling, self.root_url))
+        return generations
+
+
+def decode_generations(data: bytes) -> list[Generation]:
+    """The choices of a `/generate` reply, one or a flat list."""
+    try:
+        decoded = _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise ReplyFault(f"not a /generate reply ({error}): {data[:200]!r}") from error
+    return decoded if isinstance(decoded, list) else [decoded]
+
+
+def _facts(
+    generations: list[Generation], kwargs: dict[str, Any], sampling: dict[str, Any], base_url: str
+) -> EngineReply:
+    infos = [generation.meta_info for generation in generations]
+    return EngineReply(
+        finish_reasons=[finish_reason_of(info.finish_reason) for info in infos],
+        prompt_tokens=infos[0].prompt_tokens,
+        completion_tokens=sum(info.completion_tokens for info in infos),
+        model=kwargs.get("model"),
+        base_url=base_url,
+        weight_version=infos[-1].weight_version,
+        sampling=sampling,
+    )

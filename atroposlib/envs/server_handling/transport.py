@@ -1,0 +1,142 @@
+"""HTTP to one inference server: JSON bytes out, reply bytes in, every failure as one of our faults.
+
+One connection pool per event loop, without a cap on connections: how many requests run is decided by semaphores
+and the rollout pool. Pools close themselves when their event loop ends.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavailable, ReplyFault
+from atroposlib.errors import RequestFault, RolloutFault
+
+CONNECT_TIMEOUT_S = 10.0
+KEEPALIVE_S = 4.0
+"""Below the 5 s after which uvicorn (SGLang, vLLM) closes idle connections, so that none is closed under a request."""
+
+SLOWEST_TOKENS_PER_S = 4.0
+ASSUMED_MAX_TOKENS = 32768
+
+_UNAVAILABLE = frozenset({408, 425, 429, 502, 503, 504, 529})
+
+
+def generation_deadline_s(max_tokens: int | None, base_s: float) -> float:
+    """Seconds to wait for a generation of at most `max_tokens` tokens.
+
+    Generous on purpose: a healthy engine under full load stays above `SLOWEST_TOKENS_PER_S` per sequence, and a
+    deadline that strikes early starts the same work again. `base_s` covers queueing.
+    """
+    return base_s + (max_tokens if max_tokens is not None else ASSUMED_MAX_TOKENS) / SLOWEST_TOKENS_PER_S
+
+
+class Transport:
+    """Posts and gets for one server."""
+
+    def __init__(self, api_key: str | None = None) -> None:
+        self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **bearer(api_key)}
+        self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
+
+    async def post(
+        self, url: str, payload: dict[str, Any], *, deadline_s: float, headers: dict[str, str] | None = None
+    ) -> bytes:
+        """Body of the 2xx reply to `payload`.
+
+        Raises:
+            RequestFault: the server refused the request (4xx), with its words.
+            EndpointUnavailable, ReplyFault, DeadlineFault: see there.
+        """
+        session = await self._session()
+        timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_TIMEOUT_S)
+        with connection_faults(url, deadline_s):
+            async with session.post(url, data=orjson.dumps(payload), headers=headers, timeout=timeout) as reply:
+                body = await reply.read()
+        if reply.status >= 300:
+            raise fault_of_status(url, reply.status, body, reply.headers.get("Retry-After"))
+        return body
+
+    async def get(self, url: str, *, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body; EndpointUnavailable when nothing answers in time."""
+        session = await self._session()
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        try:
+            async with session.get(url, timeout=timeout) as reply:
+                return reply.status, await reply.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise EndpointUnavailable(f"GET {url} failed: {error!r}") from error
+
+    async def close(self) -> None:
+        """Close this loop's pool; requests in flight fail with ReplyFault, later ones open a new pool."""
+        pool = self._pools.pop(asyncio.get_running_loop(), None)
+        if pool is not None:
+            await pool.owner.aclose()
+
+    async def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        pool = self._pools.get(loop)
+        if pool is None:
+            self._pools = {known: kept for known, kept in self._pools.items() if not known.is_closed()}
+            owner = _own_session(self._headers)
+            pool = self._pools[loop] = _Pool(owner, await anext(owner))
+        return pool.session
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    owner: AsyncGenerator[aiohttp.ClientSession, None]
+    session: aiohttp.ClientSession
+
+
+async def _own_session(headers: dict[str, str]) -> AsyncGenerator[aiohttp.ClientSession, None]:
+    """Yields one session. As a generator it is closed by the event loop's own shutdown, whoever forgets to."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+        yield session
+
+
+def bearer(api_key: str | None) -> dict[str, str]:
+    """The authorization header, if there is a key."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+@contextmanager
+def connection_faults(url: str, deadline_s: float) -> Iterator[None]:
+    """Turn what aiohttp raises inside the block into our faults."""
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise EndpointUnavailable(f"cannot connect to {url}: {error}") from error
+    except TimeoutError as error:
+        raise DeadlineFault(
+            f"POST {url} gave no reply within its deadline of {deadline_s:.0f} s; if the engine is only slow, "
+            "raise the server config's timeout or lower max_num_workers"
+        ) from error
+    except (aiohttp.ClientError, ConnectionResetError, BrokenPipeError) as error:
+        raise ReplyFault(f"POST {url} lost its connection: {error!r}") from error
+
+
+def fault_of_status(url: str, status: int, body: bytes, retry_after: str | None = None) -> RolloutFault:
+    """The fault that a reply which is not 2xx stands for, with the server's words."""
+    message = f"POST {url} answered {status}: {_error_message(body)}"
+    if status in _UNAVAILABLE:
+        return EndpointUnavailable(message, float(retry_after) if retry_after and retry_after.isdigit() else None)
+    return ReplyFault(message) if status >= 500 else RequestFault(message)
+
+
+def _error_message(body: bytes) -> str:
+    """The server's sentence out of the error shapes of SGLang, vLLM, OpenAI and FastAPI."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body[:500].decode("utf-8", "replace") or "(empty reply)"
+    if isinstance(parsed, dict):
+        error = parsed.get("error", parsed)
+        if isinstance(error, dict):
+            error = error.get("message") or error.get("detail") or error
+        parsed = error
+    return parsed if isinstance(parsed, str) else orjson.dumps(parsed)[:500].decode()

@@ -1,0 +1,107 @@
+"""Client of the vLLM server that TRL starts (`trl vllm-serve`): text in, token ids out, no log-probabilities."""
+
+import time
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+from transformers import AutoTokenizer
+
+from atroposlib.envs.server_handling.openai_wire import max_tokens_of
+from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.server_baseline import APIServer, TokensAndLogprobs
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.transport import (
+    bearer,
+    connection_faults,
+    fault_of_status,
+    generation_deadline_s,
+)
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import ChatCompletion
+    from openai.types.completion import Completion
+
+SAMPLING = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
+
+
+class TrlVllmServer(APIServer):
+    """One TRL server."""
+
+    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
+        super().__init__(config, reasoning_config)
+        self.config = config
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model_name)
+
+    async def check_server_status_task(self, chat_completion: bool = True) -> None:
+        """TRL has no cheap health route that all its versions share; a failed request shows an outage."""
+        self.server_healthy = True
+
+    async def _chat_completion_wrapper(self, **kwargs: Any) -> "ChatCompletion":
+        from openai.types.chat.chat_completion import ChatCompletion, Choice
+        from openai.types.chat.chat_completion_message import ChatCompletionMessage
+
+        prompt = self.tokenizer.apply_chat_template(kwargs["messages"], tokenize=False, add_generation_prompt=True)
+        return ChatCompletion(
+            id=str(uuid.uuid4()),
+            object="chat.completion",
+            created=int(time.time()),
+            model=self.config.model_name,
+            choices=[
+                Choice(
+                    finish_reason=self._finish_reason(ids),
+                    index=index,
+                    message=ChatCompletionMessage(content=self._text(ids), role="assistant"),
+                )
+                for index, ids in enumerate(await self._generate(prompt, kwargs))
+            ],
+        )
+
+    async def _completion_wrapper(self, **kwargs: Any) -> "Completion":
+        from openai.types.completion import Completion
+        from openai.types.completion_choice import CompletionChoice
+
+        return Completion(
+            id=str(uuid.uuid4()),
+            object="text_completion",
+            created=int(time.time()),
+            model=self.config.model_name,
+            choices=[
+                CompletionChoice(finish_reason=self._finish_reason(ids), index=index, text=self._text(ids))
+                for index, ids in enumerate(await self._generate(kwargs["prompt"], kwargs))
+            ],
+        )
+
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
+        raise NotImplementedError(
+            "Token-level logprobs are not supported by the TRL server; use VLLMServer or SGLangServer "
+            "(server_type vllm or sglang)"
+        )
+
+    async def _generate(self, prompt: str, kwargs: Mapping[str, Any]) -> list[list[int]]:
+        """[n][T] generated ids."""
+        url = f"{(self.config.base_url or '').rstrip('/')}/generate/"
+        deadline_s = generation_deadline_s(max_tokens_of(kwargs), self.config.timeout)
+        asked = {key: kwargs[key] for key in SAMPLING if kwargs.get(key) is not None}
+        session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=deadline_s),
+            headers=bearer(self.config.api_key),
+            raise_for_status=_raise_for_status,
+            json_serialize=lambda body: orjson.dumps(body).decode(),
+        )
+        with connection_faults(url, deadline_s):
+            async with session as opened, opened.post(url, json={"prompts": [prompt], **asked}) as reply:
+                return (await reply.json())["completion_ids"]
+
+    def _finish_reason(self, ids: list[int]) -> Any:
+        return "stop" if self.tokenizer.eos_token_id in ids else "length"
+
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+async def _raise_for_status(reply: aiohttp.ClientResponse) -> None:
+    if reply.status >= 300:
+        raise fault_of_status(str(reply.url), reply.status, await reply.read(), reply.headers.get("Retry-After"))
