@@ -1,0 +1,109 @@
+"""`atropos-sft-gen`: a supervised fine-tuning set from rollout files, or live from a running API."""
+
+from typing import Annotated
+
+import typer
+
+from atroposlib.cli.command import reading, run
+from atroposlib.data.collect import Collection, is_live_call
+from atroposlib.data.conversion import SftOptions
+from atroposlib.data.formats import Format
+from atroposlib.data.policy import load_policy, simple_policy
+from atroposlib.data.report import ExportReport
+from atroposlib.data.sft import collect_sft, export_sft
+from atroposlib.errors import ConfigError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def generate(
+    rollouts: Annotated[
+        list[str], typer.Argument(help="Rollout files, folders or patterns; or one new file to collect into, live.")
+    ],
+    output: Annotated[str | None, typer.Option(help="Output .jsonl, .jsonl.zst or .parquet (offline).")] = None,
+    format: Annotated[Format | None, typer.Option(help="Default: prefix with --tokenizer, else messages.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder, .gguf, embedded model or hub name.")] = None,
+    policy: Annotated[str | None, typer.Option(help="YAML of selection steps; replaces the selection options.")] = None,
+    min_score: Annotated[float | None, typer.Option(help="Lowest score kept. Default: above 0.")] = None,
+    allow_negative_scores: Annotated[bool, typer.Option(help="Keep scores of 0 and below.")] = False,
+    save_top_n_per_group: Annotated[int | None, typer.Option(min=1, help="Best n; default all, live 3.")] = None,
+    minimum_score_diff_max_min: Annotated[
+        float, typer.Option(help="Above 0: keep responses better than their group's worst by more than this.")
+    ] = 0.0,
+    num_seqs_to_save: Annotated[int | None, typer.Option(min=1, help="Most responses; default all, live 100.")] = None,
+    pack: Annotated[int | None, typer.Option(min=1, help="tokens only: fill rows of up to this many tokens.")] = None,
+    seed: Annotated[int, typer.Option(help="Of choices by chance.")] = 0,
+    save_messages: Annotated[bool, typer.Option(help="Same as --format messages.")] = False,
+    append_to_previous: Annotated[bool, typer.Option(help="Add to an existing output.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing output.")] = False,
+    api_url: Annotated[str, typer.Option(help="Live: the trajectory API.")] = "http://localhost:8000",
+    group_size: Annotated[int, typer.Option(min=1, help="Live: responses per group.")] = 2,
+    tasks_per_step: Annotated[int, typer.Option(min=1, help="Live: groups per batch.")] = 64,
+    max_token_len: Annotated[int, typer.Option(min=1, help="Live: longest sequence registered.")] = 2048,
+    take_over: Annotated[bool, typer.Option(help="Live: also where another trainer has registered.")] = False,
+) -> None:
+    """Turn scored rollouts into a supervised fine-tuning set.
+
+    Without other options, every response with a score above 0 is kept, as chat messages.
+
+    \b
+    Examples:
+      atropos-sft-gen runs/main/ --output sft.jsonl
+      atropos-sft-gen 'runs/*.jsonl' --output sft.jsonl --min-score 1 --save-top-n-per-group 2
+      atropos-sft-gen runs/main/ --tokenizer ./tokenizer --format tokens --pack 16384 --output sft.parquet
+      atropos-sft-gen runs/main/ --policy strict.yaml --format sharegpt --output sft.jsonl
+      atropos-sft-gen new.jsonl --tokenizer ./tokenizer --api-url http://localhost:8000     (live)
+    """
+    chosen = _format(format, save_messages, tokenizer)
+    is_live = is_live_call(rollouts, output, append=append_to_previous)
+    selection = simple_policy(
+        above=None if allow_negative_scores else 0.0,
+        min_score=min_score,
+        min_gap=minimum_score_diff_max_min,
+        top_n=save_top_n_per_group or (3 if is_live else None),
+        target=None if is_live else num_seqs_to_save,
+        seed=seed,
+    )
+    if policy:
+        selection = load_policy(policy)
+    options = SftOptions(format=chosen, tokenizer=tokenizer, pack=pack, append=append_to_previous, overwrite=overwrite)
+    if output is None:
+        plan = Collection(
+            api_url=api_url,
+            batch_size=group_size * tasks_per_step,
+            max_token_len=max_token_len,
+            target=num_seqs_to_save or 100,
+            name="sft_gen",
+            take_over=take_over,
+        )
+        print_report(collect_sft(rollouts[0], selection, options, plan))
+        return
+    with reading(rollouts, passes=2) as advance:
+        report = export_sft(rollouts, output, selection, options, advance)
+    print_report(report)
+
+
+def print_report(report: ExportReport) -> None:
+    """The steps, the counts and the output, on stdout."""
+    print(f"{report.responses} responses in {report.groups} groups")
+    for step in report.steps:
+        print(f"  {step.step:<16} kept {step.kept}, dropped {step.dropped}")
+    for task, count in report.tasks.items():
+        print(f"  task {task or '(none)'}: {count}")
+    if report.rerendered:
+        print(f"  token ids made from messages, as none were recorded: {report.rerendered}")
+    print(f"{report.records} records ({report.format}): {report.output}")
+
+
+def _format(given: Format | None, save_messages: bool, tokenizer: str | None) -> Format:
+    if save_messages and given not in (None, "messages"):
+        raise ConfigError(f"--save-messages means --format messages, but --format {given} was given; leave one out")
+    if given or save_messages:
+        return given or "messages"
+    return "prefix" if tokenizer else "messages"
+
+
+def main() -> None:
+    """Console script."""
+    run(app, "atropos-sft-gen")

@@ -1,0 +1,171 @@
+"""Datasets live from a running trajectory API: register as its trainer, pull batches, keep them, convert.
+
+Groups go to `<output>.collecting.jsonl` first and are acknowledged once they are on disk there, so a stopped or
+killed collection goes on with the same command. When there are enough, they are converted like any rollout file and
+the raw groups are kept beside the output as `<output>.rollouts.jsonl`.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import orjson
+
+from atroposlib.api.client import EnvClient, TrainerClient
+from atroposlib.data.lazy import hash64
+from atroposlib.data.rollout_files import expand_input, read_lines
+from atroposlib.data.table import Table, scan_after
+from atroposlib.errors import ApiError, ConfigError, PathError
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 300.0
+_POLL_S = 1.0
+_IDLE_POLLS = 30  # without a batch, before looking whether the API was reset
+_MANY_STEPS = 1_000_000  # an upper limit that environments only report; the target ends a collection
+
+
+@dataclass(frozen=True)
+class Collection:
+    """What to collect, from where."""
+
+    api_url: str
+    batch_size: int  # sequences per batch
+    max_token_len: int
+    target: int  # responses or pairs wanted
+    name: str  # wandb group of the run: sft_gen or dpo_gen
+    take_over: bool = False  # also where another trainer has registered
+
+
+def is_live_call(rollouts: list[str], output: str | None, *, append: bool) -> bool:
+    """Whether a command line asks to collect live: one path that does not exist yet (or is appended to), no output.
+
+    Raises:
+        ConfigError: neither live nor offline is complete.
+    """
+    if output is not None:
+        return False
+    exists = len(rollouts) == 1 and expand_input(rollouts[0]).exists()
+    if len(rollouts) != 1 or (exists and not append):
+        raise ConfigError(
+            f"give --output for the dataset made from {' '.join(rollouts)}"
+            + ("; or --append-to-previous to collect more into it from a running API" if exists else "")
+        )
+    return True
+
+
+def collect(output: Path, plan: Collection, have: Callable[[Table], int]) -> Path:
+    """Pull batches until `have` of the collected table reaches the target; returns the file of raw groups.
+
+    Args:
+        output: the dataset's path; the groups are collected beside it.
+        have: how many records the groups so far would give.
+
+    Raises:
+        ApiError: the API belongs to another trainer, or refused.
+    """
+    ledger = output.with_name(output.name + ".collecting.jsonl")
+    try:
+        asyncio.run(_collect(ledger, plan, have))
+    except KeyboardInterrupt:
+        logger.warning("stopped; the groups so far are in %s, the same command goes on", ledger)
+        raise
+    return ledger
+
+
+def keep_groups(ledger: Path, output: Path) -> Path:
+    """Rename the collected groups to a free `<output>.rollouts[_n].jsonl`."""
+    names = (output.with_name(f"{output.name}.rollouts{f'_{n}' if n else ''}.jsonl") for n in count())
+    return ledger.rename(next(name for name in names if not name.exists()))
+
+
+async def _collect(ledger: Path, plan: Collection, have: Callable[[Table], int]) -> None:
+    seen = _repair(ledger)
+    table = scan_after(ledger, None) if ledger.exists() else None
+    if table is not None and have(table) >= plan.target:
+        return
+    async with TrainerClient(plan.api_url) as client:
+        await _register(client, plan)
+        checked = idle = 0
+        while True:
+            batch = await client.batch(LEASE_S)
+            if batch is None:
+                idle += 1
+                if idle % _IDLE_POLLS == 0 and await _run_group(plan.api_url) is None:
+                    await _register(client, plan)
+                await asyncio.sleep(_POLL_S)
+                continue
+            _append(ledger, batch.groups, seen)
+            if batch.batch_id:
+                await client.ack(batch.batch_id)
+            table = scan_after(ledger, table)
+            rows = len(table.responses)
+            if rows >= plan.target and rows >= checked * 1.05:  # a check costs time that grows with the rows
+                checked = rows
+                if have(table) >= plan.target:
+                    return
+            logger.info("collected: groups=%d responses=%d", len(table.groups), rows)
+
+
+async def _register(client: TrainerClient, plan: Collection) -> None:
+    """Register as the trainer; never resets the server, and leaves another trainer's run alone."""
+    group = f"atropos_{plan.name}"
+    owner = await _run_group(plan.api_url)
+    if owner not in (None, group) and not plan.take_over:
+        raise ApiError(
+            f"the API at {plan.api_url} serves a trainer already (wandb group {owner!r}); collecting would take its "
+            "batches away. Use another API, stop that trainer and restart the API, or add --take-over"
+        )
+    await client.register(
+        {
+            "wandb_group": group,
+            "wandb_project": plan.name,
+            "batch_size": plan.batch_size,
+            "max_token_len": plan.max_token_len,
+            "checkpoint_dir": "",
+            "save_checkpoint_interval": 0,
+            "starting_step": 0,
+            "num_steps": _MANY_STEPS,
+        }
+    )
+
+
+async def _run_group(api_url: str) -> str | None:
+    """wandb group of the trainer that registered last; None when there is none."""
+    async with EnvClient(api_url) as client:
+        return (await client.wandb_info())["group"]
+
+
+def _append(ledger: Path, groups: list[dict], seen: set[int]) -> None:
+    """Write groups not seen before and sync them to disk."""
+    lines = []
+    for group in groups:
+        line = orjson.dumps({key: value for key, value in group.items() if value is not None}) + b"\n"
+        key = hash64(line)
+        if key not in seen:
+            seen.add(key)
+            lines.append(line)
+    try:
+        with ledger.open("ab") as stream:
+            stream.write(b"".join(lines))
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise PathError(f"{ledger} cannot be written: {error.strerror}; the batch was not acknowledged") from error
+
+
+def _repair(ledger: Path) -> set[int]:
+    """Hashes of the groups collected before; a line cut short by a kill is removed."""
+    seen: set[int] = set()
+    end = 0
+    if ledger.exists():
+        for line in read_lines(ledger):
+            if line.is_complete:
+                seen.add(hash64(line.data))
+                end = line.offset + len(line.data)
+        os.truncate(ledger, end)
+    return seen

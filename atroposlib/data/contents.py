@@ -1,0 +1,231 @@
+"""Selection by what responses say: exact and near duplicates, and overlap with evaluation sets.
+
+These need the files' contents, so they read lines again, but only those with a row that is still kept. Completions
+are compared by their recorded token ids, or by their words when no ids were recorded.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from atroposlib.data.formats import messages_of
+from atroposlib.data.lazy import LazyGroup, hash64
+from atroposlib.data.rollout_files import expand_input
+from atroposlib.data.table import Table
+from atroposlib.errors import DataError
+from atroposlib.type_definitions import IGNORE_INDEX, Array
+
+SIGNATURE = 128  # bins of a one-permutation MinHash
+BAND = 8  # bins per LSH band: with 16 bands, pairs of similarity 0.8 collide with probability 0.95
+MIN_WORDS = 8  # evaluation texts below this are too common to match on
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class Contamination:
+    """One response or prompt that shares text with an evaluation set."""
+
+    where: str  # file:line[index] of the response
+    part: str  # "prompt" or "completion"
+    against: str  # file:line of the evaluation set
+    text: str  # the shared words
+
+
+def duplicates(table: Table, keep: Array, *, per_item: bool) -> Array:
+    """[responses] of bool: kept rows whose completion equals an earlier kept row's."""
+    seen: set[int] = set()
+    found = np.zeros_like(keep)
+    items = table.column("item")
+    for chosen in table.read(keep):
+        for index, row in zip(chosen.indices, chosen.rows, strict=True):
+            ids = completion_ids(chosen.group, index)
+            key = hash64((int(items[row]) if per_item else 0).to_bytes(8, "little") + ids.tobytes())
+            found[row] = key in seen
+            seen.add(key)
+    return found
+
+
+def near_duplicates(table: Table, keep: Array, *, threshold: float, ngram: int, per_item: bool) -> Array:
+    """[responses] of bool: kept rows at least `threshold` similar to an earlier one that stays.
+
+    Similarity is the Jaccard index of n-gram sets, estimated by a one-permutation MinHash of `SIGNATURE` bins
+    (standard error below 0.05); candidates come from `SIGNATURE // BAND` LSH bands. 512 bytes a kept response.
+
+    Source: Li, Owen, Zhang, "One permutation hashing", NIPS 2012; banding after Broder 1997.
+    """
+    found = np.zeros_like(keep)
+    buckets: dict[int, list[int]] = {}
+    signatures: list[Array] = []
+    items = table.column("item")
+    for chosen in table.read(keep):
+        for index, row in zip(chosen.indices, chosen.rows, strict=True):
+            signature = minhash(shingles(completion_ids(chosen.group, index), ngram))
+            salt = int(items[row]) if per_item else 0
+            bands = [hash((salt, at, signature[at : at + BAND].tobytes())) for at in range(0, SIGNATURE, BAND)]
+            candidates = {earlier for band in bands for earlier in buckets.get(band, ())}
+            if any(float(np.mean(signatures[earlier] == signature)) >= threshold for earlier in candidates):
+                found[row] = True
+                continue
+            for band in bands:
+                buckets.setdefault(band, []).append(len(signatures))
+            signatures.append(signature)
+    return found
+
+
+def shingles(ids: Array, ngram: int) -> Array:
+    """Distinct 64-bit hashes of the n-grams of `ids`; of the whole when it is shorter."""
+    return np.unique(rolling(ids, min(ngram, max(1, len(ids)))))
+
+
+def minhash(hashes: Array) -> Array:
+    """[SIGNATURE] of u4: the least hash in each bin; an empty bin takes the next filled one's."""
+    signature = np.full(SIGNATURE, np.iinfo(np.uint32).max, np.uint32)
+    if len(hashes):
+        np.minimum.at(signature, hashes % SIGNATURE, (hashes >> np.uint64(32)).astype(np.uint32))
+        filled = np.unique(hashes % SIGNATURE).astype(int)
+        nearest = np.searchsorted(filled, np.arange(SIGNATURE)) % len(filled)
+        signature = signature[filled[nearest]]
+    return signature
+
+
+def rolling(ids: Array, ngram: int) -> Array:
+    """[len(ids) - ngram + 1] 64-bit hashes of the n-grams of `ids`."""
+    count = len(ids) - ngram + 1
+    if count <= 0:
+        return np.zeros(0, np.uint64)
+    hashes = np.zeros(count, np.uint64)
+    with np.errstate(over="ignore"):
+        for at in range(ngram):
+            hashes = (hashes ^ ids[at : at + count].astype(np.uint64)) * _MULTIPLIER
+            hashes ^= hashes >> np.uint64(29)
+    return hashes
+
+
+def completion_ids(group: LazyGroup, index: int) -> Array:
+    """[T] token ids that take loss; hashes of the words said when no ids were recorded."""
+    if group.tokens and group.masks:
+        ids = np.array(msgspec.json.decode(group.masks[index]), np.int64)
+        return ids[ids != IGNORE_INDEX]
+    return word_ids(completion_text(group, index))
+
+
+def completion_text(group: LazyGroup, index: int) -> str:
+    """What the assistant said in all of its turns; "" without messages."""
+    return "\n".join(_texts(group, index, of_assistant=True))
+
+
+def prompt_text(group: LazyGroup, index: int) -> str:
+    """Everything said to the assistant; "" without messages."""
+    return "\n".join(_texts(group, index, of_assistant=False))
+
+
+def word_ids(text: str) -> Array:
+    """[words] of a 32-bit number per word, lower case, without punctuation."""
+    return np.array([zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())], np.int64)
+
+
+def contaminated(table: Table, keep: Array, against: list[str], ngram: int) -> tuple[Array, list[Contamination]]:
+    """Kept rows whose prompt or completion shares `ngram` words in a row with an evaluation text.
+
+    An evaluation text of `MIN_WORDS` to `ngram` words must occur as a whole.
+
+    Raises:
+        DataError: an evaluation set cannot be read, or rollouts without messages, which have no words.
+    """
+    texts = [(source, word_ids(text)) for source, text in _eval_texts(against)]
+    library = [NgramIndex.build(texts, length, ngram) for length in range(min(MIN_WORDS, ngram), ngram + 1)]
+    found = np.zeros_like(keep)
+    report: list[Contamination] = []
+    for chosen in table.read(keep):
+        if not chosen.group.messages:
+            raise DataError(f"{chosen.line.where}: no messages were recorded, so its words cannot be compared")
+        prompt_hit = _first_hit(library, prompt_text(chosen.group, chosen.indices[0]))
+        for index, row in zip(chosen.indices, chosen.rows, strict=True):
+            hit = prompt_hit or _first_hit(library, completion_text(chosen.group, index))
+            if hit:
+                found[row] = True
+                report.append(Contamination(table.where(row), "prompt" if prompt_hit else "completion", *hit))
+    return found, report
+
+
+@dataclass(frozen=True)
+class NgramIndex:
+    """The n-grams of one length in evaluation texts, sorted by hash."""
+
+    length: int
+    hashes: Array  # [ngrams] of u8, ascending
+    sources: list[str]  # [ngrams] file:line
+
+    @classmethod
+    def build(cls, texts: list[tuple[str, Array]], length: int, longest: int) -> "NgramIndex":
+        """All n-grams of texts when `length` is the longest, else only texts of exactly that many words."""
+        pairs: dict[int, str] = {}
+        for source, words in texts:
+            if length == longest or len(words) == length:
+                for value in rolling(words, length).tolist():
+                    pairs.setdefault(value, source)
+        values = sorted(pairs)
+        return cls(length, np.array(values, np.uint64), [pairs[value] for value in values])
+
+    def first_hit(self, words: Array) -> tuple[int, str] | None:
+        """Position of the first n-gram of `words` that is known, and where it comes from."""
+        hashes = rolling(words, self.length)
+        if not len(self.hashes) or not len(hashes):
+            return None
+        at = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
+        hits = np.flatnonzero(self.hashes[at] == hashes)
+        return (int(hits[0]), self.sources[at[hits[0]]]) if len(hits) else None
+
+
+def _first_hit(library: list[NgramIndex], text: str) -> tuple[str, str] | None:
+    words = word_ids(text)
+    for index in library:
+        hit = index.first_hit(words)
+        if hit:
+            at, source = hit
+            return source, " ".join(_WORD.findall(text.lower())[at : at + index.length])
+    return None
+
+
+def _eval_texts(against: list[str]) -> Iterator[tuple[str, str]]:
+    """(file:line, text) of each entry; of JSON objects all text values together and each by itself."""
+    for name in against:
+        path = expand_input(name, what="decontaminate.against")
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"evaluation set {path} cannot be read: {error}") from error
+        for number, line in enumerate(lines, 1):
+            yield from ((f"{path}:{number}", text) for text in _texts_in(line, path))
+
+
+def _texts_in(line: str, path: Path) -> list[str]:
+    if path.suffix == ".txt":
+        return [line]
+    try:
+        return _strings(json.loads(line))
+    except ValueError:
+        raise DataError(f"evaluation set {path} is not JSON lines; give .jsonl, or .txt with one text a line") from None
+
+
+def _strings(value: object) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for each in inner for text in _strings(each)]
+
+
+def _texts(group: LazyGroup, index: int, *, of_assistant: bool) -> list[str]:
+    return [
+        text
+        for message in messages_of(group, index)
+        if (message.get("role") in ("assistant", "agent")) == of_assistant
+        for text in _strings(message.get("content"))
+    ]

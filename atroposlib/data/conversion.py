@@ -1,0 +1,119 @@
+"""One export's converters: the format, its tokenizer, and re-rendering where no ids were recorded."""
+
+import logging
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from atroposlib.data.formats import (
+    Converter,
+    Format,
+    Record,
+    decode_batch,
+    ids_and_labels,
+    messages_of,
+    to_messages,
+    to_prefix,
+    to_sharegpt,
+    to_tokens,
+)
+from atroposlib.data.rerender import Rerenderer
+from atroposlib.data.table import Chosen, Table
+from atroposlib.data.tokenizers import load_tokenizer
+from atroposlib.errors import ConfigError, DataError
+from atroposlib.type_definitions import Array
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_SAMPLES = 8  # responses whose ids are compared with their recorded text
+
+
+class SftOptions(BaseModel):
+    """How chosen responses are written."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Format = "messages"
+    tokenizer: str | None = Field(
+        default=None, description="Folder, .gguf, embedded model or hub name; needed for prefix."
+    )
+    pack: PositiveInt | None = Field(default=None, description="tokens only: fill rows of up to this many tokens.")
+    append: bool = Field(default=False, description="Add to an existing output.")
+    overwrite: bool = Field(default=False, description="Replace an existing output.")
+
+
+class Conversion:
+    """Converters of one export; loads the tokenizer once, makes ids anew where none were recorded."""
+
+    def __init__(self, options: SftOptions) -> None:
+        if options.pack and options.format != "tokens":
+            raise ConfigError(f"--pack needs --format tokens, found --format {options.format}")
+        if options.format == "prefix" and not options.tokenizer:
+            raise ConfigError("--format prefix decodes token ids: give --tokenizer")
+        self.options = options
+        self.rerendered = 0
+        needs_tokenizer = options.format in ("prefix", "tokens") and options.tokenizer is not None
+        self._tokenizer = load_tokenizer(options.tokenizer) if needs_tokenizer and options.tokenizer else None
+        self._rerenderer: Rerenderer | None = None
+        self._convert = self._converter()
+
+    def records(self, groups: Iterator[Chosen]) -> Iterator[Record]:
+        """The records of all chosen responses."""
+        return chain.from_iterable(self._records_of(chosen) for chosen in groups)
+
+    def check_tokenizer(self, table: Table, keep: Array) -> None:
+        """DataError when the first responses' ids do not decode to their recorded messages."""
+        if self._tokenizer is None:
+            return
+        compared = 0
+        for chosen in table.read(keep):
+            for index in chosen.indices if chosen.group.has_tokens and chosen.group.messages else []:
+                agrees = _ids_agree_with_text(self._tokenizer, chosen, index)
+                if agrees or compared >= _SAMPLES:
+                    return
+                compared += agrees is not None
+        if compared:
+            raise DataError(
+                f"the ids of the first {compared} responses do not decode to their recorded messages; --tokenizer "
+                f"{self.options.tokenizer} is not the tokenizer of the model that generated them"
+            )
+
+    def _converter(self) -> Converter:
+        if self.options.format == "messages":
+            return to_messages
+        if self.options.format == "sharegpt":
+            return to_sharegpt
+        if self.options.format == "tokens":
+            return to_tokens(len(self._tokenizer) if self._tokenizer else None)
+        assert self._tokenizer is not None
+        return to_prefix(self._tokenizer)
+
+    def _records_of(self, chosen: Chosen) -> Iterator[Record]:
+        if chosen.group.has_tokens or self.options.format in ("messages", "sharegpt"):
+            return self._convert(chosen)
+        if self._tokenizer is None:
+            raise ConfigError(
+                f"{chosen.line.where}: no token ids were recorded; give --tokenizer to make them from the messages"
+            )
+        if self._rerenderer is None:
+            logger.warning(
+                "token ids are missing (first at %s): re-rendering with the chat template", chosen.line.where
+            )
+            self._rerenderer = Rerenderer(self._tokenizer)
+        self.rerendered += len(chosen.indices)
+        return self._rerenderer.prefixes(chosen) if self.options.format == "prefix" else self._rerenderer.tokens(chosen)
+
+
+def _ids_agree_with_text(tokenizer: "PreTrainedTokenizerBase", chosen: Chosen, index: int) -> bool | None:
+    """Whether the ids decode to the last message; None when there is no text to compare with."""
+    content = (messages_of(chosen.group, index) or [{}])[-1].get("content")
+    if not isinstance(content, str) or not content.strip():
+        return None
+    ids, _ = ids_and_labels(chosen, index, len(tokenizer))
+    decoded, said = ("".join(text.split()) for text in (decode_batch(tokenizer, [ids])[0], content))
+    return said[-100:] in decoded or decoded[-100:] in said

@@ -1,0 +1,127 @@
+"""Groups read only as far as selection needs: the big lists stay undecoded JSON.
+
+A group of 16 x 2,000 tokens is 1 MB of JSON, of which choosing responses needs a few hundred bytes. `LazyGroup`
+keeps each response's tokens, masks and messages as `msgspec.Raw`; lengths are counted in the raw text, and what is
+written on unchanged is never decoded at all.
+"""
+
+import hashlib
+import math
+import re
+
+import msgspec
+
+from atroposlib.data.rollout_files import Line, check_counts, torn_or_raise
+from atroposlib.errors import DataError
+
+Raw = msgspec.Raw
+
+
+class LazyGroup(msgspec.Struct):
+    """The part of a `RolloutRecord` that datasets are made from. [G] lists have one entry per score."""
+
+    scores: list[float]
+    tokens: list[Raw] | None = None
+    masks: list[Raw] | None = None
+    messages: list[Raw] | None = None
+    finish_reasons: list[str | None] | None = None
+    item_key: str | int | None = None
+    group_id: str | int | None = None
+    part: int | None = None
+    env: str | None = None
+    task: str | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether token ids were recorded for every response."""
+        return bool(self.tokens) and bool(self.masks)
+
+    def finish_reason(self, index: int) -> str:
+        """Why response `index` ended; "unknown" when it was not recorded."""
+        return (self.finish_reasons[index] if self.finish_reasons else None) or "unknown"
+
+    def token_count(self, index: int) -> int | None:
+        """Prompt and completion tokens of one response; None when no ids were recorded."""
+        return count_elements(self.tokens[index]) if self.tokens else None
+
+    def trained_count(self, index: int) -> int | None:
+        """Tokens of one response that take loss; None when no ids were recorded."""
+        if not self.masks:
+            return None
+        raw = bytes(self.masks[index])
+        return _count(raw) - raw.count(b"-100")
+
+    def item_hash(self) -> int:
+        """64 bits naming the item: its recorded key, else its prompt."""
+        if self.item_key is None:
+            return self.prompt_hash()
+        return hash64(f"{self.env or ''}\0{self.task or ''}\0{self.item_key}".encode())
+
+    def prompt_hash(self) -> int:
+        """64 bits naming the first response's prompt: the ids before the first trained one, else its messages."""
+        if self.tokens and self.masks:
+            untrained = _PROMPT_MASK.match(bytes(self.masks[0]))
+            length = untrained[0].count(b"-100") if untrained else 0
+            ids = bytes(self.tokens[0])[1:].replace(b" ", b"").split(b",", length)[:length]
+            return hash64(b",".join(ids))
+        return hash64(_prompt_messages(bytes(self.messages[0]))) if self.messages else 0
+
+
+_PROMPT_MASK = re.compile(rb"\[\s*(?:-100\s*,?\s*)*")
+_decoder = msgspec.json.Decoder(LazyGroup)
+
+
+def parse_lazily(line: Line) -> LazyGroup | None:
+    """The group of one line; None for a last line that was cut short.
+
+    Raises:
+        DataError: not a group, a score that is not a finite number, or lists that differ in length.
+    """
+    try:
+        group = _decoder.decode(line.data)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{line.where}: {_explain(str(error))}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return torn_or_raise(line, error)
+    count = len(group.scores)
+    for rows in (group.tokens, group.masks, group.messages, group.finish_reasons):
+        if rows is not None and len(rows) != count:
+            check_counts(msgspec.structs.asdict(group), line.where)
+    for index, score in enumerate(group.scores):
+        if not math.isfinite(score):
+            raise DataError(f"{line.where}: scores[{index}] is {score}; scores must be finite, drop this group")
+    return group
+
+
+def count_elements(raw: Raw) -> int:
+    """How many elements a raw JSON list of numbers has."""
+    return _count(bytes(raw))
+
+
+def hash64(data: bytes) -> int:
+    """64 bits of BLAKE2b; the same in every process and on every machine."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def _count(raw: bytes) -> int:
+    commas = raw.count(b",")
+    return commas + 1 if commas or raw[1:-1].strip() else 0
+
+
+def _prompt_messages(raw: bytes) -> bytes:
+    """The messages before the first assistant's, as canonical JSON; all of it when they are plain text."""
+    messages = msgspec.json.decode(raw)
+    if not isinstance(messages, list):
+        return raw
+    prompt = []
+    for message in messages:
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            break
+        prompt.append(message)
+    return msgspec.json.encode(prompt)
+
+
+def _explain(message: str) -> str:
+    if "missing required field `scores`" in message:
+        return "there are no 'scores'; this is not a rollout line (is it a dataset made from one?)"
+    return f"not a group: {message.removeprefix('JSON is malformed: ')}"

@@ -1,0 +1,155 @@
+"""Dataset files: written beside, then renamed, so that a half-written output never exists.
+
+`.parquet` in the name chooses parquet (needs `pyarrow`), anything else JSON lines; `.zst` compresses JSON lines.
+"""
+
+import importlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+import msgspec
+import zstandard
+
+from atroposlib.errors import DataError, PathError
+from atroposlib.paths import expand_path
+
+_ROWS_PER_BLOCK = 512
+_encoder = msgspec.json.Encoder()
+
+
+class RecordWriter(Protocol):
+    """Takes records one by one; values may be `msgspec.Raw`, which is written as it is."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record."""
+        ...
+
+
+def check_output(text: str | os.PathLike[str], *, append: bool = False, overwrite: bool = False) -> Path:
+    """The expanded path of an output that may be written; its folder is created.
+
+    Raises:
+        PathError: it exists and neither `append` nor `overwrite` is set, or the folder cannot be written.
+    """
+    path = expand_path(text, what="--output")
+    if path.is_dir():
+        raise PathError(f"--output {path} is a folder; give a file name")
+    if path.exists() and not (append or overwrite):
+        raise PathError(f"--output {path} exists; use --append-to-previous, --overwrite or another name")
+    if append and path.exists() and path.suffix == ".parquet":
+        raise PathError(f"--output {path} is parquet, which cannot be appended to; use JSON lines or --overwrite")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PathError(f"folder of --output {path} cannot be made: {error.strerror}; choose another") from error
+    if not os.access(path.parent, os.W_OK):
+        raise PathError(f"folder of --output {path} cannot be written; choose another")
+    return path
+
+
+@contextmanager
+def written_whole(path: Path, *, append: bool = False) -> Iterator[RecordWriter]:
+    """A writer whose records appear at `path` together when the block ends, and not at all when it raises.
+
+    Raises:
+        PathError: the disk is full or the folder not writable; nothing is left behind.
+    """
+    with _beside(path) as beside:
+        if path.suffix == ".parquet":
+            with _parquet_writer(beside) as writer:
+                yield writer
+            return
+        with beside.open("wb") as raw:
+            if append and path.exists():
+                with path.open("rb") as previous:
+                    shutil.copyfileobj(previous, raw, 1 << 20)
+            if path.suffix == ".zst":
+                with zstandard.ZstdCompressor().stream_writer(raw, closefd=False) as compressed:
+                    yield JsonlWriter(cast(BinaryIO, compressed))
+            else:
+                yield JsonlWriter(raw)
+            raw.flush()
+            os.fsync(raw.fileno())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`, or leave it as it was."""
+    with _beside(path) as beside:
+        beside.write_bytes(data)
+
+
+class JsonlWriter:
+    """One JSON object a line."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record."""
+        self._stream.write(_encoder.encode(record) + b"\n")
+
+    def write_line(self, data: bytes) -> None:
+        """Append one line as it is; a missing newline is added."""
+        self._stream.write(data if data.endswith(b"\n") else data + b"\n")
+
+
+class ParquetWriter:
+    """Blocks of rows; the first block decides the schema."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._arrow: Any = importlib.import_module("pyarrow")  # an extra; it ships no types
+            self._parquet: Any = importlib.import_module("pyarrow.parquet")
+        except ImportError as error:
+            raise DataError("writing parquet needs pyarrow; install atroposlib[parquet], or write .jsonl") from error
+        self._path = path
+        self._rows: list[dict[str, Any]] = []
+        self._file: Any = None  # pyarrow.parquet.ParquetWriter
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record."""
+        self._rows.append(msgspec.json.decode(_encoder.encode(record)))
+        if len(self._rows) >= _ROWS_PER_BLOCK:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left and the footer."""
+        if self._rows:
+            self._flush()
+        if self._file is not None:
+            self._file.close()
+
+    def _flush(self) -> None:
+        schema = self._file.schema if self._file else None
+        try:
+            table = self._arrow.Table.from_pylist(self._rows, schema=schema)
+        except self._arrow.ArrowException as error:
+            raise DataError(f"these records have no common parquet columns ({error}); write .jsonl instead") from error
+        if self._file is None:
+            self._file = self._parquet.ParquetWriter(self._path, table.schema, compression="zstd")
+        self._file.write_table(table)
+        self._rows = []
+
+
+@contextmanager
+def _parquet_writer(path: Path) -> Iterator[ParquetWriter]:
+    writer = ParquetWriter(path)
+    yield writer
+    writer.close()
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A path in the same folder that replaces `path` when the block ends well and is removed otherwise."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield beside
+        os.replace(beside, path)
+    except OSError as error:
+        raise PathError(f"{path} was not written: {error.strerror or error}; nothing was changed") from error
+    finally:
+        beside.unlink(missing_ok=True)

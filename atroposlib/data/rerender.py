@@ -1,0 +1,41 @@
+"""Records of responses without recorded ids, made from their messages with a chat template."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from atroposlib.data.formats import Record, chat, messages_of, token_record
+from atroposlib.data.table import Chosen
+from atroposlib.data.templates import Segment, TemplateRenderer
+from atroposlib.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Rerenderer:
+    """Holds the self-tested template of one tokenizer."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._renderer = TemplateRenderer(tokenizer)
+
+    def tokens(self, chosen: Chosen) -> Iterator[Record]:
+        """`tokens` records of the chosen responses."""
+        conversations = [self._segments(chosen, index) for index in chosen.indices]
+        for index, (ids, labels) in zip(chosen.indices, self._renderer.encode(conversations), strict=True):
+            yield token_record(ids, labels, chosen.group.scores[index])
+
+    def prefixes(self, chosen: Chosen) -> Iterator[Record]:
+        """`prefix` records of the chosen responses: text before and from the first trained stretch on."""
+        for index in chosen.indices:
+            segments = self._segments(chosen, index)
+            first = next(at for at, segment in enumerate(segments) if segment.is_trained)
+            before, after = ("".join(each.text for each in part) for part in (segments[:first], segments[first:]))
+            yield {"prefix": before, "completion": after, "score": chosen.group.scores[index]}
+
+    def _segments(self, chosen: Chosen, index: int) -> list[Segment]:
+        chat(chosen, index)
+        try:
+            is_cut = chosen.group.finish_reason(index) == "length"
+            return self._renderer.segments(messages_of(chosen.group, index), is_cut=is_cut)
+        except DataError as error:
+            raise DataError(f"{chosen.line.where}[{index}]: {error}") from error

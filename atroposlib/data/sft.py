@@ -1,0 +1,85 @@
+"""Rollout files to a supervised fine-tuning set: scan, select, convert, write whole or not at all."""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from atroposlib.data.collect import Collection, collect, keep_groups
+from atroposlib.data.conversion import Conversion, SftOptions
+from atroposlib.data.output import check_output, written_whole
+from atroposlib.data.packing import pack
+from atroposlib.data.policy import Policy, TargetStep, select, simple_policy
+from atroposlib.data.report import ExportReport, describe_inputs, require_survivors, write_meta
+from atroposlib.data.table import Advance, ignore, scan
+
+__all__ = ["ExportReport", "Policy", "SftOptions", "collect_sft", "export_sft", "simple_policy"]
+
+
+def export_sft(
+    rollouts: str | Path | Iterable[str | Path],
+    output: str | Path,
+    policy: Policy | None = None,
+    options: SftOptions | None = None,
+    advance: Advance = ignore,
+) -> ExportReport:
+    """Write the responses of `rollouts` that `policy` keeps to `output`.
+
+    Args:
+        rollouts: rollout files, folders or patterns.
+        output: `.jsonl`, `.jsonl.zst` or `.parquet`.
+        policy: which responses; None keeps all with a score above 0.
+        options: how they are written; None writes chat messages.
+        advance: told the bytes gone past, in sum about twice the size of the files.
+
+    Raises:
+        PathError: an input is missing, the output exists or cannot be written.
+        ConfigError: the format needs a tokenizer, or options do not fit together.
+        DataError: a damaged line, nothing survived, ids of another vocabulary.
+    """
+    policy, options = policy or simple_policy(), options or SftOptions()
+    target = check_output(output, append=options.append, overwrite=options.overwrite)
+    converter = Conversion(options)
+    table = scan(rollouts, advance)
+    selection = select(table, policy)
+    require_survivors(table, selection.steps)
+    converter.check_tokenizer(table, selection.keep)
+    records = converter.records(table.read(selection.keep, advance))
+    count = 0
+    with written_whole(target, append=options.append) as writer:
+        for record in pack(records, options.pack) if options.pack else records:
+            writer.write(record)
+            count += 1
+    task = Counter(table.column("task")[selection.keep].tolist())
+    report = ExportReport(
+        output=str(target),
+        format=options.format,
+        records=count,
+        responses=len(table.responses),
+        kept=int(selection.keep.sum()),
+        groups=len(table.groups),
+        rerendered=converter.rerendered,
+        steps=selection.steps,
+        policy=policy.model_dump(),
+        inputs=describe_inputs(table.files),
+        tokenizer=options.tokenizer,
+        tasks={table.tasks[code]: count for code, count in sorted(task.items())},
+        contamination=selection.contamination,
+    )
+    write_meta(target, report)
+    return report
+
+
+def collect_sft(output: str | Path, policy: Policy, options: SftOptions, plan: Collection) -> ExportReport:
+    """Collect groups from a running API until `policy` keeps `plan.target` responses, then write exactly so many.
+
+    Raises:
+        PathError: the output exists; found before the API is asked for anything.
+        ApiError: the API belongs to another trainer, or refused.
+    """
+    target = check_output(output, append=options.append, overwrite=options.overwrite)
+    Conversion(options)
+    collected = collect(target, plan, lambda table: int(select(table, policy).keep.sum()))
+    exact = TargetStep(step="target", count=plan.target, allow_fewer=True)
+    report = export_sft(collected, target, policy.model_copy(update={"steps": [*policy.steps, exact]}), options)
+    keep_groups(collected, target)
+    return report

@@ -1,0 +1,223 @@
+"""What selection knows about a set of rollout files: two arrays, one row per group and one per response.
+
+About 50 bytes a response, so 800,000 responses are 40 MB. Policies choose rows of `responses`; the files are then
+read again and only lines with a chosen row are parsed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from atroposlib.data.lazy import LazyGroup, parse_lazily
+from atroposlib.data.rollout_files import Line, find_rollout_files, read_lines
+from atroposlib.errors import DataError
+from atroposlib.type_definitions import Array
+
+FINISH_REASONS = ("unknown", "stop", "length", "abort", "tool_calls")
+UNKNOWN_LENGTH = -1
+
+GROUP = np.dtype(
+    [
+        ("file", "u2"),  # index into Table.files
+        ("task", "u2"),  # index into Table.tasks
+        ("line", "u4"),  # from 1
+        ("offset", "u8"),  # of the line, in the decompressed file
+        ("size", "u4"),  # bytes of the line
+        ("first", "u4"),  # row of its first response
+        ("responses", "u4"),
+        ("item", "u8"),  # names the item: recorded key, else prompt
+        ("prompt", "u8"),  # names the prompt
+    ]
+)
+RESPONSE = np.dtype(
+    [
+        ("group", "u4"),  # row of its group
+        ("index", "u4"),  # in its group
+        ("finish", "u1"),  # index into FINISH_REASONS
+        ("score", "f8"),
+        ("total", "i4"),  # prompt + completion tokens, UNKNOWN_LENGTH when no ids were recorded
+        ("completion", "i4"),  # tokens that take loss, likewise
+    ]
+)
+
+
+Advance: TypeAlias = Callable[[int], object]
+
+
+def ignore(count: int) -> None:
+    """The `Advance` of callers that show no progress."""
+
+
+class Chosen(NamedTuple):
+    """A group and which of its responses are meant."""
+
+    line: Line
+    group: LazyGroup
+    indices: list[int]  # into the group, ascending
+    rows: list[int]  # the same responses as rows of Table.responses
+
+
+@dataclass(frozen=True)
+class Table:
+    """The groups and responses of some rollout files, in reading order."""
+
+    files: list[Path]
+    tasks: list[str]
+    groups: Array  # [groups] of GROUP
+    responses: Array  # [responses] of RESPONSE
+
+    def column(self, name: str) -> Array:
+        """One group column, spread over the responses: [responses]."""
+        return self.groups[name][self.responses["group"]]
+
+    def where(self, row: int) -> str:
+        """`file:line[index]` of a response."""
+        response = self.responses[row]
+        group = self.groups[response["group"]]
+        return f"{self.files[group['file']]}:{group['line']}[{response['index']}]"
+
+    def read(self, keep: Array, advance: Advance = ignore) -> Iterator[Chosen]:
+        """The groups with at least one response in `keep` ([responses] of bool), in order; others are not parsed.
+
+        `advance` is told the bytes of every line gone past.
+
+        Raises:
+            DataError: a file has changed since it was scanned.
+        """
+        groups = np.unique(self.responses["group"][keep])
+        for file, path in enumerate(self.files):
+            wanted = groups[self.groups["file"][groups] == file]
+            yield from self._read_file(path, wanted, keep, advance)
+
+    def _read_file(self, path: Path, wanted: Array, keep: Array, advance: Advance) -> Iterator[Chosen]:
+        if not len(wanted):
+            return
+        remaining = iter(wanted)
+        row = next(remaining)
+        for line in read_lines(path):
+            advance(len(line.data))
+            group_row = self.groups[row]
+            if line.number < group_row["line"]:
+                continue
+            group = parse_lazily(line) if line.offset == group_row["offset"] else None
+            if group is None or len(group.scores) != group_row["responses"]:
+                raise DataError(f"{line.where}: changed while it was read; run the command again")
+            first = int(group_row["first"])
+            indices = np.flatnonzero(keep[first : first + len(group.scores)]).tolist()
+            yield Chosen(line, group, indices, [first + index for index in indices])
+            row = next(remaining, None)
+            if row is None:
+                return
+        raise DataError(f"{path}: became shorter while it was read; run the command again")
+
+
+class TableBuilder:
+    """Collects groups of one or more files into a `Table`."""
+
+    def __init__(self) -> None:
+        self._files: list[Path] = []
+        self._tasks: dict[str, int] = {}
+        self._blocks: list[tuple[Array, Array]] = []
+        self._groups: list[tuple[int, ...]] = []
+        self._responses: list[tuple[float, ...]] = []
+        self._group_rows = self._response_rows = 0
+
+    def add_file(self, path: Path) -> None:
+        """Following groups lie in `path`."""
+        self._files.append(path)
+
+    def add_line(self, line: Line) -> None:
+        """Append the group of one line of the last added file; a line cut short is left out.
+
+        Raises:
+            DataError: the line is not a group.
+        """
+        group = parse_lazily(line)
+        if group is None:
+            return
+        task = self._tasks.setdefault(group.task or group.env or "", len(self._tasks))
+        self._groups.append(
+            (
+                *(len(self._files) - 1, task, line.number, line.offset, len(line.data)),
+                *(self._response_rows, len(group.scores), group.item_hash(), group.prompt_hash()),
+            )
+        )
+        for index, score in enumerate(group.scores):
+            self._responses.append(
+                (self._group_rows, index, _finish_code(group, index), score, *_lengths(group, index))
+            )
+        self._group_rows += 1
+        self._response_rows += len(group.scores)
+        if len(self._responses) >= 10_000:
+            self._flush()
+
+    def build(self) -> Table:
+        """The table of everything added."""
+        self._flush()
+        groups, responses = zip(*self._blocks, strict=True)
+        return Table(self._files, list(self._tasks), np.concatenate(groups), np.concatenate(responses))
+
+    def _flush(self) -> None:
+        self._blocks.append((np.array(self._groups, GROUP), np.array(self._responses, RESPONSE)))
+        self._groups, self._responses = [], []
+
+
+def scan(paths: str | Path | Iterable[str | Path], advance: Advance = ignore) -> Table:
+    """Read all of `paths` once, checking every line's shape; `advance` is told the bytes of every line.
+
+    Raises:
+        PathError, DataError: as in `rollout_files`.
+    """
+    builder = TableBuilder()
+    for path in find_rollout_files(paths):
+        builder.add_file(path)
+        for line in read_lines(path):
+            advance(len(line.data))
+            builder.add_line(line)
+    return builder.build()
+
+
+def scan_after(path: Path, table: Table | None) -> Table:
+    """`table` and what `path`, its only file, holds after the table's last group."""
+    builder = TableBuilder()
+    builder.add_file(path)
+    start, number = 0, 1
+    if table is not None and len(table.groups):
+        last = table.groups[-1]
+        start, number = int(last["offset"] + last["size"]), int(last["line"]) + 1
+    for line in read_lines(path, start=start, first_number=number):
+        builder.add_line(line)
+    added = builder.build()
+    return concatenate([table, added]) if table is not None else added
+
+
+def concatenate(tables: Sequence[Table]) -> Table:
+    """One table over the files of all `tables`, in order."""
+    files: dict[Path, int] = {}
+    tasks: dict[str, int] = {}
+    groups, responses = [np.zeros(0, GROUP)], [np.zeros(0, RESPONSE)]
+    group_rows = response_rows = 0
+    for table in tables:
+        codes = np.array([tasks.setdefault(name, len(tasks)) for name in table.tasks], "u2")
+        group, response = table.groups.copy(), table.responses.copy()
+        group["file"] = np.array([files.setdefault(path, len(files)) for path in table.files], "u2")[group["file"]]
+        group["task"] = codes[group["task"]] if len(codes) else group["task"]
+        group["first"] += response_rows
+        response["group"] += group_rows
+        group_rows, response_rows = group_rows + len(group), response_rows + len(response)
+        groups.append(group)
+        responses.append(response)
+    return Table(list(files), list(tasks), np.concatenate(groups), np.concatenate(responses))
+
+
+def _finish_code(group: LazyGroup, index: int) -> int:
+    reason = group.finish_reason(index)
+    return FINISH_REASONS.index(reason) if reason in FINISH_REASONS else 0
+
+
+def _lengths(group: LazyGroup, index: int) -> tuple[int, int]:
+    total, trained = group.token_count(index), group.trained_count(index)
+    return UNKNOWN_LENGTH if total is None else total, UNKNOWN_LENGTH if trained is None else trained

@@ -1,0 +1,59 @@
+"""Tokenizers by name, and what datasets need of them.
+
+A tokenizer is a local Hugging Face folder, a `.gguf` file or the name of an embedded model (whose own tokenizer is
+taken), or a name on the Hugging Face hub.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atroposlib.data.rollout_files import expand_input
+from atroposlib.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(spec: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer that `spec` names.
+
+    Raises:
+        ModelError: there is none, in words that say what was tried.
+    """
+    folder = _tokenizer_folder(spec)
+    from transformers import AutoTokenizer  # 1 to 2 s; only commands that need a tokenizer pay for it
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder or spec), local_files_only=folder is not None)
+    except Exception as error:  # transformers raises many kinds; all mean that this tokenizer cannot be had
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"--tokenizer {spec}: {'not a tokenizer folder' if folder else 'neither a folder here nor on the hub'} "
+            f"({first}); give a folder with tokenizer.json and tokenizer_config.json, a .gguf file, or a hub name"
+        ) from error
+
+
+def check_ids(ids: list[int], vocabulary_size: int, where: str) -> None:
+    """DataError when an id lies outside the tokenizer's vocabulary: the ids are another model's."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocabulary_size):
+        wrong = next(token for token in ids if not 0 <= token < vocabulary_size)
+        raise DataError(
+            f"{where}: token id {wrong} is outside the tokenizer's {vocabulary_size} ids; "
+            "give --tokenizer the tokenizer of the model that generated these rollouts"
+        )
+
+
+def _tokenizer_folder(spec: str) -> Path | None:
+    """The local folder of `spec`; None when it can only be a hub name."""
+    path = expand_input(spec, what="--tokenizer")
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf" or not ("/" in spec or path.exists()):
+        from atroposlib.engines.models import resolve_model
+
+        try:
+            return resolve_model(spec).tokenizer_dir
+        except ModelError:
+            if path.suffix == ".gguf":
+                raise
+    return None
