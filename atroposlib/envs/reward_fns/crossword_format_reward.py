@@ -1,0 +1,60 @@
+"""Whether completions are written like crossword answers: `1-Across: WORD`."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from atroposlib.envs.reward_fns.registry import registry
+from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction
+
+ANSWER = re.compile(r"\d+-(?:Across|Down):\s+[A-Z\s]+", re.IGNORECASE)
+
+_ANSWER_WORD = re.compile(r"(?:Across|Down):\s+([^\s,;]+)", re.IGNORECASE)
+
+
+@registry.register
+class CrosswordFormatReward(RewardFunction):
+    """`reward_value` for at least one answer in the right form and only valid letters in all, else 0.0."""
+
+    def __init__(
+        self,
+        format_patterns: Sequence[re.Pattern[str]] | None = None,
+        reward_value: float = 1.0,
+        penalize_invalid_chars: bool = True,
+        valid_chars: str = "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+        weight: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        """Keep the settings.
+
+        Args:
+            format_patterns: one of them must be found; None: ANSWER.
+            reward_value: for the right form.
+            penalize_invalid_chars: an answer with other characters than `valid_chars` spoils the completion.
+            valid_chars: letters of an answer, in any case.
+            weight: factor on the reward.
+            kwargs: kept in `config`.
+        """
+        super().__init__(weight=weight, **kwargs)
+        self.format_patterns = list(format_patterns or [ANSWER])
+        self.reward_value = reward_value
+        self.penalize_invalid_chars = penalize_invalid_chars
+        self.valid_chars = valid_chars.upper()
+
+    def compute(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+        """`reward_value` or 0.0 for each completion."""
+        contents = map(self.get_content, completions)
+        return [self.reward_value if self._is_well_formed(content) else 0.0 for content in contents]
+
+    def _is_well_formed(self, content: str) -> bool:
+        found = any(pattern.search(content) for pattern in self.format_patterns)
+        return found and not (self.penalize_invalid_chars and self._has_invalid_chars(content))
+
+    def _has_invalid_chars(self, content: str) -> bool:
+        words = (word.rstrip(".!?") for word in _ANSWER_WORD.findall(content))
+        return any(not set(word.upper()) <= set(self.valid_chars) for word in words)
+
+
+def crossword_format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    """`CrosswordFormatReward` with its defaults."""
+    return CrosswordFormatReward().compute(completions, **kwargs)

@@ -1,0 +1,148 @@
+"""Rewards in the style of DeepSeek-R1: for the form of the reasoning, and for the answer after it."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+from atroposlib.envs.reward_fns.registry import registry
+from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction, one_each
+
+_THOUGHTS = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+
+
+class ReasoningParts(TypedDict):
+    """A completion taken apart."""
+
+    thinking_content: str  # "" without a complete block
+    response: str  # after the last block; the whole text without one
+    multiple_thinking: bool
+
+
+def parse_reasoning_response(text: str) -> ReasoningParts:
+    """Thoughts and response of a completion, both stripped."""
+    blocks = list(_THOUGHTS.finditer(text))
+    return ReasoningParts(
+        thinking_content="\n".join(block[1].strip() for block in blocks).strip(),
+        response=text[blocks[-1].end() :].strip() if blocks else text,
+        multiple_thinking=len(blocks) > 1,
+    )
+
+
+@registry.register
+class FormatReasoningReward(RewardFunction):
+    """`reward_value` for one think block and a response after it, else 0.0."""
+
+    def __init__(
+        self,
+        reward_value: float = 0.5,
+        require_thinking: bool = True,
+        require_response: bool = True,
+        allow_multiple_thinking: bool = False,
+        weight: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(weight=weight, **kwargs)
+        self.reward_value = reward_value
+        self.require_thinking = require_thinking
+        self.require_response = require_response
+        self.allow_multiple_thinking = allow_multiple_thinking
+
+    def compute(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+        """`reward_value` or 0.0 for each completion."""
+        parts = [parse_reasoning_response(self.get_content(completion)) for completion in completions]
+        return [self.reward_value if self._is_valid(part) else 0.0 for part in parts]
+
+    def _is_valid(self, part: ReasoningParts) -> bool:
+        return bool(
+            (part["thinking_content"] or not self.require_thinking)
+            and (part["response"] or not self.require_response)
+            and (self.allow_multiple_thinking or not part["multiple_thinking"])
+        )
+
+
+@registry.register
+class AccuracyXReward(RewardFunction):
+    """`reward_value` when the response after the thoughts holds the solution's text, else 0.0."""
+
+    def __init__(
+        self,
+        exact_match: bool = False,
+        case_sensitive: bool = False,
+        reward_value: float = 1.0,
+        weight: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        """Keep the settings.
+
+        Args:
+            exact_match: the response must be the solution and nothing else.
+            case_sensitive: letters must match in case.
+            reward_value: for a right response.
+            weight: factor on the reward.
+            kwargs: kept in `config`.
+        """
+        super().__init__(weight=weight, **kwargs)
+        self.exact_match = exact_match
+        self.case_sensitive = case_sensitive
+        self.reward_value = reward_value
+
+    def compute(self, completions: Sequence[Completion], solution: Any = None, **kwargs: Any) -> list[float]:
+        """`reward_value` or 0.0 for each completion.
+
+        Args:
+            completions: [G].
+            solution: text or message, or a list of one per completion.
+            kwargs: ignored.
+
+        Raises:
+            VerifierFault: no solution is given.
+        """
+        solutions = one_each(solution, completions, needed_by=self.name, keyword="solution")
+        return [
+            self.reward_value if self._matches(self.get_content(completion), self._solution_text(right)) else 0.0
+            for completion, right in zip(completions, solutions, strict=True)
+        ]
+
+    def _solution_text(self, solution: Any) -> str:
+        return str(solution) if isinstance(solution, (int, float)) else self.get_content(solution)
+
+    def _matches(self, content: str, solution: str) -> bool:
+        response = parse_reasoning_response(content)["response"]
+        if not self.case_sensitive:
+            response, solution = response.lower(), solution.lower()
+        return response == solution if self.exact_match else solution in response
+
+
+@registry.register
+class R1Reward(RewardFunction):
+    """`format_weight` for the form plus `accuracy_weight` for the answer."""
+
+    def __init__(
+        self, format_weight: float = 0.5, accuracy_weight: float = 1.0, weight: float = 1.0, **kwargs: Any
+    ) -> None:
+        super().__init__(weight=weight, **kwargs)
+        self.format_weight = format_weight
+        self.accuracy_weight = accuracy_weight
+        self.format_reward_fn = FormatReasoningReward(reward_value=format_weight)
+        self.accuracy_reward_fn = AccuracyXReward(reward_value=accuracy_weight)
+
+    def compute(self, completions: Sequence[Completion], solution: Any = None, **kwargs: Any) -> list[float]:
+        """The sum of both for each completion; VerifierFault without a solution."""
+        forms = self.format_reward_fn.compute(completions, **kwargs)
+        answers = self.accuracy_reward_fn.compute(completions, solution=solution, **kwargs)
+        return [form + answer for form, answer in zip(forms, answers, strict=True)]
+
+
+def format_reasoning_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    """`FormatReasoningReward` with its defaults."""
+    return FormatReasoningReward().compute(completions, **kwargs)
+
+
+def accuracy_reward(completions: Sequence[Completion], solution: Any, **kwargs: Any) -> list[float]:
+    """`AccuracyXReward` with its defaults."""
+    return AccuracyXReward().compute(completions, solution=solution, **kwargs)
+
+
+def r1_reward(completions: Sequence[Completion], solution: Any, **kwargs: Any) -> list[float]:
+    """`R1Reward` with its defaults."""
+    return R1Reward().compute(completions, solution=solution, **kwargs)
