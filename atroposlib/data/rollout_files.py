@@ -124,7 +124,7 @@ def check_counts(record: object, where: str) -> None:
         )
     for key in ("tokens", "masks", "messages", "inference_logprobs", "finish_reasons"):
         value = record.get(key)
-        if value is None or (value == [] and key != "masks"):
+        if value is None or (value == [] and not record.get("tokens")):  # text-only rollouts record no ids
             continue
         if not isinstance(value, list) or len(value) != len(scores):
             count = len(value) if isinstance(value, list) else _kind(value)
