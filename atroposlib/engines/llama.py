@@ -123,13 +123,13 @@ class Vocabulary:
         self._plain = [self._piece(token, special=False) for token in range(self.size)]
         self._with_special = [self._piece(token, special=True) for token in range(self.size)]
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`; special tokens in it are parsed, a begin token is added where the model wants one."""
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Ids of `text`; special tokens in it are parsed. `begin`: add a begin token where the model wants one."""
         raw = text.encode("utf-8")
         room = len(raw) + 2
         ids = np.empty(room, np.int32)
         with self._lock:
-            count = self._library.llama_tokenize(self._handle, raw, len(raw), ids.ctypes.data, room, True, True)
+            count = self._library.llama_tokenize(self._handle, raw, len(raw), ids.ctypes.data, room, begin, True)
         return ids[:count].tolist()
 
     def token_bytes(self, token: int, *, special: bool = True) -> bytes:

@@ -1,19 +1,219 @@
-"""OpenAI's chat and completion routes, in the shapes SGLang gives them."""
+"""OpenAI's chat and completion routes, in the shapes SGLang gives them. Replies carry no token ids, as SGLang's."""
 
-from collections.abc import Awaitable, Callable
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 
+import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from atroposlib.engines.engine import Engine
-from atroposlib.engines.http import Json
+from atroposlib.engines.generation import Generation, TopLogprobs
+from atroposlib.engines.http import Json, JsonResponse, read_json, unless_disconnected
+from atroposlib.engines.llama import Vocabulary
+from atroposlib.engines.openai_requests import chat_generations, completion_generations
+from atroposlib.engines.replies import visible_text
+from atroposlib.engines.waiting import run_all, watch
+from atroposlib.errors import RequestFault
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 
-def routes(engine: Engine) -> list[tuple[str, Callable[[Request], Awaitable[Response]], list[str]]]:
+def routes(engine: Engine) -> list[tuple[str, Handler, list[str]]]:
     """(path, handler, methods)."""
-    return []
+
+    async def chat(request: Request) -> Response:
+        return await _answer(request, engine, _Chat(engine.vocabulary), chat_generations)
+
+    async def completions(request: Request) -> Response:
+        return await _answer(request, engine, _Completion(engine.vocabulary), completion_generations)
+
+    return [("/v1/chat/completions", chat, ["POST"]), ("/v1/completions", completions, ["POST"])]
 
 
 def error_body(message: str, kind: str, code: int) -> Json:
     """SGLang's error object on OpenAI routes."""
     return {"object": "error", "message": message, "type": kind, "param": None, "code": code}
+
+
+async def _answer(
+    request: Request, engine: Engine, shape: "_Shape", parse: Callable[[Json, Engine], list[Generation]]
+) -> Response:
+    try:
+        body = await read_json(request)
+        generations = parse(body, engine)
+    except RequestFault as error:
+        return JsonResponse(error_body(str(error), "BadRequestError", 400), status_code=400)
+    head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": body.get("model") or engine.model_name}
+    if body.get("stream"):
+        return StreamingResponse(_stream(engine, shape, generations, head, body), media_type="text/event-stream")
+    await unless_disconnected(request, run_all(engine, generations))
+    reply = {
+        "id": head["id"],
+        "object": shape.whole,
+        "created": head["created"],
+        "model": head["model"],
+        "choices": [shape.choice(at, generation, body) for at, generation in enumerate(generations)],
+        "usage": _usage(generations),
+        "metadata": {"weight_version": generations[0].weight_version},
+    }
+    return JsonResponse(reply)
+
+
+async def _stream(
+    engine: Engine, shape: "_Shape", generations: list[Generation], head: Json, body: Json
+) -> AsyncIterator[bytes]:
+    def event(choices: list[Json], **more: object) -> bytes:
+        chunk = {"id": head["id"], "object": shape.part, "created": head["created"], "model": head["model"]}
+        return b"data: " + orjson.dumps({**chunk, "choices": choices, **more}) + b"\n\n"
+
+    sent = {id(generation): _Sent(at) for at, generation in enumerate(generations)}
+    async for generation in watch(engine, generations):
+        for choice in shape.deltas(sent[id(generation)], generation):
+            yield event([choice])
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield event([], usage=_usage(generations))
+    yield b"data: [DONE]\n\n"
+
+
+@dataclass
+class _Sent:
+    """How much of one choice has gone out."""
+
+    index: int
+    text: str = ""
+    tokens: int = 0
+    started: bool = field(default=False)
+
+
+class _Shape:
+    """What differs between the two routes."""
+
+    whole: str
+    part: str
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def choice(self, index: int, generation: Generation, body: Json) -> Json:
+        raise NotImplementedError
+
+    def deltas(self, sent: _Sent, generation: Generation) -> list[Json]:
+        raise NotImplementedError
+
+    def _piece(self, token: int) -> str:
+        return self._vocabulary.decode([token], special=True)
+
+    def _new_text(self, sent: _Sent, generation: Generation) -> str:
+        """What was added since the last call; a stop string that appears late cannot be taken back."""
+        text = visible_text(generation, self._vocabulary)
+        new = text[len(sent.text) :]
+        sent.text = text if len(text) > len(sent.text) else sent.text
+        return new
+
+
+class _Chat(_Shape):
+    whole, part = "chat.completion", "chat.completion.chunk"
+
+    def choice(self, index: int, generation: Generation, body: Json) -> Json:
+        text = visible_text(generation, self._vocabulary)
+        message = {"role": "assistant", "content": text, "reasoning_content": None, "tool_calls": None}
+        logprobs = self._logprobs(generation, 0, len(generation.logprobs))
+        return {"index": index, "message": message, "logprobs": logprobs, **_ending(generation)}
+
+    def deltas(self, sent: _Sent, generation: Generation) -> list[Json]:
+        choices = []
+        if not sent.started:
+            sent.started = True
+            role = {"reasoning_content": None, "role": "assistant", "content": ""}
+            choices.append(_delta(sent.index, role, None))
+        until = len(generation.logprobs)
+        text = self._new_text(sent, generation)
+        if text or (until > sent.tokens and generation.wish.output):
+            logprobs = self._logprobs(generation, sent.tokens, until)
+            choices.append(_delta(sent.index, {"reasoning_content": None, "content": text}, logprobs))
+        sent.tokens = until
+        if generation.finish is not None:
+            ending = _delta(sent.index, {"reasoning_content": None, "content": None}, None)
+            choices.append({**ending, **_ending(generation)})
+        return choices
+
+    def _logprobs(self, generation: Generation, first: int, until: int) -> Json | None:
+        if not generation.wish.output:
+            return None
+
+        def entry(token: int, logprob: float) -> Json:
+            raw = self._vocabulary.token_bytes(token)
+            return {"token": self._piece(token), "bytes": list(raw), "logprob": logprob}
+
+        content = []
+        for at in range(first, until):
+            best: TopLogprobs = generation.top[at] if generation.wish.top else []
+            token = generation.tokens[len(generation.prompt) + at]
+            top = [entry(other, logprob) for logprob, other in best]
+            content.append({**entry(token, generation.logprobs[at]), "top_logprobs": top})
+        return {"content": content}
+
+
+class _Completion(_Shape):
+    whole = part = "text_completion"
+
+    def choice(self, index: int, generation: Generation, body: Json) -> Json:
+        echo = self._vocabulary.decode(generation.prompt) if body.get("echo") else ""
+        text = echo + visible_text(generation, self._vocabulary)
+        logprobs = self._logprobs(generation, 0, len(generation.logprobs), with_prompt=bool(body.get("echo")))
+        return {"index": index, "text": text, "logprobs": logprobs, **_ending(generation)}
+
+    def deltas(self, sent: _Sent, generation: Generation) -> list[Json]:
+        until = len(generation.logprobs)
+        text = self._new_text(sent, generation)
+        logprobs = self._logprobs(generation, sent.tokens, until, with_prompt=False)
+        sent.tokens = until
+        return [{"index": sent.index, "text": text, "logprobs": logprobs, **_ending(generation)}]
+
+    def _logprobs(self, generation: Generation, first: int, until: int, *, with_prompt: bool) -> Json | None:
+        if not generation.wish.output:
+            return None
+        start = len(generation.prompt)
+        tokens = generation.tokens[start + first : start + until]
+        values: list[float | None] = [*generation.logprobs[first:until]]
+        top: list[TopLogprobs | None] = [*generation.top[first:until]]
+        if with_prompt:
+            tokens = generation.prompt + tokens
+            values = (generation.prompt_logprobs or [None]) + values
+            top = (generation.prompt_top or [None]) + top if generation.wish.top else []
+        return {
+            "text_offset": [-1] * len(tokens),
+            "token_logprobs": values,
+            "tokens": [self._piece(token) for token in tokens],
+            "top_logprobs": [
+                None if best is None else {self._piece(token): logprob for logprob, token in best} for best in top
+            ],
+        }
+
+
+def _delta(index: int, delta: Json, logprobs: Json | None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, "matched_stop": None}
+
+
+def _ending(generation: Generation) -> Json:
+    finish = generation.finish
+    return {
+        "finish_reason": None if finish is None else finish.kind,
+        "matched_stop": None if finish is None else finish.matched,
+    }
+
+
+def _usage(generations: list[Generation]) -> Json:
+    """Every prompt counts once, every choice's new tokens count."""
+    prompts = sum(len(generation.prompt) for generation in generations if generation.index == 0)
+    completions = sum(generation.completion_tokens for generation in generations)
+    return {
+        "prompt_tokens": prompts,
+        "total_tokens": prompts + completions,
+        "completion_tokens": completions,
+        "prompt_tokens_details": None,
+        "reasoning_tokens": 0,
+    }

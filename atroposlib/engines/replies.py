@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from atroposlib.engines.generation import Finish, Generation, TopLogprobs
+from atroposlib.engines.generation import Generation, TopLogprobs
 from atroposlib.engines.llama import Vocabulary
 
 Json = dict[str, Any]
@@ -115,7 +115,3 @@ def _timing(generation: Generation, finished_at: float) -> Json:
         "decode_throughput": generation.completion_tokens / decoding if decoding > 0 else 0.0,
         "response_sent_to_client_ts": finished_at,
     }
-
-
-def is_aborted(finish: Finish | None) -> bool:
-    return finish is not None and finish.kind == "abort"

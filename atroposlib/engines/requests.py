@@ -32,7 +32,12 @@ def parse_generate(body: object, engine: Engine) -> GenerateRequest:
     """
     if not isinstance(body, dict):
         raise RequestFault(f"the body must be a JSON object, got {type(body).__name__}.")
-    prompts, is_batch = _prompts(body, engine)
+    text, ids = body.get("text"), body.get("input_ids")
+    if text is None and ids is None:
+        raise RequestFault("Either text, input_ids or input_embeds should be provided.")
+    if text is not None and ids is not None:
+        raise RequestFault("Both text and input_ids are given; give one.")
+    prompts, is_batch = encode_prompts(text if text is not None else ids, engine)
     count = len(prompts)
     params = [parse_sampling(raw) for raw in _per_prompt(body.get("sampling_params"), count, "sampling_params")]
     rids = [_rid(raw) for raw in _per_prompt(body.get("rid"), count, "rid")]
@@ -90,6 +95,19 @@ def build_generations(
     ]
 
 
+def encode_prompts(source: object, engine: Engine) -> tuple[list[list[int]], bool]:
+    """Ids of a text, of ids, or of a list of either, and whether it was such a list."""
+    if isinstance(source, str):
+        return [engine.vocabulary.encode(source)], False
+    if not isinstance(source, list) or not source:
+        raise RequestFault(f"the prompt must be a text, token ids or a list of these, got {str(source)[:80]}.")
+    if all(isinstance(part, str) for part in source):
+        return [engine.vocabulary.encode(part) for part in source], True
+    if all(isinstance(part, list) for part in source):
+        return source, True
+    return [source], False
+
+
 def check_length(prompt_tokens: int, max_new_tokens: int | None, context: int) -> int:
     """How many tokens may be generated; RequestFault when prompt and completion do not fit in the context."""
     if prompt_tokens == 0:
@@ -109,24 +127,6 @@ def check_length(prompt_tokens: int, max_new_tokens: int | None, context: int) -
             "the limit."
         )
     return max_new_tokens
-
-
-def _prompts(body: dict[str, Any], engine: Engine) -> tuple[list[list[int]], bool]:
-    text, ids = body.get("text"), body.get("input_ids")
-    if (text is None) == (ids is None):
-        if text is None:
-            raise RequestFault("Either text, input_ids or input_embeds should be provided.")
-        raise RequestFault("Both text and input_ids are given; give one.")
-    source = text if text is not None else ids
-    if isinstance(source, str):
-        return [engine.vocabulary.encode(source)], False
-    if not isinstance(source, list) or not source:
-        raise RequestFault(f"text or input_ids must be a text, ids or a list of these, got {str(source)[:80]}.")
-    if all(isinstance(part, str) for part in source):
-        return [engine.vocabulary.encode(part) for part in source], True
-    if all(isinstance(part, list) for part in source):
-        return source, True
-    return [source], False
 
 
 def _check_ids(ids: Sequence[object], engine: Engine, what: str) -> None:
