@@ -1,0 +1,463 @@
+"""`BaseEnv`: what authors subclass. It offers the hooks and the three modes; the work is done in `atroposlib.rollouts`.
+
+An author writes `setup`, `get_next_item` (or `get_item`), `collect_trajectories` and, for a trainer, `evaluate`.
+"""
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import BaseModel
+
+from atroposlib.envs import checkpoints
+from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs.server_handling.server_baseline import (
+    APIServer,
+    APIServerConfig,
+    OpenaiConfig,
+    ReasoningConfig,
+    ServerBaseline,
+)
+from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
+from atroposlib.envs.trainer_side import TrainerSide
+from atroposlib.errors import ConfigError
+from atroposlib.paths import expand_path
+from atroposlib.rollouts import groups as group_checks
+from atroposlib.rollouts.locations import RunFiles
+from atroposlib.rollouts.process import run_process
+from atroposlib.rollouts.run import Outcome, Run
+from atroposlib.rollouts.serve import run_serve
+from atroposlib.rollouts.source import content_key
+from atroposlib.rollouts.work import Work, current_work
+from atroposlib.type_definitions import UUID, Item, Message, ScoredDataGroup, ScoredDataItem
+
+if TYPE_CHECKING:
+    import wandb
+
+    from atroposlib.envs.cli import Settings
+
+__all__ = [
+    "UUID",
+    "APIServer",
+    "APIServerConfig",
+    "BaseEnv",
+    "BaseEnvConfig",
+    "EvalHandlingEnum",
+    "Item",
+    "Message",
+    "OpenaiConfig",
+    "ReasoningConfig",
+    "ScoredDataGroup",
+    "ScoredDataItem",
+    "ServerBaseline",
+    "ServerManager",
+    "ServerManagerConfig",
+    "generate_html",
+    "wandb",
+]
+
+logger = logging.getLogger(__name__)
+
+ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
+Trajectories = ScoredDataGroup | list[ScoredDataGroup | None] | None
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`wandb` is imported when it is first used; importing it takes longer than everything else here."""
+    if name != "wandb":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import wandb
+
+    globals()["wandb"] = wandb
+    return wandb
+
+
+def generate_html(input_path: str, output_path: str | None = None) -> Path:
+    """Write the HTML page of a rollout file; see `atroposlib.frontend.jsonl2html`."""
+    from atroposlib.frontend import jsonl2html
+
+    return jsonl2html.generate_html(input_path, output_path)
+
+
+class BaseEnv(TrainerSide):
+    """One environment: items in, scored groups out.
+
+    Hooks: `config_init`, `setup`, `get_next_item` / `get_item`, `item_task`, `collect_trajectory` or
+    `collect_trajectories`, `postprocess_histories`, `evaluate`, `wandb_log`, `cleanup`. Every hook may raise: the
+    rollout counts as failed, the others go on.
+    """
+
+    name: str | None = None
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
+    server_cls: ClassVar[type[APIServer]] = APIServer
+
+    settings_text: str | None = None  # the resolved settings as YAML, kept beside the rollouts
+    fresh = False  # start a new run instead of going on with one
+    last_completed_item: Item | None = None
+    jsonl_writer = None  # upstream's attribute; rollout files are written by `atroposlib.rollouts.files`
+
+    def __init__(
+        self, config: BaseEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
+    ) -> None:
+        """
+        Args:
+            config: an instance of `env_config_cls`.
+            server_configs: the inference servers; a `ServerBaseline` means that they are discovered.
+            slurm: find the servers on the nodes of this SLURM job.
+            testing: use scripted servers.
+        """
+        self.config = config
+        self.server = ServerManager(
+            server_configs,
+            slurm=slurm,
+            testing=testing,
+            server_class=self.server_cls,
+            reasoning_config=ReasoningConfig.from_env_config(config),
+        )
+        self.tokenizer = self.load_tokenizer()
+        self.workers: set[asyncio.Task[None]] = set()
+        self.eval_workers: set[asyncio.Task[Any]] = set()
+        self.backlog: list[Item] = []
+        self.running_items: dict[UUID, dict[str, Any]] = {}
+        self.status_dict: dict[str, Any] = {"queue_size": 0, "current_step": 0, "env_weight": 1.0}
+        self.rollouts_for_wandb: list[Any] = []
+        self.completion_lengths: list[int] = []
+        self.task_duration: list[float] = []
+        self.succeeded_task_duration: list[float] = []
+        self.failed_task_duration: list[float] = []
+        self.task_successful: list[int] = []
+        self.mainloop_timings: list[float] = []
+        self.workers_added_list: list[int] = []
+        self.max_num_workers = self.worker_count()
+
+    # -- hooks of an author ----------------------------------------------------------------------------------------
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, ServerConfigs]:
+        """Default settings: the environment's and its servers' (one config, a list, or a ServerBaseline)."""
+        return cls.env_config_cls(), ServerBaseline()
+
+    async def setup(self) -> None:
+        """Load data; called once before anything else, in every mode."""
+        raise NotImplementedError(f"{type(self).__name__} must define setup()")
+
+    async def get_next_item(self) -> Item | None:
+        """The next item. None: nothing now (`process` ends, `serve` asks again)."""
+        if not self.has_get_item:
+            raise NotImplementedError(f"{type(self).__name__} must define get_next_item() or get_item(index)")
+        self._next_index = getattr(self, "_next_index", -1) + 1
+        return await self.get_item(self._next_index)
+
+    async def get_item(self, index: int) -> Item | None:
+        """Optional: item number `index`, the same at every call; None from the end on.
+
+        With it a run of N groups covers exactly the first N items (later ones replace those that fail), also over
+        restarts.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define get_item(index)")
+
+    def item_task(self, item: Item) -> str:
+        """Optional: which task an item belongs to, for counts and for setting broken tasks aside."""
+        return self.label
+
+    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
+        """Roll out and score one sequence; with it, more items to roll out."""
+        raise NotImplementedError(f"{type(self).__name__} must define collect_trajectory or collect_trajectories")
+
+    async def collect_trajectories(self, item: Item) -> tuple[Trajectories, list[Item]]:
+        """Roll out and score one group; with it, more items to roll out. Default: `group_size` rollouts in parallel.
+
+        Raises:
+            ValueError: `collect_trajectory` gave something that is not one scored rollout.
+        """
+        results = await asyncio.gather(
+            *(self.collect_trajectory(item) for _ in range(self.config.group_size)), return_exceptions=True
+        )
+        failed = [result for result in results if isinstance(result, BaseException)]
+        if failed:
+            raise failed[0]
+        backlog: list[Item] = []
+        rollouts: list[ScoredDataItem] = []
+        for rollout, more in (result for result in results if not isinstance(result, BaseException)):
+            if not isinstance(rollout, dict):
+                raise ValueError(
+                    f"collect_trajectory returned {type(rollout).__name__} for one of {self.config.group_size} "
+                    "rollouts; it must return (ScoredDataItem, backlog)"
+                )
+            rollouts.append(rollout)
+            backlog.extend(more)
+        return group_checks.merge_items(rollouts), backlog
+
+    async def postprocess_histories(self, trajectories: Trajectories) -> Trajectories:
+        """Optional: change the groups of one item before they are checked and stored."""
+        return trajectories
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Optional: measure the model; called every `steps_per_eval` steps, and by the evaluate command."""
+        logger.warning("%s has no evaluation: it does not define evaluate()", type(self).__name__)
+
+    async def cleanup(self) -> None:
+        """Optional: called after every rollout."""
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        """Keep `data` (attribute name -> JSON value) for `load_checkpoint`; subclasses add keys, then call this."""
+        if data is not None:
+            checkpoints.save(self.checkpoint_dir, self.wandb_prepend or self.label, step, data)
+
+    def load_checkpoint(self) -> None:
+        """Set the attributes kept by the newest checkpoint that is not ahead of `curr_step`."""
+        path = checkpoints.newest(self.checkpoint_dir, self.wandb_prepend or self.label, self.curr_step)
+        if path is None:
+            return
+        logger.info("checkpoint loaded: %s", path)
+        for key, value in json.loads(path.read_text("utf-8")).items():
+            setattr(self, key, value)
+
+    async def evaluate_log(
+        self,
+        metrics: dict[str, Any],
+        task_name: str | None = None,
+        model_name: str | None = None,
+        start_time: float | None = None,
+        end_time: float | None = None,
+        generation_parameters: dict[str, Any] | None = None,
+        samples: list[dict[str, Any]] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        """Write `metrics.json` (and `samples.jsonl`) of one evaluation to `data_dir_to_save_evals`."""
+        from atroposlib.envs.eval import evaluate_log
+
+        folder = self.config.data_dir_to_save_evals
+        if folder is None:
+            logger.warning("evaluation results are not kept: env.data_dir_to_save_evals is not set")
+            return
+        servers = self.server.servers
+        await asyncio.to_thread(
+            evaluate_log,
+            metrics,
+            eval_dir=str(expand_path(folder, what="env.data_dir_to_save_evals")),
+            task_name=task_name or f"{self.name or type(self).__name__}_eval",
+            model_name=model_name or (servers[0].config.model_name if servers else None),
+            start_time=start_time,
+            end_time=end_time,
+            generation_parameters={"max_new_tokens": self.config.max_token_length, **(generation_parameters or {})},
+            samples=samples,
+            verbose=verbose,
+        )
+
+    @classmethod
+    def extra_namespaces(cls, mode: str) -> dict[str, type[BaseModel]]:
+        """Optional: more groups of settings by prefix, for flags `--<prefix>.<field>` and YAML keys."""
+        return {}
+
+    @classmethod
+    def from_settings(cls, settings: "Settings") -> Self:
+        """Optional: make the environment from the resolved settings of a command."""
+        env = cls(settings.env, settings.servers, settings.manager.slurm, settings.manager.testing)
+        env.server.max_n_completions = settings.manager.max_n_completions
+        env.server.proxy_url = settings.manager.proxy_url
+        return env
+
+    # -- the three modes -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def cli(cls) -> None:
+        """The command line of this environment: serve, process and evaluate."""
+        from atroposlib.envs.cli import main
+
+        sys.exit(main(cls))
+
+    @classmethod
+    def get_cli_serve_config_cls(cls) -> type[Any]:
+        """The serve command: a class made from the command line, with a `run()` method."""
+        from atroposlib.envs.cli import make_command
+
+        return make_command(cls, "serve")
+
+    @classmethod
+    def get_cli_process_config_cls(cls) -> type[Any]:
+        """The process command: a class made from the command line, with a `run()` method."""
+        from atroposlib.envs.cli import make_command
+
+        return make_command(cls, "process")
+
+    @classmethod
+    def get_cli_evaluate_config_cls(cls) -> type[Any]:
+        """The evaluate command: a class made from the command line, with a `run()` method."""
+        from atroposlib.envs.cli import make_command
+
+        return make_command(cls, "evaluate")
+
+    async def env_manager(self) -> Outcome:
+        """Serve a trainer until it has what it wants; see `atroposlib.rollouts.serve`."""
+        return await run_serve(self)
+
+    async def process_manager(self) -> Outcome:
+        """Write `total_steps` groups to files; see `atroposlib.rollouts.process`."""
+        self.process_mode = True
+        self.n_groups_to_process = self.config.total_steps
+        self.group_size_to_process = self.config.group_size
+        return await run_process(self)
+
+    async def _run_evaluate(self) -> None:
+        await self.setup()
+        await self.evaluate()
+
+    # -- one rollout -----------------------------------------------------------------------------------------------
+
+    async def handle_env(self, item_uuid: UUID) -> Trajectories:
+        """Roll out, check, store and send the running item `item_uuid`; raises what its hooks raise."""
+        item, work = self.running_items[item_uuid]["item"], current_work.get()
+        started = asyncio.get_running_loop().time()
+        durations = self.failed_task_duration
+        try:
+            result, backlog = await self._collect(item)
+            if result:
+                result = await self.postprocess_histories(result)
+            if work:
+                work.backlog, work.is_rolled_out = list(backlog or []), True
+            self.backlog.extend(backlog or [])
+            stored = await self.handle_send_to_api(
+                result,
+                item,
+                do_send_to_api=not self.process_mode,
+                abort_on_any_max_length_exceeded=not self.process_mode,
+            )
+            if stored:
+                durations, self.last_completed_item = self.succeeded_task_duration, item
+            return result
+        finally:
+            seconds = asyncio.get_running_loop().time() - started
+            self.task_duration.append(seconds)
+            durations.append(seconds)
+            self.task_successful.append(int(durations is self.succeeded_task_duration))
+            ended = self.cleanup()
+            if ended is not None:  # some environments define a plain function
+                await ended
+
+    async def handle_send_to_api(
+        self,
+        scored_data: Trajectories,
+        item: Item = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> int:
+        """Check the groups of one item, store the usable ones, send them; how many were stored.
+
+        Groups of the wrong size or (by `ensure_scores_are_not_same`) with equal scores are dropped. Groups with a
+        sequence too long for the trainer are stored but not sent.
+
+        Raises:
+            GroupError: a group no one could use (shapes, numbers that are not finite).
+        """
+        usable: list[ScoredDataGroup] = []
+        for group in group_checks.as_groups(scored_data):
+            group_checks.check_shape(group)
+            reason = group_checks.reject_reason(
+                group,
+                group_size=self.config.group_size,
+                distinct_scores=self.config.ensure_scores_are_not_same,
+            )
+            if reason is None:
+                await self._prepare(group, item)
+                usable.append(group)
+            else:
+                self._note_rejected(reason)
+        if self._run is None:
+            return 0
+        work = current_work.get() or Work(item, content_key(item, self._run.direct_items), self.item_task(item))
+        if not usable:
+            await self._run.sink.reject(work)
+            return 0
+        send = [do_send_to_api and self._fits(group, abort_on_any_max_length_exceeded) for group in usable]
+        stored = await self._run.sink.store(usable, work, send=send)
+        self.items_sent_this_step += len(usable)
+        if self.process_mode:
+            self.curr_step += 1
+        return stored
+
+    async def _collect(self, item: Item) -> tuple[Trajectories, list[Item]]:
+        result = await self.collect_trajectories(item)
+        return result if isinstance(result, tuple) else (result, [])
+
+    async def _prepare(self, group: ScoredDataGroup, item: Item) -> None:
+        for key in group_checks.OPTIONAL_KEYS:
+            group.setdefault(key, None)
+        self.completion_lengths.extend(group_checks.unmasked_lengths(group))
+        if self.config.include_messages and not group.get("messages"):
+            texts = self.tokenizer.batch_decode(group.get("tokens", []))
+            group["messages"] = [[{"role": "user", "content": text}] for text in texts]
+        await self.add_rollouts_for_wandb(group, item)
+
+    def _note_rejected(self, reason: str) -> None:
+        self.items_rejected += 1
+        if self._run:
+            self._run.progress.rejected += 1
+        logger.log(
+            logging.WARNING if reason != group_checks.EQUAL_SCORES else logging.DEBUG, "group dropped: %s", reason
+        )
+
+    def _fits(self, group: ScoredDataGroup, abort_when_too_long: bool) -> bool:
+        """Whether the trainer takes sequences this long; unknown counts as yes."""
+        longest = group_checks.longest_sequence(group)
+        if self.max_token_len <= 0 or longest < self.max_token_len or not abort_when_too_long:
+            return True
+        logger.warning("group not sent: longest_sequence=%d trainer_max_token_len=%d", longest, self.max_token_len)
+        self.items_rejected += 1
+        return False
+
+    # -- what the runtime asks ---------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """The environment's name in files, groups and logs."""
+        return self.name or type(self).__name__
+
+    @property
+    def has_get_item(self) -> bool:
+        """Whether the author defined `get_item`."""
+        return type(self).get_item is not BaseEnv.get_item
+
+    @property
+    def wandb_module(self) -> ModuleType:
+        """The wandb package, imported when it is first needed."""
+        return sys.modules[__name__].wandb
+
+    def attach(self, run: Run) -> None:
+        """Use this run's sink from now on."""
+        self._run = run
+
+    def write_html(self, rollouts: str, output: str) -> None:
+        """Render one rollout file."""
+        generate_html(rollouts, output)
+
+    def run_files(self) -> RunFiles | None:
+        """Where rollouts go by the settings; None when none are written.
+
+        Raises:
+            ValueError: process mode without any place to write to.
+        """
+        config = self.config
+        progress = expand_path(config.progress_path, what="env.progress_path") if config.progress_path else None
+        if config.rollouts_dir is None and config.data_path_to_save_groups:
+            path = expand_path(config.data_path_to_save_groups, what="env.data_path_to_save_groups")
+            return RunFiles(path.parent, path.stem, self.label, config.run_name, path, progress)
+        wanted = config.dump_rollouts or config.total_groups is not None or config.rollouts_dir is not None
+        if not self.process_mode and not wanted:
+            return None
+        if self.process_mode and config.rollouts_dir is None:
+            raise ConfigError("process needs a place for its groups; set --env.data_path_to_save_groups FILE.jsonl")
+        folder = expand_path(config.rollouts_dir or "data", what="env.rollouts_dir")
+        stem = f"{self.label}_rollouts_{config.run_name}"
+        return RunFiles(folder, stem, self.label, config.run_name, None, progress)
+
+    def load_tokenizer(self) -> Any:
+        """The tokenizer of `tokenizer_name`."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.config.tokenizer_name)

@@ -1,0 +1,39 @@
+"""Environment checkpoints: small JSON files of attributes, one per training step.
+
+`<checkpoint_dir>/env_checkpoints/<registered name>/step-<step>.json`. A restarted environment may be registered under
+another name (`gsm8k_1` after `gsm8k_0`) and at a step between two checkpoints, so the newest one that is not ahead of
+the trainer counts.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from atroposlib.paths import expand_path, write_text_atomic
+
+_STEP = re.compile(r"step-(\d+)\.json")
+_INDEX = re.compile(r"_\d+$")
+
+
+def save(checkpoint_dir: str, registered_name: str, step: int, data: dict[str, Any]) -> Path:
+    """Write the checkpoint of one step as a whole; its path."""
+    folder = expand_path(checkpoint_dir, what="checkpoint_dir") / "env_checkpoints" / registered_name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step}.json"
+    write_text_atomic(path, json.dumps(data))
+    return path
+
+
+def newest(checkpoint_dir: str, registered_name: str, step: int) -> Path | None:
+    """The checkpoint to go on with at `step`: the latest one not after it, of this name or its earlier indices."""
+    root = expand_path(checkpoint_dir, what="checkpoint_dir") / "env_checkpoints"
+    base = _INDEX.sub("", registered_name)
+    found = [
+        (int(match[1]), folder.name == registered_name, path.stat().st_mtime, path)
+        for folder in root.glob("*")
+        if _INDEX.sub("", folder.name) == base
+        for path in folder.glob("step-*.json")
+        if (match := _STEP.fullmatch(path.name)) and int(match[1]) <= step
+    ]
+    return max(found)[-1] if found else None

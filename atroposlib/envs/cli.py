@@ -1,0 +1,319 @@
+"""The command line of every environment: `python env.py serve|process|evaluate --config x.yaml --env.group_size 8`.
+
+Settings come from flags, else the YAML file, else `config_init`. They are resolved here, in one function for all three
+commands; unknown names are refused with the nearest known one.
+"""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
+from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
+from atroposlib.envs.server_handling.server_manager import ServerManagerConfig
+from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.paths import expand_path
+from atroposlib.utils.cli import describe_fields, merge_dicts, parse_value, refuse_unknown, split_flags
+
+if TYPE_CHECKING:
+    from atroposlib.envs.base import BaseEnv
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["serve", "process", "evaluate"]
+MODES: dict[Mode, str] = {
+    "serve": "roll out groups for a trainer, through the trajectory API",
+    "process": "write groups to a file; needs no trajectory API",
+    "evaluate": "measure the model and write the results",
+}
+EXIT_FAILED, EXIT_USAGE = 1, 2
+SECRET_FIELDS = frozenset({"api_key"})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything one command was told, resolved."""
+
+    mode: Mode
+    env: BaseEnvConfig
+    servers: ServerBaseline | Sequence[APIServerConfig]
+    manager: ServerManagerConfig
+    fresh: bool
+    yaml_config: dict[str, Any]
+    flags: dict[str, Any]  # those really given, typed: {"env.group_size": 8}
+
+    def as_yaml(self) -> str:
+        """The settings as a file for `--config`, with secrets left out."""
+        servers = [self.servers] if isinstance(self.servers, ServerBaseline) else list(self.servers)
+        openai = [_without_secrets(server.model_dump(mode="json")) for server in servers]
+        shown = {
+            ENV_NAMESPACE: self.env.model_dump(mode="json"),
+            OPENAI_NAMESPACE: openai[0] if len(openai) == 1 else openai,
+            **self.manager.model_dump(mode="json"),
+        }
+        return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+
+
+class EnvCommand:
+    """One command of one environment. Made by `make_command`, run by `main`."""
+
+    env_cls: ClassVar[type["BaseEnv"]]
+    mode: ClassVar[Mode]
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.arguments = arguments
+
+    def run(self) -> int:
+        """Resolve the settings, run the environment; the exit code."""
+        settings = resolve(self.env_cls, self.mode, self.arguments)
+        text = settings.as_yaml()
+        logger.info("settings of %s %s:\n%s", self.env_cls.__name__, self.mode, text)
+        env = self.env_cls.from_settings(settings)
+        env.fresh, env.settings_text = settings.fresh, text
+        return _run_loop(env, self.mode)
+
+
+def make_command(env_cls: type["BaseEnv"], mode: Mode) -> type[EnvCommand]:
+    """The command class of one environment and mode."""
+    return type(f"{env_cls.__name__}{mode.capitalize()}", (EnvCommand,), {"env_cls": env_cls, "mode": mode})
+
+
+def main(env_cls: type["BaseEnv"], arguments: Sequence[str] | None = None) -> int:
+    """Run the command line of one environment.
+
+    Returns:
+        0 done, 1 failed (one sentence on stderr), 2 wrong usage, 75 stopped by a signal while work remains.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    mode = arguments[0] if arguments else "--help"
+    _configure_logging()
+    try:
+        if mode in ("-h", "--help"):
+            print(_usage())
+            return 0
+        refuse_unknown([mode], MODES, what="command")
+        command_cls = getattr(env_cls, f"get_cli_{mode}_config_cls")()
+        if {"-h", "--help"} & set(arguments):
+            print(help_text(env_cls, mode))  # pyright: ignore[reportArgumentType]
+            return 0
+        if issubclass(command_cls, EnvCommand):
+            return command_cls(arguments[1:]).run()
+        flags, _ = split_flags(arguments[1:])
+        return command_cls(**{name: texts[0] if texts else True for name, texts in flags.items()}).run() or 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except AtroposError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def resolve(env_cls: type["BaseEnv"], mode: Mode, arguments: Sequence[str]) -> Settings:
+    """The settings of one command: flags over YAML over the mode's defaults over `config_init`.
+
+    Raises:
+        ConfigError: an unknown name, a value of the wrong kind, or a YAML file that cannot be read.
+    """
+    default_env, default_servers = env_cls.config_init()
+    texts, extra = split_flags(arguments)
+    if extra:
+        raise ConfigError(f"unexpected argument {extra[0]!r}; settings are given as --env.NAME VALUE")
+    yaml_config = _load_yaml(texts.pop("config", None))
+    fresh = bool(parse_value(texts.pop("fresh"), bool, flag="fresh")) if "fresh" in texts else False
+    models = namespaces(env_cls, mode, type(default_env))
+    flags = _typed_flags(texts, models)
+    _check_yaml(yaml_config, models)
+    env = _validated(
+        type(default_env),
+        merge_dicts(
+            default_env.model_dump(),
+            _mode_defaults(mode, env_cls, default_env),
+            yaml_config.get(ENV_NAMESPACE) or {},
+            _namespace(flags, ENV_NAMESPACE),
+        ),
+        ENV_NAMESPACE,
+    )
+    if env.wandb_name is None:
+        env.wandb_name = env_cls.name
+    manager_fields = ServerManagerConfig.model_fields
+    manager = {key: value for key, value in {**yaml_config, **flags}.items() if key in manager_fields}
+    return Settings(
+        mode=mode,
+        env=env,
+        servers=_servers(default_servers, yaml_config, flags),
+        manager=_validated(ServerManagerConfig, manager, ""),
+        fresh=fresh,
+        yaml_config=yaml_config,
+        flags=flags,
+    )
+
+
+def namespaces(env_cls: type["BaseEnv"], mode: Mode, env_model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The groups of flags of one command by their prefix; "" holds those without one."""
+    return {
+        ENV_NAMESPACE: env_model,
+        OPENAI_NAMESPACE: APIServerConfig,
+        "": ServerManagerConfig,
+        **env_cls.extra_namespaces(mode),
+    }
+
+
+def help_text(env_cls: type["BaseEnv"], mode: Mode) -> str:
+    """Every setting of one command with its meaning and default."""
+    default_env, servers = env_cls.config_init()
+    server = servers if isinstance(servers, ServerBaseline) else next(iter(servers), ServerBaseline())
+    defaults = {
+        ENV_NAMESPACE: {**default_env.model_dump(), **_mode_defaults(mode, env_cls, default_env)},
+        OPENAI_NAMESPACE: {k: "(set)" if k in SECRET_FIELDS and v else v for k, v in server.model_dump().items()},
+    }
+    parts = [
+        f"{env_cls.__name__} {mode}: {MODES[mode]}\n{(env_cls.__doc__ or '').strip()}\n",
+        "  --config FILE.yaml\n        Settings below env:, openai: and at the top level; flags win over it.",
+        "  --fresh\n        Start a new run beside an existing one instead of going on with it.",
+    ]
+    for name, model in namespaces(env_cls, mode, type(default_env)).items():
+        prefix = f"{name}{NAMESPACE_SEP}" if name else ""
+        parts.append(describe_fields(model, prefix, defaults.get(name, {})))
+    return "\n".join(parts)
+
+
+def _usage() -> str:
+    lines = [f"  {mode:<10}{text}" for mode, text in MODES.items()]
+    return "\n".join(["commands (each has --help):", *lines])
+
+
+def _load_yaml(texts: list[str] | None) -> dict[str, Any]:
+    if texts is None:
+        return {}
+    if len(texts) != 1:
+        raise ConfigError("--config needs one file")
+    path = expand_path(texts[0], what="--config")
+    try:
+        loaded = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} is not YAML: {error}") from error
+    if not isinstance(loaded, dict | None):
+        raise ConfigError(f"--config {path} holds a {type(loaded).__name__}; it must hold env:, openai: and the like")
+    return loaded or {}
+
+
+def _typed_flags(texts: Mapping[str, list[str]], models: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
+    known = {
+        f"{name}{NAMESPACE_SEP}{field}" if name else field: info.annotation
+        for name, model in models.items()
+        for field, info in model.model_fields.items()
+    }
+    refuse_unknown(texts, known, what="flag --")
+    return {flag: parse_value(values, known[flag], flag=flag) for flag, values in texts.items()}
+
+
+def _check_yaml(config: Mapping[str, Any], models: Mapping[str, type[BaseModel]]) -> None:
+    refuse_unknown(config, [*(name for name in models if name), *models[""].model_fields], what="key in the YAML file")
+    for name, model in models.items():
+        section = config.get(name) if name else None
+        for entry in section if isinstance(section, list) else [section or {}]:
+            if not isinstance(entry, Mapping):
+                raise ConfigError(f"{name}: in the YAML file is {entry!r}; it must hold settings, as `group_size: 8`")
+            if model.model_config.get("extra") != "allow":
+                refuse_unknown(entry, [*model.model_fields, *_LEGACY.get(name, ())], what=f"setting in {name}:")
+
+
+_LEGACY = {OPENAI_NAMESPACE: ("weight",)}
+"""Settings that older YAML files carry; accepted and ignored."""
+
+
+def _namespace(flags: Mapping[str, Any], name: str) -> dict[str, Any]:
+    prefix = name + NAMESPACE_SEP
+    return {key.removeprefix(prefix): value for key, value in flags.items() if key.startswith(prefix)}
+
+
+def _mode_defaults(mode: Mode, env_cls: type["BaseEnv"], config: BaseEnvConfig) -> dict[str, Any]:
+    if mode != "process":
+        return {}
+    path = config.data_path_to_save_groups or f"data/{env_cls.name or 'groups'}.jsonl"
+    return {"ensure_scores_are_not_same": False, "include_messages": True, "data_path_to_save_groups": path}
+
+
+def _servers(
+    default: ServerBaseline | Sequence[APIServerConfig], yaml_config: Mapping[str, Any], flags: Mapping[str, Any]
+) -> ServerBaseline | list[APIServerConfig]:
+    base = default if isinstance(default, ServerBaseline) else next(iter(default), None)
+    section = yaml_config.get(OPENAI_NAMESPACE) or {}
+    one = section if isinstance(section, Mapping) else section[0] if len(section) == 1 else {}
+    merged = merge_dicts(base.model_dump() if base else {}, one, _namespace(flags, OPENAI_NAMESPACE))
+    try:
+        return resolve_openai_configs(
+            default_server_configs=default,
+            openai_config_dict=merged,
+            yaml_config=yaml_config,
+            cli_passed_flags=flags,
+            logger=logger,
+        )
+    except ValidationError as error:
+        raise _as_config_error(error, OPENAI_NAMESPACE) from None
+
+
+def _validated(model: type[Any], values: Mapping[str, Any], name: str) -> Any:
+    try:
+        return model(**values)
+    except ValidationError as error:
+        raise _as_config_error(error, name) from None
+
+
+def _as_config_error(error: ValidationError, name: str) -> ConfigError:
+    problems = [
+        f"{'.'.join([*([name] if name else []), *map(str, problem['loc'])])} is {problem['input']!r}: {problem['msg']}"
+        for problem in error.errors()
+    ]
+    return ConfigError("; ".join(problems))
+
+
+def _without_secrets(server: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in server.items() if key not in SECRET_FIELDS}
+
+
+def _run_loop(env: "BaseEnv", mode: Mode) -> int:
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        if mode == "evaluate":
+            runner.run(env._run_evaluate())
+            return 0
+        outcome = runner.run(env.process_manager() if mode == "process" else env.env_manager())
+    return outcome.exit_code if outcome is not None else 0
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:  # not available on every platform
+        return None
+    return uvloop.new_event_loop
+
+
+class _StderrHandler(logging.StreamHandler):
+    """Writes to whatever `sys.stderr` is at that moment: a live display replaces it for a while."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: object) -> None:
+        pass  # always the current one
+
+
+def _configure_logging() -> None:
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    for noisy in ("httpx", "httpcore", "openai", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

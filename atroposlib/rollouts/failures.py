@@ -1,0 +1,145 @@
+"""Failed rollouts: counted by class, written to failures.jsonl with their traceback, and when to give up.
+
+A failure is never a score. An engine fault or a kill says nothing about the item, so the item is tried again; any other
+failure is final for this process. A task whose rollouts fail `task_limit` times in a row is set aside while the others
+go on; when nothing at all succeeds any more, the run stops with one sentence.
+"""
+
+import logging
+import os
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from atroposlib.errors import AtroposError, RolloutFault
+from atroposlib.rollouts.work import Work
+
+logger = logging.getLogger(__name__)
+
+MAX_TRIES = 3
+"""Tries of one item whose engine failed or whose rollout was killed."""
+
+RETRIED_CLASSES = frozenset({"engine", "kill"})
+
+
+def failure_class(error: BaseException) -> str:
+    """The counter an exception belongs to; whatever is not one of our faults is the environment's."""
+    return error.failure_class if isinstance(error, RolloutFault) else "environment"
+
+
+def describe_error(error: BaseException) -> str:
+    """One line naming the error; our own messages stand for themselves."""
+    text = str(error).strip() or "no message"
+    return text if isinstance(error, AtroposError) else f"{type(error).__name__}: {text}"
+
+
+@dataclass(slots=True)
+class TaskHealth:
+    """Which tasks still work. Pure bookkeeping."""
+
+    task_limit: int  # failures in a row after which a task is set aside
+    run_limit: int  # failures in a row, over all tasks, after which the run stops
+    set_aside: dict[str, str] = field(default_factory=dict)  # task -> reason
+    run_in_a_row: int = 0
+    last_reason: str = ""
+    _in_a_row: Counter[str] = field(default_factory=Counter)
+    _healthy: set[str] = field(default_factory=set)
+
+    def succeeded(self, task: str) -> None:
+        """A rollout of this task came to an end without failing."""
+        self._healthy.add(task)
+        self._in_a_row[task] = 0
+        self.run_in_a_row = 0
+
+    def failed(self, task: str, kind: str, reason: str) -> bool:
+        """Count one final failure; True when it made the task be set aside just now.
+
+        Failures of the engine and kills say nothing about a task; they count for the run only.
+        """
+        self.run_in_a_row += 1
+        self.last_reason = reason
+        if kind in RETRIED_CLASSES:
+            return False
+        self._in_a_row[task] += 1
+        if self._in_a_row[task] < self.task_limit or task in self.set_aside:
+            return False
+        self.set_aside[task] = f"{self._in_a_row[task]} failures in a row, the last one: {reason}"
+        return True
+
+    @property
+    def nothing_works(self) -> bool:
+        """So many failures in a row that going on is spinning."""
+        return self.run_in_a_row >= self.run_limit
+
+    def summary(self) -> str:
+        """Why nothing works, in one sentence."""
+        reasons = "; ".join(f"{task}: {reason}" for task, reason in sorted(self.set_aside.items()))
+        if self.nothing_works:
+            return f"the last {self.run_in_a_row} rollouts all failed, the last one: {self.last_reason}"
+        return f"every task was set aside ({reasons})"
+
+    @property
+    def all_set_aside(self) -> bool:
+        """Tasks were set aside and no other one ever worked."""
+        return bool(self.set_aside) and self._healthy <= set(self.set_aside)
+
+
+class FailureLog:
+    """Appends to failures.jsonl, one write a line; several environments may share the file."""
+
+    def __init__(self, path: Path | None, *, env: str, run: str) -> None:
+        """`path` None: failures are only counted."""
+        self.path = path
+        self._env, self._run = env, run
+        self.counts: Counter[str] = Counter()
+        if path and path.exists():
+            self.counts.update(_earlier_counts(path, env, run))
+            _end_last_line(path)
+
+    def add(self, work: Work, error: BaseException, *, is_final: bool) -> None:
+        """Count and write one failed try."""
+        kind = failure_class(error)
+        self.counts[kind] += 1
+        if self.path is None:
+            return
+        line = {
+            "env": self._env,
+            "run": self._run,
+            "item_key": work.key,
+            "task": work.task,
+            "class": kind,
+            "error": describe_error(error),
+            "try": work.tries,
+            "final": is_final,
+            "at": time.time(),
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        try:
+            with self.path.open("ab", buffering=0) as stream:
+                stream.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+        except OSError as problem:  # the failure is counted and logged; a full disk must not make it worse
+            logger.warning("failure not written: file=%s error=%s", self.path, problem)
+
+
+def _end_last_line(path: Path) -> None:
+    """Close the torn line of a killed process, so that the next one does not run into it."""
+    with path.open("rb+", buffering=0) as stream:
+        if stream.seek(0, os.SEEK_END) and stream.seek(-1, os.SEEK_END) >= 0 and stream.read(1) != b"\n":
+            stream.write(b"\n")
+
+
+def _earlier_counts(path: Path, env: str, run: str) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    with path.open("rb") as stream:
+        for line in stream:
+            try:
+                failure = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue  # the torn last line of a killed process
+            if failure.get("env") == env and failure.get("run") == run:
+                counts[failure.get("class", "environment")] += 1
+    return counts

@@ -1,0 +1,99 @@
+"""Where a run's files lie, and which of several candidates a command goes on with.
+
+A run is either one file the user named (`data_path_to_save_groups`) or shards in `rollouts_dir`. Beside the rollouts:
+
+    X.index      one entry per line of the rollout files: makes a restart quick, rebuilt from them when missing
+    X.acked      ids of the groups the trajectory API acknowledged
+    X.lock       held by the process that writes; holds its pid
+    X.config.yaml, failures.jsonl and the progress file
+
+A file that another program or another environment wrote is never touched; the name gets a `_1`, `_2`, ... instead.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FAILURES = "failures.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """The files of one run. `single` is the rollout file the user named, or None when the run is sharded."""
+
+    folder: Path
+    stem: str  # of every file of this run except failures and progress
+    env: str
+    run: str
+    single: Path | None = None
+    progress: Path | None = None  # where the user wants it
+
+    def rollouts(self, shard: int) -> Path:
+        """Rollout file number `shard`, from 1; the named file when there is one."""
+        return self.single or self.folder / f"{self.stem}_{shard:04d}.jsonl"
+
+    def shards(self) -> dict[int, Path]:
+        """The rollout files on disk by number, in the order they were written; compressed shards included."""
+        if self.single:
+            return {1: self.single} if self.single.exists() else {}
+        pattern = re.compile(re.escape(self.stem) + r"_(\d{4,})\.jsonl(\.zst)?")
+        found = [(match, path) for path in self.folder.glob("*.jsonl*") if (match := pattern.fullmatch(path.name))]
+        return dict(sorted((int(match[1]), path) for match, path in found))
+
+    def beside(self, suffix: str) -> Path:
+        """`X.<suffix>` of the table above."""
+        return self.folder / f"{self.single.name if self.single else self.stem}.{suffix}"
+
+    @property
+    def failures(self) -> Path:
+        return self.folder / FAILURES
+
+    @property
+    def progress_path(self) -> Path:
+        return self.progress or self.folder / f"{self.env}_progress_{self.run}.json"
+
+
+def choose_run(files: RunFiles, *, fresh: bool) -> RunFiles:
+    """The run to go on with: the newest of ours, or with `fresh` (or none) the first name that is free."""
+    ours: RunFiles | None = None
+    for candidate in _candidates(files):
+        existing = candidate.shards()
+        if not existing:
+            return candidate if fresh or ours is None else ours
+        if is_ours(min(existing.items())[1], env=files.env, run=candidate.run):
+            ours = candidate
+    raise AssertionError("candidates never end")
+
+
+def is_ours(path: Path, *, env: str, run: str) -> bool:
+    """True when the file is empty or its first line was begun by this environment and run.
+
+    A compressed shard is ours by its name.
+    """
+    if path.suffix == ".zst":
+        return True
+    prefix = line_prefix(env=env, run=run)
+    with path.open("rb") as stream:
+        start = stream.read(len(prefix))
+    return prefix.startswith(start)
+
+
+def line_prefix(*, env: str, run: str) -> bytes:
+    """The first bytes of every line that this environment and run write."""
+    head = json.dumps({"schema_version": 1, "env": env, "run": run}, separators=(",", ":"), ensure_ascii=False)
+    return head[:-1].encode()
+
+
+def _candidates(files: RunFiles) -> Iterator[RunFiles]:
+    yield files
+    number = 0
+    while True:
+        number += 1
+        if files.single:
+            path = files.single.with_name(f"{files.single.stem}_{number}{files.single.suffix}")
+            yield RunFiles(files.folder, path.stem, files.env, files.run, path, files.progress)
+        else:
+            run = f"{files.run}_{number}"
+            yield RunFiles(files.folder, f"{files.env}_rollouts_{run}", files.env, run, None, files.progress)

@@ -1,0 +1,105 @@
+"""How many groups may be rolled out at once: pure functions of what the trajectory API and the engine report.
+
+Sizes: `group_size` and `batch_size` in sequences; `queue_groups` in groups of this environment's size, as
+`/status-env` counts them; `max_batches_offpolicy` in batches, 0 or less meaning no limit.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """What one environment needs to know to pace itself."""
+
+    group_size: int
+    batch_size: int | None  # None before the trainer told it
+    queue_groups: int = 0
+    own_queue_groups: int = 0
+    max_group_size: int = 1  # sequences of the largest group in the queue
+    unallocated_fraction: float = 1.0
+    min_batch_allocation: float | None = None
+    max_batches_offpolicy: int = 3
+
+
+def derived_batch_size(view: QueueView) -> int | None:
+    """Sequences of each batch this environment may fill: the free share and its own minimum; None before /info."""
+    if view.batch_size is None:
+        return None
+    return int(view.batch_size * (view.unallocated_fraction + (view.min_batch_allocation or 0.0)))
+
+
+def is_back_pressured(view: QueueView) -> bool:
+    """True while the queue is far enough ahead of the trainer, so no new group is started.
+
+    An environment below its own minimum allocation goes on also then.
+    """
+    if view.batch_size is None:
+        return True
+    if view.max_batches_offpolicy <= 0:
+        return False
+    full = view.queue_groups * view.group_size >= view.max_batches_offpolicy * view.batch_size
+    return full and (view.min_batch_allocation is None or _own_groups_missing(view) <= 0)
+
+
+def worker_limit(view: QueueView, max_workers: int) -> int:
+    """Groups to have in flight now: `max_workers`, lowered to what the trainer may still be ahead by.
+
+    >>> worker_limit(QueueView(group_size=4, batch_size=16, queue_groups=10, max_batches_offpolicy=3), max_workers=8)
+    2
+    """
+    if is_back_pressured(view):
+        return 0
+    if view.max_batches_offpolicy <= 0:
+        return max_workers
+    room = view.max_batches_offpolicy * (derived_batch_size(view) or 0) // view.group_size - view.queue_groups
+    limit = max(0, min(max_workers, room))
+    if view.min_batch_allocation is not None:
+        limit = max(limit, min(max_workers, _own_groups_for_minimum(view)))
+    return limit
+
+
+def is_finished(*, current_step: int, queue_groups: int, group_size: int, batch_size: int, total_steps: int) -> bool:
+    """True when the trainer's steps and the batches already queued go beyond `total_steps`."""
+    return current_step + queue_groups * group_size // batch_size > total_steps
+
+
+def groups_until_finished(
+    *, current_step: int, queue_groups: int, group_size: int, batch_size: int, total_steps: int
+) -> int:
+    """Groups that are missing until `is_finished`; more in flight would be work for nobody."""
+    sequences = (total_steps + 1 - current_step) * batch_size - queue_groups * group_size
+    return max(0, math.ceil(sequences / group_size))
+
+
+def crossed(before: int, after: int, every: int) -> bool:
+    """True when a multiple of `every` lies in (before, after], also when a step is skipped.
+
+    >>> crossed(3, 4, 1), crossed(99, 101, 100), crossed(100, 101, 100), crossed(0, 5, 0)
+    (True, True, False, False)
+    """
+    return every > 0 and before // every < after // every
+
+
+def limit_during_eval(limit: int, *, stop_train: bool, limit_ratio: float | None) -> int:
+    """Groups to have in flight while an evaluation runs; those already running are always finished."""
+    if stop_train:
+        return 0
+    return limit if limit_ratio is None else int(limit * limit_ratio)
+
+
+def _packs_for_minimum(view: QueueView) -> int:
+    """Packs of `max_group_size` sequences that this environment's minimum share needs over the allowed batches."""
+    share = (view.min_batch_allocation or 0.0) * (view.batch_size or 0) * view.max_batches_offpolicy
+    return math.ceil(share / max(1, view.max_group_size))
+
+
+def _own_groups_missing(view: QueueView) -> int:
+    groups_per_pack = max(1, view.max_group_size // view.group_size)
+    return _packs_for_minimum(view) * groups_per_pack - view.own_queue_groups
+
+
+def _own_groups_for_minimum(view: QueueView) -> int:
+    packs = _packs_for_minimum(view) + view.max_group_size // view.group_size
+    sequences = packs * view.max_group_size - view.own_queue_groups * view.group_size
+    return max(0, math.ceil(sequences / view.group_size))

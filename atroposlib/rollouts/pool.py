@@ -1,0 +1,197 @@
+"""The rollout pool: keeps as many rollouts running as it may, and is the one place where failing user code ends.
+
+Lowering `limit` never cancels anything; it only delays the next start. An exception of a rollout is counted, written
+down and the item's fate decided; the others go on.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from atroposlib.errors import AtroposError, KilledFault
+from atroposlib.rollouts.failures import (
+    MAX_TRIES,
+    RETRIED_CLASSES,
+    FailureLog,
+    TaskHealth,
+    describe_error,
+    failure_class,
+)
+from atroposlib.rollouts.source import ItemSource
+from atroposlib.rollouts.trace import tracing
+from atroposlib.rollouts.work import Work, current_work
+
+logger = logging.getLogger(__name__)
+
+
+class StorageError(AtroposError, OSError):
+    """A finished group could not be stored, so that going on would lose work."""
+
+
+IDLE_S = 0.1
+"""Wait before a source that had nothing is asked again."""
+
+
+class RolloutPool:
+    """Runs `roll_out(uuid)` for item after item, at most `limit` at a time."""
+
+    def __init__(
+        self,
+        source: ItemSource,
+        roll_out: Callable[[str], Awaitable[Any]],
+        *,
+        may_start: Callable[[int], bool],
+        failures: FailureLog,
+        health: TaskHealth,
+        tasks: set[asyncio.Task[None]],
+        running_items: dict[str, dict[str, Any]],
+    ) -> None:
+        """
+        Args:
+            roll_out: rolls out, checks and stores the item `running_items[uuid]`; raises when it fails.
+            may_start: given the number in flight, may one more be started?
+            tasks, running_items: the environment's own views of what runs; kept up to date here.
+        """
+        self._source = source
+        self._roll_out = roll_out
+        self._may_start = may_start
+        self._failures = failures
+        self._health = health
+        self._tasks = tasks
+        self._running_items = running_items
+        self._works: dict[asyncio.Task[None], Work] = {}
+        self._limit = 0
+        self._changed = asyncio.Event()
+        self._closing = False
+        self._fatal: StorageError | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts running now, those waiting to be stored included."""
+        return len(self._tasks)
+
+    @property
+    def limit(self) -> int:
+        """Rollouts that may run at once."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, value: int) -> None:
+        if value != self._limit:
+            self._limit = value
+            self._changed.set()
+
+    async def run(self, is_finished: Callable[[], bool]) -> None:
+        """Start rollouts until `is_finished` or the source is exhausted, and the last one has ended.
+
+        Raises:
+            StorageError: a finished group could not be stored.
+        """
+        while not self._closing and self._fatal is None and (self._tasks or not self._is_over(is_finished)):
+            if self._is_full() or self._is_over(is_finished):
+                await self._wait_for_change()
+                continue
+            work = await self._next_work()
+            if work is None:
+                await self._wait_for_change(IDLE_S)
+            elif not self._closing:
+                self._start(work)
+
+        if self._fatal is not None:
+            raise self._fatal
+
+    async def close(self, timeout_s: float) -> int:
+        """Start nothing more, cancel what is being rolled out, wait for what is being stored.
+
+        Returns how many rollouts were cancelled; after `timeout_s` also those being stored are.
+        """
+        self._closing = True
+        self._changed.set()
+        rolling = [task for task, work in self._works.items() if not work.is_rolled_out]
+        for task in rolling:
+            task.cancel()
+        running = list(self._works)
+        if running:
+            _, late = await asyncio.wait(running, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+        return len(rolling)
+
+    def expire(self, timeout_s: float, *, outage_s: float) -> None:
+        """Kill rollouts that take longer than `timeout_s` (0 or less: no limit), those being stored excepted.
+
+        `outage_s` more seconds passed with the engine down; they do not count.
+        """
+        now = time.time()
+        for task, work in self._works.items():
+            work.waited_s += outage_s
+            took_s = now - work.started_at - work.waited_s
+            if timeout_s > 0 and took_s > timeout_s and not work.is_rolled_out:
+                task.cancel(f"the rollout took longer than env.worker_timeout ({timeout_s:.0f} s)")
+
+    def _is_over(self, is_finished: Callable[[], bool]) -> bool:
+        return is_finished() or self._source.is_exhausted
+
+    def _is_full(self) -> bool:
+        return len(self._tasks) >= self._limit or not self._may_start(len(self._tasks))
+
+    async def _next_work(self) -> Work | None:
+        try:
+            return await self._source.next()
+        except Exception as error:
+            self._failed(Work(item=None, key="(none)", task="(items)", tries=MAX_TRIES), error)
+            return None
+
+    async def _wait_for_change(self, timeout_s: float | None = None) -> None:
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass  # time to look again
+
+    def _start(self, work: Work) -> None:
+        work.started_at, work.waited_s, work.is_rolled_out = time.time(), 0.0, False
+        work.backlog = []
+        task = asyncio.create_task(self._run(work), name=f"rollout {work.key}")
+        self._running_items[work.uuid] = {"item": work.item, "worker": task, "start_time": work.started_at}
+        self._tasks.add(task)
+        self._works[task] = work
+        task.add_done_callback(lambda done: self._ended(work, done))
+
+    def _ended(self, work: Work, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._works.pop(task, None)
+        self._running_items.pop(work.uuid, None)
+        self._changed.set()
+
+    async def _run(self, work: Work) -> None:
+        current_work.set(work)
+        try:
+            with tracing() as trace:
+                work.trace = trace
+                await self._roll_out(work.uuid)
+        except asyncio.CancelledError as cancelled:
+            if self._closing:
+                raise
+            self._failed(work, KilledFault(str(cancelled) or "the rollout was cancelled"))
+        except StorageError as error:
+            self._fatal = error
+        except Exception as error:
+            self._failed(work, error)
+        else:
+            self._health.succeeded(work.task)
+
+    def _failed(self, work: Work, error: BaseException) -> None:
+        kind, reason = failure_class(error), describe_error(error)
+        work.tries += 1
+        is_final = kind not in RETRIED_CLASSES or work.tries >= MAX_TRIES
+        self._failures.add(work, error, is_final=is_final)
+        logger.warning("rollout failed: class=%s task=%s item=%s error=%s", kind, work.task, work.key, reason)
+        logger.debug("traceback of item %s", work.key, exc_info=error)
+        if not is_final:
+            self._source.put_back(work)
+        elif self._health.failed(work.task, kind, reason):
+            logger.error("task set aside: task=%s reason=%s", work.task, self._health.set_aside[work.task])

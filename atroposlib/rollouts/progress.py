@@ -1,0 +1,178 @@
+"""How far a run is: counted over all its processes, written to a small JSON file, summed up in one line.
+
+The file is replaced atomically at most once a second, and at the end; other programs (`atropos status`, `datagen`)
+read it.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from atroposlib.paths import write_text_atomic
+from atroposlib.rollouts.failures import FailureLog, TaskHealth
+from atroposlib.rollouts.ledger import TaskCount, Totals
+
+logger = logging.getLogger(__name__)
+
+State = Literal["starting", "waiting", "running", "parked", "done", "stopped", "failed"]
+
+RATE_WINDOW_S = 60.0
+
+
+@dataclass(slots=True)
+class Progress:
+    """The state of one run. Plain data, except for `write`."""
+
+    path: Path | None  # None: nothing is written
+    env: str
+    mode: str
+    groups_total: int | None
+    totals: Totals
+    failures: FailureLog
+    health: TaskHealth
+    rollouts: list[Path] = field(default_factory=list)
+    html: list[Path] = field(default_factory=list)
+    state: State = "starting"
+    last_error: str | None = None
+    in_flight: int = 0
+    rejected: int = 0  # groups of no use (wrong size, equal scores), this process only
+    started_at: float = field(default_factory=time.time)
+    _waits: dict[str, str] = field(default_factory=dict)  # by counterpart: "engine", "disk", "api"
+    _samples: deque[tuple[float, int, int, int]] = field(
+        default_factory=deque
+    )  # monotonic s, groups, responses, tokens
+
+    def wait_for(self, kind: str, what: str | None) -> None:
+        """Note that the run waits for something (`kind` names the counterpart); None: not any more."""
+        if what and self._waits.get(kind) != what:
+            logger.warning("waiting for %s", what)
+        if what:
+            self._waits[kind] = what
+        elif self._waits.pop(kind, None):
+            logger.info("going on: the %s is back", kind)
+        if self.state in ("running", "parked"):
+            self.state = "parked" if self._waits else "running"
+
+    @property
+    def waiting_for(self) -> str | None:
+        """What the run waits for, or None."""
+        return "; ".join(self._waits.values()) or None
+
+    def failure_counts(self) -> dict[str, int]:
+        """Failures by class; a length stop counts per response."""
+        counts = dict(self.failures.counts)
+        return {**counts, "length": self.totals.length_stops} if self.totals.length_stops else counts
+
+    def snapshot(self) -> dict[str, Any]:
+        """What stands in the progress file."""
+        tasks = {
+            name: self.totals.tasks.get(name, TaskCount()) for name in {*self.totals.tasks, *self.health.set_aside}
+        }
+        return {
+            "schema_version": 1,
+            "env": self.env,
+            "mode": self.mode,
+            "pid": os.getpid(),
+            "state": self.state,
+            "waiting_for": self.waiting_for,
+            "groups_done": self.totals.groups,
+            "groups_total": self.groups_total,
+            "responses": self.totals.responses,
+            "accepted": self.totals.accepted,
+            "prompt_tokens": self.totals.prompt_tokens,
+            "completion_tokens": self.totals.completion_tokens,
+            "in_flight": self.in_flight,
+            "rejected": self.rejected,
+            "started_at": self.started_at,
+            "updated_at": time.time(),
+            "failures": self.failure_counts(),
+            "tasks": {
+                name: {
+                    "groups": count.groups,
+                    "responses": count.responses,
+                    "accepted": count.accepted,
+                    "set_aside": self.health.set_aside.get(name),
+                }
+                for name, count in sorted(tasks.items())
+            },
+            "outputs": {
+                "rollouts": [str(path) for path in self.rollouts],
+                "failures": str(self.failures.path) if self.failures.path and self.failures.counts else None,
+                "html": [str(path) for path in self.html],
+            },
+            "last_error": self.last_error,
+        }
+
+    def write(self) -> None:
+        """Replace the progress file; a full disk only costs the update."""
+        if self.path is None:
+            return
+        try:
+            write_text_atomic(self.path, orjson.dumps(self.snapshot(), option=orjson.OPT_INDENT_2).decode())
+        except OSError as error:
+            logger.warning("progress not written: file=%s error=%s", self.path, error)
+
+    def sample(self) -> None:
+        """Remember the counts now, for the rates of the last minute."""
+        now = time.monotonic()
+        self._samples.append((now, self.totals.groups, self.totals.responses, self.totals.completion_tokens))
+        while now - self._samples[0][0] > RATE_WINDOW_S:
+            self._samples.popleft()
+
+    def rates(self) -> tuple[float, float, float]:
+        """Groups, responses and completion tokens per second over the last minute."""
+        if len(self._samples) < 2 or self._samples[-1][0] <= self._samples[0][0]:
+            return 0.0, 0.0, 0.0
+        first, last = self._samples[0], self._samples[-1]
+        seconds = last[0] - first[0]
+        return (last[1] - first[1]) / seconds, (last[2] - first[2]) / seconds, (last[3] - first[3]) / seconds
+
+    def eta_s(self) -> float | None:
+        """Seconds until the last group at the rate of the last minute; None when unknown."""
+        groups_s = self.rates()[0]
+        if self.groups_total is None or groups_s <= 0:
+            return None
+        return max(0, self.groups_total - self.totals.groups) / groups_s
+
+    def line(self) -> str:
+        """The run in one line."""
+        _, responses_s, tokens_s = self.rates()
+        total = f"/{self.groups_total}" if self.groups_total is not None else ""
+        parts = [
+            f"groups {self.totals.groups}{total}",
+            f"{responses_s:.1f} responses/s",
+            f"{tokens_s:.0f} tokens/s",
+            f"accepted {self.totals.accepted}/{self.totals.responses}",
+            f"in flight {self.in_flight}",
+        ]
+        if (eta := self.eta_s()) is not None:
+            parts.append(f"ETA {duration(eta)}")
+        if counts := self.failure_counts():
+            parts.append("failures " + " ".join(f"{kind}={n}" for kind, n in sorted(counts.items())))
+        if self.rejected:
+            parts.append(f"rejected {self.rejected}")
+        if self.waiting_for:
+            parts.append(f"waiting for {self.waiting_for}")
+        return " | ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`seconds` as people say it.
+
+    >>> duration(59), duration(3661), duration(266400)
+    ('59s', '1h01m', '3d02h')
+    """
+    minutes, whole = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{whole:02d}s" if minutes else f"{whole}s"

@@ -1,0 +1,235 @@
+"""One process's share of a run: its files, source, pool and progress, and an orderly end.
+
+`Run.supervise` ends in one of three ways: the work is done, a signal asked to stop (everything finished is on disk
+within two seconds), or an error that the caller shows.
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atroposlib.errors import AtroposError
+from atroposlib.paths import write_text_atomic
+from atroposlib.rollouts.display import ProgressDisplay
+from atroposlib.rollouts.environment import Environment
+from atroposlib.rollouts.failures import FailureLog, TaskHealth, describe_error
+from atroposlib.rollouts.files import RolloutFiles
+from atroposlib.rollouts.locations import RunFiles, choose_run
+from atroposlib.rollouts.pool import RolloutPool
+from atroposlib.rollouts.progress import Progress
+from atroposlib.rollouts.reports import Reports, html_twin
+from atroposlib.rollouts.sink import Sender, Sink
+from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+SYNC_EVERY_S = 1.0
+STOP_TIMEOUT_S = 1.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+EXIT_DONE, EXIT_WORK_REMAINS = 0, 75
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended without an error."""
+
+    exit_code: int
+    groups: int
+    groups_total: int | None
+
+
+class Run:
+    """Everything one running environment shares; `BaseEnv` reaches its sink through it. Made inside a running loop."""
+
+    def __init__(
+        self, env: Environment, *, mode: str, total: int | None, files: RunFiles | None, sender: Sender | None
+    ) -> None:
+        """Lock and read the run's files.
+
+        Args:
+            total: stop at exactly so many groups; None: no such limit.
+            files: where rollout files go; None: none are written.
+            sender: takes groups for the trajectory API; None: they only go to files.
+        """
+        config, label = env.config, env.label
+        self._env = env
+        self.direct_items: Counter[str] = Counter()  # items stored without having been drawn, for their keys
+        self.files = (
+            RolloutFiles(
+                choose_run(files, fresh=env.fresh),
+                groups_per_shard=config.groups_per_shard,
+                accept_score=config.accept_score,
+                sends=sender is not None,
+            )
+            if files
+            else None
+        )
+        where = self.files.files if self.files else None
+        run = where.run if where else config.run_name
+        if where and env.settings_text:
+            write_text_atomic(where.beside("config.yaml"), env.settings_text)
+        self.failures = FailureLog(where.failures if where else None, env=label, run=run)
+        self.health = TaskHealth(config.task_failure_limit, run_limit=3 * max(config.task_failure_limit, 10))
+        self.sink = Sink(
+            env=label, run=run, files=self.files, sender=sender, total=total, accept_score=config.accept_score
+        )
+        self.source = self._make_source(ends=mode == "process")
+        self.pool = RolloutPool(
+            self.source,
+            env.handle_env,
+            may_start=self.sink.may_start,
+            failures=self.failures,
+            health=self.health,
+            tasks=env.workers,
+            running_items=env.running_items,
+        )
+        self.progress = Progress(
+            path=where.progress_path if where else None,
+            env=label,
+            mode=mode,
+            groups_total=total,
+            totals=self.sink.totals,
+            failures=self.failures,
+            health=self.health,
+        )
+        self.reports = Reports(env.write_html, compress=config.compress_rollouts and not (where and where.single))
+        self._display = ProgressDisplay(self.progress)
+        self._stop_requested = asyncio.Event()
+        if self.files:
+            loop = asyncio.get_running_loop()
+            self.files.on_wait = lambda what: self.progress.wait_for("disk", what)
+            self.files.on_shard_complete = lambda path: _later(loop, self.reports.add, path)
+
+    async def supervise(self, work: Coroutine[Any, Any, None]) -> Outcome:
+        """Run `work` to its end with progress, deadlines and signals looked after; always closes the run.
+
+        Raises:
+            AtroposError: nothing works any more; the message says what failed.
+            Whatever `work` raises.
+        """
+        self._catch_signals()
+        self._display.start()
+        main, watch = asyncio.create_task(work), asyncio.create_task(self._watch())
+        stop = asyncio.create_task(self._stop_requested.wait())
+        try:
+            await asyncio.wait({main, watch, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not stop.done():
+                (main if main.done() else watch).result()
+                self._complain_if_short()
+            self.progress.state = "stopped" if stop.done() else "done"
+        except BaseException as error:
+            self.progress.state, self.progress.last_error = "failed", describe_error(error)
+            raise
+        finally:
+            await self._close([main, watch, stop])
+        total, groups = self.progress.groups_total, self.progress.totals.groups
+        remains = self.progress.state == "stopped" and total is not None and groups < total
+        return Outcome(EXIT_WORK_REMAINS if remains else EXIT_DONE, groups, total)
+
+    def mark_running(self) -> None:
+        """Set-up is over, rollouts begin."""
+        self.progress.state = "running"
+
+    async def report(self) -> None:
+        """Make the HTML twins that are still missing."""
+        await self.reports.finish(self.files.files.shards().values() if self.files else ())
+
+    def _make_source(self, *, ends: bool) -> ItemSource:
+        env, done = self._env, self.files.ledger.done if self.files else set[str]()
+        if self.files:
+            env.backlog.extend(self.files.ledger.backlog)
+        indexed = self.files is not None and env.has_get_item
+        return ItemSource(
+            IndexedDraw(env.get_item, done) if indexed else StreamDraw(env.get_next_item),
+            is_done=done.__contains__,
+            task_of=env.item_task,
+            is_set_aside=self.health.set_aside.__contains__,
+            backlog=lambda: env.backlog,
+            ends=ends or indexed,
+        )
+
+    async def _watch(self) -> None:
+        """Everything that happens by the clock; ends only with an error."""
+        previous = synced_at = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            engine_down = self._env.engine_down()
+            self.progress.wait_for("engine", engine_down)
+            self.pool.expire(self._env.config.worker_timeout, outage_s=now - previous if engine_down else 0.0)
+            previous = now
+            if self.health.nothing_works:
+                raise AtroposError(f"{self.health.summary()}; {self._where_to_look()}")
+            if now - synced_at >= SYNC_EVERY_S:
+                synced_at = now
+                await self._save()
+
+    async def _save(self) -> None:
+        self.progress.in_flight = self.pool.in_flight
+        self.progress.rollouts = list(self.files.files.shards().values()) if self.files else []
+        self.progress.sample()
+        self._display.update()
+        await asyncio.to_thread(self.progress.write)
+        if self.files:
+            await self.files.sync()
+
+    def _complain_if_short(self) -> None:
+        """The source ran dry before the asked number of groups: an error only when every task was set aside."""
+        total, groups = self.progress.groups_total, self.progress.totals.groups
+        if total is None or groups >= total:
+            return
+        if self.health.all_set_aside:
+            raise AtroposError(f"{self.health.summary()}; {groups} of {total} groups are done; {self._where_to_look()}")
+        logger.warning("no more items: groups=%d asked=%d", groups, total)
+
+    def _where_to_look(self) -> str:
+        return f"tracebacks are in {self.failures.path}" if self.failures.path else "see the log above"
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            try:
+                loop.add_signal_handler(number, self._stop, number)
+            except (RuntimeError, ValueError):  # not the main thread: whoever runs us handles signals
+                return
+
+    def _stop(self, number: signal.Signals) -> None:
+        """The first signal asks for an orderly stop, the second one has its ordinary effect."""
+        logger.warning("stopping: signal=%s; what is finished is kept", number.name)
+        self._stop_requested.set()
+        self._release_signals()
+
+    def _release_signals(self) -> None:
+        for number in STOP_SIGNALS:
+            try:
+                asyncio.get_running_loop().remove_signal_handler(number)
+            except (RuntimeError, ValueError):
+                return
+
+    async def _close(self, tasks: list[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            task.cancel()
+        cancelled = await self.pool.close(STOP_TIMEOUT_S)
+        await asyncio.wait(tasks, timeout=STOP_TIMEOUT_S)
+        if cancelled:
+            logger.info("unfinished rollouts given up: %d", cancelled)
+        self._release_signals()
+        if self.files:
+            self.files.close()
+            self.progress.rollouts = list(self.files.files.shards().values())
+            self.progress.html = [twin for path in self.progress.rollouts if (twin := html_twin(path)).exists()]
+        self.progress.in_flight = 0
+        self.progress.write()
+        self._display.stop()
+
+
+def _later(loop: asyncio.AbstractEventLoop, call: Callable[[Path], None], path: Path) -> None:
+    loop.call_soon_threadsafe(call, path)

@@ -1,0 +1,74 @@
+"""`serve`: roll out groups for a trainer through the trajectory API, at the pace the trainer needs them.
+
+Under back-pressure and during evaluations no new rollout starts; those that run are finished and sent. The run ends
+when the trainer's steps are served, when `total_groups` groups are stored and acknowledged, or when the items end.
+"""
+
+import asyncio
+import logging
+
+from atroposlib.rollouts.environment import ServingEnvironment
+from atroposlib.rollouts.run import Outcome, Run
+
+logger = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 0.1
+
+
+async def run_serve(env: ServingEnvironment) -> Outcome:
+    """Run until done; the same call after any interruption goes on.
+
+    Raises:
+        LaunchError: another process writes this run.
+        ApiError: the API refuses this environment.
+        AtroposError: nothing works any more.
+    """
+    run = Run(env, mode="serve", total=env.config.total_groups, files=env.run_files(), sender=env.api)
+    env.attach(run)
+    try:
+        return await run.supervise(_work(env, run))
+    finally:
+        await env.api.close()
+
+
+async def _work(env: ServingEnvironment, run: Run) -> None:
+    if run.sink.is_full and not run.sink.unsent:
+        logger.info("already complete: groups=%d", run.sink.totals.groups)
+        await run.report()
+        return
+    await env.setup()
+    run.progress.wait_for("api", f"a trainer at the trajectory API {env.config.rollout_server_url}")
+    await env.setup_wandb()
+    await env.register_env()
+    await env.get_server_info()
+    run.progress.wait_for("api", None)
+    resent = await run.sink.resend()
+    if resent:
+        logger.info("sent again what was not acknowledged: groups=%d", resent)
+    run.mark_running()
+    await _roll_out(env, run)
+    await env.disconnect()
+    await run.report()
+
+
+async def _roll_out(env: ServingEnvironment, run: Run) -> None:
+    rolling = asyncio.create_task(run.pool.run(lambda: run.sink.is_full))
+    pacing = asyncio.create_task(_pace(env))
+    try:
+        await asyncio.wait({rolling, pacing}, return_when=asyncio.FIRST_COMPLETED)
+        (rolling if rolling.done() else pacing).result()
+    finally:
+        rolling.cancel()
+        pacing.cancel()
+        await asyncio.wait({rolling, pacing})
+
+
+async def _pace(env: ServingEnvironment) -> None:
+    """Follow the trainer until it has all it wants."""
+    while True:
+        await env.get_status()
+        await env.env_step_checks()
+        if env.is_served():
+            return
+        await env.add_train_workers()
+        await asyncio.sleep(STATUS_EVERY_S)

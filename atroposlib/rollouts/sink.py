@@ -1,0 +1,145 @@
+"""Where finished groups go: the rollout files first, then the trajectory API.
+
+A group counts once its line is in the file. It stays "unacknowledged" until the API has it, also over restarts, and
+carries the same `group_id` every time it is sent, so that the API can store it once.
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from atroposlib.errors import ApiError, EnvironmentFault
+from atroposlib.rollouts.files import RolloutFiles
+from atroposlib.rollouts.groups import to_record
+from atroposlib.rollouts.ledger import Totals, describe
+from atroposlib.rollouts.pool import StorageError
+from atroposlib.rollouts.work import Work
+
+logger = logging.getLogger(__name__)
+
+RESEND_GROUPS = 16
+"""Groups per request when groups of an earlier process are sent again."""
+
+
+class Sender(Protocol):
+    """The part of `atroposlib.api.client.EnvClient` that takes groups."""
+
+    async def submit(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Return when the API acknowledged the groups; retried inside. ApiError: they are refused for good."""
+        ...
+
+
+class Sink:
+    """Stores and sends the groups of one run, at most `total` of them."""
+
+    def __init__(
+        self,
+        *,
+        env: str,
+        run: str,
+        files: RolloutFiles | None,
+        sender: Sender | None,
+        total: int | None,
+        accept_score: float,
+    ) -> None:
+        self._env, self._run = env, run
+        self._files = files
+        self._sender = sender
+        self._total = total
+        self._accept_score = accept_score
+        self._run_id = files.run_id if files else os.urandom(4).hex()
+        self.totals = files.ledger.totals if files else Totals()
+        self._taken = self.totals.groups  # stored, or being stored
+
+    def may_start(self, in_flight: int) -> bool:
+        """Would one more rollout still find room if each in flight gives one group?"""
+        return self._total is None or self.totals.groups + in_flight < self._total
+
+    @property
+    def is_full(self) -> bool:
+        """The asked number of groups is stored."""
+        return self._total is not None and self.totals.groups >= self._total
+
+    @property
+    def unsent(self) -> int:
+        """Groups of an earlier process that the API did not acknowledge."""
+        return len(self._files.ledger.unacknowledged) if self._files else 0
+
+    async def store(self, groups: Sequence[Mapping[str, Any]], work: Work, *, send: Sequence[bool]) -> int:
+        """Store the groups of one item and send those for which `send` is true; how many were stored.
+
+        Raises:
+            StorageError: the rollout file cannot be written.
+            EnvironmentFault: the API refuses a group.
+        """
+        wanted = self._missing_parts(len(groups), work)
+        records = [
+            to_record(
+                groups[part],
+                work,
+                env=self._env,
+                run=self._run,
+                group_id=f"{self._env}/{self._run}/{self._run_id}/{work.key}/{part}",
+                part=part,
+                parts=len(groups),
+            )
+            for part in wanted
+        ]
+        if not records:
+            return 0
+        self._taken += len(records)
+        await self._write(records)
+        if self._files and not all(send[part] for part in wanted):
+            self._files.acknowledge([r["group_id"] for part, r in zip(wanted, records, strict=True) if not send[part]])
+        await self._send([_for_api(groups[p], r) for p, r in zip(wanted, records, strict=True) if send[p]])
+        return len(records)
+
+    async def reject(self, work: Work) -> None:
+        """The item is done without a usable group."""
+        if self._files:
+            await self._files.reject(work.key)
+
+    async def resend(self) -> int:
+        """Send what an earlier process stored and the API did not acknowledge; how many groups."""
+        if self._files is None or self._sender is None:
+            return 0
+        waiting = list(self._files.ledger.unacknowledged.values())
+        for start in range(0, len(waiting), RESEND_GROUPS):
+            await self._send([self._files.read_group(entry) for entry in waiting[start : start + RESEND_GROUPS]])
+        return len(waiting)
+
+    def _missing_parts(self, parts: int, work: Work) -> list[int]:
+        present = self._files.ledger.parts.get(work.key, set()) if self._files else set()
+        missing = [part for part in range(parts) if part not in present]
+        return missing if self._total is None else missing[: max(0, self._total - self._taken)]
+
+    async def _write(self, records: Sequence[dict[str, Any]]) -> None:
+        if self._files is None:
+            for record in records:
+                self.totals.add(describe(record, self._accept_score))
+            return
+        try:
+            await self._files.append(records)
+        except OSError as error:
+            raise StorageError(
+                f"{self._files.files.folder} cannot be written: {error.strerror or error}; the run stops, and the same "
+                "command goes on when there is space"
+            ) from error
+
+    async def _send(self, groups: Sequence[dict[str, Any]]) -> None:
+        if not groups or self._sender is None:
+            return
+        refused: ApiError | None = None
+        try:
+            await self._sender.submit(groups)
+        except ApiError as error:
+            refused = error
+        if self._files:
+            self._files.acknowledge([group["group_id"] for group in groups])
+        if refused:
+            raise EnvironmentFault(f"the trajectory API refuses a group: {refused}") from refused
+
+
+def _for_api(group: Mapping[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    return {**group, "group_id": record["group_id"], "task": record["task"]}

@@ -1,0 +1,139 @@
+"""Where items come from: failed engines' items first, then the environment's backlog, then its own items.
+
+Every item has a key that is the same after a restart: its index in decimal when the environment has `get_item`, else
+a hash of its content and how often that content came before. Items whose key is done are skipped.
+"""
+
+import asyncio
+import hashlib
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Container
+from typing import Protocol
+
+import orjson
+
+from atroposlib.rollouts.work import Work
+from atroposlib.type_definitions import Item
+
+MAX_SET_ASIDE_IN_A_ROW = 1000
+"""Items of set-aside tasks drawn one after the other before the source counts as exhausted."""
+
+
+class Draw(Protocol):
+    """How an environment gives items."""
+
+    async def __call__(self) -> tuple[str, Item] | None:
+        """Key and item of the next one; None: nothing now."""
+        ...
+
+
+class ItemSource:
+    """Gives the pool one piece of work after the other. Only the pool's filler calls `next`, one call at a time."""
+
+    def __init__(
+        self,
+        draw: Draw,
+        *,
+        is_done: Callable[[str], bool],
+        task_of: Callable[[Item], str],
+        is_set_aside: Callable[[str], bool],
+        backlog: Callable[[], list[Item]],
+        ends: bool,
+    ) -> None:
+        """
+        Args:
+            draw: the environment's items.
+            is_done: by key; such items are skipped.
+            task_of: an item's task.
+            is_set_aside: by task; items of such tasks are skipped.
+            backlog: the environment's list of items to roll out before drawing new ones; emptied from the front.
+            ends: a None of `draw` means that there will be no more items.
+        """
+        self._draw = draw
+        self._is_done = is_done
+        self._task_of = task_of
+        self._is_set_aside = is_set_aside
+        self._backlog = backlog
+        self._ends = ends
+        self._again: deque[Work] = deque()
+        self._seen: Counter[str] = Counter()
+        self.drawn_out = False  # `draw` will give nothing more
+
+    def put_back(self, work: Work) -> None:
+        """Roll this out again, before anything else."""
+        self._again.append(work)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Nothing is left now, and nothing will come unless a running rollout adds to the backlog."""
+        return self.drawn_out and not self._again and not self._backlog()
+
+    async def next(self) -> Work | None:
+        """The next work, or None while there is none."""
+        if self._again:
+            return self._again.popleft()
+        set_aside = skipped = 0
+        while set_aside < MAX_SET_ASIDE_IN_A_ROW:
+            drawn = await self._take()
+            if drawn is None:
+                return None
+            key, item = drawn
+            task = self._task_of(item)
+            if not self._is_done(key):
+                if not self._is_set_aside(task):
+                    return Work(item=item, key=key, task=task)
+                set_aside += 1
+            skipped += 1
+            if skipped % 100 == 0:
+                await asyncio.sleep(0)  # thousands of done items must not block the loop
+        self.drawn_out = True
+        return None
+
+    async def _take(self) -> tuple[str, Item] | None:
+        waiting = self._backlog()
+        if waiting:
+            item = waiting.pop(0)
+            return f"b{content_key(item, self._seen)}", item
+        if self.drawn_out:
+            return None
+        drawn = await self._draw()
+        if drawn is None:
+            self.drawn_out = self._ends
+        return drawn
+
+
+class IndexedDraw:
+    """Items by index, from 0; the index is the key. Indices that are done are not even asked for."""
+
+    def __init__(self, get_item: Callable[[int], Awaitable[Item | None]], done: Container[str]) -> None:
+        self._get_item = get_item
+        self._done = done
+        self._index = 0
+
+    async def __call__(self) -> tuple[str, Item] | None:
+        while str(self._index) in self._done:
+            self._index += 1
+        index, self._index = self._index, self._index + 1  # an index whose item cannot be made is not asked again
+        item = await self._get_item(index)
+        return None if item is None else (str(index), item)
+
+
+class StreamDraw:
+    """Items in whatever order `get_next_item` gives them; keyed by content and occurrence."""
+
+    def __init__(self, get_next_item: Callable[[], Awaitable[Item | None]]) -> None:
+        self._get_next_item = get_next_item
+        self._seen: Counter[str] = Counter()
+
+    async def __call__(self) -> tuple[str, Item] | None:
+        item = await self._get_next_item()
+        return None if item is None else (content_key(item, self._seen), item)
+
+
+def content_key(item: Item, seen: Counter[str]) -> str:
+    """`<hash>.<occurrence>`: equal items get 0, 1, 2, ... in the order in which they come; counted in `seen`."""
+    text = orjson.dumps(item, default=repr, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    digest = hashlib.blake2b(text, digest_size=8).hexdigest()
+    occurrence = seen[digest]
+    seen[digest] += 1
+    return f"{digest}.{occurrence}"

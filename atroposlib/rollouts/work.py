@@ -1,0 +1,29 @@
+"""One item on its way through the runtime, and which one the running code belongs to."""
+
+import time
+import uuid
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from atroposlib.rollouts.trace import RolloutTrace
+from atroposlib.type_definitions import Item
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """An item to roll out: made by the source, carried through the pool, named in every line it becomes."""
+
+    item: Item
+    key: str  # unique in a run, the same after a restart
+    task: str
+    uuid: str = field(default_factory=lambda: str(uuid.uuid4()))
+    tries: int = 0  # failed tries so far
+    started_at: float = field(default_factory=time.time)  # seconds since the epoch, of the current try
+    waited_s: float = 0.0  # of that try, spent waiting for an engine that was down
+    is_rolled_out: bool = False  # generated and scored; what is left is checking and storing
+    trace: RolloutTrace = field(default_factory=RolloutTrace)
+    backlog: list[Item] = field(default_factory=list)  # items this rollout asked for
+
+
+current_work: ContextVar[Work | None] = ContextVar("current_work", default=None)
+"""The work of the running rollout; None outside of one."""

@@ -1,0 +1,187 @@
+"""Command-line flags for pydantic settings: `--env.group_size 8`, `--env.group_size=8`, lists, dicts, None.
+
+Values are text until the field they belong to is known; `parse_value` then reads them as that field would.
+"""
+
+import difflib
+import sys
+import textwrap
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
+from pydantic.fields import FieldInfo
+
+from atroposlib.errors import ConfigError
+
+
+def split_flags(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Flags with their texts, and what stands before the first flag.
+
+    A flag's values go up to the next `--`; negative numbers are values. A repeated flag collects its values.
+
+    >>> split_flags(["serve", "--env.max_num_workers", "-1", "--slurm=false", "--fresh"])
+    ({'env.max_num_workers': ['-1'], 'slurm': ['false'], 'fresh': []}, ['serve'])
+    """
+    flags: dict[str, list[str]] = {}
+    positional: list[str] = []
+    values = positional
+    for argument in arguments:
+        if argument.startswith("--") and len(argument) > 2:
+            name, equals, value = argument[2:].partition("=")
+            values = flags.setdefault(name, [])
+            if equals:
+                values.append(value)
+        else:
+            values.append(argument)
+    return flags, positional
+
+
+def get_double_dash_flags() -> dict[str, Any]:
+    """This process's flags, untyped: text, None for `None`, True for a bare flag, a list for several values."""
+    flags, _ = split_flags(sys.argv[1:])
+    return {name: _untyped(texts) for name, texts in flags.items()}
+
+
+def parse_value(texts: Sequence[str], annotation: Any, *, flag: str) -> Any:
+    """The value of one flag, read as its field would: text where text is allowed, else YAML.
+
+    Raises:
+        ConfigError: no value for a flag that needs one, or a value of the wrong kind.
+    """
+    if not texts:
+        if _allows(annotation, bool):
+            return True
+        raise ConfigError(f"--{flag} needs a value ({type_name(annotation)}), as in --{flag} VALUE")
+    if len(texts) > 1 or (_allows(annotation, list) and not texts[0].startswith("[")):
+        if not _allows(annotation, list) and not _allows(annotation, tuple):
+            raise ConfigError(f"--{flag} was given {len(texts)} values {list(texts)}; it takes one")
+        if list(texts) == ["None"]:
+            return None
+        return [_read(text, annotation=None) for text in texts]
+    value = _read(texts[0], annotation)
+    try:
+        TypeAdapter(annotation).validate_python(value)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise ConfigError(f"--{flag} is {texts[0]!r}, which is not {type_name(annotation)}: {problem}") from None
+    return value
+
+
+def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
+    """One dict; later ones win, nested dicts are merged in the same way."""
+    merged: dict[str, Any] = {}
+    for each in dicts:
+        for key, value in each.items():
+            if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+                merged[key] = merge_dicts(merged[key], value)
+            else:
+                merged[key] = value
+    return merged
+
+
+def extract_namespace(source: BaseModel | Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The entries whose name starts with `prefix`, without it.
+
+    >>> extract_namespace({"env.group_size": 8, "slurm": False}, "env.")
+    {'group_size': 8}
+    """
+    items = source.model_dump() if isinstance(source, BaseModel) else source
+    return {key.removeprefix(prefix): value for key, value in items.items() if key.startswith(prefix)}
+
+
+def get_prefixed_pydantic_model(model: type[BaseModel], prefix: str) -> type[BaseModel]:
+    """A model with the fields of `model`, each named `<prefix><field>`."""
+    fields: dict[str, Any] = {
+        f"{prefix}{name}": (field.annotation, field) for name, field in model.model_fields.items()
+    }
+    return create_model(f"{model.__name__}Prefixed", **fields)
+
+
+def adjust_model_defaults(model: type[BaseModel], defaults: BaseModel | Mapping[str, Any]) -> type[BaseModel]:
+    """A subclass `<Name>WithDefaults` of `model` with other default values."""
+    values = (
+        {name: getattr(defaults, name) for name in type(defaults).model_fields}
+        if isinstance(defaults, BaseModel)
+        else dict(defaults)
+    )
+    fields: dict[str, Any] = {
+        name: (field.annotation, FieldInfo.merge_field_infos(field, default=values[name]))
+        for name, field in model.model_fields.items()
+        if name in values
+    }
+    return create_model(f"{model.__name__}WithDefaults", __base__=model, **fields)
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], *, what: str) -> None:
+    """Raise a ConfigError for the first name that is not known, with the nearest one that is."""
+    names = list(known)
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(names))}"
+            raise ConfigError(f"unknown {what} {name!r}{hint}")
+
+
+def describe_fields(model: type[BaseModel], prefix: str, defaults: Mapping[str, Any]) -> str:
+    """Help text: every field as a flag with its type, meaning and default."""
+    lines: list[str] = []
+    for name, field in model.model_fields.items():
+        default = defaults.get(name, field.default)
+        shown = default.value if isinstance(default, Enum) else default
+        lines.append(f"  --{prefix}{name} {type_name(field.annotation)}")
+        text = f"{field.description or 'no description'} (default: {'null' if shown is None else shown})"
+        lines.append(textwrap.fill(text, width=110, initial_indent=" " * 8, subsequent_indent=" " * 8))
+    return "\n".join(lines)
+
+
+def type_name(annotation: Any) -> str:
+    """How a user calls the type of a field.
+
+    >>> type_name(int | None)
+    'int or null'
+    """
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_name(part) for part in get_args(annotation))
+    if origin is Literal:
+        return " or ".join(str(value) for value in get_args(annotation))
+    if annotation is type(None):
+        return "null"
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return " or ".join(str(member.value) for member in annotation)
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def _untyped(texts: list[str]) -> Any:
+    if not texts:
+        return True
+    values = [None if text == "None" else text for text in texts]
+    return values[0] if len(values) == 1 else values
+
+
+def _read(text: str, annotation: Any) -> Any:
+    """`text` as YAML when the field takes that as it is, else the text itself."""
+    if text in ("None", "null"):
+        return None
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if annotation is None:
+        return value
+    try:
+        TypeAdapter(annotation).validate_python(value, strict=True)
+    except ValidationError:
+        return text if not isinstance(value, list | dict) else value
+    return value
+
+
+def _allows(annotation: Any, wanted: type) -> bool:
+    """Whether `wanted` is one of the types of the annotation."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return any(_allows(part, wanted) for part in get_args(annotation))
+    return annotation is wanted or get_origin(annotation) is wanted
