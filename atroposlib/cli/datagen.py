@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 
 from atroposlib.errors import AtroposError
 from atroposlib.launch.config import load_config
@@ -41,11 +40,6 @@ def datagen(
     problems: Annotated[int | None, typer.Option(min=1, help="Instead of `problems` in the file.")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Instead of `run_dir` in the file.")] = None,
 ) -> None:
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(message)s",
-        handlers=[RichHandler(console=Console(stderr=True), show_path=False, show_level=False)],
-    )
     try:
         settings = load_config(expand_path(config, what="CONFIG"), problems=problems, run_dir=run_dir)
         if check:
@@ -55,6 +49,7 @@ def datagen(
         if fresh and (kept := keep_earlier(Path(settings.run_dir))):
             print(f"earlier run kept as {kept}", file=sys.stderr)
         with Display() as display:
+            logging.basicConfig(level=logging.INFO, handlers=[display.log_handler()])
             status = run_datagen(settings, display)
     except AtroposError as error:
         print(f"atropos datagen: {error}", file=sys.stderr)

@@ -67,8 +67,9 @@ def run_datagen(config: DatagenConfig, on_progress: OnProgress) -> RunStatus:
             record.exports = [str(path) for path in export_all(config, model)]
             _save(record, run_dir, "done")
         except BaseException as error:
-            record.last_error = str(error) or type(error).__name__
-            _save(record, run_dir, "stopped" if isinstance(error, Stopped) else "failed")
+            stopped = isinstance(error, Stopped)
+            record.last_error = None if stopped else str(error) or type(error).__name__
+            _save(record, run_dir, "stopped" if stopped else "failed")
             raise
         return read_status(run_dir)
 

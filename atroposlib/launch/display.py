@@ -6,6 +6,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
+from rich.logging import RichHandler
 
 from atroposlib.launch.status import RunStatus, headline, render
 
@@ -31,6 +32,14 @@ class Display:
     ) -> None:
         if self._live is not None:
             self._live.__exit__(kind, error, trace)
+
+    def log_handler(self) -> logging.Handler:
+        """Log lines above the live table, or plain ones with the time."""
+        if self._live is not None:
+            return RichHandler(console=self._console, show_path=False, show_level=False)
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+        return handler
 
     def __call__(self, status: RunStatus) -> None:
         if self._live is not None:
