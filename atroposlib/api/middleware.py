@@ -29,6 +29,9 @@ App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 DISCARD_FACTOR = 16
 """A body over the limit is read to its end, up to this many times the limit, so that the client sees the answer."""
 
+BODY_KEY = "atropos.body"
+"""Where the hot routes find the body in the ASGI scope; Request.body() would copy it once more."""
+
 INFLATE_INLINE_BYTES = 1 << 16
 OPEN_PATHS = ("/health",)
 
@@ -107,6 +110,7 @@ class BodyReader:
         if answer is not None:
             await answer(scope, receive, send)
             return
+        scope[BODY_KEY] = body
         delivered = False
 
         async def receive_whole() -> Message:

@@ -11,8 +11,9 @@ The stored form is canonical: the 14 keys trainers rely on, in a fixed order, nu
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -23,6 +24,11 @@ MAX_NESTING = 64
 """How deep free-form fields (messages, images, parameters) may nest; recursive readers fail at about 1000."""
 
 MAX_TOKEN_ID = 2**31 - 1
+_CHUNK = 1 << 15
+_JOINED_BYTES = 1 << 12
+_HIGH_HALVES = np.uint64(0xF0F0F0F0F0F0F0F0)
+_DIGITS = np.uint64(0x3030303030303030)
+_SPACE = b" \t\r\n"
 _NULL = msgspec.Raw(b"null")
 _FLOAT_ROWS = ("advantages", "ref_logprobs", "inference_logprobs")
 _PER_SEQUENCE = (
@@ -33,6 +39,9 @@ _PER_SEQUENCE = (
     "distill_token_ids",
     "distill_logprobs",
 )
+
+
+Pieces: TypeAlias = Sequence[bytes | memoryview]
 
 
 class RawGroup(msgspec.Struct):
@@ -70,12 +79,13 @@ class Payload:
     """A valid group, ready to be stored.
 
     Attributes:
-        content: canonical JSON without its last member, `env_id`, and without the closing brace.
+        content: canonical JSON without its last member, `env_id`, and without the closing brace; in pieces that are
+            parts of the request's body, which so is never copied before it is written.
         sequences: G.
         longest: tokens of its longest sequence.
     """
 
-    content: bytes
+    content: Pieces
     env_id: int | None
     group_id: str | None
     sequences: int
@@ -83,7 +93,7 @@ class Payload:
 
     def json(self) -> bytes:
         """The group as trainers get it: one JSON object with exactly `GROUP_KEYS`."""
-        return self.content + env_id_suffix(self.env_id)
+        return b"".join(self.content) + env_id_suffix(self.env_id)
 
 
 def env_id_suffix(env_id: int | None) -> bytes:
@@ -130,10 +140,22 @@ def check_group(raw: RawGroup) -> Payload:
     _free_fields(raw, len(lengths))
     if raw.env_id is not None and raw.env_id < 0:
         raise GroupError(f"env_id is {raw.env_id}; expected the number that /register-env returned, 0 or above")
-    parts: list[bytes | msgspec.Raw] = []
+    return Payload(_content(raw, scores), raw.env_id, raw.group_id, len(lengths), max(lengths))
+
+
+def _content(raw: RawGroup, scores: bytes) -> Pieces:
+    """Keys and values in stored order; everything small is joined."""
+    pieces: list[bytes | memoryview] = []
+    small: list[bytes | msgspec.Raw] = []
     for name in GROUP_KEYS[:-1]:
-        parts += (_KEY_PREFIX[name], scores if name == "scores" else getattr(raw, name))
-    return Payload(b"".join(parts), raw.env_id, raw.group_id, len(lengths), max(lengths))
+        value = scores if name == "scores" else getattr(raw, name)
+        small.append(_KEY_PREFIX[name])
+        if len(memoryview(value)) > _JOINED_BYTES:
+            pieces += (b"".join(small), memoryview(value))
+            small = []
+        else:
+            small.append(value)
+    return [*pieces, b"".join(small)]
 
 
 def number_rows(raw: msgspec.Raw, field: str, *, integers: bool, lowest: int | None = None) -> list[int]:
@@ -151,45 +173,77 @@ def _quick_rows(text: bytes, *, integers: bool, signed: bool) -> list[int] | Non
     """Row lengths if `text`, valid JSON, is surely a matrix of good numbers; None when in doubt."""
     if any(mark in text for mark in (b'"', b"{", b"t", b"f", b"n")):  # strings, objects, true, false, null
         return None
-    if integers and (b"." in text or b"e" in text or b"E" in text):
-        return None
-    if not signed and b"-" in text:
+    if (integers and b"." in text) or (not signed and b"-" in text):
         return None
     codes = np.frombuffer(text, np.uint8)
-    if not integers:
-        exponents = np.flatnonzero((codes | 32) == ord("e"))
-        if not (codes[exponents + 1] == ord("-")).all():  # only negative exponents cannot overflow
-            return None
-    if _has_digit_run(codes, 10 if integers else 32):
+    if (b"e" in text or b"E" in text) and (integers or not _exponents_are_negative(codes)):
+        return None
+    if _has_ten_digits(codes) if integers else _has_many_digits(codes):
         return None
     return _row_lengths(text, codes)
 
 
 def _row_lengths(text: bytes, codes: np.ndarray) -> list[int] | None:
     """Numbers per row; None unless arrays nest exactly twice. `text` holds only arrays and numbers."""
-    pieces = text.split(b"]")
-    if len(pieces) < 3 or pieces[-1].strip() or pieces[-2].strip():
-        return None
-    lengths, position = [], 0
-    for i, piece in enumerate(pieces[:-2]):
-        opening = piece.rfind(b"[")
-        if piece[: opening + 1].translate(None, b" \t\r\n") != (b",[" if i else b"[["):
+    lengths, end = [], -1
+    opening = _skip_to(text, 0, b"[[")
+    while opening is not None:
+        end = text.find(b"]", opening)
+        inner = text.find(b"[", opening, end)
+        if inner >= 0:
             return None
-        end = position + len(piece)
-        commas = int(np.count_nonzero(codes[position + opening : end] == ord(",")))
-        lengths.append(commas + 1 if commas or piece[opening + 1 :].strip() else 0)
-        position = end + 1
-    return lengths
+        commas = int(np.count_nonzero(codes[opening:end] == ord(",")))
+        lengths.append(commas + 1 if commas or text[opening:end].strip() else 0)
+        opening = _skip_to(text, end + 1, b",[")
+    return lengths if lengths and text[end + 1 :].translate(None, _SPACE) == b"]" else None
 
 
-def _has_digit_run(codes: np.ndarray, length: int) -> bool:
-    """Whether `length` digits stand in a row: a number that long needs a closer look."""
-    run, covered = codes >= ord("0"), 1
-    while covered < length and run.size:
-        step = min(covered, length - covered)
-        run = run[:-step] & run[step:]
-        covered += step
-    return bool(run.any())
+def _skip_to(text: bytes, start: int, marks: bytes) -> int | None:
+    """Where the text goes on after `marks`, between which there may be white space; None when something else is there."""
+    position = text.find(b"[", start)
+    if len(marks) > 1 and marks[:1] == b"[":
+        position = text.find(b"[", position + 1)
+    found = text[start : position + 1] if position >= 0 else b""
+    return position + 1 if found.translate(None, _SPACE) == marks else None
+
+
+def _exponents_are_negative(codes: np.ndarray) -> bool:
+    """Whether every exponent has a minus: those can make a number 0, but not infinite."""
+    for chunk in _chunks(codes, overlap=1):
+        exponents = np.flatnonzero((chunk[:-1] | 32) == ord("e"))
+        if not (chunk[exponents + 1] == ord("-")).all():
+            return False
+    return True
+
+
+def _has_ten_digits(codes: np.ndarray) -> bool:
+    """Whether ten digits stand in a row: an integer that long may be out of range."""
+    for chunk in _chunks(codes, overlap=9):
+        pairs = chunk >= ord("0")
+        pairs = pairs[:-1] & pairs[1:]
+        fours = pairs[:-2] & pairs[2:]
+        eights = fours[:-4] & fours[4:]
+        if (eights[:-2] & pairs[8:]).any():
+            return True
+    return False
+
+
+def _has_many_digits(codes: np.ndarray) -> bool:
+    """True if 32 or more digits stand in a row, false if fewer than 24: a float that long may overflow.
+
+    Looks at words of eight characters; a digit is 0x30 to 0x39, and 0x3a to 0x3f do not occur among numbers.
+    """
+    for chunk in _chunks(codes[: codes.size // 8 * 8], overlap=24):
+        words = (chunk.view(np.uint64) & _HIGH_HALVES) == _DIGITS
+        if (words[:-2] & words[1:-1] & words[2:]).any():
+            return True
+    return False
+
+
+def _chunks(codes: np.ndarray, overlap: int) -> Iterator[np.ndarray]:
+    """Overlapping pieces: temporaries that fit in the cache cost a third of large ones, which are page faults."""
+    for start in range(0, codes.size, _CHUNK):
+        yield codes[start : start + _CHUNK + overlap]
 
 
 def _careful_rows(text: bytes, field: str, *, integers: bool, lowest: int | None) -> list[int]:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 
+from atroposlib.api.payload import Pieces
 from atroposlib.api.queue import Group, Place
 from atroposlib.api.store import GroupLost, NewGroup, StorageFull
 
@@ -85,14 +86,15 @@ class SegmentFiles:
         Raises:
             StorageFull: no room; nothing was written that counts.
         """
-        pieces, sizes = [], []
+        pieces: list[bytes | memoryview] = []
+        sizes: list[tuple[int, int]] = []  # of header with meta, of content
         for group in groups:
             meta = msgspec.json.encode(
                 Meta(group.number, group.env_id, group.sequences, group.buffered, group.group_id)
             )
-            header = _HEADER.pack(_MAGIC, len(meta), len(group.content), group.crc, zlib.crc32(meta))
-            pieces += (header, meta, group.content)
-            sizes.append((len(header) + len(meta), len(group.content)))
+            header = _HEADER.pack(_MAGIC, len(meta), group.length, group.crc, zlib.crc32(meta))
+            pieces += (header, meta, *group.content)
+            sizes.append((len(header) + len(meta), group.length))
         total = _aligned(sum(map(len, pieces)))
         try:
             segment = self._room_for(total)
@@ -202,7 +204,7 @@ class SegmentFiles:
         self._segments[number] = _Segment(path)
         return self._segments[number]
 
-    def _write(self, pieces: Sequence[bytes], offset: int) -> None:
+    def _write(self, pieces: Pieces, offset: int) -> None:
         """Copy pieces through the aligned buffer into the file, padded with zeros to a whole block."""
         buffer, filled = self._buffer, 0
         for piece in pieces:

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from atroposlib.api import schemas
 from atroposlib.api.batch_response import BatchResponse, json_response
 from atroposlib.api.delivery import Connections
-from atroposlib.api.middleware import BodyReader, Gate, refuse
+from atroposlib.api.middleware import BODY_KEY, BodyReader, Gate, refuse
 from atroposlib.api.payload import GROUP_KEYS, check_group, split_group, split_list
 from atroposlib.api.service import Receipt, Refused, TrajectoryService
 from atroposlib.api.store import MemoryStore, StorageFull, Store
@@ -177,7 +177,7 @@ def _add_env_routes(api: FastAPI) -> None:
     @api.post("/scored_data", response_model=schemas.Received, openapi_extra={"requestBody": _GROUP_BODY})
     async def scored_data(request: Request, service: Service, run_id: RunId = None) -> Response:
         """Store one group. The answer comes when it is on disk; 503 when there is no room: try again later."""
-        payload = check_group(split_group(await request.body()))
+        payload = check_group(split_group(request.scope[BODY_KEY]))
         (receipt,) = await service.add([payload], run_id=run_id, connection=request.scope["atropos.connection"])
         return json_response(_received(receipt))
 
@@ -185,7 +185,7 @@ def _add_env_routes(api: FastAPI) -> None:
     async def scored_data_list(request: Request, service: Service, run_id: RunId = None) -> Response:
         """Store several groups, all or none."""
         payloads = []
-        for i, raw in enumerate(split_list(await request.body())):
+        for i, raw in enumerate(split_list(request.scope[BODY_KEY])):
             try:
                 payloads.append(check_group(raw))
             except GroupError as error:

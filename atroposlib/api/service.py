@@ -61,7 +61,7 @@ class TrajectoryService:
         for batch in found.batches:
             self.queue.leased[batch.batch_id or ""] = batch
         self._next_number = found.next_number
-        self._latest: bytes | None = None
+        self._latest: Payload | None = None
         self._retries = RetryFinder(found.queued + found.buffered)
         self._storing: dict[str, asyncio.Future[None]] = {}  # group_id -> done when stored or failed
         self._offered = self._sizes_in_use()
@@ -219,8 +219,7 @@ class TrajectoryService:
         for (i, _), receipt in zip(fresh, await self._store([group for _, group in fresh], connection), strict=True):
             receipts[i] = receipt
         if fresh:
-            last = payloads[fresh[-1][0]]
-            self._latest = last.json()
+            self._latest = payloads[fresh[-1][0]]
         return receipts
 
     # -- both ---------------------------------------------------------------------------------------------------
@@ -237,10 +236,10 @@ class TrajectoryService:
 
     async def latest_example(self) -> bytes | None:
         """The group that entered last, as JSON; None when there is none."""
+        if self._latest is not None:
+            return self._latest.json()
         newest = self.queue.pool.newest()
-        if self._latest is None and newest is not None:
-            self._latest = (await self.store.read([newest]))[0] + env_id_suffix(newest.env_id)
-        return self._latest
+        return (await self.store.read([newest]))[0] + env_id_suffix(newest.env_id) if newest else None
 
     def waiting_for(self) -> str | None:
         """Why no batch is ready, in words; None when one is."""
@@ -289,9 +288,9 @@ class TrajectoryService:
             while (storing := self._storing.get(payload.group_id)) is not None:
                 await asyncio.wait([storing])
             return self.store.knows_group_id(payload.group_id)
-        for group in self._retries.candidates(len(payload.content), crc, connection):
+        for group in self._retries.candidates(_length(payload), crc, connection):
             try:
-                if await self.store.read([group]) == [payload.content]:
+                if await self.store.read([group]) == [b"".join(payload.content)]:
                     return True
             except (GroupLost, KeyError):
                 continue
@@ -300,7 +299,16 @@ class TrajectoryService:
     def _number(self, payload: Payload, crc: int, buffered: bool) -> NewGroup:
         number = self._next_number
         self._next_number += 1
-        return NewGroup(number, payload.env_id, payload.sequences, payload.content, payload.group_id, buffered, crc)
+        return NewGroup(
+            number,
+            payload.env_id,
+            payload.sequences,
+            payload.content,
+            _length(payload),
+            payload.group_id,
+            buffered,
+            crc,
+        )
 
     async def _store(self, groups: Sequence[NewGroup], connection: Connection | None) -> list[Receipt]:
         """Write groups and put them where they wait."""
@@ -431,6 +439,10 @@ class TrajectoryService:
         for env_id, size in self.queue.pool.classes:
             sizes.setdefault(env_id, set()).add(size)
         return sizes
+
+
+def _length(payload: Payload) -> int:
+    return sum(map(len, payload.content))
 
 
 def _listed(sizes: set[int] | list[int]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from atroposlib.api.payload import Pieces
 from atroposlib.api.queue import Batch, Group, Place
 from atroposlib.errors import AtroposError
 
@@ -26,12 +27,13 @@ class GroupLost(AtroposError, OSError):
 
 @dataclass(slots=True)
 class NewGroup:
-    """A group on its way to the store."""
+    """A group on its way to the store; `content` in pieces, `length` bytes in all."""
 
     number: int
     env_id: int | None
     sequences: int
-    content: bytes
+    content: Pieces
+    length: int
     group_id: str | None
     buffered: bool
     crc: int
@@ -121,13 +123,13 @@ class MemoryStore:
         return Snapshot()
 
     async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
-        size = sum(len(group.content) for group in groups)
+        size = sum(group.length for group in groups)
         if self.max_bytes is not None and self._bytes + size > self.max_bytes:
             raise StorageFull(f"{self._bytes} bytes are queued of at most {self.max_bytes}; the trainer must take some")
         self._bytes += size
-        self._contents.update((group.number, group.content) for group in groups)
+        self._contents.update((group.number, b"".join(group.content)) for group in groups)
         self._ids.update(group.group_id for group in groups if group.group_id is not None)
-        return [Group(g.number, g.env_id, g.sequences, Place(0, 0, len(g.content), g.crc)) for g in groups]
+        return [Group(g.number, g.env_id, g.sequences, Place(0, 0, g.length, g.crc)) for g in groups]
 
     async def change(self, change: Change) -> None:
         pass
@@ -154,6 +156,9 @@ class MemoryStore:
         pass
 
 
-def checksum(content: bytes) -> int:
+def checksum(content: Pieces) -> int:
     """CRC-32 of a content: torn writes are seen by it, and equal groups are found by it."""
-    return zlib.crc32(content)
+    crc = 0
+    for piece in content:
+        crc = zlib.crc32(piece, crc)
+    return crc
