@@ -1,0 +1,309 @@
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import uvicorn
+
+from atroposlib.envs.server_handling import managed_server_proxy as proxy_module
+from atroposlib.envs.server_handling.managed_server_proxy import create_app, load_config
+from atroposlib.envs.server_handling.proxy_client import create_proxy_session
+from atroposlib.envs.server_handling.proxy_sessions import Sessions, UnknownSessionError
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import ConfigError, EngineFault, KilledFault, RequestFault
+from tests.fakes import FakeServer, FakeTokenizer
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def manager_of(*servers):
+    manager = object.__new__(ServerManager)
+    manager.max_n_completions = 8
+    manager.servers = list(servers)
+    return manager
+
+
+@asynccontextmanager
+async def client_of(server, **options):
+    app = create_app(manager_of(server), FakeTokenizer(), "fake", **options)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
+        yield client
+
+
+async def created(client, **body):
+    return (await client.post("/sessions/create", json=body)).json()["uuid"]
+
+
+async def test_a_chat_is_answered_in_openai_form_and_tracked():
+    server = FakeServer("hello")
+    async with client_of(server) as client:
+        session = await created(client)
+        reply = (await client.post(f"/{session}/v1/chat/completions", json={"messages": HELLO, "n": 2})).json()
+        nodes = (await client.get(f"/{session}/nodes")).json()["nodes"]
+    assert reply["object"] == "chat.completion"
+    assert reply["model"] == "fake"
+    assert reply["id"].startswith("chatcmpl-")
+    assert [choice["message"]["content"] for choice in reply["choices"]] == ["hello", "hello"]
+    assert [choice["finish_reason"] for choice in reply["choices"]] == ["stop", "stop"]
+    assert len(nodes) == 2
+    prompt = nodes[0]["masked_tokens"].count(-100)
+    assert nodes[0]["logprobs"][:prompt] == [1.0] * prompt
+    assert FakeTokenizer().decode(nodes[0]["tokens"][prompt:], skip_special_tokens=True).strip() == "hello"
+
+
+async def test_every_sampling_option_reaches_the_engine():
+    server = FakeServer("hello")
+    async with client_of(server) as client:
+        session = await created(client)
+        body = {"messages": HELLO, "top_p": 0.9, "min_p": 0.1, "stop": ["x"], "model": "m", "max_completion_tokens": 7}
+        await client.post(f"/{session}/v1/chat/completions", json=body)
+    [request] = server.requests
+    assert {key: request[key] for key in ("top_p", "min_p", "stop", "max_tokens", "temperature", "n")} == {
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "stop": ["x"],
+        "max_tokens": 7,
+        "temperature": 1.0,
+        "n": 1,
+    }
+    assert "model" not in request
+    assert "stream" not in request
+
+
+async def test_tool_calls_come_out_parsed_and_go_back_in_as_written():
+    server = FakeServer([CALL, "The sum is 1."])
+    async with client_of(server) as client:
+        session = await created(client)
+        chat = f"/{session}/v1/chat/completions"
+        first = (await client.post(chat, json={"messages": HELLO, "tools": TOOLS})).json()["choices"][0]
+        result = {"role": "tool", "tool_call_id": first["message"]["tool_calls"][0]["id"], "content": "1"}
+        turns = [*HELLO, first["message"], result]
+        second = (await client.post(chat, json={"messages": turns, "tools": TOOLS})).json()["choices"][0]
+        nodes = (await client.get(f"/{session}/nodes")).json()["nodes"]
+    assert first["finish_reason"] == "tool_calls"
+    assert first["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert second["message"]["content"] == "The sum is 1."
+    assert len(nodes) == 1
+    assert CALL in nodes[0]["full_text"]
+
+
+async def test_rendering_shows_the_prompt_and_tracks_nothing():
+    async with client_of(FakeServer()) as client:
+        session = await created(client)
+        shown = (await client.post(f"/{session}/v1/chat/completions/render", json={"messages": HELLO})).json()
+        nodes = (await client.get(f"/{session}/nodes")).json()["nodes"]
+    assert shown["prompt_text"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert shown["token_ids"] == FakeTokenizer().encode(shown["prompt_text"])
+    assert shown["num_tokens"] == len(shown["token_ids"])
+    assert nodes == []
+
+
+async def test_a_text_completion_is_tracked_too():
+    async with client_of(FakeServer("world")) as client:
+        session = await created(client)
+        reply = (await client.post(f"/{session}/v1/completions", json={"prompt": "hello "})).json()
+        nodes = (await client.get(f"/{session}/nodes")).json()["nodes"]
+    assert reply["choices"][0]["text"] == "world"
+    assert reply["id"].startswith("cmpl-")
+    assert nodes[0]["full_text"].startswith("hello world")
+
+
+async def test_sessions_are_listed_reset_and_deleted():
+    async with client_of(FakeServer()) as client:
+        first, second = await created(client), await created(client)
+        await client.post(f"/{first}/v1/chat/completions", json={"messages": HELLO})
+        listed = (await client.get("/sessions")).json()["sessions"]
+        assert {entry["uuid"]: entry["num_nodes"] for entry in listed} == {first: 1, second: 0}
+        await client.post(f"/{first}/reset")
+        assert (await client.get(f"/{first}/nodes")).json() == {"nodes": []}
+        assert (await client.delete(f"/{first}")).json() == {"status": "deleted", "uuid": first}
+        assert (await client.get("/health")).json() == {
+            "status": "ok",
+            "model": "fake",
+            "sessions": 1,
+            "servers": 1,
+            "healthy_servers": 1,
+        }
+
+
+async def test_models_and_servers_are_shown():
+    async with client_of(FakeServer()) as client:
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "fake"
+        assert (await client.get("/servers")).json()["servers"] == [
+            {
+                "index": 0,
+                "base_url": "http://fake/v1",
+                "healthy": True,
+                "model_name": "fake",
+                "server_type": "openai",
+            }
+        ]
+
+
+REFUSALS = {
+    "unknown session": ("nobody", {"messages": HELLO}, 404, "no session nobody"),
+    "no messages": (None, {"messages": []}, 400, "must not be empty"),
+    "streaming": (None, {"messages": HELLO, "stream": True}, 400, "stream=true"),
+}
+
+
+@pytest.mark.parametrize(("session", "body", "status", "message"), REFUSALS.values(), ids=REFUSALS)
+async def test_refusals_have_openai_form(session, body, status, message):
+    async with client_of(FakeServer()) as client:
+        session = session or await created(client)
+        reply = await client.post(f"/{session}/v1/chat/completions", json=body)
+    assert reply.status_code == status
+    assert reply.json()["error"]["code"] == status
+    assert message in reply.json()["error"]["message"]
+
+
+FAULTS = {"refused": (RequestFault("too long"), 400), "down": (EngineFault("x"), 500), "abort": (KilledFault("x"), 500)}
+
+
+@pytest.mark.parametrize(("fault", "status"), FAULTS.values(), ids=FAULTS)
+async def test_faults_of_the_engine_keep_their_kind(fault, status):
+    async with client_of(FakeServer(faults=[fault])) as client:
+        session = await created(client)
+        reply = await client.post(f"/{session}/v1/chat/completions", json={"messages": HELLO})
+    assert reply.status_code == status
+    assert reply.json()["error"]["type"] == (
+        "invalid_request_error" if status == 400 else f"{fault.failure_class}_error"
+    )
+
+
+async def test_a_session_stays_on_the_server_it_asked_for():
+    first, second = FakeServer("one"), FakeServer("two")
+    second.config = second.config.model_copy(update={"base_url": "http://second:9001/v1"})
+    app = create_app(manager_of(first, second), FakeTokenizer(), "fake")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://proxy") as client:
+        session = await created(client, base_url="http://second:9001")
+        reply = await client.post(f"/{session}/v1/chat/completions", json={"messages": HELLO})
+        wrong = await client.post("/sessions/create", json={"base_url": "http://third"})
+        unknown = await client.post("/sessions/create", json={"tool_parser": "none such"})
+    assert reply.json()["choices"][0]["message"]["content"] == "two"
+    assert (wrong.status_code, unknown.status_code) == (400, 400)
+    assert "no server at http://third" in wrong.json()["error"]["message"]
+
+
+async def test_setup_replaces_the_servers():
+    manager = manager_of()
+    app = create_app(manager, FakeTokenizer(), "fake")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://proxy") as client:
+        assert (await client.post("/sessions/create", json={})).status_code == 400
+        config = {"model_name": "fake", "servers": [{"base_url": "http://one/v1", "server_type": "sglang"}]}
+        reply = (await client.post("/setup", json=config)).json()
+    assert reply == {"status": "ok", "servers": 1, "model_name": "fake"}
+    assert manager.servers[0].config.base_url == "http://one/v1"
+
+
+async def test_a_token_is_asked_for_when_one_is_set():
+    async with client_of(FakeServer(), token="secret") as client:
+        assert (await client.get("/health")).status_code == 401
+        assert (await client.get("/health", headers={"Authorization": "Bearer secret"})).status_code == 200
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def new_session(sessions):
+    return sessions.create(FakeServer(), FakeTokenizer(), model_name="m", tool_parser="hermes", track_tree=False)
+
+
+def test_sessions_expire_when_unused_but_not_while_a_request_runs():
+    clock = Clock()
+    sessions = Sessions(timeout_s=10, clock=clock)
+    busy, idle, used = (new_session(sessions) for _ in range(3))
+    with sessions.using(busy.uuid):
+        clock.now = 8
+        with sessions.using(used.uuid):
+            pass
+        clock.now = 15
+        assert [session.uuid for session in sessions.all()] == [busy.uuid, used.uuid]
+        with pytest.raises(UnknownSessionError, match="unused for 10 s"), sessions.using(idle.uuid):
+            pass
+
+
+@asynccontextmanager
+async def serving(app):
+    """The app on a free port of loopback; yields its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+async def test_a_proxy_session_is_used_like_a_managed_server():
+    server = FakeServer([CALL, "done", "more"])
+    async with serving(create_app(manager_of(server), FakeTokenizer(), "fake")) as url:
+        session = await create_proxy_session(url, base_url="http://fake/v1")
+        async with session:
+            first = await session.chat_completion(messages=HELLO, tools=TOOLS, top_p=0.5)
+            assert first.choices[0].message.tool_calls[0]["function"]["name"] == "add"
+            assert len(session.get_state()["nodes"]) == 1
+            await session.completion(prompt="once upon")
+            nodes = session.get_state()["nodes"]
+            assert [node.full_text.startswith("once") for node in nodes] == [False, True]
+            session.reset()
+            assert session.get_state() == {"nodes": []}
+            await session.chat_completion(messages=HELLO)
+        assert len(session.get_state()["nodes"]) == 1
+        assert session.get_url() == f"{url}/{session.session_uuid}/v1"
+        with pytest.raises(RequestFault, match="404"):
+            await session.fetch_state()
+    assert server.requests[0]["top_p"] == 0.5
+
+
+async def test_an_engine_that_fails_behind_the_proxy_is_an_engine_fault():
+    async with serving(create_app(manager_of(FakeServer(faults=[EngineFault("down")])), FakeTokenizer())) as url:
+        session = await create_proxy_session(url)
+        with pytest.raises(EngineFault, match="answered 500"):
+            await session.chat_completion(messages=HELLO)
+
+
+async def test_the_server_manager_uses_the_proxy():
+    async with serving(create_app(manager_of(FakeServer("hello")), FakeTokenizer(), "fake")) as url:
+        manager = manager_of()
+        manager.proxy_url, manager.use_proxy = url, True
+        async with manager.managed_server() as managed:
+            reply = await managed.chat_completion(messages=HELLO, n=2)
+            nodes = managed.get_state()["nodes"]
+    assert [choice.message.content for choice in reply.choices] == ["hello", "hello"]
+    assert len(nodes) == 2
+
+
+async def test_a_proxy_that_is_down_is_an_engine_fault():
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+    with pytest.raises(EngineFault, match="is the proxy up"):
+        await create_proxy_session(url)
+
+
+def test_a_config_file_is_checked(tmp_path):
+    file = tmp_path / "servers.json"
+    file.write_text('{"model_name": "m", "servers": [{"base_url": "http://one/v1"}]}')
+    [config] = load_config(str(file)).server_configs()
+    assert (config.server_type, config.base_url, config.model_name) == ("vllm", "http://one/v1", "m")
+    file.write_text('{"model_name": "m", "servers": []}')
+    with pytest.raises(ConfigError, match="cannot be used"):
+        load_config(str(file))
+
+
+def test_other_machines_need_a_token(monkeypatch):
+    monkeypatch.delenv("ATROPOS_API_TOKEN", raising=False)
+    monkeypatch.setattr("sys.argv", ["proxy", "--config", "x.json", "--host", "0.0.0.0"])
+    with pytest.raises(SystemExit, match="--insecure"):
+        proxy_module.main()
