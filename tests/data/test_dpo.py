@@ -1,0 +1,93 @@
+import json
+
+import pytest
+from rollout_factory import make_group, write_groups
+from transformers import AutoTokenizer
+
+from atroposlib.data.dpo import DpoOptions, export_dpo
+from atroposlib.data.pairs import PairRules, preference_pairs
+from atroposlib.errors import ConfigError, DataError
+
+
+def pairs(scores, lengths=None, **rules):
+    return preference_pairs(scores, lengths or [10] * len(scores), list(range(len(scores))), PairRules(**rules))
+
+
+PAIRS = {
+    "best against worst, then inwards": ({"scores": [0.2, 1.0, -1.0, 0.9], "min_gap": 0.1}, [(1, 2), (3, 0)]),
+    "equal scores give none": ({"scores": [1.0, 1.0, 1.0]}, []),
+    "the gap must be exceeded": ({"scores": [1.0, 0.5], "min_gap": 0.5}, []),
+    "the better must be right": ({"scores": [-0.1, -1.0], "min_gap": 0.1}, []),
+    "unless any will do": ({"scores": [-0.1, -1.0], "min_gap": 0.1, "above": None}, [(0, 1)]),
+    "at most k": ({"scores": [1.0, 1.0, 0.0, 0.0], "max_pairs": 1}, [(0, 2)]),
+    "hard negatives are alike in length": (
+        {"scores": [1.0, 0.0, -1.0], "lengths": [100, 90, 500], "negatives": "near_length"},
+        [(0, 1)],
+    ),
+    "length ratio": ({"scores": [1.0, 0.0, -1.0], "lengths": [100, 140, 500], "max_length_ratio": 1.5}, [(0, 1)]),
+    "none within the ratio": ({"scores": [1.0, -1.0], "lengths": [100, 500], "max_length_ratio": 1.5}, []),
+    "one response alone": ({"scores": [1.0]}, []),
+}
+
+
+@pytest.mark.parametrize(("case", "expected"), PAIRS.values(), ids=PAIRS)
+def test_pairs(case, expected):
+    assert pairs(**case) == expected
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_default_is_what_trl_loads(tmp_path):
+    rollouts = write_groups(tmp_path / "a.jsonl", [make_group([0.0, 1.0]), make_group([1.0, 1.0], item="1")])
+    report = export_dpo(rollouts, tmp_path / "o.jsonl")
+    (line,) = lines_of(tmp_path / "o.jsonl")
+    assert line["prompt"] == [{"role": "user", "content": "question 0"}]
+    assert line["chosen"][0]["content"] == "<think>way 1</think> answer 0.1"
+    assert line["rejected"][0]["content"] == "<think>way 0</think> answer 0.0"
+    assert (line["score_chosen"], line["score_rejected"], report.records) == (1.0, 0.0, 1)
+
+
+def test_upstream_formats_keep_their_keys(tmp_path, tokenizer_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    prompt, good, bad = (tokenizer.encode(text) for text in ("the question", " five", " two"))
+    group = make_group([1.0, 0.0]) | {
+        "tokens": [prompt + good, prompt + bad],
+        "masks": [[-100] * len(prompt) + good, [-100] * len(prompt) + bad],
+    }
+    rollouts = write_groups(tmp_path / "a.jsonl", [group])
+    export_dpo(rollouts, tmp_path / "m.jsonl", options=DpoOptions(format="messages"))
+    assert set(lines_of(tmp_path / "m.jsonl")[0]) == {"pos", "score", "neg"}
+    export_dpo(rollouts, tmp_path / "p.jsonl", options=DpoOptions(format="prefix", tokenizer=str(tokenizer_dir)))
+    assert lines_of(tmp_path / "p.jsonl") == [{"prefix": "the question", "pos": " five", "score": 1.0, "neg": " two"}]
+    export_dpo(rollouts, tmp_path / "t.jsonl", options=DpoOptions(format="tokens"))
+    assert lines_of(tmp_path / "t.jsonl")[0]["rejected_input_ids"] == bad
+
+
+def test_a_problem_gives_at_most_k_pairs_over_all_its_groups(tmp_path):
+    groups = [make_group([1.0, 0.0, 1.0, 0.0]), make_group([1.0, 0.0])]
+    report = export_dpo(write_groups(tmp_path / "a.jsonl", groups), tmp_path / "o.jsonl", PairRules(max_pairs=2))
+    assert report.records == 2
+
+
+def test_responses_to_different_prompts_never_pair(tmp_path, caplog):
+    group = make_group([1.0, 0.0])
+    group["tokens"][1][0] = 99
+    other = make_group([1.0, 0.0], item="1")
+    report = export_dpo(write_groups(tmp_path / "a.jsonl", [group, other]), tmp_path / "o.jsonl")
+    assert report.records == 1
+    assert "prompts differ: 1" in caplog.text
+
+
+def test_no_pair_at_all_is_said_and_nothing_is_written(tmp_path):
+    rollouts = write_groups(tmp_path / "a.jsonl", [make_group([1.0, 1.0])])
+    with pytest.raises(DataError, match="no pair in 1 groups"):
+        export_dpo(rollouts, tmp_path / "o.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+def test_prefix_needs_a_tokenizer(tmp_path):
+    rollouts = write_groups(tmp_path / "a.jsonl", [make_group([1.0, 0.0])])
+    with pytest.raises(ConfigError, match="give --tokenizer"):
+        export_dpo(rollouts, tmp_path / "o.jsonl", options=DpoOptions(format="prefix"))
