@@ -14,7 +14,7 @@ class InternBootcampEnvConfig(BaseEnvConfig):
     """Which tasks, how they are asked, and what an answer is worth."""
 
     task_name: str = Field(
-        RANDOM_TASK,
+        default=RANDOM_TASK,
         description="addition, larger_of_two, first_letter, capitals, letter_count, sorting, reasoning_gym:<dataset>, "
         "a class of internbootcamp_path, or RandomTask for a mixture.",
     )
@@ -22,33 +22,44 @@ class InternBootcampEnvConfig(BaseEnvConfig):
         default_factory=dict, description="Parameters of the task; of a mixture: task name to its parameters."
     )
     task_weights: dict[str, PositiveFloat] | None = Field(
-        None,
+        default=None,
         description="Mixture: task name to its weight. null: every class of internbootcamp_path alike; without a "
         "path, every task of our own.",
     )
-    internbootcamp_path: str | None = Field(None, description="Folder of a checkout of InternBootcamp.")
+    internbootcamp_path: str | None = Field(default=None, description="Folder of a checkout of InternBootcamp.")
     quarantine_path: str | None = Field(
-        None, description="Classes not to use, as `python -m environments.intern_bootcamp.quarantine` wrote them."
+        default=None,
+        description="Classes not to use, as `python -m environments.intern_bootcamp.quarantine` wrote them.",
     )
-    seed: int = Field(0, description="Decides which problems come, and in which order.")
+    seed: int = Field(default=0, description="Decides which problems come, and in which order.")
 
     system_prompt: str | None = Field(
-        None, description="null: an instruction to think when require_reasoning is on, else none; empty: none."
+        default=None, description="null: an instruction to think when require_reasoning is on, else none; empty: none."
     )
-    few_shot: int = Field(0, ge=0, le=32, description="Solved problems of the same task shown before each problem.")
-    temperature: float = Field(0.7, ge=0, description="Sampling temperature of rollouts; evaluation uses 0.")
-    top_p: float = Field(0.9, gt=0, le=1, description="Nucleus sampling of rollouts.")
+    few_shot: int = Field(
+        default=0, ge=0, le=32, description="Solved problems of the same task shown before each problem."
+    )
+    temperature: float = Field(default=0.7, ge=0, description="Sampling temperature of rollouts; evaluation uses 0.")
+    top_p: float = Field(default=0.9, gt=0, le=1, description="Nucleus sampling of rollouts.")
 
-    correct_reward: float = Field(1.0, description="Score of a right answer.")
-    incorrect_reward: float = Field(-0.5, description="Score of a wrong answer; partial credit is added to it.")
-    format_bonus: float = Field(0.2, ge=0, description="Partial credit of a wrong answer in the right form.")
-    require_reasoning: bool = Field(True, description="Give no credit without <think>...</think> before the answer.")
-    min_reasoning_length: int = Field(50, ge=0, description="Characters below which credit shrinks in proportion.")
+    correct_reward: float = Field(default=1.0, description="Score of a right answer.")
+    incorrect_reward: float = Field(default=-0.5, description="Score of a wrong answer; partial credit is added to it.")
+    format_bonus: float = Field(default=0.2, ge=0, description="Partial credit of a wrong answer in the right form.")
+    require_reasoning: bool = Field(
+        default=True, description="Give no credit without <think>...</think> before the answer."
+    )
+    min_reasoning_length: int = Field(
+        default=50, ge=0, description="Characters below which credit shrinks in proportion."
+    )
 
-    eval_problems: PositiveInt = Field(20, description="Problems of an evaluation.")
-    verifier_workers: PositiveInt = Field(2, description="Processes for generators and verifiers that are not ours.")
-    verifier_timeout_s: PositiveFloat = Field(10, description="Seconds one call of a generator or verifier may take.")
-    verifier_memory_mb: PositiveInt = Field(2048, description="Address space of such a process, in MiB.")
+    eval_problems: PositiveInt = Field(default=20, description="Problems of an evaluation.")
+    verifier_workers: PositiveInt = Field(
+        default=2, description="Processes for generators and verifiers that are not ours."
+    )
+    verifier_timeout_s: PositiveFloat = Field(
+        default=10, description="Seconds one call of a generator or verifier may take."
+    )
+    verifier_memory_mb: PositiveInt = Field(default=2048, description="Address space of such a process, in MiB.")
 
     @model_validator(mode="after")
     def _weights_belong_to_a_mixture(self) -> Self:

@@ -7,14 +7,15 @@ import time
 from collections import Counter
 from typing import Any
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
 from atroposlib.errors import EnvironmentFault
 from environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
 from environments.intern_bootcamp.problems import Problem, ProblemSource
 from environments.intern_bootcamp.rewards import reward
+from environments.sandboxed_env import SandboxedEnv
 
 
-class InternBootcampEnv(BaseEnv):
+class InternBootcampEnv(SandboxedEnv):
     """Score `correct_reward` for a right answer, else `incorrect_reward` plus partial credit."""
 
     name = "intern_bootcamp"
@@ -29,13 +30,13 @@ class InternBootcampEnv(BaseEnv):
             server_type="sglang",
             api_key="x",
         )
-        return InternBootcampEnvConfig(group_size=16, max_token_length=16384, tokenizer_name=server.model_name), [
-            server
-        ]
+        config = InternBootcampEnvConfig(group_size=16, max_token_length=16384, tokenizer_name=server.model_name)
+        return config, [server]
 
     async def setup(self) -> None:
         """Open the tasks; ConfigError when one does not exist."""
         self.problems = ProblemSource(self.config)
+        self.sandbox = self.problems.sandbox
         self.verdicts: dict[str, Counter[str]] = {}  # task -> counts of "responses" and "correct" since the last log
         self.eval_metrics: dict[str, float] = {}
         await self.problems.check()
@@ -119,23 +120,6 @@ class InternBootcampEnv(BaseEnv):
             metrics[f"train/percent_correct_{task}"] = counts["correct"] / counts["responses"]
         self.verdicts, self.eval_metrics = {}, {}
         await super().wandb_log(metrics)
-
-    async def env_manager(self) -> Any:
-        return await self._closing(super().env_manager())
-
-    async def process_manager(self) -> Any:
-        return await self._closing(super().process_manager())
-
-    async def _run_evaluate(self) -> None:
-        await self._closing(super()._run_evaluate())
-
-    async def _closing(self, run: Any) -> Any:
-        """Await `run`, then end the worker processes of the verifiers."""
-        try:
-            return await run
-        finally:
-            if hasattr(self, "problems"):
-                await self.problems.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,183 @@
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.errors import ConfigError, DataError, VerifierFault
+from environments.gsm8k_problems import load_problems, to_question
+from environments.gsm8k_server import GSM8kConfig, GSM8kEnv
+from environments.math_answers import last_boxed
+from environments.sandbox import Sandbox
+from tests.fakes import FakeServer, FakeTokenizer
+
+SCRIPT = Path(__file__).parents[2] / "environments" / "gsm8k_server.py"
+
+
+class LocalEnv(GSM8kEnv):
+    def load_tokenizer(self):
+        return FakeTokenizer()
+
+
+@pytest.fixture
+def problems(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    lines = [
+        {"question": f"What is {i} + 1?", "answer": f"One more is {i + 1}.\n#### {i + 1:,}"} for i in range(995, 1015)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+async def make_env(problems):
+    made = []
+
+    async def make(script, **settings):
+        config = GSM8kConfig(group_size=2, use_wandb=False, dataset=str(problems), **settings)
+        env = LocalEnv(config, [APIServerConfig(base_url="http://fake/v1")])
+        env.server.servers = [FakeServer(script)]
+        await env.setup()
+        made.append(env)
+        return env
+
+    yield make
+    for env in made:
+        await env.sandbox.close()
+
+
+def right_answer(prompt):
+    number = int(re.findall(r"What is (\d+)", prompt)[-1])
+    return f"<think>Easy.</think> It is \\boxed{{{number + 1}}}."
+
+
+async def test_right_answers_score_one_and_wrong_ones_minus_one(make_env):
+    env = await make_env(["", "\\boxed{3}"])
+    env.server.servers[0].script = lambda prompt: right_answer(prompt) if env.server.servers[0].answered == 1 else "3"
+    item = await env.get_item(0)
+    group, _ = await env.collect_trajectories(item)
+    assert group["scores"] == [1.0, -1.0]
+    assert [messages[-1]["role"] for messages in group["messages"]] == ["assistant"] * 2
+    assert [message["role"] for message in group["messages"][0]] == ["system", "user", "assistant"]
+    assert len(group["tokens"][0]) == len(group["masks"][0]) == len(group["inference_logprobs"][0])
+
+
+async def test_an_epoch_covers_every_training_problem_once_and_then_ends(make_env):
+    env = await make_env("x", epochs=2)
+    first = [await env.get_item(index) for index in range(18)]
+    second = [await env.get_item(index) for index in range(18, 36)]
+    assert sorted(item["question"] for item in first) == sorted(item["question"] for item in second)
+    assert len({item["question"] for item in first}) == 18
+    assert first != second
+    assert await env.get_item(36) is None
+
+
+async def test_evaluation_is_greedy_on_problems_that_are_not_trained_on(make_env, tmp_path):
+    env = await make_env(right_answer, data_dir_to_save_evals=str(tmp_path / "evals"))
+    await env.evaluate()
+    assert {request["temperature"] for request in env.server.servers[0].requests} == {0.0}
+    asked = {request["messages"][-1]["content"] for request in env.server.servers[0].requests}
+    assert asked == {"What is 1004 + 1?", "What is 1014 + 1?"}
+    assert not asked & {(await env.get_item(index))["question"] for index in range(18)}
+    assert json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]["eval/percent_correct"] == 1.0
+
+
+async def test_process_writes_its_groups_from_a_local_file(make_env, tmp_path):
+    env = await make_env(right_answer, total_steps=3, rollouts_dir=str(tmp_path), ensure_scores_are_not_same=False)
+    await env.process_manager()
+    (shard,) = tmp_path.glob("gsm8k_rollouts_main_*.jsonl")
+    assert [json.loads(line)["scores"] for line in shard.read_text().splitlines()] == [[1.0, 1.0]] * 3
+
+
+async def test_an_answer_that_takes_for_ever_is_a_verifier_fault_and_does_not_hold_up_the_loop(make_env, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    env = await make_env("x")
+    await env.is_right("\\boxed{1}", {"question": "", "gold": "1"})
+    env.sandbox.timeout_s = 0.5
+    started = time.monotonic()
+    with pytest.raises(VerifierFault, match=r"math-verify failed.*no result after 0\.5 s"):
+        await env.is_right("\\boxed{9^{9^{9^{9}}}!}", {"question": "", "gold": "1"})
+    assert time.monotonic() - started < 10
+    env.sandbox.timeout_s = 10
+    assert await env.is_right("\\boxed{1}", {"question": "", "gold": "1"})
+
+
+JUDGED = {
+    "plain": (r"so \boxed{42}", "42", True),
+    "wrong": (r"\boxed{41}", "42", False),
+    "the last one counts": (r"\boxed{41} no, \boxed{42}", "42", True),
+    "the last one counts, also when wrong": (r"\boxed{42} no, \boxed{41}", "42", False),
+    "not boxed": ("42", "42", False),
+    "never closed": (r"\boxed{42", "42", False),
+    "empty": (r"\boxed{}", "3", False),
+    "only in the thinking": (r"<think>\boxed{42}</think> I do not know", "42", False),
+    "thousands": (r"\boxed{1,234}", "1234", True),
+    "money": (r"\boxed{\$18}", "18", True),
+    "with a unit": (r"\boxed{18 \text{ dollars}}", "18", True),
+    "another form of the number": (r"\boxed{\frac{1}{2}}", "0.5", True),
+    "not a number": (r"\boxed{many}", "3", False),
+}
+
+
+async def test_math_verify_judges_what_stands_in_the_last_box():
+    sandbox = Sandbox(workers=1, timeout_s=60)
+    verdicts = {
+        name: await sandbox.call("environments.math_answers:is_right", output, gold)
+        for name, (output, gold, _) in JUDGED.items()
+    }
+    await sandbox.close()
+    assert verdicts == {name: right for name, (_, _, right) in JUDGED.items()}
+
+
+def test_last_boxed_keeps_inner_braces():
+    assert last_boxed(r"\boxed{1} or \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+
+
+def test_the_right_answer_follows_the_last_hashes_or_is_the_whole_text():
+    assert to_question({"question": "q", "answer": "a #### b\n#### 1,234"}) == {"question": "q", "gold": "1234"}
+    assert to_question({"question": "q", "answer": 42}) == {"question": "q", "gold": "42"}
+
+
+BAD_LINES = {
+    "not JSON": "{",
+    "not an object": "3",
+    "no answer": '{"question": "q"}',
+    "an empty answer": '{"question": "q", "answer": "#### "}',
+    "no question": '{"question": null, "answer": "1"}',
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES.values(), ids=BAD_LINES)
+def test_a_damaged_line_is_refused_by_number(problems, line):
+    problems.write_text(problems.read_text() + line + "\n")
+    with pytest.raises(DataError, match=r"problems\.jsonl line 21 is no problem"):
+        load_problems(str(problems), None)
+
+
+def test_too_few_lines_and_missing_files_are_refused(tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"question": "q", "answer": "1"}\n')
+    with pytest.raises(DataError, match="1 problems to train on and 0 to evaluate with"):
+        load_problems(str(few), None)
+    assert len(load_problems(str(few), str(few))["test"]) == 1
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_problems(str(tmp_path / "none.jsonl"), None)
+
+
+def test_a_hub_name_without_the_package_datasets_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"name a \.jsonl file"):
+        load_problems("openai/gsm8k", None)
+
+
+def test_it_can_be_started_from_any_folder(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "process", "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "eval_dataset" in done.stdout
