@@ -179,7 +179,7 @@ class Llama:
     def decode(
         self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int], wanted: Sequence[bool]
     ) -> np.ndarray:
-        """Run one batch of at most MAX_BATCH_TOKENS tokens.
+        """Run one batch of at most `batch_tokens` tokens.
 
         Args:
             tokens: [N] ids; positions: [N] places in their sequence; slots: [N] sequences.
@@ -256,7 +256,7 @@ class Llama:
                 f"this xllamacpp orders its parameters differently (found {found}); install xllamacpp 2026.10"
             )
         params.n_ctx = self.slots * self._requested_context
-        params.n_batch = params.n_ubatch = MAX_BATCH_TOKENS
+        params.n_batch = params.n_ubatch = self.batch_tokens = min(MAX_BATCH_TOKENS, params.n_ctx)
         params.n_seq_max = self.slots
         self._context = self._library.llama_init_from_model(self._model, params)
         if not self._context:
@@ -265,7 +265,7 @@ class Llama:
             )
         self.context: int = self._library.llama_n_ctx_seq(self._context)
         got = (self._library.llama_n_seq_max(self._context), self._library.llama_n_batch(self._context))
-        if got != (self.slots, MAX_BATCH_TOKENS) or self.context < self._requested_context:
+        if got != (self.slots, self.batch_tokens) or self.context < self._requested_context:
             raise ModelError(
                 f"llama.cpp opened (slots, batch) {got} of {self.context} tokens; install xllamacpp 2026.10"
             )

@@ -11,8 +11,6 @@ from atroposlib.engines.generation import Generation, LogprobWish
 from atroposlib.engines.sampling import SamplingParams, parse_sampling
 from atroposlib.errors import RequestFault
 
-MAX_TOP_LOGPROBS = 1000
-
 
 @dataclass(frozen=True)
 class GenerateRequest:
@@ -73,8 +71,8 @@ def build_generations(
     _check_ids(params.stop_token_ids or (), engine, "stop_token_ids")
     _check_ids([int(token) for token in params.logit_bias or ()], engine, "logit_bias")
     max_new_tokens = check_length(len(prompt), params.max_new_tokens, engine.context)
-    if not 0 <= wish.top <= MAX_TOP_LOGPROBS:
-        raise RequestFault(f"top_logprobs_num must be 0 to {MAX_TOP_LOGPROBS}, got {wish.top}.")
+    if not 0 <= wish.top <= engine.vocabulary.size:
+        raise RequestFault(f"top_logprobs_num must be 0 to {engine.vocabulary.size}, got {wish.top}.")
     if wish.prompt_from >= len(prompt):
         raise RequestFault(f"logprob_start_len {wish.prompt_from} is not below the input's {len(prompt)} tokens.")
     if not wish.output:

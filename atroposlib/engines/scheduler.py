@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from atroposlib.engines.generation import Finish, Generation
-from atroposlib.engines.llama import MAX_BATCH_TOKENS, Llama
+from atroposlib.engines.llama import Llama
 from atroposlib.engines.sampling import Draw, Sampler, prompt_logprobs, top_logprobs
 from atroposlib.errors import ModelError
 
@@ -182,7 +182,7 @@ class Scheduler:
 
     def _plan(self) -> list[_Share]:
         """Sequences that generate come first, with one token each; prompts share the rest of the batch."""
-        budget = MAX_BATCH_TOKENS
+        budget = self.llama.batch_tokens
         shares = []
         for generation in sorted(self.running, key=lambda g: len(g.tokens) - len(self._held_by(g))):
             first = len(self._held_by(generation))

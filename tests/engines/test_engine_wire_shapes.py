@@ -1,5 +1,6 @@
 """The embedded engine's replies have the shape of those recorded from SGLang 0.5.11 (fixtures/*.json)."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def test_stream_is_cumulative_and_has_the_recorded_shape(live_engine):
     assert {key for key, _ in shape(events[-1])} == {key for key, _ in shape(theirs[-1])}
     assert set(events[-1]["meta_info"]) == set(theirs[-1]["meta_info"])
     assert events[0]["meta_info"]["finish_reason"] is None
-    for earlier, later in zip(events, events[1:], strict=False):
+    for earlier, later in itertools.pairwise(events):
         assert later["text"].startswith(earlier["text"])
         assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
 
