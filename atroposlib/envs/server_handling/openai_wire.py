@@ -83,7 +83,7 @@ def join_choices(results: "list[Result]") -> "Result":
 def reply_facts(result: "ChatCompletion | Completion", body: Mapping[str, Any], base_url: str) -> EngineReply:
     """What the trace keeps of a reply."""
     usage = result.usage
-    metadata = (result.model_extra or {}).get("metadata")
+    metadata = getattr(result, "metadata", None)  # SGLang only; OpenAI declares the field for chats
     return EngineReply(
         finish_reasons=[finish_reason_of(choice.finish_reason) for choice in result.choices],
         prompt_tokens=usage.prompt_tokens if usage else 0,

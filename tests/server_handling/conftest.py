@@ -1,0 +1,35 @@
+"""Clients with short pauses, and an engine over real HTTP."""
+
+import pytest
+
+from atroposlib.envs.server_handling import health, server_baseline
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from tests.fake_engine import FakeEngine, running_engine
+from tests.fakes import FakeTokenizer
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(server_baseline, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(server_baseline, "READY_POLL_S", 0.005)
+    monkeypatch.setattr(health, "PROBE_EVERY_S", 0.005)
+
+
+@pytest.fixture
+async def engine():
+    async with running_engine() as started:
+        yield started
+
+
+@pytest.fixture
+def sglang(engine: FakeEngine) -> SGLangServer:
+    return sglang_server(engine)
+
+
+def sglang_server(engine: FakeEngine, **options) -> SGLangServer:
+    """A client of `engine` with the byte tokenizer."""
+    config = APIServerConfig(server_type="sglang", model_name="fake", base_url=f"{engine.url}/v1", **options)
+    server = SGLangServer(config)
+    server.tokenizer = FakeTokenizer()
+    return server

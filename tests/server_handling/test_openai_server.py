@@ -1,0 +1,133 @@
+import json
+
+import pytest
+
+from atroposlib.envs.server_handling.http_server import endpoint_urls
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.openai_wire import parse_chat
+from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.errors import RequestFault
+from atroposlib.rollouts.trace import tracing
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def server(engine):
+    return OpenAIServer(APIServerConfig(base_url=f"{engine.url}/v1", model_name="m", api_key="k"))
+
+
+async def test_chat_gives_n_choices_and_tells_the_trace(server, engine):
+    with tracing() as trace:
+        reply = await server.chat_completion(messages=MESSAGES, n=3, temperature=0.5)
+
+    assert [choice.message.content for choice in reply.choices] == ["hello"] * 3
+    assert engine.requests == [
+        ("/v1/chat/completions", {"messages": MESSAGES, "n": 3, "temperature": 0.5, "model": "m"})
+    ]
+    assert trace.usage == {"prompt_tokens": 7, "completion_tokens": 6}
+    assert trace.finish_reasons == ["stop"] * 3
+    assert trace.sampling == {"n": 3, "temperature": 0.5}
+    assert trace.engine["weight_version_end"] == "default"
+
+
+async def test_a_server_that_ignores_n_is_noticed_once(server, engine, caplog):
+    engine.ignores_n = True
+
+    with tracing() as trace:
+        first = await server.chat_completion(messages=MESSAGES, n=3)
+    second = await server.chat_completion(messages=MESSAGES, n=3)
+
+    assert [choice.index for choice in first.choices] == [choice.index for choice in second.choices] == [0, 1, 2]
+    assert server.config.n_kwarg_is_ignored
+    assert len(engine.requests) == 6
+    assert sum("ignores n" in record.message for record in caplog.records) == 1
+    assert trace.usage == {"prompt_tokens": 7, "completion_tokens": 6}
+
+
+async def test_one_choice_is_one_request_even_where_n_is_ignored(server, engine):
+    server.config.n_kwarg_is_ignored = True
+
+    await server.completion(prompt="x", n=1)
+
+    assert len(engine.requests) == 1
+
+
+async def test_another_number_of_choices_is_an_error(server, engine):
+    reply = {"id": "x", "object": "text_completion", "created": 0, "model": "m"}
+    engine.scripted = [
+        (200, {**reply, "choices": [{"index": i, "text": "", "finish_reason": "stop"} for i in range(2)]})
+    ]
+
+    with pytest.raises(ValueError, match="2 choices for n=3"):
+        await server.completion(prompt="x", n=3)
+
+
+async def test_client_options_are_not_sent(server, engine):
+    await server.completion(prompt="x", timeout=5, stop=None, extra_body={"min_p": 0.1}, split="eval")
+
+    assert engine.requests == [("/v1/completions", {"prompt": "x", "model": "m", "min_p": 0.1})]
+    assert len(server.eval_request_timings) == 1
+
+
+async def test_streaming_is_refused(server):
+    with pytest.raises(RequestFault, match="stream=True is not supported"):
+        await server.completion(prompt="x", stream=True)
+
+
+async def test_token_requests_say_what_to_use_instead(server):
+    with pytest.raises(NotImplementedError, match="server_type sglang or vllm"):
+        await server.tokens_and_logprobs_completion(prompt="x")
+
+
+async def test_reasoning_options_reach_chat_requests_only(engine):
+    config = APIServerConfig(base_url=f"{engine.url}/v1", model_name="m")
+    server = OpenAIServer(config, ReasoningConfig(effort="low"))
+
+    await server.chat_completion(messages=MESSAGES, extra_body={"reasoning": "mine", "min_p": 0.1})
+    await server.chat_completion(messages=MESSAGES, skip_reasoning=True)
+    await server.completion(prompt="x")
+
+    reasoning = [body.get("reasoning") for _, body in engine.requests]
+    assert reasoning == [{"enabled": True, "effort": "low"}, None, None]
+    assert engine.requests[0][1]["min_p"] == 0.1
+
+
+def test_official_reasoning_models_get_the_only_options_they_take():
+    server = OpenAIServer(APIServerConfig(model_name="o", api_key="k"), ReasoningConfig(effort="high"))
+
+    kwargs = server._inject_reasoning_kwargs({"temperature": 0.2, "max_tokens": 9})
+
+    assert kwargs == {
+        "temperature": 1.0,
+        "max_completion_tokens": 9,
+        "extra_body": {"reasoning_effort": "high"},
+    }
+
+
+@pytest.mark.parametrize("base_url", [None, ""])
+def test_no_address_means_the_official_one_and_no_health(base_url, monkeypatch):
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    config = APIServerConfig(base_url=base_url, api_key="k")
+
+    assert endpoint_urls(config) == ("https://api.openai.com", "https://api.openai.com/v1")
+    assert OpenAIServer(config).health is None
+
+
+@pytest.mark.parametrize("message", [{"content": None, "reasoning_content": "hm"}, {"content": ""}, {}])
+def test_content_that_a_reasoning_parser_took_is_an_empty_text(message):
+    body = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
+    body["choices"] = [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", **message}}]
+
+    assert parse_chat(json.dumps(body).encode()).choices[0].message.content == ""
+
+
+def test_finish_reasons_that_openai_does_not_know_are_kept():
+    body = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
+    body["choices"] = [{"index": 0, "finish_reason": "abort", "message": {"role": "assistant", "content": "a"}}]
+
+    reply = parse_chat(json.dumps(body).encode())
+
+    assert reply.choices[0].finish_reason == "abort"
+    assert reply.choices[0].message.content == "a"

@@ -1,0 +1,89 @@
+import pytest
+
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.errors import RequestFault
+from atroposlib.rollouts.trace import tracing
+from tests.fakes import FakeTokenizer
+
+
+@pytest.fixture
+def server(engine):
+    server = VLLMServer(APIServerConfig(base_url=f"{engine.url}/v1", model_name="m", api_key="k"))
+    server.tokenizer = FakeTokenizer(add_bos=True)
+    return server
+
+
+async def test_choices_are_read_from_the_logprobs_of_each_position(server, engine):
+    logprobs = [[{"65": -0.5}, {"66": -0.25}], [{"67": -1.0}]]
+    engine.scripted = [(200, {"text": ["AB", "C"], "logprobs": logprobs, "finish_reasons": ["length", "stop"]})]
+
+    with tracing() as trace:
+        result = await server.tokens_and_logprobs_completion(prompt="x", n=2, max_completion_tokens=2, temperature=1.0)
+
+    assert result == ([256, 120], [[65, 66], [67]], [[-0.5, -0.25], [-1.0]], ["length", "stop"])
+    assert engine.requests == [
+        (
+            "/generate",
+            {"prompt": {"prompt_token_ids": [256, 120]}, "n": 2, "max_tokens": 2, "temperature": 1.0, "logprobs": 0},
+        )
+    ]
+    assert trace.usage == {"prompt_tokens": 2, "completion_tokens": 3}
+
+
+async def test_ids_are_sent_as_given(server, engine):
+    engine.scripted = [(200, {"logprobs": [[{"65": -0.5}]], "finish_reasons": ["stop"]})]
+
+    prompt, *_ = await server.tokens_and_logprobs_completion(prompt="ignored", input_ids=[9, 9], max_tokens=1)
+
+    assert prompt == [9, 9]
+    assert engine.requests[0][1]["prompt"] == {"prompt_token_ids": [9, 9]}
+
+
+async def test_without_a_limit_the_rest_of_the_context_is_asked_for(server, engine):
+    engine.scripted = [(200, {"logprobs": [[{"65": -0.5}]], "finish_reasons": ["stop"]})]
+
+    await server.tokens_and_logprobs_completion(input_ids=[1] * 10)
+
+    assert engine.requests[0][1]["max_tokens"] == 4096 - 10 - 1
+
+
+PROMPT_LOGPROBS = {
+    "per position": [None, {"7": -0.5, "8": {"logprob": -0.1}}],
+    "per sequence": [[None, [{"7": -0.5}, {"8": -0.1}]]],
+}
+
+
+@pytest.mark.parametrize("logprobs", PROMPT_LOGPROBS.values(), ids=PROMPT_LOGPROBS)
+async def test_prompt_logprobs_come_best_first(logprobs, server, engine):
+    engine.scripted = [(200, {"prompt_logprobs": logprobs})]
+
+    result = await server.get_logprobs(input_ids=[5, 8], top_k=2)
+
+    assert result == {
+        "prompt_tokens": [5, 8],
+        "prompt_topk_token_ids": [[], [8, 7]],
+        "prompt_topk_logprobs": [[], [-0.1, -0.5]],
+    }
+    assert engine.requests[0][1] == {
+        "prompt": {"prompt_token_ids": [5, 8]},
+        "max_tokens": 1,
+        "prompt_logprobs": 2,
+        "n": 1,
+        "temperature": 0.0,
+        "top_p": 1.0,
+    }
+
+
+async def test_a_route_that_cannot_give_prompt_logprobs_is_a_value_error(server, engine):
+    engine.scripted = [(200, {"text": ["a"]})]
+
+    with pytest.raises(ValueError, match="no 'prompt_logprobs' list"):
+        await server.get_logprobs(input_ids=[5, 8])
+
+
+async def test_unknown_sampling_keys_are_not_sent(server, engine):
+    with pytest.raises(RequestFault, match="vLLM does not know the sampling parameter 'temprature'"):
+        await server.tokens_and_logprobs_completion(input_ids=[1], temprature=1)
+
+    assert engine.requests == []
