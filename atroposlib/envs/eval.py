@@ -1,0 +1,227 @@
+"""Evaluations outside an environment: a class per benchmark, run against any engine, results in files.
+
+    class Arithmetic(EvalBase):
+        def setup_data(self): ...
+        async def run_item(self, server, data_item): ...
+
+    asyncio.run(eval_runner(Arithmetic(eval_dir="results")))
+
+Result files are the same as an environment's: `metrics.json` and `samples.jsonl`.
+"""
+
+import argparse
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import EnvironmentFault
+from atroposlib.paths import expand_path, write_text_atomic
+from atroposlib.utils.display import display_metrics_table
+from atroposlib.utils.eval_statistics import (
+    Interval,
+    avg_at_k,
+    bootstrap_interval,
+    pass_at_k,
+    sampled_metrics,
+)
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
+
+__all__ = [
+    "EvalBase",
+    "Interval",
+    "avg_at_k",
+    "bootstrap_interval",
+    "eval_runner",
+    "evaluate_log",
+    "pass_at_k",
+    "sampled_metrics",
+]
+
+logger = logging.getLogger(__name__)
+
+_JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+def evaluate_log(
+    metrics: Mapping[str, float],
+    eval_dir: str | None = None,
+    task_name: str | None = None,
+    model_name: str | None = None,
+    start_time: float | None = None,
+    end_time: float | None = None,
+    generation_parameters: Mapping[str, Any] | None = None,
+    samples: Sequence[Any] | None = None,
+    verbose: bool = True,
+) -> None:
+    """Write `metrics.json` and, with samples, `samples.jsonl`; both appear whole or not at all.
+
+    Args:
+        metrics: name -> value; numpy numbers are fine, NaN becomes null.
+        eval_dir: made when missing. None writes nothing, with a warning.
+        task_name: of the key `atropos|<task_name>|0` in the results.
+        model_name: what was evaluated.
+        start_time: seconds since the epoch; None: now.
+        end_time: seconds since the epoch; None: now.
+        generation_parameters: as sent to the engine.
+        samples: one JSON value per line.
+        verbose: also print the metrics as a table.
+    """
+    if eval_dir is None:
+        logger.warning("evaluation results are not written: no eval_dir is set")
+        return
+    start = time.time() if start_time is None else start_time
+    end = time.time() if end_time is None else end_time
+    if verbose:
+        display_metrics_table(str(task_name), metrics, start, end)
+    results = {
+        "config_general": {
+            "model_name": model_name,
+            "total_evaluation_time_seconds": str(end - start),
+            "generation_parameters": dict(generation_parameters or {}),
+        },
+        "results": {f"atropos|{task_name}|0": metrics, "all": metrics},
+    }
+    folder = expand_path(eval_dir, what="eval_dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "metrics.json", orjson.dumps(results, default=str, option=_JSON_OPTIONS | orjson.OPT_INDENT_2))
+    if samples:
+        lines = (orjson.dumps(sample, default=str, option=_JSON_OPTIONS) for sample in samples)
+        _write(folder / "samples.jsonl", b"\n".join(lines) + b"\n")
+
+
+class EvalBase(ABC):
+    """One benchmark. Subclasses load items in `setup_data` and score one in `run_item`.
+
+    Keyword arguments become attributes. Known ones: `temperature`, `top_p` and `max_tokens` of the generation,
+    `eval_dir` for the results, `verbose` to print a table, `max_concurrent` items at the same time.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = -1
+    eval_dir: str | None = None
+    verbose: bool = False
+    max_concurrent: int = 512
+
+    def __init__(self, pass_at_n: int = 1, pass_at_n_samples: int = 1, **kwargs: Any) -> None:
+        """Load the items.
+
+        Args:
+            pass_at_n: answers that count.
+            pass_at_n_samples: answers sampled to estimate it, when more.
+            kwargs: attributes to set.
+        """
+        self.pass_at_n = pass_at_n
+        self.pass_at_n_samples = pass_at_n_samples
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self.data = self.setup_data()
+
+    @abstractmethod
+    def setup_data(self) -> list[Any]:
+        """The items."""
+
+    @abstractmethod
+    async def run_item(self, server: ServerManager, data_item: Any) -> tuple[dict[str, float], Any]:
+        """Metrics of one item, each a number to be averaged, and a JSON-shaped sample for the records."""
+
+    @property
+    def task_name(self) -> str:
+        """`Class@n`, or `Class@n:samples` when more answers are sampled than count."""
+        samples = f":{self.pass_at_n_samples}" if self.pass_at_n_samples != self.pass_at_n else ""
+        return f"{type(self).__name__}@{self.pass_at_n}{samples}"
+
+    def get_generation_params(self) -> dict[str, Any]:
+        """What `chat_completion` sends beside the messages."""
+        return {
+            "temperature": self.temperature,
+            "n": max(self.pass_at_n, self.pass_at_n_samples),
+            "top_p": self.top_p,
+            "max_tokens": self.max_tokens,
+        }
+
+    async def chat_completion(self, server: ServerManager, messages: list[dict[str, Any]]) -> "ChatCompletion":
+        """One request with this benchmark's generation parameters."""
+        return await server.chat_completion(messages=messages, **self.get_generation_params())
+
+    async def __call__(self, server_manager: ServerManager) -> dict[str, float]:
+        """Run every item and write the results.
+
+        A failed item counts in `failed_items` and in no other metric; its traceback is logged.
+
+        Raises:
+            EnvironmentFault: every item failed, or there are none.
+        """
+        start = time.time()
+        outcomes = await self._run_items(server_manager)
+        done = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+        metrics = _averages([item_metrics for item_metrics, _ in done])
+        if len(done) < len(outcomes):
+            metrics["failed_items"] = float(len(outcomes) - len(done))
+        logger.info("evaluation done: task=%s items=%d metrics=%s", self.task_name, len(outcomes), metrics)
+        evaluate_log(
+            metrics,
+            eval_dir=self.eval_dir,
+            task_name=self.task_name,
+            model_name=server_manager.servers[0].config.model_name,
+            start_time=start,
+            end_time=time.time(),
+            generation_parameters=self.get_generation_params(),
+            samples=[sample for _, sample in done],
+            verbose=self.verbose,
+        )
+        return metrics
+
+    async def _run_items(self, server_manager: ServerManager) -> list[tuple[dict[str, float], Any] | BaseException]:
+        slots = asyncio.Semaphore(self.max_concurrent)
+
+        async def run(item: Any) -> tuple[dict[str, float], Any]:
+            async with slots:
+                return await self.run_item(server_manager, item)
+
+        outcomes = await asyncio.gather(*map(run, self.data), return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for error in errors:
+            logger.error("item failed: task=%s error=%s", self.task_name, error, exc_info=error)
+        if len(errors) == len(outcomes):
+            raise EnvironmentFault(
+                f"{self.task_name}: all {len(errors)} items failed, so there is nothing to report"
+                if errors
+                else f"{self.task_name}: setup_data() gave no items; check the data it loads"
+            ) from (errors[0] if errors else None)
+        return outcomes
+
+
+async def eval_runner(eval_env: EvalBase) -> dict[str, float]:
+    """Run a benchmark from the command line: `--server-url`, `--model-name`. Prints the metrics as JSON."""
+    parser = argparse.ArgumentParser(description=type(eval_env).__doc__)
+    parser.add_argument("--server-url", default="http://localhost:8000", help="Address of an OpenAI-style engine.")
+    parser.add_argument("--model-name", help="Model to ask for; left out: the server's only one.")
+    args = parser.parse_args()
+    model = {"model_name": args.model_name} if args.model_name else {}
+    config = APIServerConfig(api_key="none", base_url=args.server_url, health_check=False, **model)
+    metrics = await eval_env(ServerManager(configs=[config]))
+    print(orjson.dumps(metrics, default=str, option=_JSON_OPTIONS | orjson.OPT_INDENT_2).decode())
+    return metrics
+
+
+def _averages(per_item: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of every metric over the items that have it."""
+    names = dict.fromkeys(name for metrics in per_item for name in metrics)
+    return {name: fmean(metrics[name] for metrics in per_item if name in metrics) for name in names}
+
+
+def _write(path: Path, content: bytes) -> None:
+    write_text_atomic(path, content.decode())
+    logger.info("evaluation results written: file=%s", path)
