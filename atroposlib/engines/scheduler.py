@@ -140,7 +140,7 @@ class Scheduler:
             if not free:
                 return
             source, shared = self._best_prefix(generation, free)
-            if self._coming_prefix(generation) >= shared + _WORTH_SHARING:
+            if self._coming_prefix(generation) >= max(shared + 1, _WORTH_SHARING):
                 continue
             self.waiting.remove(generation)
             free.remove(self._place(generation, source, shared, free))
