@@ -1,0 +1,136 @@
+"""`atropos-fake-trainer`: takes batches from the trajectory API and throws them away.
+
+It stands where a trainer would, so that environments can be run only for their rollout files. Batches are leased
+and acknowledged, so one lost on the way comes again; memory holds at most one batch.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from atroposlib.api.client import TrainerClient
+from atroposlib.errors import AtroposError
+
+logger = logging.getLogger(__name__)
+
+HELP = """Register at the trajectory API, pull batches and discard them, until SIGTERM, Ctrl-C or --num-steps.
+
+Waits for the API when it is not up yet and goes on by itself when it was restarted.
+
+Examples:
+
+  atropos-fake-trainer --batch-size 128
+
+  atropos-fake-trainer --api-url http://:secret@node7:8000 --batch-size 256 --num-steps 100
+"""
+
+_LEASE_S = 600.0
+_POLL_S = 0.25
+_LOG_EVERY_S = 10.0
+
+
+class FakeTrainer:
+    """A trainer whose training step is nothing.
+
+    Args:
+        batch_size: sequences per batch.
+        num_steps: stop after so many batches of the run, earlier starts included; None: never.
+    """
+
+    def __init__(self, client: TrainerClient, *, batch_size: int, max_token_len: int, num_steps: int | None) -> None:
+        self._client = client
+        self._batch_size = batch_size
+        self._max_token_len = max_token_len
+        self._num_steps = num_steps
+        self.steps = 0
+        self.sequences = 0
+        self._next_line = 0.0
+
+    async def run(self) -> None:
+        """Pull until `num_steps`; cancel it to stop.
+
+        Raises:
+            ApiError: the API refuses the registration.
+        """
+        self.steps = await self._register()
+        while self._num_steps is None or self.steps < self._num_steps:
+            batch = await self._client.batch(lease_s=_LEASE_S)
+            if batch is None:
+                if (await self._client.info())["batch_size"] != self._batch_size:
+                    await self._register()  # the API was reset
+                await asyncio.sleep(_POLL_S)
+                continue
+            if batch.batch_id is not None:
+                await self._client.ack(batch.batch_id)
+            self.steps += 1
+            self.sequences += batch.sequences
+            self._log_now_and_then()
+
+    async def _register(self) -> int:
+        """Announce the run; the step it stands at."""
+        step = (await self._client.status())["current_step"]
+        await self._client.register(
+            {
+                "wandb_group": "",
+                "wandb_project": "",
+                "batch_size": self._batch_size,
+                "max_token_len": self._max_token_len,
+                "checkpoint_dir": "",
+                "save_checkpoint_interval": -1,
+                "starting_step": step,
+                "num_steps": self._num_steps or sys.maxsize,
+            }
+        )
+        logger.info("registered: url=%s batch_size=%d step=%d", self._client.url, self._batch_size, step)
+        return step
+
+    def _log_now_and_then(self) -> None:
+        if time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _LOG_EVERY_S
+            logger.info("batches discarded: steps=%d sequences=%d", self.steps, self.sequences)
+
+
+def fake_trainer(
+    api_url: Annotated[
+        str, typer.Option(help="The trajectory API; a token goes in as http://:TOKEN@host:port.")
+    ] = "http://localhost:8000",
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per batch; a multiple of the group size.")] = 64,
+    max_token_len: Annotated[int, typer.Option(min=1, help="Longest sequence environments may send.")] = 1_000_000,
+    num_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many batches; default: never.")] = None,
+) -> None:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        asyncio.run(_until_stopped(api_url, batch_size, max_token_len, num_steps))
+    except AtroposError as error:
+        print(f"atropos-fake-trainer: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+async def _until_stopped(api_url: str, batch_size: int, max_token_len: int, num_steps: int | None) -> None:
+    """Run the trainer; SIGTERM and Ctrl-C end it in order."""
+    async with TrainerClient(api_url) as client:
+        trainer = FakeTrainer(client, batch_size=batch_size, max_token_len=max_token_len, num_steps=num_steps)
+        task = asyncio.create_task(trainer.run())
+        loop = asyncio.get_running_loop()
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(sign, task.cancel)
+        try:
+            await task
+        except asyncio.CancelledError:
+            logger.info("stopping")
+        logger.info("discarded: steps=%d sequences=%d", trainer.steps, trainer.sequences)
+
+
+def main() -> None:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(help=HELP)(fake_trainer)
+    app()
+
+
+if __name__ == "__main__":
+    main()
