@@ -115,19 +115,21 @@ class TrainerSide(WandbSide):
     async def add_train_workers(self) -> None:
         """Let as many rollouts run as trainer, queue and a running evaluation allow."""
         assert self._run is not None
-        limit = pacing.worker_limit(self._queue_view(), self.max_num_workers)
-        if self.config.total_groups is None:
-            limit = min(limit, pacing.groups_until_finished(**self._step_facts()))
+        workers = self.max_num_workers
         if self.eval_runner is not None and not self.eval_runner.done():
-            limit = pacing.limit_during_eval(
-                limit,
+            workers = pacing.limit_during_eval(
+                workers,
                 stop_train=self.config.eval_handling is EvalHandlingEnum.STOP_TRAIN,
                 limit_ratio=self.config.eval_limit_ratio
                 if self.config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN
                 else None,
             )
-        self.workers_added_list.append(max(0, limit - self._run.pool.in_flight))
-        self._run.pool.limit = limit
+        rooms = [pacing.queue_room(self._queue_view())]
+        if self.config.total_groups is None:
+            rooms.append(pacing.groups_until_finished(**self._step_facts()))
+        room = min((room for room in rooms if room is not None), default=None)
+        self.workers_added_list.append(max(0, min(workers, workers if room is None else room) - len(self.workers)))
+        self._run.pool.pace(workers, room)
 
     def is_served(self) -> bool:
         """Whether the trainer has, or will have from the queue, all it wants from this environment."""

@@ -128,7 +128,7 @@ def read_ledger(files: RunFiles, *, accept_score: float, keep_unacknowledged: bo
     trusted = [e for e in entries if e.shard == REJECTED or e.shard in shards]
     covered = {shard: max((e.end for e in trusted if e.shard == shard), default=0) for shard in shards}
     for shard, path in shards.items():
-        if path.suffix != ".zst" and path.stat().st_size < covered[shard]:
+        if path.suffix != ".zst" and not _ends_a_line(path, covered[shard]):
             logger.warning("index does not fit %s: reading the file instead", path)
             trusted = [e for e in trusted if e.shard != shard]
             covered[shard] = 0
@@ -154,18 +154,22 @@ def read_acknowledged(path: Path) -> set[str]:
 
 def read_line(path: Path, entry: Entry) -> bytes:
     """The bytes of one line, from a plain or compressed file."""
-    with open_rollouts(path) as stream:
-        stream.seek(entry.start)
+    with open_rollouts(path, at=entry.start) as stream:
         return stream.read(entry.end - entry.start)
 
 
-def open_rollouts(path: Path) -> BinaryIO:
-    """The uncompressed bytes of a .jsonl or .jsonl.zst file."""
+def open_rollouts(path: Path, *, at: int) -> BinaryIO:
+    """The uncompressed bytes of a .jsonl or .jsonl.zst file from byte `at` on."""
     if path.suffix != ".zst":
-        return path.open("rb")
+        plain = path.open("rb")
+        plain.seek(at)
+        return plain
     import zstandard
 
-    return io.BufferedReader(zstandard.open(path, "rb"))  # pyright: ignore[reportArgumentType, reportReturnType]
+    stream = io.BufferedReader(zstandard.open(path, "rb"))  # pyright: ignore[reportArgumentType]
+    while at > 0 and (skipped := len(stream.read(min(at, 1 << 20)))):
+        at -= skipped
+    return stream  # pyright: ignore[reportReturnType]
 
 
 def describe(record: Mapping[str, Any], accept_score: float) -> Entry:
@@ -179,7 +183,7 @@ def describe(record: Mapping[str, Any], accept_score: float) -> Entry:
         parts=record.get("parts") or 1,
         task=record.get("task") or "",
         responses=len(scores),
-        accepted=sum(score > accept_score for score in scores),
+        accepted=sum(bool(score > accept_score) for score in scores),
         prompt_tokens=usage.get("prompt_tokens") or 0,
         completion_tokens=usage.get("completion_tokens") or 0,
         length_stops=(record.get("finish_reasons") or []).count("length"),
@@ -226,12 +230,17 @@ def _rewrite_index(path: Path, entries: list[Entry]) -> None:
     os.replace(temporary, path)
 
 
+def _ends_a_line(path: Path, at: int) -> bool:
+    """Whether a line of the file ends at byte `at` (0: trivially)."""
+    with path.open("rb") as stream:
+        return at == 0 or (stream.seek(at - 1) >= 0 and stream.read(1) == b"\n")
+
+
 def _scan(path: Path, shard: int, start: int, accept_score: float) -> Iterator[Entry]:
     """Entries of the complete lines from byte `start` on; a torn last line is cut off the file."""
     decoder = msgspec.json.Decoder(_LineFacts)
     end = start
-    with open_rollouts(path) as stream:
-        stream.seek(start)
+    with open_rollouts(path, at=start) as stream:
         for line in stream:
             try:
                 facts = decoder.decode(line)
@@ -242,14 +251,14 @@ def _scan(path: Path, shard: int, start: int, accept_score: float) -> Iterator[E
                         "move the file away or remove the line"
                     ) from error
                 break
+            entry = describe(msgspec.structs.asdict(facts), accept_score)
+            entry.shard, entry.start, entry.end = shard, end, end + len(line.rstrip(b"\n")) + 1
+            end = entry.end
+            yield entry
             if not line.endswith(b"\n"):
                 with path.open("ab") as tail:
                     tail.write(b"\n")
-                line += b"\n"
-            entry = describe(msgspec.structs.asdict(facts), accept_score)
-            entry.shard, entry.start, entry.end = shard, end, end + len(line)
-            end = entry.end
-            yield entry
+                break
     if path.suffix != ".zst" and path.stat().st_size > end:
         logger.warning("torn last line cut off: file=%s bytes=%d", path, path.stat().st_size - end)
         os.truncate(path, end)

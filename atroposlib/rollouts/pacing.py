@@ -42,21 +42,20 @@ def is_back_pressured(view: QueueView) -> bool:
     return full and (view.min_batch_allocation is None or _own_groups_missing(view) <= 0)
 
 
-def worker_limit(view: QueueView, max_workers: int) -> int:
-    """Groups to have in flight now: `max_workers`, lowered to what the trainer may still be ahead by.
+def queue_room(view: QueueView) -> int | None:
+    """Groups that may be in flight now without running too far ahead of the trainer; None: any number.
 
-    >>> worker_limit(QueueView(group_size=4, batch_size=16, queue_groups=10, max_batches_offpolicy=3), max_workers=8)
+    >>> queue_room(QueueView(group_size=4, batch_size=16, queue_groups=10, max_batches_offpolicy=3))
     2
     """
     if is_back_pressured(view):
         return 0
     if view.max_batches_offpolicy <= 0:
-        return max_workers
+        return None
     room = view.max_batches_offpolicy * (derived_batch_size(view) or 0) // view.group_size - view.queue_groups
-    limit = max(0, min(max_workers, room))
     if view.min_batch_allocation is not None:
-        limit = max(limit, min(max_workers, _own_groups_for_minimum(view)))
-    return limit
+        room = max(room, _own_groups_for_minimum(view))
+    return max(0, room)
 
 
 def is_finished(*, current_step: int, queue_groups: int, group_size: int, batch_size: int, total_steps: int) -> bool:

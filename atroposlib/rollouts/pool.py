@@ -1,6 +1,6 @@
 """The rollout pool: keeps as many rollouts running as it may, and is the one place where failing user code ends.
 
-Lowering `limit` never cancels anything; it only delays the next start. An exception of a rollout is counted, written
+A lower `limit` never cancels anything; it only delays the next start. An exception of a rollout is counted, written
 down and the item's fate decided; the others go on.
 """
 
@@ -63,6 +63,7 @@ class RolloutPool:
         self._running_items = running_items
         self._works: dict[asyncio.Task[None], Work] = {}
         self._limit = 0
+        self._starts_left: int | None = 0
         self._changed = asyncio.Event()
         self._closing = False
         self._fatal: StorageError | None = None
@@ -72,16 +73,14 @@ class RolloutPool:
         """Rollouts running now, those waiting to be stored included."""
         return len(self._tasks)
 
-    @property
-    def limit(self) -> int:
-        """Rollouts that may run at once."""
-        return self._limit
+    def pace(self, limit: int, room: int | None = None) -> None:
+        """Run at most `limit` at once; with `room`, end up with at most so many in flight or ended from now on.
 
-    @limit.setter
-    def limit(self, value: int) -> None:
-        if value != self._limit:
-            self._limit = value
-            self._changed.set()
+        `room` makes an exact count possible although rollouts end between two calls. Nothing is cancelled.
+        """
+        self._limit = limit
+        self._starts_left = None if room is None else room - len(self._tasks)
+        self._changed.set()
 
     async def run(self, is_finished: Callable[[], bool]) -> None:
         """Start rollouts until `is_finished` or the source is exhausted, and the last one has ended.
@@ -135,7 +134,8 @@ class RolloutPool:
         return is_finished() or self._source.is_exhausted
 
     def _is_full(self) -> bool:
-        return len(self._tasks) >= self._limit or not self._may_start(len(self._tasks))
+        no_more = self._starts_left is not None and self._starts_left <= 0
+        return no_more or len(self._tasks) >= self._limit or not self._may_start(len(self._tasks))
 
     async def _next_work(self) -> Work | None:
         try:
@@ -155,6 +155,8 @@ class RolloutPool:
     def _start(self, work: Work) -> None:
         work.started_at, work.waited_s, work.is_rolled_out = time.time(), 0.0, False
         work.backlog = []
+        if self._starts_left is not None:
+            self._starts_left -= 1
         task = asyncio.create_task(self._run(work), name=f"rollout {work.key}")
         self._running_items[work.uuid] = {"item": work.item, "worker": task, "start_time": work.started_at}
         self._tasks.add(task)

@@ -27,7 +27,7 @@ async def _work(env: Environment, run: Run) -> None:
         await env.setup()
         await env.setup_wandb()
         run.mark_running()
-        run.pool.limit = env.worker_count()
+        run.pool.pace(env.worker_count())
         await run.pool.run(lambda: run.sink.is_full)
         await env.wandb_log()
     await run.report()

@@ -1,0 +1,72 @@
+"""Failures: their classes, when a task is set aside, when a run gives up, and the file they are written to."""
+
+import json
+
+import pytest
+
+from atroposlib.errors import EngineFault, KilledFault, RequestFault, VerifierFault
+from atroposlib.rollouts.failures import FailureLog, TaskHealth, failure_class
+from atroposlib.rollouts.work import Work
+
+CLASSES = {
+    "request": RequestFault("400"),
+    "engine": EngineFault("503"),
+    "kill": KilledFault("timeout"),
+    "verifier": VerifierFault("boom"),
+    "environment": KeyError("x"),
+}
+
+
+@pytest.mark.parametrize(("kind", "error"), CLASSES.items(), ids=CLASSES)
+def test_every_exception_belongs_to_one_class(kind, error):
+    assert failure_class(error) == kind
+
+
+def test_a_task_is_set_aside_at_the_limit_and_only_once():
+    health = TaskHealth(task_limit=3, run_limit=100)
+    assert [health.failed("bad", "verifier", "boom") for _ in range(4)] == [False, False, True, False]
+    assert "3 failures in a row, the last one: boom" in health.set_aside["bad"]
+
+
+def test_a_success_in_between_starts_the_count_anew():
+    health = TaskHealth(task_limit=2, run_limit=100)
+    for _ in range(5):
+        health.failed("t", "verifier", "boom")
+        health.succeeded("t")
+    assert not health.set_aside
+
+
+def test_engine_failures_never_set_a_task_aside_but_stop_a_run_that_only_has_them():
+    health = TaskHealth(task_limit=2, run_limit=5)
+    for _ in range(5):
+        health.failed("t", "engine", "down")
+    assert not health.set_aside
+    assert health.nothing_works
+    assert "the last 5 rollouts all failed, the last one: down" in health.summary()
+
+
+def test_all_tasks_are_set_aside_only_when_none_ever_worked():
+    health = TaskHealth(task_limit=1, run_limit=100)
+    health.failed("bad", "verifier", "boom")
+    assert health.all_set_aside
+    health.succeeded("good")
+    assert not health.all_set_aside
+
+
+def test_failures_are_written_with_traceback_and_counted_over_restarts(tmp_path):
+    path = tmp_path / "failures.jsonl"
+    log = FailureLog(path, env="e", run="r")
+    try:
+        raise VerifierFault("cannot score")
+    except VerifierFault as error:
+        log.add(Work(1, "7", "t"), error, is_final=True)
+    line = json.loads(path.read_text())
+    assert (line["class"], line["item_key"], line["task"], line["final"]) == ("verifier", "7", "t", True)
+    assert "Traceback" in line["traceback"]
+    with path.open("a") as stream:
+        stream.write('{"torn')
+    again = FailureLog(path, env="e", run="r")
+    assert again.counts == {"verifier": 1}
+    assert FailureLog(path, env="other", run="r").counts == {}
+    again.add(Work(1, "8", "t"), EngineFault("down"), is_final=False)
+    assert json.loads(path.read_text().splitlines()[-1])["item_key"] == "8"

@@ -1,0 +1,115 @@
+"""Where items come from and how they are named."""
+
+from collections import Counter
+
+import pytest
+
+from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw, content_key
+from atroposlib.rollouts.work import Work
+
+
+def source_of(draw, *, done=(), set_aside=(), backlog=None, ends=True):
+    waiting = [] if backlog is None else backlog
+    return ItemSource(
+        draw,
+        is_done=set(done).__contains__,
+        task_of=lambda item: item["task"] if isinstance(item, dict) else "t",
+        is_set_aside=set(set_aside).__contains__,
+        backlog=lambda: waiting,
+        ends=ends,
+    )
+
+
+def stream(items):
+    left = list(items)
+
+    async def get_next_item():
+        return left.pop(0) if left else None
+
+    return StreamDraw(get_next_item)
+
+
+def indexed(items, done=()):
+    async def get_item(index):
+        return items[index] if index < len(items) else None
+
+    return IndexedDraw(get_item, set(done))
+
+
+async def take_all(source):
+    taken = []
+    while work := await source.next():
+        taken.append(work)
+    return taken
+
+
+async def test_items_by_index_are_named_by_it_and_done_ones_are_not_asked_for():
+    works = await take_all(source_of(indexed(["a", "b", "c"], done={"1"})))
+    assert [(work.key, work.item) for work in works] == [("0", "a"), ("2", "c")]
+
+
+async def test_equal_items_of_a_stream_have_different_names_that_are_the_same_next_time():
+    first = [work.key for work in await take_all(source_of(stream(["x", "y", "x"])))]
+    again = [work.key for work in await take_all(source_of(stream(["x", "y", "x"])))]
+    assert len(set(first)) == 3
+    assert first == again
+
+
+async def test_done_items_of_a_stream_are_skipped():
+    keys = [work.key for work in await take_all(source_of(stream("xyx")))]
+    works = await take_all(source_of(stream("xyx"), done=keys[:2]))
+    assert [work.key for work in works] == keys[2:]
+
+
+async def test_the_backlog_comes_before_new_items_and_first_in_first_out():
+    works = await take_all(source_of(stream(["new"]), backlog=["old", "older"]))
+    assert [work.item for work in works] == ["old", "older", "new"]
+
+
+async def test_what_was_put_back_comes_first():
+    source = source_of(stream(["new"]))
+    source.put_back(Work("again", "k", "t"))
+    assert (await source.next()).item == "again"
+
+
+async def test_items_of_a_task_set_aside_are_skipped_and_the_others_go_on():
+    items = [{"task": "bad"}, {"task": "good"}, {"task": "bad"}]
+    works = await take_all(source_of(indexed(items), set_aside={"bad"}))
+    assert [work.task for work in works] == ["good"]
+
+
+async def test_a_source_with_nothing_but_broken_tasks_ends():
+    async def get_item(index):
+        return {"task": "bad"}
+
+    source = source_of(IndexedDraw(get_item, set()), set_aside={"bad"})
+    assert await source.next() is None
+    assert source.is_exhausted
+
+
+async def test_none_ends_the_source_only_where_it_means_the_end():
+    ending, waiting = source_of(stream([])), source_of(stream([]), ends=False)
+    assert await ending.next() is None
+    assert await waiting.next() is None
+    assert ending.is_exhausted
+    assert not waiting.is_exhausted
+
+
+async def test_an_index_whose_item_cannot_be_made_is_not_asked_again():
+    asked = []
+
+    async def get_item(index):
+        asked.append(index)
+        if index == 0:
+            raise OSError("bad record")
+        return "fine" if index == 1 else None
+
+    source = source_of(IndexedDraw(get_item, set()))
+    with pytest.raises(OSError, match="bad record"):
+        await source.next()
+    assert (await source.next()).key == "1"
+    assert asked == [0, 1]
+
+
+def test_items_that_are_not_json_have_keys_too():
+    assert content_key(({1, 2}, object), Counter()).endswith(".0")

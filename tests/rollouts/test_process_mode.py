@@ -1,0 +1,261 @@
+"""`process` as a whole, in this process: exact numbers, failures, resuming, the progress file."""
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+from counting_env import CountingEnv, StreamingEnv, make_env, make_group
+
+from atroposlib.errors import AtroposError, EngineFault, LaunchError, VerifierFault
+
+TASK_LIMIT = 4
+
+
+def rollouts(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def process_env(tmp_path, env_cls=CountingEnv, **settings):
+    defaults = {"data_path_to_save_groups": str(tmp_path / "o.jsonl"), "total_steps": 20}
+    return make_env(env_cls, **{**defaults, **settings})
+
+
+@pytest.mark.parametrize("env_cls", [CountingEnv, StreamingEnv])
+async def test_exactly_the_asked_number_of_groups_is_written(tmp_path, env_cls):
+    outcome = await process_env(tmp_path, env_cls).process_manager()
+    lines = rollouts(tmp_path / "o.jsonl")
+    assert (outcome.exit_code, outcome.groups, len(lines)) == (0, 20, 20)
+    assert sorted(line["tokens"][0][0] for line in lines) == list(range(20))
+    assert (tmp_path / "o.html").exists()
+
+
+@pytest.mark.parametrize("env_cls", [CountingEnv, StreamingEnv])
+async def test_the_same_command_with_a_higher_number_goes_on(tmp_path, env_cls):
+    await process_env(tmp_path, env_cls, total_steps=7).process_manager()
+    env = process_env(tmp_path, env_cls, total_steps=12)
+    await env.process_manager()
+    assert sorted(env.started) == list(range(7, 12))
+    assert len({line["group_id"] for line in rollouts(tmp_path / "o.jsonl")}) == 12
+
+
+async def test_a_complete_run_says_so_and_starts_nothing(tmp_path):
+    await process_env(tmp_path).process_manager()
+    env = process_env(tmp_path)
+    outcome = await env.process_manager()
+    assert outcome.exit_code == 0
+    assert not hasattr(env, "started")  # not even set up
+
+
+async def test_failed_items_are_replaced_by_later_ones(tmp_path):
+    env = process_env(tmp_path, fail_every=3, task_failure_limit=100)
+    await env.process_manager()
+    numbers = sorted(line["tokens"][0][0] for line in rollouts(tmp_path / "o.jsonl"))
+    assert numbers == [n for n in range(31) if n % 3][:20]
+    failures = rollouts(tmp_path / "failures.jsonl")
+    assert {failure["class"] for failure in failures} == {"verifier"}
+    progress = json.loads((tmp_path / "counting_progress_main.json").read_text())
+    assert progress["failures"] == {"verifier": len(failures)}
+    assert progress["state"] == "done"
+
+
+async def test_when_everything_fails_the_run_stops_with_one_sentence(tmp_path):
+    env = process_env(tmp_path, fail_every=1, task_failure_limit=TASK_LIMIT)
+    with pytest.raises(AtroposError, match=r"every task was set aside \(counting: 4 failures in a row.*cannot score"):
+        await env.process_manager()
+    assert len(env.started) < 30
+    assert json.loads((tmp_path / "counting_progress_main.json").read_text())["state"] == "failed"
+
+
+class MixtureEnv(CountingEnv):
+    """Every third item belongs to a task that always fails."""
+
+    def item_task(self, item):
+        return "bad" if item["number"] % 3 == 0 else "good"
+
+    async def collect_trajectories(self, item):
+        if self.item_task(item) == "bad":
+            raise VerifierFault("always")
+        return await super().collect_trajectories(item)
+
+
+async def test_a_task_that_always_fails_is_set_aside_and_the_others_reach_the_number(tmp_path):
+    env = process_env(tmp_path, MixtureEnv, total_steps=100, task_failure_limit=TASK_LIMIT, max_num_workers=2)
+    await env.process_manager()
+    assert len(rollouts(tmp_path / "o.jsonl")) == 100
+    progress = json.loads((tmp_path / "counting_progress_main.json").read_text())
+    assert "always" in progress["tasks"]["bad"]["set_aside"]
+    assert progress["tasks"]["good"] == {"groups": 100, "responses": 200, "accepted": 100, "set_aside": None}
+    assert progress["failures"]["verifier"] <= TASK_LIMIT + 2
+
+
+async def test_the_items_may_end_before_the_number_is_reached(tmp_path):
+    outcome = await process_env(tmp_path, items=5).process_manager()
+    assert (outcome.exit_code, outcome.groups, outcome.groups_total) == (0, 5, 20)
+
+
+class FlakyEngineEnv(CountingEnv):
+    """Every item fails once with an engine fault."""
+
+    async def collect_trajectories(self, item):
+        if item["number"] not in self.started:
+            self.started.append(item["number"])
+            raise EngineFault("503")
+        return await super().collect_trajectories(item)
+
+
+async def test_an_item_whose_engine_failed_is_tried_again(tmp_path):
+    await process_env(tmp_path, FlakyEngineEnv).process_manager()
+    assert sorted(line["item_key"] for line in rollouts(tmp_path / "o.jsonl")) == sorted(map(str, range(20)))
+
+
+class SlowEnv(CountingEnv):
+    """Item 0 never ends."""
+
+    async def collect_trajectories(self, item):
+        if item["number"] == 0:
+            await asyncio.Event().wait()
+        return await super().collect_trajectories(item)
+
+
+async def test_a_rollout_that_takes_too_long_is_killed_and_counted(tmp_path):
+    env = process_env(tmp_path, SlowEnv, total_steps=5, worker_timeout=0.05)
+    await env.process_manager()
+    assert "0" not in {line["item_key"] for line in rollouts(tmp_path / "o.jsonl")}
+
+
+class NothingEnv(CountingEnv):
+    """Items without a usable group, in every way an environment says so."""
+
+    async def collect_trajectories(self, item):
+        result, backlog = await super().collect_trajectories(item)
+        odd = {0: (None, []), 1: ([None], []), 2: None}
+        return odd.get(item["number"], (result, backlog))
+
+
+async def test_items_without_a_group_do_not_count_and_are_not_rolled_out_again(tmp_path):
+    env = process_env(tmp_path, NothingEnv, total_steps=5)
+    await env.process_manager()
+    assert sorted(line["item_key"] for line in rollouts(tmp_path / "o.jsonl")) == list("34567")
+    again = process_env(tmp_path, NothingEnv, total_steps=6)
+    await again.process_manager()
+    assert again.started == [8]
+
+
+async def test_an_item_with_several_groups_is_cut_at_exactly_the_number(tmp_path):
+    await process_env(tmp_path, groups_per_item=3, total_steps=10).process_manager()
+    lines = rollouts(tmp_path / "o.jsonl")
+    assert len(lines) == 10
+    assert len({line["group_id"] for line in lines}) == 10
+
+
+class BranchingEnv(CountingEnv):
+    """Items below 3 ask for a follow-up."""
+
+    async def collect_trajectories(self, item):
+        more = [{"number": item["number"] + 100}] if item["number"] < 3 else []
+        return make_group(item["number"]), more
+
+
+async def test_follow_up_items_survive_a_restart(tmp_path):
+    env = process_env(tmp_path, BranchingEnv, total_steps=3, max_num_workers=3)
+    await env.process_manager()
+    await process_env(tmp_path, BranchingEnv, total_steps=8, items=5).process_manager()
+    numbers = sorted(line["tokens"][0][0] for line in rollouts(tmp_path / "o.jsonl"))
+    assert numbers == [0, 1, 2, 3, 4, 100, 101, 102]
+
+
+async def test_shards_are_written_with_a_twin_each_and_compressed_when_asked(tmp_path):
+    env = process_env(
+        tmp_path,
+        data_path_to_save_groups=None,
+        rollouts_dir=str(tmp_path / "out"),
+        run_name="r1",
+        groups_per_shard=8,
+        compress_rollouts=True,
+    )
+    await env.process_manager()
+    names = sorted(path.name for path in (tmp_path / "out").glob("counting_rollouts_r1_*"))
+    assert [name.removeprefix("counting_rollouts_r1_000") for name in names] == [
+        "1.html",
+        "1.jsonl.zst",
+        "2.html",
+        "2.jsonl.zst",
+        "3.html",
+        "3.jsonl",
+    ]
+    progress = json.loads((tmp_path / "out" / "counting_progress_r1.json").read_text())
+    assert [path.rpartition("/")[2] for path in progress["outputs"]["rollouts"]] == [
+        n for n in names if "html" not in n
+    ]
+
+
+async def test_process_without_a_place_to_write_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="data_path_to_save_groups"):
+        await process_env(tmp_path, data_path_to_save_groups=None).process_manager()
+
+
+async def test_an_unset_variable_in_the_path_is_refused(tmp_path):
+    with pytest.raises(AtroposError, match="'NO_SUCH_VARIABLE' is not set"):
+        await process_env(tmp_path, data_path_to_save_groups="${NO_SUCH_VARIABLE}/o.jsonl").process_manager()
+
+
+async def test_two_runs_in_the_same_file_are_refused(tmp_path):
+    first = process_env(tmp_path, seconds=0.2, total_steps=8)
+    running = asyncio.create_task(first.process_manager())
+    while not hasattr(first, "started"):
+        await asyncio.sleep(0.005)
+    with pytest.raises(LaunchError, match=f"process {os.getpid()}"):
+        await process_env(tmp_path).process_manager()
+    assert (await running).groups == 8
+
+
+async def test_sigterm_keeps_what_is_finished_and_says_that_work_remains(tmp_path):
+    env = process_env(tmp_path, seconds=0.02, total_steps=10_000)
+    running = asyncio.create_task(env.process_manager())
+    while not (tmp_path / "o.jsonl").exists() or not (tmp_path / "o.jsonl").read_bytes():
+        await asyncio.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(2):
+        outcome = await running
+    assert outcome.exit_code == 75
+    assert outcome.groups == len(rollouts(tmp_path / "o.jsonl"))
+    assert json.loads((tmp_path / "counting_progress_main.json").read_text())["state"] == "stopped"
+
+
+class BrokenItemsEnv(CountingEnv):
+    """get_item raises for every other index."""
+
+    async def get_item(self, index):
+        if index % 2:
+            raise OSError("bad record")
+        return await super().get_item(index)
+
+
+async def test_items_that_cannot_be_made_are_skipped(tmp_path):
+    await process_env(tmp_path, BrokenItemsEnv, total_steps=5).process_manager()
+    assert sorted(line["item_key"] for line in rollouts(tmp_path / "o.jsonl")) == list("02468")
+
+
+async def test_a_setup_that_raises_is_shown_as_it_is(tmp_path):
+    class BadSetupEnv(CountingEnv):
+        async def setup(self):
+            raise FileNotFoundError("no dataset")
+
+    with pytest.raises(FileNotFoundError, match="no dataset"):
+        await process_env(tmp_path, BadSetupEnv).process_manager()
+    assert "no dataset" in json.loads((tmp_path / "counting_progress_main.json").read_text())["last_error"]
+
+
+async def test_rollouts_run_at_once_up_to_the_number_of_workers(tmp_path):
+    class MeasuringEnv(CountingEnv):
+        most = 0
+
+        async def collect_trajectories(self, item):
+            result = await super().collect_trajectories(item)
+            MeasuringEnv.most = max(MeasuringEnv.most, len(self.workers))
+            return result
+
+    await process_env(tmp_path, MeasuringEnv, max_num_workers=5, seconds=0.01).process_manager()
+    assert MeasuringEnv.most == 5

@@ -1,0 +1,252 @@
+"""Rollout files and their ledger: torn lines, lost indexes, shards, locks, disks that fill up."""
+
+import json
+import os
+import random
+
+import pytest
+from counting_env import make_group
+
+from atroposlib.errors import DataError, LaunchError
+from atroposlib.rollouts import files as files_module
+from atroposlib.rollouts.files import RolloutFiles
+from atroposlib.rollouts.groups import to_record
+from atroposlib.rollouts.locations import RunFiles, choose_run
+from atroposlib.rollouts.reports import compress
+from atroposlib.rollouts.work import Work
+
+
+def single(folder, name="o.jsonl"):
+    return RunFiles(folder, name.removesuffix(".jsonl"), "counting", "main", folder / name)
+
+
+def sharded(folder):
+    return RunFiles(folder, "counting_rollouts_main", "counting", "main")
+
+
+def open_run(files, *, sends=False, per_shard=100):
+    return RolloutFiles(files, groups_per_shard=per_shard, accept_score=0.0, sends=sends)
+
+
+def record(number, writer, *, part=0, parts=1, run="main"):
+    work = Work(item={"number": number}, key=str(number), task=f"task{number % 2}")
+    group_id = f"counting/{run}/{writer.run_id}/{number}/{part}"
+    return to_record(make_group(number), work, env="counting", run=run, group_id=group_id, part=part, parts=parts)
+
+
+async def write(files, numbers, **options):
+    writer = open_run(files, **options)
+    for number in numbers:
+        await writer.append([record(number, writer)])
+    writer.close()
+    return writer
+
+
+async def test_what_is_written_is_done_after_a_restart(tmp_path):
+    await write(single(tmp_path), range(5))
+    again = open_run(single(tmp_path))
+    assert again.ledger.done == set("01234")
+    assert (again.ledger.totals.groups, again.ledger.totals.responses, again.ledger.totals.accepted) == (5, 10, 5)
+    assert {name: task.groups for name, task in again.ledger.totals.tasks.items()} == {"task0": 3, "task1": 2}
+    again.close()
+
+
+async def test_a_run_keeps_its_id_over_restarts_so_that_group_ids_stay_the_same(tmp_path):
+    first = await write(single(tmp_path), [0])
+    again = open_run(single(tmp_path))
+    assert again.run_id == first.run_id
+    again.close()
+
+
+@pytest.mark.parametrize("with_index", [True, False], ids=["with its index", "without its index"])
+async def test_a_file_cut_at_any_byte_goes_on_without_loss_or_double(tmp_path, with_index):
+    files = single(tmp_path)
+    await write(files, range(4))
+    whole, index = files.single.read_bytes(), files.beside("index").read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    cuts = [0, 1, len(whole) - 1, *ends, *random.Random(0).sample(range(len(whole)), 30)]
+    for cut in cuts:
+        files.single.write_bytes(whole[:cut])
+        if with_index:
+            files.beside("index").write_bytes(index)
+        else:
+            files.beside("index").unlink(missing_ok=True)
+        complete = sum(end <= cut or end - 1 == cut for end in ends)
+        writer = open_run(files)
+        assert writer.ledger.done == {str(n) for n in range(complete)}, cut
+        for number in range(complete, 4):
+            await writer.append([record(number, writer)])
+        writer.close()
+        lines = [json.loads(line) for line in files.single.read_text().splitlines()]
+        assert [line["item_key"] for line in lines] == ["0", "1", "2", "3"], cut
+
+
+async def test_an_index_cut_at_any_byte_is_repaired_from_the_rollouts(tmp_path):
+    files = single(tmp_path)
+    await write(files, range(4))
+    index = files.beside("index").read_bytes()
+    for cut in range(0, len(index), 7):
+        files.beside("index").write_bytes(index[:cut])
+        writer = open_run(files)
+        assert writer.ledger.done == set("0123"), cut
+        writer.close()
+        assert files.beside("index").read_bytes() == index, cut
+
+
+async def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_touched(tmp_path):
+    files = single(tmp_path)
+    await write(files, range(3))
+    lines = files.single.read_bytes().splitlines(keepends=True)
+    damaged = lines[0] + b'{"half":\n' + lines[2]
+    files.single.write_bytes(damaged)
+    files.beside("index").unlink()
+    with pytest.raises(DataError, match=f"line at byte {len(lines[0])}"):
+        open_run(files)
+    assert files.single.read_bytes() == damaged
+
+
+async def test_an_item_with_a_missing_part_is_not_done(tmp_path):
+    files = single(tmp_path)
+    writer = open_run(files)
+    await writer.append([record(0, writer, part=part, parts=2) for part in range(2)])
+    writer.close()
+    whole = files.single.read_bytes()
+    files.single.write_bytes(whole[: whole.index(b"\n") + 5])
+    again = open_run(files)
+    assert again.ledger.done == set()
+    assert again.ledger.parts == {"0": {0}}
+    again.close()
+
+
+async def test_shards_fill_up_and_compressed_ones_count(tmp_path):
+    files = sharded(tmp_path)
+    finished = []
+    writer = open_run(files, per_shard=2)
+    writer.on_shard_complete = finished.append
+    for number in range(5):
+        await writer.append([record(number, writer)])
+    writer.close()
+    assert [path.name for path in finished] == [
+        "counting_rollouts_main_0001.jsonl",
+        "counting_rollouts_main_0002.jsonl",
+    ]
+    compress(finished[0])
+    for index in ("kept", "lost"):
+        if index == "lost":
+            files.beside("index").unlink()
+        again = open_run(files, per_shard=2)
+        assert again.ledger.done == set("01234")
+        again.close()
+    names = [path.name for path in files.shards().values()]
+    assert names[0].endswith("_0001.jsonl.zst")
+    assert len(names) == 3
+
+
+async def test_a_full_last_shard_is_followed_by_a_new_one_after_a_restart(tmp_path):
+    await write(sharded(tmp_path), range(2), per_shard=2)
+    await write(sharded(tmp_path), [2], per_shard=2)
+    assert {n: path.read_bytes().count(b"\n") for n, path in sharded(tmp_path).shards().items()} == {1: 2, 2: 1}
+
+
+async def test_only_what_the_api_did_not_acknowledge_is_sent_again(tmp_path):
+    files = single(tmp_path)
+    writer = open_run(files, sends=True)
+    for number in range(3):
+        await writer.append([record(number, writer)])
+    writer.acknowledge([f"counting/main/{writer.run_id}/1/0"])
+    writer.close()
+    with files.beside("acked").open("a") as acked:
+        acked.write("counting/main/to")  # torn by a kill
+    again = open_run(files, sends=True)
+    waiting = again.ledger.unacknowledged
+    assert [again.read_group(entry)["item_key"] for entry in waiting.values()] == ["0", "2"]
+    again.close()
+
+
+async def test_rejected_items_are_remembered(tmp_path):
+    writer = open_run(single(tmp_path))
+    await writer.reject("7")
+    writer.close()
+    again = open_run(single(tmp_path))
+    assert again.ledger.done == {"7"}
+    assert again.ledger.totals.groups == 0
+    again.close()
+
+
+async def test_a_second_process_is_refused_with_the_pid_of_the_first(tmp_path):
+    writer = open_run(single(tmp_path))
+    with pytest.raises(LaunchError, match=f"written by process {os.getpid()}"):
+        open_run(single(tmp_path))
+    writer.close()
+
+
+async def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(files_module, "DISK_FULL_RETRY_S", 0.01)
+    writer = open_run(single(tmp_path))
+    waits = []
+    writer.on_wait = waits.append
+    calls = iter([10, OSError(28, "No space left on device")])
+    real_write = os.write
+
+    def full_in_the_middle(descriptor, data):
+        step = next(calls, None)
+        if isinstance(step, OSError):
+            raise step
+        return real_write(descriptor, data[:step] if step else data)
+
+    monkeypatch.setattr(files_module.os, "write", full_in_the_middle)
+    await writer.append([record(0, writer)])
+    writer.close()
+    assert "No space left" in waits[0]
+    assert waits[-1] is None
+    assert [json.loads(line)["item_key"] for line in (tmp_path / "o.jsonl").read_text().splitlines()] == ["0"]
+
+
+async def test_a_disk_that_stays_full_ends_with_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(files_module, "DISK_FULL_RETRY_S", 0.01)
+    monkeypatch.setattr(files_module, "DISK_FULL_DEADLINE_S", 0.02)
+    writer = open_run(single(tmp_path))
+
+    def full(descriptor, data):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files_module.os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            await writer.append([record(0, writer)])
+    writer.close()
+    assert (tmp_path / "o.jsonl").read_bytes() == b""
+
+
+async def test_numpy_and_tuples_become_plain_json(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    writer = open_run(single(tmp_path))
+    odd = {**record(0, writer), "scores": numpy.array([1.0, 0.0], dtype=numpy.float32), "images": (1, {2})}
+    await writer.append([odd])
+    writer.close()
+    line = json.loads((tmp_path / "o.jsonl").read_text())
+    assert line["scores"] == [1.0, 0.0]
+    assert line["images"] == [1, [2]]
+
+
+def test_a_foreign_file_is_never_touched(tmp_path):
+    (tmp_path / "o.jsonl").write_text('{"tokens": [[1]]}\n')
+    assert choose_run(single(tmp_path), fresh=False).single == tmp_path / "o_1.jsonl"
+    (tmp_path / "o_1.jsonl").write_text('{"schema_version":1,"env":"other","run":"main"')
+    assert choose_run(single(tmp_path), fresh=False).single == tmp_path / "o_2.jsonl"
+
+
+@pytest.mark.parametrize("start", ["", '{"schema_', '{"schema_version":1,"env":"counting","run":"main","x":1}\n'])
+def test_our_own_file_is_gone_on_with_also_when_its_first_line_is_torn(tmp_path, start):
+    (tmp_path / "o.jsonl").write_text(start)
+    assert choose_run(single(tmp_path), fresh=False).single == tmp_path / "o.jsonl"
+
+
+async def test_fresh_starts_beside_and_later_commands_go_on_with_the_newest(tmp_path):
+    await write(single(tmp_path), [0])
+    fresh = choose_run(single(tmp_path), fresh=True)
+    assert fresh.single == tmp_path / "o_1.jsonl"
+    await write(fresh, [0])
+    assert choose_run(single(tmp_path), fresh=False).single == tmp_path / "o_1.jsonl"
+    await write(sharded(tmp_path), [0])
+    assert choose_run(sharded(tmp_path), fresh=True).run == "main_1"

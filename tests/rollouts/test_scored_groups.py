@@ -1,0 +1,128 @@
+"""Groups as plain data."""
+
+import math
+
+import numpy as np
+import pytest
+from counting_env import make_group
+
+from atroposlib.errors import GroupError
+from atroposlib.rollouts.groups import (
+    EQUAL_SCORES,
+    as_groups,
+    check_shape,
+    merge_items,
+    reject_reason,
+    to_record,
+    unmasked_lengths,
+)
+from atroposlib.rollouts.trace import EngineReply
+from atroposlib.rollouts.work import Work
+
+BROKEN = {
+    "no scores": ({"scores": None}, "no scores"),
+    "a score too few": ({"scores": [1.0]}, "1 scores"),
+    "a mask too short": ({"masks": [[-100, 1], [-100, 1, 2]]}, "2 mask entries"),
+    "a score that is no number": ({"scores": [1.0, math.nan]}, "score 1 is nan"),
+    "an infinite score": ({"scores": [math.inf, 1.0]}, "score 0 is inf"),
+    "a logprob that is no number": (
+        {"inference_logprobs": [[1.0, -1.0, math.nan], [1.0, -1.0, -1.0]]},
+        "inference_logprobs of sequence 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_group_nobody_could_use_is_refused_with_what_is_wrong(change, message):
+    with pytest.raises(GroupError, match=message):
+        check_shape({**make_group(5), **change})
+
+
+def test_numpy_groups_are_fine():
+    check_shape({"tokens": np.ones((2, 3), int), "masks": np.ones((2, 3), int), "scores": np.array([0.0, 1.0])})
+
+
+def test_the_size_is_the_groups_own_when_it_says_so():
+    group = {**make_group(1, size=3), "group_overrides": {"group_size": 3}}
+    assert reject_reason(group, group_size=2, distinct_scores=False) is None
+    assert reject_reason(make_group(1, size=3), group_size=2, distinct_scores=False) == "3 sequences instead of 2"
+
+
+def test_group_overrides_may_be_null():
+    assert reject_reason({**make_group(1), "group_overrides": None}, group_size=2, distinct_scores=True) is None
+
+
+def test_equal_scores_are_dropped_only_when_asked():
+    group = {**make_group(1), "scores": [1.0, 1]}
+    assert reject_reason(group, group_size=2, distinct_scores=True) == EQUAL_SCORES
+    assert reject_reason(group, group_size=2, distinct_scores=False) is None
+
+
+RESULTS = {"nothing": (None, 0), "a group": (make_group(1), 1), "a list with holes": ([make_group(1), None], 1)}
+
+
+@pytest.mark.parametrize(("result", "count"), RESULTS.values(), ids=RESULTS)
+def test_what_collect_trajectories_may_return(result, count):
+    assert len(as_groups(result)) == count
+
+
+def test_anything_else_is_an_error_that_shows_it():
+    with pytest.raises(GroupError, match="returned str 'oops'"):
+        as_groups("oops")
+
+
+def test_merging_keeps_logprobs_and_distillation_and_leaves_absent_keys_away():
+    item = {
+        "tokens": [1, 2],
+        "masks": [-100, 2],
+        "scores": 1.0,
+        "inference_logprobs": [1.0, -0.5],
+        "distill_token_ids": [[1], [2]],
+        "distill_logprobs": [[-1.0], [-1.0]],
+        "group_overrides": {"a": 1},
+    }
+    merged = merge_items([item, {**item, "scores": 0.0, "group_overrides": {"b": 2}}])
+    assert merged == {
+        "tokens": [[1, 2]] * 2,
+        "masks": [[-100, 2]] * 2,
+        "scores": [1.0, 0.0],
+        "inference_logprobs": [[1.0, -0.5]] * 2,
+        "distill_token_ids": [[[1], [2]]] * 2,
+        "distill_logprobs": [[[-1.0], [-1.0]]] * 2,
+        "group_overrides": {"a": 1, "b": 2},
+    }
+
+
+def test_half_a_group_with_logprobs_is_refused():
+    item = {"tokens": [1], "masks": [1], "scores": 1.0}
+    with pytest.raises(GroupError, match="1 of 2 rollouts of the group have 'inference_logprobs'"):
+        merge_items([item, {**item, "inference_logprobs": [1.0]}])
+
+
+def test_trained_positions_are_counted():
+    assert unmasked_lengths(make_group(1)) == [2, 2]
+
+
+def test_a_record_tells_where_the_group_came_from_and_what_the_engine_did():
+    work = Work(item={"number": 7}, key="7", task="sorting")
+    work.trace.record(EngineReply(["stop", "length"], 10, 20, model="m", weight_version="w1", sampling={"n": 2}))
+    record = to_record(make_group(7), work, env="counting", run="main", group_id="g", part=0, parts=1)
+    assert list(record)[:3] == ["schema_version", "env", "run"]
+    assert record["finish_reasons"] == ["stop", "length"]
+    assert record["usage"] == {"prompt_tokens": 10, "completion_tokens": 20}
+    assert (record["task"], record["item_key"], record["sampling"]) == ("sorting", "7", {"n": 2})
+    assert record["engine"]["weight_version_end"] == "w1"
+
+
+def test_finish_reasons_are_left_out_when_they_cannot_be_told_apart():
+    work = Work(item=1, key="1", task="t")
+    work.trace.record(EngineReply(["stop"] * 6, 10, 20))
+    record = to_record(make_group(1), work, env="e", run="r", group_id="g", part=0, parts=1)
+    assert record["finish_reasons"] is None
+
+
+def test_the_groups_own_task_wins():
+    record = to_record(
+        {**make_group(1), "task": "mixed/real"}, Work(1, "1", "t"), env="e", run="r", group_id="g", part=0, parts=1
+    )
+    assert record["task"] == "mixed/real"

@@ -1,0 +1,230 @@
+"""`serve` as a whole against an API in memory: pace, exact ends, acknowledgements, evaluations, restarts."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from counting_env import CountingEnv, make_env, make_group
+from memory_api import MemoryApi
+
+from atroposlib.errors import ConfigError
+
+
+def serving(env_cls=CountingEnv, api=None, **settings):
+    env = make_env(env_cls, **settings)
+    env._api = api if api is not None else MemoryApi()
+    return env, env._api
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def running(env):
+    task = asyncio.create_task(env.env_manager())
+    yield task
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_a_run_of_total_groups_ends_by_itself_with_everything_acknowledged(tmp_path):
+    env, api = serving(total_groups=10, rollouts_dir=str(tmp_path), max_batches_offpolicy=0)
+    outcome = await env.env_manager()
+    assert (outcome.exit_code, outcome.groups, len(api.received)) == (0, 10, 10)
+    assert api.disconnected
+    assert api.closed
+    lines = (tmp_path / "counting_rollouts_main_0001.jsonl").read_text().splitlines()
+    sent = {group["group_id"] for group in api.received}
+    assert {json.loads(line)["group_id"] for line in lines} == sent
+    acked = set((tmp_path / "counting_rollouts_main.acked").read_text().split())
+    assert acked == sent
+
+
+async def test_a_complete_run_needs_no_api(tmp_path):
+    await serving(total_groups=4, rollouts_dir=str(tmp_path))[0].env_manager()
+    env, api = serving(total_groups=4, rollouts_dir=str(tmp_path))
+    assert (await env.env_manager()).exit_code == 0
+    assert not api.registration
+
+
+async def test_what_was_not_acknowledged_is_sent_again_after_a_restart(tmp_path):
+    settings = {"total_groups": 6, "rollouts_dir": str(tmp_path), "max_num_workers": 3, "max_batches_offpolicy": 0}
+    env, api = serving(**settings)
+    api.is_up.clear()
+    async with running(env):
+        await until(lambda: env._run is not None and env._run.sink.totals.groups == 3)
+    again, api = serving(**settings)
+    await again.env_manager()
+    assert sorted(group["tokens"][0][0] for group in api.received) == list(range(6))
+    assert again.started == [3, 4, 5]
+
+
+async def test_a_full_queue_stops_new_rollouts_and_loses_none():
+    env, api = serving(MeasuringEnv, max_batches_offpolicy=1, max_num_workers=20)  # one batch is four groups
+    async with running(env):
+        await until(lambda: len(api.received) >= 4)
+        await asyncio.sleep(0.3)
+        assert len(api.received) <= 6  # those that ran when the queue filled up were sent, too
+        before = len(api.received)
+        api.train()
+        await until(lambda: len(api.received) > before)
+        assert env.cancelled == 0
+
+
+class MeasuringEnv(CountingEnv):
+    """Counts rollouts that were cancelled."""
+
+    cancelled = 0
+
+    async def collect_trajectories(self, item):
+        try:
+            await asyncio.sleep(0.02)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return await super().collect_trajectories(item)
+
+
+class EvaluatingEnv(MeasuringEnv):
+    """Evaluates until told to stop; counts evaluations."""
+
+    async def setup(self):
+        await super().setup()
+        self.evaluations, self.go_on = 0, asyncio.Event()
+
+    async def evaluate(self, *args, **kwargs):
+        self.evaluations += 1
+        await self.go_on.wait()
+
+
+async def test_an_evaluation_stops_new_rollouts_but_not_those_that_run():
+    env, api = serving(EvaluatingEnv, steps_per_eval=1, max_batches_offpolicy=0, max_num_workers=4)
+    async with running(env):
+        await until(lambda: len(api.received) >= 8)
+        api.train()
+        await until(lambda: env.evaluations == 1)
+        await until(lambda: env._run.pool.in_flight == 0)
+        before = len(api.received)
+        await asyncio.sleep(0.25)
+        assert len(api.received) == before
+        env.go_on.set()
+        await until(lambda: len(api.received) > before)
+        assert env.cancelled == 0
+
+
+async def test_every_step_is_evaluated_also_when_the_trainer_jumps():
+    env, api = serving(EvaluatingEnv, steps_per_eval=5, max_batches_offpolicy=0)
+    async with running(env):
+        await until(lambda: len(api.received) >= 4)
+        env.go_on.set()
+        api.train(7)  # over step 5, onto none of its multiples
+        await until(lambda: env.evaluations == 1)
+
+
+async def test_an_evaluation_that_raises_does_not_end_the_run(caplog):
+    class BadEval(CountingEnv):
+        async def evaluate(self, *args, **kwargs):
+            raise KeyError("no eval set")
+
+    env, api = serving(BadEval, steps_per_eval=1, max_batches_offpolicy=0)
+    async with running(env) as task:
+        await until(lambda: len(api.received) >= 4)
+        api.train()
+        await until(lambda: "evaluation failed" in caplog.text)
+        before = len(api.received)
+        await until(lambda: len(api.received) > before)
+        assert not task.done()
+
+
+async def test_the_run_ends_when_the_trainer_has_its_steps():
+    env, api = serving(total_steps=3, max_num_workers=4)
+
+    async def train():
+        while True:
+            await until(lambda: len(api.received) - api.taken >= 4)
+            api.train()
+
+    trainer = asyncio.create_task(train())
+    async with asyncio.timeout(10):
+        outcome = await env.env_manager()
+    trainer.cancel()
+    assert outcome.exit_code == 0
+    assert api.disconnected
+    assert len(api.received) <= 16 + 1  # three steps and the batch that makes it sure
+
+
+async def test_the_number_of_steps_may_come_from_the_trainer():
+    env, _ = serving(total_steps=-1, api=MemoryApi(num_steps=0), max_num_workers=2)
+    async with asyncio.timeout(10):
+        await env.env_manager()
+    assert env.config.total_steps == 0
+
+
+async def test_nobody_knowing_the_number_of_steps_is_an_error():
+    env, _ = serving(total_steps=-1, api=MemoryApi(num_steps=-1))
+    with pytest.raises(ValueError, match=r"env\.total_steps is -1"):
+        await env.env_manager()
+
+
+async def test_a_group_that_fits_in_no_batch_is_refused_at_the_start():
+    env, _ = serving(group_size=24, api=MemoryApi(batch_size=16))
+    with pytest.raises(ConfigError, match="group_size is 24 but the trainer's batch_size is 16"):
+        await env.env_manager()
+
+
+async def test_a_group_the_api_refuses_is_counted_and_the_others_go_on(tmp_path):
+    env, api = serving(total_groups=6, rollouts_dir=str(tmp_path), max_batches_offpolicy=0)
+    api.refused = {2}
+    await env.env_manager()
+    assert 2 not in {group["tokens"][0][0] for group in api.received}
+    progress = json.loads((tmp_path / "counting_progress_main.json").read_text())
+    assert progress["failures"] == {"environment": 1}
+
+
+async def test_groups_too_long_for_the_trainer_are_kept_but_not_sent(tmp_path):
+    env, api = serving(api=MemoryApi(max_token_len=3), total_groups=3, rollouts_dir=str(tmp_path))
+    await env.env_manager()
+    assert api.received == []
+    assert len((tmp_path / "counting_rollouts_main_0001.jsonl").read_text().splitlines()) == 3
+
+
+async def test_without_files_every_process_uses_ids_of_its_own():
+    ids = []
+    for _ in range(2):
+        env, api = serving(max_batches_offpolicy=0)
+        async with running(env):
+            await until(lambda api=api: len(api.received) >= 2)
+        ids += [group["group_id"] for group in api.received]
+    assert len(set(ids)) == len(ids)
+
+
+async def test_code_may_send_groups_of_its_own():
+    class SendingEnv(CountingEnv):
+        async def add_train_workers(self):
+            if len(self._api.received) < 3:
+                await self.handle_send_to_api(make_group(5), {"made": "by hand"})
+
+    env, api = serving(SendingEnv, max_batches_offpolicy=0)
+    async with running(env):
+        await until(lambda: len(api.received) == 3)
+    assert len({group["group_id"] for group in api.received}) == 3
+    assert env.items_sent_this_step == 3
+
+
+async def test_a_wait_without_items_ends_when_there_are_some():
+    class PatientEnv(CountingEnv):
+        """Nothing at first."""
+
+        asked = 0
+
+        async def get_next_item(self):
+            self.asked += 1
+            return None if self.asked < 3 else {"number": self.asked}
+
+    env, api = serving(PatientEnv, max_batches_offpolicy=0)
+    async with running(env):
+        await until(lambda: len(api.received) >= 2)
