@@ -9,6 +9,7 @@ import binascii
 import hmac
 import ipaddress
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
@@ -65,6 +66,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+@lru_cache(maxsize=64)
 def names_this_machine(host_header: str) -> bool:
     """Whether a Host header is `localhost` or an address.
 

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from atroposlib.api import auth
 from atroposlib.api.binary import BINARY_TYPE, encode_batch
 from atroposlib.api.delivery import CHUNK_BYTES, Connection
-from atroposlib.api.middleware import Receive, Scope, Send
+from atroposlib.api.middleware import CONNECTION_KEY, Receive, Scope, Send
 from atroposlib.api.queue import Batch
 from atroposlib.api.service import TrajectoryService
 from atroposlib.api.store import GroupLost
@@ -59,7 +59,7 @@ class BatchResponse(Response):
         return Response(b'{"batch":null}', media_type="application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection: Connection | None = scope.get("atropos.connection")
+        connection: Connection | None = scope.get(CONNECTION_KEY)
         try:
             await self._send(send, connection)
         except BaseException:

@@ -17,7 +17,8 @@ import numpy as np
 BINARY_TYPE = "application/vnd.atropos.batch"
 
 _INT_ROWS, _FLOAT_ROWS = 1, 2
-_MATRICES = {"tokens": _INT_ROWS, "masks": _INT_ROWS, "advantages": _FLOAT_ROWS, "ref_logprobs": _FLOAT_ROWS, "inference_logprobs": _FLOAT_ROWS}  # fmt: skip
+_MATRICES = dict.fromkeys(("tokens", "masks"), _INT_ROWS)
+_MATRICES |= dict.fromkeys(("advantages", "ref_logprobs", "inference_logprobs"), _FLOAT_ROWS)
 _DTYPES = {_INT_ROWS: np.dtype("<i4"), _FLOAT_ROWS: np.dtype("<f4")}
 
 

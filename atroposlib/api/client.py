@@ -102,6 +102,10 @@ class _Client:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._session: aiohttp.ClientSession | None = None
 
+    async def info(self, *, deadline_s: float | None = None) -> dict[str, int]:
+        """`batch_size` and `max_token_len`; -1 before a trainer registered."""
+        return (await self._call("GET", "/info", deadline_s=deadline_s)).json()
+
     async def close(self) -> None:
         """Let go of the connections."""
         if self._session is not None:
@@ -186,10 +190,6 @@ class EnvClient(_Client):
                 self.registered = RegisteredEnv(**{key: data.get(key) for key in RegisteredEnv.__dataclass_fields__})
                 return self.registered
             await patience.wait(str(data.get("status")))
-
-    async def info(self, *, deadline_s: float | None = None) -> dict[str, int]:
-        """`batch_size` and `max_token_len`; -1 before a trainer registered."""
-        return (await self._call("GET", "/info", deadline_s=deadline_s)).json()
 
     async def wandb_info(self, *, deadline_s: float | None = None) -> dict[str, str | None]:
         """`group` and `project`; None before a trainer registered."""

@@ -78,8 +78,8 @@ class DiskStore:
         size = sum(len(group.content) for group in groups)
         if self._max_bytes is not None and self.bytes_used() + size > self._max_bytes:
             raise StorageFull(
-                f"groups take {self.bytes_used() / 1e6:.0f} MB of the {self._max_bytes / 1e6:.0f} MB that --max-queue-mb "
-                "allows; they are taken again when the trainer has taken batches"
+                f"groups take {self.bytes_used() / 1e6:.0f} of the {self._max_bytes / 1e6:.0f} MB of --max-queue-mb; "
+                "they are taken again when the trainer has taken batches"
             )
         return await self._submit(_Job(groups=groups))
 
@@ -333,7 +333,7 @@ def _open_index(path: Path) -> sqlite3.Connection:
         index.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
     elif version != _SCHEMA_VERSION:
         raise ConfigError(
-            f"{path} has format {version}, this version reads {_SCHEMA_VERSION}; choose another --state-dir or move it away"
+            f"{path} has format {version}, this version reads {_SCHEMA_VERSION}; choose another --state-dir"
         )
     return index
 

@@ -29,6 +29,7 @@ App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 DISCARD_FACTOR = 16
 """A body over the limit is read to its end, up to this many times the limit, so that the client sees the answer."""
 
+CONNECTION_KEY = "atropos.connection"
 BODY_KEY = "atropos.body"
 """Where the hot routes find the body in the ASGI scope; Request.body() would copy it once more."""
 
@@ -55,7 +56,7 @@ class Gate:
         connection = self._connections.get(tuple(scope.get("client") or ()))
         if connection is not None:
             connection.next_request()
-        scope["atropos.connection"] = connection
+        scope[CONNECTION_KEY] = connection
         started, status = time.perf_counter(), 500
 
         async def send_and_note(message: Message) -> None:

@@ -199,7 +199,7 @@ def _row_lengths(text: bytes, codes: np.ndarray) -> list[int] | None:
 
 
 def _skip_to(text: bytes, start: int, marks: bytes) -> int | None:
-    """Where the text goes on after `marks`, between which there may be white space; None when something else is there."""
+    """Where the text goes on after `marks`, which white space may separate; None when something else is there."""
     position = text.find(b"[", start)
     if len(marks) > 1 and marks[:1] == b"[":
         position = text.find(b"[", position + 1)

@@ -92,24 +92,41 @@ class RunState:
 
 
 class Liveness:
-    """When each environment was last heard of; one that is silent for `timeout_s` stops counting."""
+    """When each environment was last heard of; one that is silent for `timeout_s` stops counting.
 
-    def __init__(self, timeout_s: float) -> None:
+    It begins to count with its first word after registering: one that died before that never holds up a batch.
+    """
+
+    def __init__(self, timeout_s: float, registered_before: int) -> None:
         self.timeout_s = timeout_s
-        self._heard: dict[int, float] = {}
-        self._since = time.monotonic()
+        self._last = dict.fromkeys(range(registered_before), time.monotonic())  # a restart is no silence
+        self._spoken = set(self._last)
+
+    def registered(self, env_id: int) -> None:
+        """The environment is new."""
+        self._last[env_id] = time.monotonic()
 
     def touch(self, env_id: int) -> None:
         """The environment just spoke."""
-        self._heard[env_id] = time.monotonic()
+        self._last[env_id] = time.monotonic()
+        self._spoken.add(env_id)
 
-    def is_alive(self, env_id: int) -> bool:
-        """Heard of within the timeout; a restart of the server counts as having heard of everyone."""
-        return time.monotonic() - self._heard.get(env_id, self._since) < self.timeout_s
+    def counts(self, env_id: int) -> bool:
+        """It has spoken, and not too long ago."""
+        return env_id in self._spoken and not self.is_silent(env_id)
+
+    def is_silent(self, env_id: int) -> bool:
+        """Nothing was heard of it for the timeout."""
+        return self.silent_s(env_id) >= self.timeout_s
 
     def silent_s(self, env_id: int) -> float:
-        """Seconds since it was last heard of."""
-        return time.monotonic() - self._heard.get(env_id, self._since)
+        """Seconds since it was last heard of or registered."""
+        return time.monotonic() - self._last[env_id]
+
+    def forget_all(self) -> None:
+        """After a reset."""
+        self._last.clear()
+        self._spoken.clear()
 
 
 def _fields(state: RunState) -> dict[str, object]:

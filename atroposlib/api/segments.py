@@ -155,7 +155,7 @@ class SegmentFiles:
                     self._delete(place.segment)
 
     def tidy(self, last: int) -> None:
-        """After opening: delete files without a needed group, cut what was allocated ahead; numbers go on after `last`."""
+        """After opening: delete unneeded files, cut what was allocated ahead; file numbers go on after `last`."""
         self._last = max(self._last, last)
         for number, segment in list(self._segments.items()):
             if segment.live <= 0:

@@ -50,9 +50,9 @@ class TrajectoryService:
     def __init__(self, store: Store, *, env_timeout_s: float = 300.0) -> None:
         self.store = store
         self.metrics = Metrics()
-        self.liveness = Liveness(env_timeout_s)
         found = store.load()
         self.run = RunState() if found.run is None else RunState.from_json(found.run)
+        self.liveness = Liveness(env_timeout_s, registered_before=len(self.run.envs))
         self.queue = TrajectoryQueue()
         for group in found.queued:
             self.queue.pool.put(group)
@@ -106,7 +106,7 @@ class TrajectoryService:
         return batch
 
     async def contents(self, batch: Batch) -> list[bytes]:
-        """The groups of a batch as JSON objects. A damaged one is dropped and GroupLost raised; ask for another batch."""
+        """The groups of a batch as JSON; GroupLost when one is damaged: it is dropped, ask for another batch."""
         try:
             stored = await self.store.read(batch.groups)
         except GroupLost as error:
@@ -120,8 +120,13 @@ class TrajectoryService:
         self.metrics.batch_sent(batch.groups)
         logger.info(
             "batch sent: number=%d sequences=%d groups=%d step=%d queued=%d took_s=%.3f",
-            batch.number, sequences, len(batch.groups), self.run.step, len(self.queue.pool), time.monotonic() - started_at,
-        )  # fmt: skip
+            batch.number,
+            sequences,
+            len(batch.groups),
+            self.run.step,
+            len(self.queue.pool),
+            time.monotonic() - started_at,
+        )
         if batch.expires is None:
             settled = [batch.number] if batch.batch_id else []
             await self.store.change(Change(run=self.run.to_json(), consumed=batch.groups, settled=settled))
@@ -150,9 +155,7 @@ class TrajectoryService:
         if batch is None:
             if batch_id in self.run.acked:
                 return
-            raise Refused(
-                404, f"batch_id is {batch_id[:80]!r}; expected one that GET /batch?lease_s=... gave in this run"
-            )
+            raise Refused(404, f"batch_id is {batch_id[:80]!r}; expected one of this run's GET /batch?lease_s=...")
         self.run.acked = [*self.run.acked[-KEPT_ACKS:], batch_id]
         await self.store.change(Change(run=self.run.to_json(), consumed=batch.groups, settled=[batch.number]))
         self.store.release(batch.groups)
@@ -163,7 +166,11 @@ class TrajectoryService:
         """A new environment, or None while the trainer has not asked for its first batch."""
         if self.run.registration is None or not self.run.started:
             return None
-        taken = sum(env.min_batch_allocation or 0.0 for env in self.counting_envs())
+        taken = sum(
+            env.min_batch_allocation or 0.0
+            for env in self.run.envs
+            if env.connected and not self.liveness.is_silent(env.env_id)
+        )
         if taken + (request.min_batch_allocation or 0.0) > 1.0 + 1e-9:
             raise Refused(
                 422,
@@ -171,7 +178,7 @@ class TrajectoryService:
                 f"{taken:g} of every batch; all of them together may hold at most 1",
             )
         env = self.run.add_env(request)
-        self.liveness.touch(env.env_id)
+        self.liveness.registered(env.env_id)
         self._offered.setdefault(env.env_id, set()).add(env.group_size)
         await self.store.change(Change(run=self.run.to_json()))
         logger.info(
@@ -195,8 +202,8 @@ class TrajectoryService:
         return {"current_step": self.run.step, **status}
 
     def counting_envs(self) -> list[EnvRecord]:
-        """Environments that are connected and not silent for too long."""
-        return [env for env in self.run.envs if env.connected and self.liveness.is_alive(env.env_id)]
+        """Environments that are connected, have spoken, and are not silent for too long."""
+        return [env for env in self.run.envs if env.connected and self.liveness.counts(env.env_id)]
 
     async def add(
         self, payloads: Sequence[Payload], *, run_id: str | None, connection: Connection | None
@@ -229,6 +236,7 @@ class TrajectoryService:
         self.run = RunState()
         self.queue = TrajectoryQueue()
         self._latest = None
+        self.liveness.forget_all()
         self._retries = RetryFinder([])
         self._offered = {}
         await self.store.reset(self.run.to_json())
@@ -258,24 +266,25 @@ class TrajectoryService:
             raise Refused(
                 422,
                 f"a sequence has {payload.longest} tokens, but the trainer's max_token_len is "
-                f"{self.run.registration.max_token_len}; cut it or raise max_token_len in the trainer's /register call",
+                f"{self.run.registration.max_token_len}; cut it or raise max_token_len in its /register call",
             )
         if size > batch_size:
             raise Refused(
                 422,
-                f"the group has {size} sequences, but the trainer's batch_size is {batch_size}; a group must fit in one "
-                "batch. Lower group_size or raise batch_size in the trainer's /register call",
+                f"the group has {size} sequences, but the trainer's batch_size is {batch_size}; a group must fit in "
+                "one batch. Lower group_size or raise batch_size in the trainer's /register call",
             )
         own = self._offered.setdefault(payload.env_id, set())
         own.add(size)
         if env is not None and size < env.group_size and can_sum(own, env.group_size, size):
             return True
-        if can_sum(set().union(*self._offered.values()), batch_size, size):
+        sizes = set().union(*self._offered.values())
+        if can_sum(sizes, batch_size, size):
             return False
         raise Refused(
             422,
-            f"the group has {size} sequences; with the group sizes in use ({_listed(set().union(*self._offered.values()))}) "
-            f"no batch of exactly {batch_size} can hold it. Send groups whose size divides {batch_size}",
+            f"the group has {size} sequences; with the group sizes in use ({_listed(sizes)}) no batch of exactly "
+            f"{batch_size} can hold it. Send groups whose size divides {batch_size}",
         )
 
     async def _is_stored(
@@ -409,8 +418,8 @@ class TrajectoryService:
         if unfit:
             raise Refused(
                 409,
-                f"groups of {_listed(unfit)} sequences are queued, which no batch of exactly {batch_size} can hold; register "
-                "with another batch_size, or drop them with GET /reset_data",
+                f"groups of {_listed(unfit)} sequences are queued, which no batch of exactly {batch_size} can hold; "
+                "register with another batch_size, or drop them with GET /reset_data",
             )
 
     # -- environments' records ----------------------------------------------------------------------------------

@@ -24,19 +24,19 @@ def waiting_for(run: RunState, queue: TrajectoryQueue, minimums: Mapping[EnvId, 
         env_id, found, least = short[0]
         env = run.find_env(env_id or 0)
         return (
-            f"environment {env_id} ({env.real_name if env else '?'}): it has {found} of the {least} sequences it must have in "
-            f"every batch, and was heard of {liveness.silent_s(env_id or 0):.0f} s ago; after {liveness.timeout_s:.0f} s of "
-            "silence it stops counting"
+            f"environment {env_id} ({env.real_name if env else '?'}): it has {found} of the {least} sequences it must "
+            f"have in every batch, and was heard of {liveness.silent_s(env_id or 0):.0f} s ago; after "
+            f"{liveness.timeout_s:.0f} s of silence it stops counting"
         )
     if queue.pool.sequences < batch_size:
         return f"sequences: {queue.pool.sequences} of {batch_size} are queued{_silence(run, liveness)}"
     sizes = sorted({size for _, size in queue.pool.classes})
     return (
-        f"groups of other sizes: {queue.pool.sequences} sequences are queued in groups of {', '.join(map(str, sizes[:8]))}, "
-        f"and no choice of whole groups makes exactly {batch_size}"
+        f"groups of other sizes: {queue.pool.sequences} sequences are queued in groups of "
+        f"{', '.join(map(str, sizes[:8]))}, and no choice of whole groups makes exactly {batch_size}"
     )
 
 
 def _silence(run: RunState, liveness: Liveness) -> str:
-    silent = [env.real_name for env in run.envs if env.connected and not liveness.is_alive(env.env_id)]
+    silent = [env.real_name for env in run.envs if env.connected and liveness.is_silent(env.env_id)]
     return f"; not heard of for {liveness.timeout_s:.0f} s: {', '.join(silent[:8])}" if silent else ""

@@ -50,8 +50,8 @@ def serve(
     token = auth.read_token(expand_path(token_file, what="--token-file") if token_file else None, os.environ)
     if token is None and not insecure and not auth.is_loopback(host):
         raise ConfigError(
-            f"--host {host} is open to other machines, but there is no token; set {auth.TOKEN_VARIABLE} or --token-file, "
-            "or say --insecure"
+            f"--host {host} is open to other machines, but there is no token; set {auth.TOKEN_VARIABLE} or "
+            "--token-file, or say --insecure"
         )
     from atroposlib.api.server import ApiSettings, create_app
 
