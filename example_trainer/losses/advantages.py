@@ -4,15 +4,11 @@
 rewards are all equal gets exactly 0, and a group of one row has no baseline, so its advantage is its reward.
 """
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
 from example_trainer.losses.groups import Groups
-
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "batch_std"]
-ADVANTAGE_KINDS = get_args(AdvantageKind)
+from example_trainer.losses.names import AdvantageKind
 
 
 def row_advantages(

@@ -5,12 +5,10 @@ ranks): the sum over micro-batches is then the loss of the step, and so are the 
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from torch import Tensor
 
-Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_sum_const"]
-AGGREGATIONS = get_args(Aggregation)
+from example_trainer.losses.names import Aggregation
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Literal
 
-KLControl = Literal["ziegler", "step"]
+from example_trainer.losses.names import KLControl
 
 
 @dataclass

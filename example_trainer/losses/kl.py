@@ -5,14 +5,10 @@ they differ: k2 has the gradient of the reverse KL (the same as k1 in the reward
 approximation, k1 none in expectation. Sources: joschu.net/blog/kl-approx, arXiv:2510.01555.
 """
 
-from typing import Literal, get_args
-
 from torch import Tensor
 
+from example_trainer.losses.names import KLKind
 from example_trainer.losses.policy import LOG_RATIO_LIMIT
-
-KLKind = Literal["k1", "k2", "k3"]
-KL_KINDS = get_args(KLKind)
 
 
 def kl_per_token(kind: KLKind, logp: Tensor, ref_logp: Tensor) -> Tensor:

@@ -8,14 +8,12 @@ policy's own samples): the caller skips such groups. Source: maxent-grpo (liv-da
 """
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from example_trainer.losses.groups import Groups
-
-MaxEntNLL = Literal["token_mean", "sum"]
+from example_trainer.losses.names import MaxEntNLL
 
 
 @torch.no_grad()

@@ -6,15 +6,11 @@ of the engine gives rho = 1. Where the ratio of the loss is already taken agains
 there is no separate rho.
 """
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
+from example_trainer.losses.names import MismatchKind
 from example_trainer.losses.policy import LOG_RATIO_LIMIT
-
-MismatchKind = Literal["none", "tis", "icepop", "seq_truncate", "seq_mask"]
-MISMATCH_KINDS = get_args(MismatchKind)
 
 
 @torch.no_grad()

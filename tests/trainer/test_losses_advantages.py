@@ -1,8 +1,11 @@
+from typing import get_args
+
 import pytest
 import torch
 
 from example_trainer.losses import advantages as adv
 from example_trainer.losses.groups import Groups
+from example_trainer.losses.names import AdvantageKind
 
 
 def t(*values):
@@ -53,7 +56,7 @@ def test_batch_std_divides_by_the_deviation_of_all_rewards():
     close(found, [0.5 / 0.4330127, -0.5 / 0.4330127, 0, 0])
 
 
-@pytest.mark.parametrize("kind", adv.ADVANTAGE_KINDS)
+@pytest.mark.parametrize("kind", get_args(AdvantageKind))
 def test_equal_rewards_give_exactly_zero(kind):
     found = adv.row_advantages(kind, t(0.1, 0.1, 0.1), Groups.contiguous(3, 3))
     assert found.tolist() == [0.0, 0.0, 0.0]

@@ -1,0 +1,117 @@
+"""Checkpoints: everything a run needs to go on, written whole or not at all.
+
+`<save_path>/step_00000012/` holds the weights as a Hugging Face (or PEFT) folder, `training_state.pt` (optimizer,
+scheduler, random numbers) and `trainer.json` (step, controllers, batches). A folder is built beside its place and
+renamed, so one with this name is complete.
+"""
+
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from atroposlib.errors import DataError
+from example_trainer.learner import Learner
+from example_trainer.losses.controllers import controller_state, restore_controllers
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "step_"
+_STATE = "training_state.pt"
+_FACTS = "trainer.json"
+
+
+def newest(save_path: Path) -> Path | None:
+    """The complete checkpoint of the greatest step, or None."""
+    return max(save_path.glob(f"{_PREFIX}[0-9]*"), default=None)
+
+
+def save(learner: Learner, save_path: Path, *, batch_ids: Sequence[str], keep: int) -> Path:
+    """Write the checkpoint of the learner's step and delete all but the newest `keep`.
+
+    Args:
+        batch_ids: batches whose update these weights hold and which the API may not know about yet.
+    """
+    target = save_path / f"{_PREFIX}{learner.step:08d}"
+    making = save_path / f".making.{target.name}"
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
+    learner.policy.model.save_pretrained(making)  # pyright: ignore[reportCallIssue]
+    learner.policy.tokenizer.save_pretrained(making)
+    torch.save(
+        {
+            "optimizer": learner.optimizer.state_dict(),
+            "scheduler": learner.scheduler.state_dict(),
+            "random": _random_state(),
+        },
+        making / _STATE,
+    )
+    facts = {
+        "step": learner.step,
+        "batch_ids": list(batch_ids),
+        "controllers": controller_state(learner.kl, learner.tau),
+        "model_name": learner.config.model_name,
+        "use_lora": learner.config.use_lora,
+    }
+    (making / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    _to_disk(making)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(making, target)
+    for old in sorted(save_path.glob(f"{_PREFIX}[0-9]*"))[:-keep]:
+        shutil.rmtree(old)
+    logger.info("checkpoint written: %s", target)
+    return target
+
+
+def read_facts(checkpoint: Path) -> dict[str, Any]:
+    """`trainer.json` of a checkpoint."""
+    try:
+        return json.loads((checkpoint / _FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"checkpoint {checkpoint} has no readable {_FACTS} ({error}); delete that folder") from error
+
+
+def restore(learner: Learner, checkpoint: Path) -> list[str]:
+    """Put optimizer, scheduler, controllers, random numbers and step back; the batch ids that were saved.
+
+    The weights are loaded by `Learner(config, checkpoint=...)`.
+    """
+    facts = read_facts(checkpoint)
+    if facts["model_name"] != learner.config.model_name or facts["use_lora"] != learner.config.use_lora:
+        raise DataError(
+            f"checkpoint {checkpoint} is of model {facts['model_name']!r} with use_lora {facts['use_lora']}, this run "
+            f"trains {learner.config.model_name!r} with {learner.config.use_lora}; choose another save_path"
+        )
+    state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=False)
+    learner.optimizer.load_state_dict(state["optimizer"])
+    learner.scheduler.load_state_dict(state["scheduler"])
+    _set_random_state(state["random"])
+    restore_controllers(learner.kl, learner.tau, facts["controllers"])
+    learner.step = facts["step"]
+    return facts["batch_ids"]
+
+
+def _random_state() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _to_disk(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())

@@ -1,0 +1,220 @@
+"""From delivered groups to padded tensors.
+
+A *row* is one sequence. Everything about a token is aligned with the token it belongs to; `collate` then shifts, so
+that position t of a micro-batch is the prediction of token t + 1; the first token of a row has none.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atroposlib.errors import DataError
+from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
+
+PAD_TO = 64
+"""Upstream's `pad_data_to_good_offset` pads to a multiple of this."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of a batch. T tokens, prompt and completion."""
+
+    tokens: np.ndarray  # [T] int64
+    trained: np.ndarray  # [T] bool
+    infer_logp: np.ndarray | None  # [T] float32 of the engine; 0 where not trained
+    score: float
+    group: int  # rows with the same number belong together
+    temperature: float
+    advantages: np.ndarray | None = None  # [T] given by the environment
+    zero_advantage: bool = False
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that take loss."""
+        return int(self.trained.sum())
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward pass, padded on the right. B rows, T = longest row - 1 predictions."""
+
+    rows: list[int]  # their numbers in the step
+    input_ids: Tensor  # [B,T]
+    attention_mask: Tensor  # [B,T]
+    targets: Tensor  # [B,T] the token that position t predicts; 0 where padded
+    mask: Tensor  # [B,T] float, 1 where the target is trained
+    infer_logp: Tensor  # [B,T] float; 0 where not trained, NaN where the engine gave none
+    temperature: Tensor  # [B,1]
+
+    @property
+    def first(self) -> int:
+        """The first position that any row trains; logits before it are not needed."""
+        used = self.mask.any(0).nonzero()
+        return int(used[0]) if len(used) else 0
+
+
+def rows_of(groups: Sequence[Mapping[str, Any]], *, seq_len: int, temperature: float) -> list[Row]:
+    """The rows of one batch, in order.
+
+    Args:
+        groups: as delivered by the API; absent keys may be null.
+        seq_len: longest sequence that is taken.
+        temperature: of groups that do not tell theirs.
+
+    Raises:
+        DataError: a row is too long, or its fields do not fit together.
+    """
+    return [
+        _row(group, i, number, seq_len, temperature)
+        for number, group in enumerate(groups)
+        for i in range(len(group["tokens"]))
+    ]
+
+
+def micro_batches(rows: Sequence[Row], max_tokens: int) -> Iterator[list[int]]:
+    """Row numbers for one forward pass each: rows of similar length together, at most `max_tokens` padded tokens.
+
+    A row longer than `max_tokens` comes alone.
+    """
+    chosen: list[int] = []
+    for number in sorted(range(len(rows)), key=lambda i: len(rows[i].tokens), reverse=True):
+        if chosen and len(rows[chosen[0]].tokens) * (len(chosen) + 1) > max_tokens:
+            yield chosen
+            chosen = []
+        chosen.append(number)
+    if chosen:
+        yield chosen
+
+
+def collate(rows: Sequence[Row], numbers: Sequence[int], device: torch.device | str = "cpu") -> MicroBatch:
+    """Pad and shift the rows with these numbers."""
+    chosen = [rows[number] for number in numbers]
+    width = max(len(row.tokens) for row in chosen)
+
+    def padded(values: Sequence[np.ndarray], fill: float, dtype: torch.dtype) -> Tensor:
+        table = np.full((len(values), width), fill, dtype=np.float64 if dtype.is_floating_point else np.int64)
+        for line, value in zip(table, values, strict=True):
+            line[: len(value)] = value
+        return torch.as_tensor(table, dtype=dtype, device=device)
+
+    tokens = padded([row.tokens for row in chosen], 0, torch.long)
+    present = padded([np.ones(len(row.tokens)) for row in chosen], 0, torch.long)
+    unknown = [row.infer_logp if row.infer_logp is not None else row.trained * np.nan for row in chosen]
+    return MicroBatch(
+        rows=list(numbers),
+        input_ids=tokens[:, :-1],
+        attention_mask=present[:, :-1],
+        targets=tokens[:, 1:],
+        mask=padded([row.trained for row in chosen], 0, torch.float32)[:, 1:],
+        infer_logp=padded(
+            [np.where(row.trained, u, 0.0) for row, u in zip(chosen, unknown, strict=True)], 0, torch.float32
+        )[:, 1:],
+        temperature=torch.tensor([[row.temperature] for row in chosen], device=device),
+    )
+
+
+def token_advantages(rows: Sequence[Row], micro: MicroBatch, row_advantages: Tensor) -> Tensor:
+    """[B,1] advantages of the micro-batch, or [B,T] when the environment gave some of its rows theirs."""
+    chosen = row_advantages[torch.tensor(micro.rows)].to(micro.mask)[:, None]
+    if all(rows[number].advantages is None for number in micro.rows):
+        return chosen
+    table = chosen.expand_as(micro.mask).clone()
+    for line, number in zip(table, micro.rows, strict=True):
+        given = rows[number].advantages
+        if given is not None and not rows[number].zero_advantage:
+            line[: len(given) - 1] = torch.as_tensor(given[1:])
+    return table
+
+
+def pad_data_to_good_offset(
+    data: Mapping[str, Any], batch_size: int, extract_inference_logprobs: bool = True
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
+    """Upstream's padding, for trainers written against it.
+
+    Args:
+        data: the body of `GET /batch`.
+        batch_size: rows per micro-batch; the last one may be smaller.
+
+    Returns:
+        Lists of micro-batches: input ids [b,T], labels [b,T] (-100 where no loss), advantages [b,1], temperatures
+        [b,1,1], log-probabilities [b,T] (1.0 where masked or absent) or None. T is a multiple of 64.
+    """
+    rows = rows_of(data["batch"], seq_len=2**31, temperature=1.0)
+    width = math.ceil(max(1, max(len(row.tokens) for row in rows) - 1) / PAD_TO) * PAD_TO + 1
+
+    def table(fill: float, values: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
+        filled = np.full((len(rows), width), fill, dtype=np.float32 if dtype.is_floating_point else np.int64)
+        for line, value in zip(filled, values, strict=True):
+            line[: len(value)] = value
+        return torch.as_tensor(filled, dtype=dtype)
+
+    tokens = table(0, [row.tokens for row in rows], torch.long)[:, :-1]
+    labels = table(IGNORE_INDEX, [np.where(row.trained, row.tokens, IGNORE_INDEX) for row in rows], torch.long)[:, 1:]
+    advantages = torch.tensor([[value] for value in _population_advantages(rows)], dtype=torch.float32)
+    temperatures = torch.tensor([row.temperature for row in rows])[:, None, None]
+    cut = [slice(start, start + batch_size) for start in range(0, len(rows), batch_size)]
+    logprobs = None
+    if extract_inference_logprobs and any(row.infer_logp is not None for row in rows):
+        given = [
+            np.where(r.trained, PROMPT_LOGPROB if r.infer_logp is None else r.infer_logp, PROMPT_LOGPROB) for r in rows
+        ]
+        logprobs = table(PROMPT_LOGPROB, given, torch.float32)[:, 1:]
+    parts = [[whole[part] for part in cut] for whole in (tokens, labels, advantages, temperatures)]
+    return parts[0], parts[1], parts[2], parts[3], None if logprobs is None else [logprobs[part] for part in cut]
+
+
+def _population_advantages(rows: Sequence[Row]) -> list[float]:
+    """(score - mean) / max(std, 1e-8) in each group; 0 where the environment said so."""
+    scores = {row.group: np.array([other.score for other in rows if other.group == row.group]) for row in rows}
+    return [
+        0.0
+        if row.zero_advantage
+        else row.score
+        if len(scores[row.group]) == 1
+        else float((row.score - scores[row.group].mean()) / max(scores[row.group].std(), 1e-8))
+        for row in rows
+    ]
+
+
+def _row(group: Mapping[str, Any], i: int, number: int, seq_len: int, temperature: float) -> Row:
+    tokens = np.asarray(group["tokens"][i], dtype=np.int64)
+    trained = np.asarray(group["masks"][i], dtype=np.int64) != IGNORE_INDEX
+    logprobs, advantages = (_of_row(group, key, i) for key in ("inference_logprobs", "advantages"))
+    what = f"sequence {i} of group {number}"
+    if len(tokens) > seq_len:
+        raise DataError(
+            f"{what} has {len(tokens)} tokens, the trainer takes {seq_len}; raise seq_len or lower the environment's "
+            "max_token_length"
+        )
+    for name, values in (("masks", trained), ("inference_logprobs", logprobs), ("advantages", advantages)):
+        if values is not None and len(values) != len(tokens):
+            raise DataError(f"{what} has {len(tokens)} tokens but {len(values)} {name}; expected one per token")
+    overrides = (group.get("overrides") or [{}] * len(group["tokens"]))[i] or {}
+    return Row(
+        tokens=tokens,
+        trained=np.concatenate([[False], trained[1:]]),  # nothing predicts the first token
+        infer_logp=None if logprobs is None else np.asarray(logprobs, dtype=np.float32),
+        score=float(group["scores"][i]),
+        group=number,
+        temperature=_temperature(group, overrides, temperature),
+        advantages=None if advantages is None else np.asarray(advantages, dtype=np.float32),
+        zero_advantage=bool(overrides.get("set_advantage_to_zero")),
+    )
+
+
+def _of_row(group: Mapping[str, Any], key: str, i: int) -> Any:
+    values = group.get(key)
+    return None if values is None or len(values) == 0 else values[i]
+
+
+def _temperature(group: Mapping[str, Any], overrides: Mapping[str, Any], default: float) -> float:
+    """The first of: the row's override, generation_params, group_overrides, the default; not above 0 means 1."""
+    for source in (overrides, group.get("generation_params") or {}, group.get("group_overrides") or {}):
+        if source.get("temperature") is not None:
+            return float(source["temperature"]) if float(source["temperature"]) > 0 else 1.0
+    return default

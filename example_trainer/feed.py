@@ -1,0 +1,129 @@
+"""Batches from the trajectory API, each trained on once.
+
+A batch is leased, and acknowledged only when a checkpoint holds its update. A trainer that dies in between gets it
+again; one that comes twice is recognised by its id. What is lost is time, never a batch.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from atroposlib.api.client import Batch, TrainerClient
+from atroposlib.errors import ApiError
+from example_trainer.config import TrainingConfig
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+_REMIND_S = 30.0
+_REGISTER_DEADLINE_S = 300.0
+
+
+class BatchFeed:
+    """A blocking view of `TrainerClient` for a loop that computes."""
+
+    def __init__(self, config: TrainingConfig, *, trained: list[str]) -> None:
+        """`trained`: ids of batches in the checkpoint that this run starts from."""
+        self._config = config
+        self._runner = asyncio.Runner()
+        self._client = TrainerClient(config.atropos_url)
+        self._trained = list(trained)  # in the weights, and not acknowledged yet
+        self._saved = set(trained)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._client.close())
+        self._runner.close()
+
+    @property
+    def unacknowledged(self) -> list[str]:
+        """Ids of trained batches that the API still holds; part of a checkpoint."""
+        return list(self._trained)
+
+    def register(self, step: int) -> None:
+        """Announce the run, or take it over at `step`."""
+        self._runner.run(self._client.register(registration(self._config, step), deadline_s=_REGISTER_DEADLINE_S))
+        self.acknowledge()
+
+    def next(self, should_stop: Callable[[], bool]) -> Batch | None:
+        """The next batch that is not in the weights yet; None when `should_stop` says so.
+
+        Raises:
+            ApiError: none came within `batch_wait_s`; the message says what the API waits for.
+        """
+        started = next_word = time.monotonic()
+        while not should_stop():
+            batch = self._runner.run(self._client.batch(self._config.batch_lease_s, binary=True))
+            if batch is not None and batch.batch_id not in self._trained:
+                return batch
+            if batch is not None:
+                self._seen_again(batch.batch_id)
+                continue
+            now = time.monotonic()
+            limit = self._config.batch_wait_s
+            if limit is not None and now - started > limit:
+                raise ApiError(f"no batch for {limit:.0f} s from {self._config.atropos_url}; {self._why()}")
+            if now - next_word > _REMIND_S:
+                logger.warning("waiting for a batch: waited_s=%.0f %s", now - started, self._why())
+                next_word = now
+            time.sleep(_POLL_S)
+        return None
+
+    def note_trained(self, batch: Batch) -> None:
+        """The weights now hold this batch's update; the next checkpoint will too."""
+        if batch.batch_id is not None:
+            self._trained.append(batch.batch_id)
+
+    def saved(self) -> None:
+        """A checkpoint with `unacknowledged` is on disk: the API may forget these batches."""
+        self._saved = set(self._trained)
+        self.acknowledge()
+
+    def acknowledge(self) -> None:
+        """Tell the API about every saved batch; one it does not know (any more) is done as well."""
+        for batch_id in [batch_id for batch_id in self._trained if batch_id in self._saved]:
+            try:
+                self._runner.run(self._client.ack(batch_id, deadline_s=60))
+            except ApiError as error:
+                logger.warning("batch %s is not acknowledged: %s", batch_id, error)
+            self._trained.remove(batch_id)
+
+    def _seen_again(self, batch_id: str | None) -> None:
+        logger.warning("batch %s came again and is not trained twice; raise batch_lease_s", batch_id)
+
+    def _why(self) -> str:
+        try:
+            status = self._runner.run(self._client.status(deadline_s=5))
+        except ApiError as error:
+            return str(error)
+        facts = ("waiting_for", "queue_size", "queue_sequences", "current_step")
+        return " ".join(f"{key}={status.get(key)!r}" for key in facts)
+
+
+def registration(config: TrainingConfig, step: int) -> dict[str, Any]:
+    """What `/register` is told."""
+    return {
+        "wandb_group": config.wandb_group or "",
+        "wandb_project": config.wandb_project or "",
+        "batch_size": config.step_sequences,
+        "max_token_len": config.seq_len,
+        "checkpoint_dir": config.save_path,
+        "save_checkpoint_interval": config.checkpoint_interval,
+        "starting_step": step,
+        "num_steps": config.training_steps,
+    }
+
+
+def staleness(group: Mapping[str, Any], version: int) -> int | None:
+    """Weight updates between the group's first generated token and now; None when the group does not tell.
+
+    A rollout over several turns may span updates; the engine names one version per reply, so the oldest is that of
+    the first reply.
+    """
+    params = group.get("generation_params") or {}
+    first = params.get("weight_version_start", params.get("weight_version"))
+    return version - int(first) if str(first).isdigit() else None

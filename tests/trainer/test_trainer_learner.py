@@ -1,0 +1,207 @@
+from typing import get_args
+
+import pytest
+import torch
+from tiny_model import make_config, make_group
+from transformers import AutoModelForCausalLM
+
+from atroposlib.errors import DataError
+from example_trainer import checkpoint
+from example_trainer.config import LossSettings
+from example_trainer.data import collate, rows_of
+from example_trainer.learner import Learner, TrainingError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's own
+
+GROUPS = [make_group([1, 0, 0, 1], completions=[3, 9, 5, 1], seed=1), make_group([0, 0, 1, 0], seed=2)]
+
+
+def rows(groups=GROUPS, temperature=1.0):
+    return rows_of(groups, seq_len=64, temperature=temperature)
+
+
+def weights(learner):
+    return torch.cat([p.detach().flatten() for p in learner.policy.trainable]).clone()
+
+
+@pytest.fixture
+def make_learner(tiny_model, tmp_path):
+    def make(**changes):
+        torch.manual_seed(0)
+        return Learner(make_config(tiny_model, tmp_path, **changes))
+
+    return make
+
+
+def test_log_probabilities_are_those_of_the_tempered_distribution(tiny_model, make_learner):
+    found = rows(temperature=0.7)
+    micro = collate(found, [1, 2])
+    scores = make_learner().policy.score(micro, entropy=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for line, number in enumerate([1, 2]):
+        ids = torch.tensor(found[number].tokens)
+        log_probs = torch.log_softmax(model(ids[None]).logits[0] / 0.7, -1)
+        expected = torch.stack([log_probs[t - 1, ids[t]] for t in range(3, len(ids))])
+        torch.testing.assert_close(scores.logp[line, 2 : len(ids) - 1], expected, atol=1e-5, rtol=0)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)[2 : len(ids) - 1]
+        torch.testing.assert_close(scores.entropy[line, 2 : len(ids) - 1], entropy, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("objective", get_args(LossSettings.model_fields["objective"].annotation))
+def test_the_cut_into_micro_batches_does_not_change_the_step(make_learner, objective):
+    options = {"objective": objective, "init_kl_coeff": 0.1, "max_grad_norm": 1e9}
+    whole, cut = make_learner(**options), make_learner(**options, micro_batch_tokens=16)
+    first, second = whole.train_on(rows()), cut.train_on(rows())
+    assert first["train/loss"] == pytest.approx(second["train/loss"], abs=1e-5)
+    assert first["train/grad_norm"] == pytest.approx(second["train/grad_norm"], rel=1e-3)
+    assert first["train/grad_norm"] > 0
+
+
+def test_a_step_raises_the_probability_of_the_better_response(make_learner):
+    learner, found = make_learner(objective="dr_grpo", old_logprobs="trainer", lr=1e-2), rows()
+    micro = collate(found, [0, 1])
+    before = learner.policy.score(micro).logp.sum(1)
+    learner.train_on(found)
+    after = learner.policy.score(micro).logp.sum(1)
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+
+
+def test_groups_of_equal_rewards_are_counted_and_change_nothing(make_learner):
+    learner = make_learner()
+    before = weights(learner)
+    metrics = learner.train_on(rows([make_group([1, 1, 1]), make_group([0, 0])]))
+    assert metrics["batch/zero_signal_groups"] == 2
+    assert metrics["train/loss"] == 0
+    assert torch.equal(weights(learner), before)
+
+
+def test_zero_signal_groups_still_count_in_the_mean(make_learner):
+    flat = make_group([1, 1, 1, 1], completions=[4, 4, 4, 4])
+    mixed = make_group([1, 0, 0, 1], completions=[4, 4, 4, 4])
+    alone = make_learner(old_logprobs="trainer").train_on(rows([mixed]))["train/grad_norm"]
+    diluted = make_learner(old_logprobs="trainer").train_on(rows([mixed, flat]))["train/grad_norm"]
+    assert diluted == pytest.approx(alone / 2, rel=1e-4)
+
+
+def test_the_gap_to_the_engine_is_reported(make_learner):
+    found = rows()
+    learner = make_learner()
+    gaps = [(learner.policy.score(collate(found, [i])).logp[0] + 2.0)[2:].abs().detach() for i in range(len(found))]
+    gaps = torch.cat(gaps)
+    metrics = learner.train_on(found)
+    assert metrics["train/logprob_diff_mean"] == pytest.approx(gaps.mean().item(), rel=1e-4)
+    assert metrics["train/logprob_diff_max"] == pytest.approx(gaps.max().item(), rel=1e-4)
+    assert 0 < metrics["train/clip_fraction"] < 1
+
+
+def test_missing_engine_log_probabilities_are_an_error_that_names_the_way_out(make_learner):
+    group = make_group([1, 0]) | {"inference_logprobs": None}
+    with pytest.raises(DataError, match="set old_logprobs to 'trainer'"):
+        make_learner().train_on(rows([group]))
+    assert make_learner(old_logprobs="trainer").train_on(rows([group]))["train/logprob_unknown"] == 1
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_weights(make_learner):
+    learner = make_learner()
+    before = weights(learner)
+    poisoned = make_group([1, 0], advantages=[[float("inf")] * 7, [float("inf")] * 8])
+    with pytest.raises(TrainingError, match="step 1: loss"):
+        learner.train_on(rows([poisoned]))
+    assert torch.equal(weights(learner), before)
+    assert learner.step == 0
+
+
+def test_kl_is_zero_at_the_start_and_grows_with_training(make_learner):
+    learner = make_learner(init_kl_coeff=0.01, old_logprobs="trainer", kl_target=1e-6, kl_horizon=10)
+    assert learner.train_on(rows())["train/kl"] == pytest.approx(0, abs=1e-6)
+    beta = learner.kl.beta
+    assert learner.train_on(rows())["train/kl"] > 1e-6
+    assert learner.kl.beta > beta
+
+
+def test_infinite_tau_trains_exactly_like_dr_grpo(make_learner):
+    xdr, dr = make_learner(objective="xdr_grpo", maxent_tau=float("inf")), make_learner(objective="dr_grpo")
+    xdr.train_on(rows())
+    dr.train_on(rows())
+    assert torch.equal(weights(xdr), weights(dr))
+
+
+def test_truncated_responses_can_be_left_out(make_learner):
+    found = rows([make_group([1, 0, 0], completions=[4, 32, 5])])
+    metrics = make_learner(mask_truncated=True).train_on(found)
+    assert metrics["batch/tokens"] == 9
+    assert metrics["batch/truncated"] == pytest.approx(1 / 3)
+
+
+def test_only_the_named_layers_are_trained(make_learner):
+    learner = make_learner(train_layer_indices="1")
+    names = {name for name, p in learner.policy.model.named_parameters() if p.requires_grad}
+    assert names
+    assert all(".layers.1." in name for name in names)
+
+
+def test_gradient_checkpointing_gives_the_same_step(make_learner):
+    plain, thrifty = make_learner(), make_learner(gradient_checkpointing=True)
+    plain.train_on(rows())
+    thrifty.train_on(rows())
+    torch.testing.assert_close(weights(plain), weights(thrifty), atol=1e-6, rtol=0)
+
+
+RESUMED = {
+    "all weights": {},
+    "an adapter": {"use_lora": True},
+    "controllers": {"objective": "maxent", "init_kl_coeff": 0.1, "kl_target": 0.1, "kl_horizon": 5,
+                    "maxent_target_weight_entropy": 0.5},
+    "a schedule": {"lr_schedule": "cosine", "warmup_steps": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_equals_one_that_was_never_stopped(make_learner, tmp_path, options):
+    batches = [[make_group([1, 0, 0, 1], seed=10 + i), make_group([0, 1, 1, 0], seed=20 + i)] for i in range(4)]
+    straight = make_learner(**options)
+    for batch in batches:
+        straight.train_on(rows(batch))
+    stopped = make_learner(**options)
+    for batch in batches[:2]:
+        stopped.train_on(rows(batch))
+    folder = checkpoint.save(stopped, tmp_path, batch_ids=["b7"], keep=1)
+    resumed = Learner(stopped.config, checkpoint=folder)
+    assert checkpoint.restore(resumed, folder) == ["b7"]
+    assert resumed.step == 2
+    for batch in batches[2:]:
+        resumed.train_on(rows(batch))
+    torch.testing.assert_close(weights(resumed), weights(straight), atol=1e-6, rtol=0)
+    assert resumed.kl == straight.kl
+    assert resumed.tau == straight.tau
+
+
+def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(make_learner, tmp_path):
+    learner = make_learner()
+    (tmp_path / ".making.step_00000099").mkdir()
+    for step in (1, 2, 10):
+        learner.step = step
+        checkpoint.save(learner, tmp_path, batch_ids=[], keep=2)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000002", "step_00000010"]
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_00000010"
+
+
+def test_a_checkpoint_of_another_model_is_refused(make_learner, tmp_path):
+    learner = make_learner()
+    folder = checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    learner.config = learner.config.model_copy(update={"model_name": "other"})
+    with pytest.raises(DataError, match="choose another save_path"):
+        checkpoint.restore(learner, folder)
+
+
+def test_an_adapter_is_added_into_the_exported_weights(make_learner, tmp_path):
+    learner = make_learner(use_lora=True, lr=0.1)
+    for _ in range(3):
+        learner.train_on(rows())
+    micro = collate(rows(), [0])
+    expected = learner.policy.score(micro).logp.detach()
+    learner.policy.save_merged(tmp_path / "merged")
+    merged = make_learner(model_name=str(tmp_path / "merged"))
+    torch.testing.assert_close(merged.policy.score(micro).logp.detach(), expected, atol=1e-4, rtol=0)
+    assert not torch.allclose(make_learner().policy.score(micro).logp, expected, atol=1e-2)
