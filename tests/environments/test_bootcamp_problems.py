@@ -37,7 +37,7 @@ async def test_a_problem_depends_on_seed_and_index_alone():
 
 
 async def test_evaluation_has_problems_of_its_own():
-    source = make_source(task_name="addition", task_params={"digits": 9})
+    source = make_source(task_name="addition", task_params={"largest": 10**9})
     train = {(await source.problem(index))[1]["raw_prompt"] for index in range(50)}
     assert not train & {(await source.problem(index, "eval"))[1]["raw_prompt"] for index in range(50)}
 
@@ -63,7 +63,8 @@ async def test_few_shot_turns_are_solved_problems_of_the_same_task_and_never_the
         assert len(set(questions)) == 4
         for question, answer in zip(messages[0:6:2], messages[1:6:2], strict=True):
             left, right = question["content"].removeprefix("What is ").removesuffix("?").split(" + ")
-            assert answer["content"] == f"<answer>{int(left) + int(right)}</answer>"
+            total = int(left) + int(right)
+            assert answer["content"] == f"{left} + {right} = {total}. <answer>{total}</answer>"
 
 
 async def test_a_task_that_knows_no_right_answers_is_asked_without_few_shot_turns(caplog):
@@ -107,7 +108,7 @@ async def test_the_default_mixture_is_every_task_of_our_own_or_every_class_of_a_
 async def test_parameters_of_a_mixture_go_by_task():
     source = make_source(
         task_weights={"addition": 1, "reasoning_gym:chain_sum": 1},
-        task_params={"addition": {"digits": 5}, "reasoning_gym:chain_sum": {"max_terms": 2}},
+        task_params={"addition": {"largest": 10**5}, "reasoning_gym:chain_sum": {"max_terms": 2}},
     )
     problems = [await source.problem(index) for index in range(12)]
     await source.close()

@@ -108,6 +108,7 @@ async def test_process_writes_all_groups_although_some_tasks_of_the_mixture_are_
         task_weights={"addition": 1, "Raisesonimportbootcamp": 1, "Exitswhilejudgingbootcamp": 1},
         internbootcamp_path=CHECKOUT,
         task_failure_limit=2,
+        max_num_workers=1,
         total_steps=12,
         ensure_scores_are_not_same=False,
         rollouts_dir=str(tmp_path),

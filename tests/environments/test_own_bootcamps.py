@@ -42,7 +42,7 @@ def test_the_same_generator_state_gives_the_same_problems(name):
 
 def test_parameters_set_the_size_of_a_problem():
     rng = random.Random(0)
-    assert max(Addition(digits=3, rng=rng).case_generator()["left"] for _ in range(50)) > 99
+    assert max(Addition(largest=999, rng=rng).case_generator()["left"] for _ in range(50)) > 99
     assert min(LargerOfTwo(digits=3, rng=rng).case_generator()["left"] for _ in range(50)) > 99
     assert len(Sorting(count=5, rng=rng).case_generator()["numbers"]) == 5
     assert max(len(word) for word in Capitals(longest=5).words) == 5
