@@ -26,7 +26,7 @@ from atroposlib.envs.server_handling.server_baseline import (
 from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
 from atroposlib.envs.trainer_side import TrainerSide
 from atroposlib.errors import ConfigError
-from atroposlib.paths import expand_path
+from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 from atroposlib.rollouts import groups as group_checks
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.process import run_process
@@ -260,7 +260,8 @@ class BaseEnv(TrainerSide):
         """Optional: make the environment from the resolved settings of a command."""
         env = cls(settings.env, settings.servers, settings.manager.slurm, settings.manager.testing)
         env.server.max_n_completions = settings.manager.max_n_completions
-        env.server.proxy_url = settings.manager.proxy_url
+        if settings.manager.proxy_url:
+            env.server.proxy_url, env.server.use_proxy = settings.manager.proxy_url, True
         return env
 
     # -- the three modes -------------------------------------------------------------------------------------------
@@ -305,6 +306,9 @@ class BaseEnv(TrainerSide):
         return await run_process(self)
 
     async def _run_evaluate(self) -> None:
+        if self.config.data_dir_to_save_evals and self.settings_text:
+            folder = writable_dir(self.config.data_dir_to_save_evals, what="env.data_dir_to_save_evals")
+            write_text_atomic(folder / "evaluate_config.yaml", self.settings_text)
         await self.setup()
         await self.evaluate()
 
@@ -390,7 +394,7 @@ class BaseEnv(TrainerSide):
             group.setdefault(key, None)
         self.completion_lengths.extend(group_checks.unmasked_lengths(group))
         if self.config.include_messages and not group.get("messages"):
-            texts = self.tokenizer.batch_decode(group.get("tokens", []))
+            texts = [self.tokenizer.decode(ids) for ids in group.get("tokens", [])]
             group["messages"] = [[{"role": "user", "content": text}] for text in texts]
         await self.add_rollouts_for_wandb(group, item)
 

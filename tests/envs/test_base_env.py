@@ -1,0 +1,288 @@
+"""BaseEnv's own parts: names and defaults authors rely on, the default group, checkpoints, logging."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+from fakes import FakeTokenizer
+
+import atroposlib.envs.base as base_module
+from atroposlib.envs import checkpoints, metrics
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ServerBaseline
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.errors import GroupError, VerifierFault
+
+
+class SingleEnv(BaseEnv):
+    """Rolls out one sequence at a time."""
+
+    def load_tokenizer(self):
+        return FakeTokenizer()
+
+    async def collect_trajectory(self, item):
+        self.calls = getattr(self, "calls", 0) + 1
+        return {"tokens": [1, 2], "masks": [-100, 2], "scores": float(self.calls), "inference_logprobs": [1.0, -1.0]}, [
+            {"more": self.calls}
+        ]
+
+
+def make(env_cls=SingleEnv, **settings):
+    config = BaseEnvConfig(**{"group_size": 3, "use_wandb": False, **settings})
+    return env_cls(config, ServerBaseline(), False, True)
+
+
+DEFAULTS = {
+    "group_size": 4,
+    "max_num_workers": -1,
+    "max_eval_workers": 16,
+    "max_num_workers_per_node": 8,
+    "steps_per_eval": 100,
+    "max_token_length": 2048,
+    "eval_limit_ratio": 0.5,
+    "inference_weight": 1.0,
+    "batch_size": -1,
+    "max_batches_offpolicy": 3,
+    "tokenizer_name": "NousResearch/DeepHermes-3-Llama-3-3B-Preview",
+    "use_wandb": True,
+    "rollout_server_url": "http://localhost:8000",
+    "total_steps": 1000,
+    "wandb_name": None,
+    "num_rollouts_to_keep": 32,
+    "num_rollouts_per_group_for_logging": 1,
+    "ensure_scores_are_not_same": True,
+    "data_path_to_save_groups": None,
+    "data_dir_to_save_evals": None,
+    "min_items_sent_before_logging": 2,
+    "include_messages": False,
+    "min_batch_allocation": None,
+    "worker_timeout": 600,
+    "thinking_mode": False,
+    "reasoning_effort": None,
+    "max_reasoning_tokens": None,
+    "custom_thinking_prompt": None,
+}
+
+
+def test_the_settings_have_the_defaults_environments_rely_on_and_ignore_unknown_names():
+    config = BaseEnvConfig(no_such_setting=1)
+    assert {name: getattr(config, name) for name in DEFAULTS} == DEFAULTS
+    assert config.eval_handling.value == "STOP_TRAIN"
+
+
+def test_instances_have_the_attributes_environments_touch():
+    env = make()
+    names = (
+        "config tokenizer server workers eval_workers backlog running_items rollouts_for_wandb completion_lengths "
+        "eval_runner curr_step max_token_len wandb_project wandb_group wandb_prepend checkpoint_dir "
+        "checkpoint_interval max_num_workers items_sent_this_step task_duration succeeded_task_duration failed_task_duration "
+        "mainloop_timings workers_added_list task_successful last_completed_item jsonl_writer status_dict process_mode"
+    )
+    assert [name for name in names.split() if not hasattr(env, name)] == []
+    assert env.derived_batch_size == -1
+
+
+def test_workers_are_eight_for_each_server_unless_said_otherwise():
+    config = BaseEnvConfig(use_wandb=False)
+    servers = [APIServerConfig(model_name="m", base_url=f"http://localhost:{port}/v1") for port in (1, 2)]
+    assert SingleEnv(config, servers).max_num_workers == 16
+    assert SingleEnv(config.model_copy(update={"max_num_workers": 5}), servers).max_num_workers == 5
+
+
+async def test_the_default_group_is_made_of_parallel_rollouts_and_their_follow_ups():
+    group, backlog = await make().collect_trajectories({"q": 1})
+    assert group["scores"] == [1.0, 2.0, 3.0]
+    assert group["inference_logprobs"] == [[1.0, -1.0]] * 3
+    assert len(backlog) == 3
+
+
+async def test_a_rollout_that_is_none_makes_the_group_an_error():
+    class NoneEnv(SingleEnv):
+        async def collect_trajectory(self, item):
+            return None, []
+
+    with pytest.raises(ValueError, match="returned NoneType for one of 3 rollouts"):
+        await make(NoneEnv).collect_trajectories(1)
+
+
+async def test_a_rollout_that_fails_makes_the_group_fail_with_its_own_class():
+    class FailingEnv(SingleEnv):
+        async def collect_trajectory(self, item):
+            raise VerifierFault("no verdict")
+
+    with pytest.raises(VerifierFault, match="no verdict"):
+        await make(FailingEnv).collect_trajectories(1)
+
+
+async def test_a_group_without_messages_gets_its_text_when_asked():
+    env = make(include_messages=True, group_size=1, ensure_scores_are_not_same=False)
+    group = {"tokens": [[104, 105]], "masks": [[104, 105]], "scores": [1.0]}
+    await env.handle_send_to_api(group, {"q": 1})
+    assert group["messages"] == [[{"role": "user", "content": "hi"}]]
+    assert group["ref_logprobs"] is None
+    assert env.completion_lengths == [2]
+
+
+async def test_a_rejected_group_leaves_no_trace_in_the_metrics():
+    env = make()
+    await env.handle_send_to_api({"tokens": [[1]], "masks": [[1]], "scores": [1.0]}, {})
+    assert (env.completion_lengths, env.items_rejected) == ([], 1)
+
+
+async def test_a_group_of_unequal_shapes_is_an_error():
+    with pytest.raises(GroupError, match="1 masks"):
+        await make().handle_send_to_api({"tokens": [[1], [2]], "masks": [[1]], "scores": [1.0, 0.0]}, {})
+
+
+def test_a_checkpoint_is_found_by_a_restarted_environment_at_a_later_step(tmp_path):
+    env = make()
+    env.checkpoint_dir, env.wandb_prepend, env.curr_step = str(tmp_path), "toy_0", 10
+    env.save_checkpoint(10, {"seen": 7})
+    env.save_checkpoint(20)  # nothing to keep, nothing written
+    checkpoints.save(str(tmp_path), "other_0", 10, {"seen": 99})
+    checkpoints.save(str(tmp_path), "toy_0", 30, {"seen": 99})
+    again = make()
+    again.checkpoint_dir, again.wandb_prepend, again.curr_step = str(tmp_path), "toy_1", 15
+    again.load_checkpoint()
+    assert again.seen == 7
+    assert json.loads((tmp_path / "env_checkpoints" / "toy_0" / "step-10.json").read_text()) == {"seen": 7}
+    assert not (tmp_path / "env_checkpoints" / "toy_0" / "step-20.json").exists()
+
+
+def test_checkpoint_folders_expand_variables(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHECKPOINTS", str(tmp_path))
+    checkpoints.save("${CHECKPOINTS}/x", "toy_0", 1, {})
+    assert (tmp_path / "x" / "env_checkpoints" / "toy_0" / "step-1.json").exists()
+
+
+class FakeWandb(types.ModuleType):
+    """Remembers what was logged."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.logged, self.started = [], []
+
+    def init(self, **kwargs):
+        self.started.append(kwargs)
+
+    def log(self, values, step=None):
+        self.logged.append((values, step))
+
+    class Table:
+        def __init__(self, columns):
+            self.columns, self.rows = columns, []
+
+        def add_data(self, *row):
+            self.rows.append(row)
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setattr(base_module, "wandb", fake, raising=False)
+    return fake
+
+
+async def test_metrics_are_logged_with_prefix_and_step_and_the_buffers_are_emptied(wandb):
+    env = make(use_wandb=True, num_rollouts_per_group_for_logging=5, group_size=2)
+    env.wandb_prepend, env.curr_step, env.max_token_len = "toy_0", 4, 100
+    await env.handle_send_to_api({"tokens": [[104, 105]] * 2, "masks": [[104, 105], [-100, 105]], "scores": [1.0, 0.0]})
+    env.task_duration += [1.0, 3.0]
+    await env.wandb_log({"train/own": 1})
+    [(logged, step)] = wandb.logged
+    assert step == 4
+    assert logged["toy_0_train/own"] == 1
+    assert logged["toy_0_train/completion_lengths"] == 1.5
+    assert logged["toy_0_train/completion_lengths_p95"] == 0.0
+    assert logged["toy_0_train_perf/task_duration_mean"] == 2.0
+    assert logged["toy_0_train/rollouts"].rows == [("hi", 1.0), ("hi", 0.0)]
+    assert (env.rollouts_for_wandb, env.completion_lengths, env.task_duration) == ([], [], [])
+
+
+async def test_without_wandb_nothing_is_logged_but_the_buffers_are_emptied(wandb):
+    env = make()
+    env.completion_lengths.append(3)
+    await env.wandb_log({"x": 1})
+    assert wandb.logged == []
+    assert env.completion_lengths == []
+
+
+async def test_without_credentials_wandb_runs_offline_and_never_asks(wandb, monkeypatch, tmp_path):
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    env = make(use_wandb=True, wandb_name="toy")
+    env.process_mode = True
+    await env.setup_wandb()
+    [started] = wandb.started
+    assert started["mode"] == "offline"
+    assert started["name"].startswith("toy-20")
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    await env.setup_wandb()
+    assert "mode" not in wandb.started[1]
+
+
+async def test_the_table_keeps_only_the_latest_groups(wandb):
+    env = make(use_wandb=True, num_rollouts_to_keep=2)
+    for score in range(3):
+        await env.add_rollouts_for_wandb({"tokens": [[104]], "scores": [float(score)]})
+    assert [group[0][1] for group in env.rollouts_for_wandb] == [1.0, 2.0]
+
+
+def test_one_sample_is_no_statistic_and_stays():
+    samples = {"task_duration": [1.0]}
+    assert metrics.perf_metrics(samples, {}) == {}
+    assert samples == {"task_duration": [1.0]}
+
+
+async def test_evaluate_log_writes_what_the_contract_says(tmp_path):
+    env = make(data_dir_to_save_evals=str(tmp_path / "evals"), max_token_length=99)
+    await env.evaluate_log({"acc": 0.5}, samples=[{"q": 1}], start_time=0.0, end_time=2.0, verbose=False)
+    written = json.loads((tmp_path / "evals" / "metrics.json").read_text())
+    assert written["results"]["all"] == {"acc": 0.5}
+    assert written["results"]["atropos|SingleEnv_eval|0"] == {"acc": 0.5}
+    assert written["config_general"]["generation_parameters"]["max_new_tokens"] == 99
+    assert json.loads((tmp_path / "evals" / "samples.jsonl").read_text()) == {"q": 1}
+
+
+async def test_evaluate_keeps_its_settings_beside_its_results(tmp_path):
+    class EvalEnv(SingleEnv):
+        async def setup(self):
+            pass
+
+        async def evaluate(self):
+            self.evaluated = True
+
+    env = make(EvalEnv, data_dir_to_save_evals=str(tmp_path / "evals"))
+    env.settings_text = "env: {}\n"
+    await env._run_evaluate()
+    assert env.evaluated
+    assert (tmp_path / "evals" / "evaluate_config.yaml").read_text() == "env: {}\n"
+
+
+async def test_a_plain_cleanup_is_fine():
+    class PlainEnv(SingleEnv):
+        def cleanup(self):
+            self.cleaned = True
+
+    env = make(PlainEnv, ensure_scores_are_not_same=False)
+    env.running_items["u"] = {"item": 1, "worker": asyncio.current_task(), "start_time": 0.0}
+    await env.handle_env("u")
+    assert env.cleaned
+
+
+def test_importing_the_base_loads_nothing_heavy():
+    heavy = "torch transformers wandb datasets rich numpy.random openai fastapi markdown"
+    code = f"import sys, atroposlib.envs.base; print([m for m in {heavy.split()} if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown == "[]\n"
+
+
+def test_wandb_is_a_name_of_the_module_that_is_imported_late():
+    code = "import sys, atroposlib.envs.base as b; before = 'wandb' in sys.modules; print(before, b.wandb.__name__)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "False wandb\n"
+    )

@@ -1,0 +1,248 @@
+"""The command line of an environment: where settings come from, what is refused, what is shown."""
+
+import sys
+
+import pytest
+import yaml
+from pydantic import BaseModel, Field
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHandlingEnum, ServerBaseline
+from atroposlib.envs.cli import help_text, main, resolve
+from atroposlib.errors import ConfigError
+from atroposlib.utils.cli import (
+    adjust_model_defaults,
+    extract_namespace,
+    get_double_dash_flags,
+    get_prefixed_pydantic_model,
+    merge_dicts,
+    parse_value,
+    split_flags,
+)
+
+
+class ToyConfig(BaseEnvConfig):
+    names: list[str] = Field(default=["a"])
+    options: dict[str, float] = Field(default={"x": 1.0, "y": 2.0})
+    path: str | None = "p"
+
+
+class ToyEnv(BaseEnv):
+    name = "toy"
+    env_config_cls = ToyConfig
+
+    @classmethod
+    def config_init(cls):
+        server = APIServerConfig(model_name="m0", base_url="http://localhost:9001/v1", api_key="secret")
+        return ToyConfig(group_size=8, use_wandb=False), server
+
+
+class TwoServerEnv(ToyEnv):
+    @classmethod
+    def config_init(cls):
+        return ToyConfig(), [APIServerConfig(model_name="a"), APIServerConfig(model_name="b")]
+
+
+def settings(*arguments, env_cls=ToyEnv, mode="serve"):
+    return resolve(env_cls, mode, list(arguments))
+
+
+def config_file(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+def test_flags_win_over_yaml_and_yaml_over_config_init(tmp_path):
+    config = config_file(tmp_path, "env: {group_size: 5, total_steps: 7}\nopenai: {model_name: m1}\nslurm: true\n")
+    result = settings(*config, "--env.total_steps", "9", "--openai.timeout", "30")
+    assert (result.env.group_size, result.env.total_steps, result.env.use_wandb) == (5, 9, False)
+    [server] = result.servers
+    assert (server.model_name, server.base_url, server.timeout) == ("m1", "http://localhost:9001/v1", 30)
+    assert result.manager.slurm is True
+
+
+VALUES = {
+    "a negative number": (["--env.max_num_workers", "-1"], "max_num_workers", -1),
+    "with an equals sign": (["--env.max_num_workers=-1"], "max_num_workers", -1),
+    "a word beside numbers": (["--env.max_num_workers", "auto"], "max_num_workers", "auto"),
+    "None": (["--env.path", "None"], "path", None),
+    "null": (["--env.min_batch_allocation", "null"], "min_batch_allocation", None),
+    "text that looks like a number": (["--env.run_name", "007"], "run_name", "007"),
+    "text that looks like a switch": (["--env.run_name", "true"], "run_name", "true"),
+    "a number in scientific notation": (["--env.accept_score", "1e-3"], "accept_score", 1e-3),
+    "a switch with a value": (["--env.use_wandb", "true"], "use_wandb", True),
+    "a bare switch": (["--env.use_wandb"], "use_wandb", True),
+    "several values": (["--env.names", "x", "y"], "names", ["x", "y"]),
+    "one value of a list": (["--env.names", "x"], "names", ["x"]),
+    "a list as JSON": (["--env.names", '["x", "y"]'], "names", ["x", "y"]),
+    "a repeated flag": (["--env.names", "x", "--env.names", "y"], "names", ["x", "y"]),
+    "a dict is merged": (["--env.options", '{"x": 5}'], "options", {"x": 5.0, "y": 2.0}),
+    "an enum": (["--env.eval_handling", "NONE"], "eval_handling", EvalHandlingEnum.NONE),
+}
+
+
+@pytest.mark.parametrize(("arguments", "field", "expected"), VALUES.values(), ids=VALUES)
+def test_values_of_flags(arguments, field, expected):
+    assert getattr(settings(*arguments).env, field) == expected
+
+
+REFUSED = {
+    "an unknown flag": (
+        ["--env.group_sizes", "8"],
+        "unknown flag -- 'env.group_sizes'; did you mean 'env.group_size'?",
+    ),
+    "dashes for a dot": (["--env--group_size", "8"], "did you mean 'env.group_size'"),
+    "a word for a number": (["--env.group_size", "eight"], "--env.group_size is 'eight', which is not int"),
+    "no value": (["--env.group_size"], "--env.group_size needs a value"),
+    "two values for one": (["--env.group_size", "8", "9"], "it takes one"),
+    "something without a flag": (["group_size=8"], "unexpected argument 'group_size=8'"),
+    "an unknown word": (["--env.eval_handling", "SOMETIMES"], "STOP_TRAIN or LIMIT_TRAIN or NONE"),
+    "a missing config file": (["--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_wrong_flags_are_refused_in_one_sentence(arguments, message):
+    with pytest.raises(ConfigError) as error:
+        settings(*arguments)
+    assert message in str(error.value)
+
+
+BAD_YAML = {
+    "an unknown setting": ("env: {group_siz: 8}", "unknown setting in env: 'group_siz'; did you mean 'group_size'?"),
+    "an unknown section": ("envs: {}", "did you mean 'env'?"),
+    "a wrong type": ("env: {group_size: many}", "env.group_size is 'many'"),
+    "no mapping": ("- 1", "it must hold env:, openai: and the like"),
+    "no YAML": ("env: [", "is not YAML"),
+    "a list for env": ("env: [group_size]", "it must hold settings"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_YAML.values(), ids=BAD_YAML)
+def test_wrong_yaml_is_refused_in_one_sentence(tmp_path, text, message):
+    with pytest.raises(ConfigError) as error:
+        settings(*config_file(tmp_path, text))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "env:\nopenai:\n", "openai: {weight: 1.0}\n"])
+def test_empty_and_old_yaml_files_are_fine(tmp_path, text):
+    assert settings(*config_file(tmp_path, text)).env.group_size == 8
+
+
+def test_several_servers_in_yaml_take_overrides(tmp_path):
+    config = config_file(tmp_path, "openai: [{base_url: 'http://a/v1'}, {base_url: 'http://b/v1'}]")
+    result = settings(*config, "--openai.model_name", "m9")
+    assert [(server.base_url, server.model_name) for server in result.servers] == [
+        ("http://a/v1", "m9"),
+        ("http://b/v1", "m9"),
+    ]
+
+
+def test_several_servers_of_config_init_stay():
+    assert [server.model_name for server in settings(env_cls=TwoServerEnv).servers] == ["a", "b"]
+
+
+def test_a_server_baseline_is_discovered_until_an_address_is_given():
+    class DiscoveringEnv(ToyEnv):
+        @classmethod
+        def config_init(cls):
+            return ToyConfig(), ServerBaseline(model_name="m")
+
+    assert type(settings(env_cls=DiscoveringEnv).servers) is ServerBaseline
+    [server] = settings("--openai.base_url", "http://a/v1", env_cls=DiscoveringEnv).servers
+    assert (server.base_url, server.model_name) == ("http://a/v1", "m")
+
+
+def test_process_has_defaults_of_its_own_that_flags_override():
+    config = settings(mode="process").env
+    assert (config.ensure_scores_are_not_same, config.include_messages) == (False, True)
+    assert config.data_path_to_save_groups == "data/toy.jsonl"
+    assert settings("--env.include_messages", "false", mode="process").env.include_messages is False
+
+
+def test_the_name_of_the_environment_names_the_wandb_run():
+    assert settings().env.wandb_name == "toy"
+
+
+def test_the_shown_settings_hold_no_secret_and_can_be_read_again(tmp_path):
+    text = settings("--env.group_size", "3").as_yaml()
+    assert "secret" not in text
+    again = settings(*config_file(tmp_path, text))
+    assert again.env.group_size == 3
+    assert yaml.safe_load(again.as_yaml()) == yaml.safe_load(text)
+
+
+def test_help_shows_every_setting_with_its_meaning_and_no_secret():
+    text = help_text(ToyEnv, "process")
+    for field in ToyConfig.model_fields:
+        assert f"--env.{field} " in text
+    for field in APIServerConfig.model_fields:
+        assert f"--openai.{field} " in text
+    assert "Sequences per group: how often each item is rolled out. (default: 8)" in text
+    assert "secret" not in text
+    assert all(info.description for info in BaseEnvConfig.model_fields.values())
+
+
+EXITS = {
+    "help": (["--help"], 0),
+    "help of a command": (["serve", "--help"], 0),
+    "an unknown command": (["sevre"], 2),
+    "a wrong flag": (["process", "--env.nope", "1"], 2),
+}
+
+
+@pytest.mark.parametrize(("arguments", "code"), EXITS.values(), ids=EXITS)
+def test_exit_codes(arguments, code, capsys):
+    assert main(ToyEnv, arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out if code == 0 else captured.err.count("\n") == 1
+
+
+def test_an_overridden_command_class_is_used(capsys):
+    class OwnCommand(get_prefixed_pydantic_model(ToyConfig, "env.")):
+        def run(self):
+            print(getattr(self, "env.group_size"))
+
+    class OwnEnv(ToyEnv):
+        @classmethod
+        def get_cli_serve_config_cls(cls):
+            return OwnCommand
+
+    assert main(OwnEnv, ["serve", "--env.group_size", "6"]) == 0
+    assert capsys.readouterr().out == "6\n"
+
+
+def test_flags_of_this_process_are_read_without_types(monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["env.py", "serve", "--env.x", "-1", "--y=a b", "--z", "--n", "None", "--l", "1", "2"]
+    )
+    assert get_double_dash_flags() == {"env.x": "-1", "y": "a b", "z": True, "n": None, "l": ["1", "2"]}
+
+
+def test_nested_dicts_are_merged_and_later_ones_win():
+    assert merge_dicts({"a": {"x": 1, "y": 2}, "b": 1}, {"a": {"y": 3}, "b": 2}) == {"a": {"x": 1, "y": 3}, "b": 2}
+
+
+def test_a_namespace_is_cut_out_of_a_dict_or_a_model():
+    class Flat(BaseModel):
+        one: int = 1
+
+    assert extract_namespace({"env.a": 1, "other.a": 2}, "env.") == {"a": 1}
+    assert extract_namespace(Flat(), "on") == {"e": 1}
+
+
+def test_defaults_of_a_model_can_be_changed():
+    changed = adjust_model_defaults(ToyConfig, ToyConfig(group_size=3, path=None))
+    assert changed.__name__ == "ToyConfigWithDefaults"
+    assert (changed().group_size, changed().path) == (3, None)
+    assert changed.model_fields["group_size"].description == ToyConfig.model_fields["group_size"].description
+
+
+def test_a_flag_without_any_value_is_an_empty_list_of_texts():
+    assert split_flags(["--a", "--b", "1"]) == ({"a": [], "b": ["1"]}, [])
+
+
+def test_a_literal_choice_is_listed_when_wrong():
+    with pytest.raises(ConfigError, match="which is not int or auto"):
+        parse_value(["many"], BaseEnvConfig.model_fields["max_num_workers"].annotation, flag="env.max_num_workers")

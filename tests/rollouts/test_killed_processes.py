@@ -1,0 +1,87 @@
+"""kill -9 at any moment, then the same command: exactly the asked groups, none twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("counting_env.py")
+TESTS = SCRIPT.parent.parent
+GROUPS = 120
+
+
+def command(folder, *extra):
+    return [
+        sys.executable,
+        str(SCRIPT),
+        "process",
+        *("--env.total_steps", str(GROUPS), "--env.seconds", "0.02", "--env.max_num_workers", "4"),
+        *("--env.rollouts_dir", str(folder), "--env.groups_per_shard", "50", "--testing", "true"),
+        *extra,
+    ]
+
+
+def start(folder, *extra):
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+    return subprocess.Popen(command(folder, *extra), env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def lines(folder):
+    return [line for path in sorted(folder.glob("*_rollouts_*.jsonl")) for line in path.read_text().splitlines()]
+
+
+def wait_for_lines(folder, count, process):
+    give_up = time.monotonic() + 60
+    while len(lines(folder)) < count:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def test_killed_twice_and_started_again_a_run_has_exactly_its_groups(tmp_path):
+    for count in (20, 70):
+        process = start(tmp_path)
+        wait_for_lines(tmp_path, count, process)
+        process.kill()
+        process.communicate()
+    process = start(tmp_path)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 0, log
+    records = [json.loads(line) for line in lines(tmp_path)]
+    assert sorted(int(record["item_key"]) for record in records) == list(range(GROUPS))
+    assert len({record["group_id"] for record in records}) == GROUPS
+    progress = json.loads((tmp_path / "counting_progress_main.json").read_text())
+    assert (progress["state"], progress["groups_done"], progress["responses"]) == ("done", GROUPS, 2 * GROUPS)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_after_a_signal_everything_is_on_disk_within_two_seconds_and_the_same_command_completes_it(tmp_path, number):
+    process = start(tmp_path)
+    wait_for_lines(tmp_path, 10, process)
+    asked = time.time()
+    process.send_signal(number)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 75, log
+    progress = json.loads((tmp_path / "counting_progress_main.json").read_text())
+    assert progress["state"] == "stopped"
+    assert progress["groups_done"] == len(lines(tmp_path))
+    assert progress["updated_at"] - asked < 2.0
+    process = start(tmp_path)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert len({json.loads(line)["item_key"] for line in lines(tmp_path)}) == len(lines(tmp_path)) == GROUPS
+
+
+def test_a_run_in_which_everything_fails_ends_with_code_1_and_one_sentence(tmp_path):
+    process = start(tmp_path, "--env.fail_every", "1")
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 1
+    last = log.strip().splitlines()[-1]
+    assert last.startswith("error: every task was set aside")
+    assert "failures.jsonl" in last
+    assert "Traceback" not in log
