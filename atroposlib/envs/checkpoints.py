@@ -2,7 +2,7 @@
 
 `<checkpoint_dir>/env_checkpoints/<registered name>/step-<step>.json`. A restarted environment may be registered under
 another name (`gsm8k_1` after `gsm8k_0`) and at a step between two checkpoints, so the newest one that is not ahead of
-the trainer counts.
+the trainer counts. An empty `checkpoint_dir` is a trainer that keeps none: nothing is written or found.
 """
 
 import json
@@ -16,8 +16,10 @@ _STEP = re.compile(r"step-(\d+)\.json")
 _INDEX = re.compile(r"_\d+$")
 
 
-def save(checkpoint_dir: str, registered_name: str, step: int, data: dict[str, Any]) -> Path:
+def save(checkpoint_dir: str, registered_name: str, step: int, data: dict[str, Any]) -> Path | None:
     """Write the checkpoint of one step as a whole; its path."""
+    if not checkpoint_dir:
+        return None
     folder = expand_path(checkpoint_dir, what="checkpoint_dir") / "env_checkpoints" / registered_name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step}.json"
@@ -27,6 +29,8 @@ def save(checkpoint_dir: str, registered_name: str, step: int, data: dict[str, A
 
 def newest(checkpoint_dir: str, registered_name: str, step: int) -> Path | None:
     """The checkpoint to go on with at `step`: the latest one not after it, of this name or its earlier indices."""
+    if not checkpoint_dir:
+        return None
     root = expand_path(checkpoint_dir, what="checkpoint_dir") / "env_checkpoints"
     base = _INDEX.sub("", registered_name)
     found = [
