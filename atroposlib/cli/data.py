@@ -1,0 +1,242 @@
+"""`atropos data`: check, count, compare, split, merge, describe and show rollout files."""
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from typing import Annotated
+
+import numpy as np
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table as TextTable
+
+from atroposlib.cli.command import reading, run
+from atroposlib.data.card import dataset_card
+from atroposlib.data.formats import messages_of
+from atroposlib.data.index import open_table, read_group
+from atroposlib.data.merge import merge_rollouts
+from atroposlib.data.output import check_output, write_whole
+from atroposlib.data.policy import load_policy, select
+from atroposlib.data.split import split_rollouts
+from atroposlib.data.stats import Stats, TaskStats, describe
+from atroposlib.data.stats_page import stats_page
+from atroposlib.data.table import scan
+from atroposlib.data.tokenizers import load_tokenizer
+from atroposlib.data.validate import validate as find_problems
+from atroposlib.errors import DataError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
+
+Rollouts = Annotated[list[str], typer.Argument(help="Rollout files, folders or patterns.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what exists.")]
+
+
+@app.callback()
+def data() -> None:
+    """Check, count, compare, split, merge, describe and show rollout files."""
+
+
+@app.command()
+def validate(
+    rollouts: Rollouts,
+    tokenizer: Annotated[str | None, typer.Option(help="Also check that ids are in its vocabulary.")] = None,
+    max_shown: Annotated[int, typer.Option(min=1, help="Problems printed; all are counted.")] = 50,
+) -> None:
+    """Check every line against every invariant; exit code 1 when something is damaged.
+
+    \b
+    Examples:
+      atropos data validate runs/main/
+      atropos data validate 'runs/*.jsonl' --tokenizer ./tokenizer
+    """
+    vocabulary = len(load_tokenizer(tokenizer)) if tokenizer else None
+    counts: Counter[bool] = Counter()
+    with reading(rollouts) as advance:
+        for problem in find_problems(rollouts, vocabulary_size=vocabulary, advance=advance):
+            counts[problem.is_damage] += 1
+            if counts.total() <= max_shown:
+                print(f"{'damage' if problem.is_damage else 'note'}: {problem.where}: {problem.text}")
+    print(f"damaged: {counts[True]}, notes: {counts[False]}")
+    if counts[True]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def stats(
+    rollouts: Rollouts,
+    accept_score: Annotated[float, typer.Option(help="A response is accepted when its score is above this.")] = 0.0,
+    policy: Annotated[str | None, typer.Option(help="Also show what each step of this policy keeps.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[str | None, typer.Option(help="Also write a self-contained page with plots.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Count problems, responses, scores, lengths, pass rates, retention and failures.
+
+    \b
+    Examples:
+      atropos data stats runs/main/
+      atropos data stats runs/main/ --json | jq .total
+      atropos data stats runs/main/ --policy strict.yaml --html stats.html
+    """
+    page = check_output(html, overwrite=overwrite) if html else None
+    with reading(rollouts) as advance:
+        table = scan(rollouts, advance)
+    retention = select(table, load_policy(policy)).steps if policy else None
+    found = describe(table, accept_score=accept_score, retention=retention)
+    if page:
+        write_whole(page, stats_page(found).encode())
+    if as_json:
+        print(orjson.dumps(found.as_json(), option=orjson.OPT_INDENT_2).decode())
+    else:
+        _print_stats(found)
+
+
+@app.command()
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A policy file.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another policy file.")],
+    rollouts: Rollouts,
+    examples: Annotated[int, typer.Option(min=0, help="Responses shown that only one keeps.")] = 3,
+) -> None:
+    """Show what two policies keep of the same rollouts.
+
+    \b
+    Examples:
+      atropos data diff loose.yaml strict.yaml runs/main/
+    """
+    with reading(rollouts) as advance:
+        table = scan(rollouts, advance)
+    a, b = (select(table, load_policy(policy)).keep for policy in (first, second))
+    for label, rows in (("both", a & b), (f"only {first}", a & ~b), (f"only {second}", b & ~a), ("neither", ~(a | b))):
+        tasks = Counter(table.column("task")[rows].tolist())
+        by_task = ", ".join(f"{table.tasks[code] or '(none)'} {count}" for code, count in sorted(tasks.items()))
+        print(f"{label}: {int(rows.sum())}" + (f" ({by_task})" if by_task else ""))
+        for row in np.flatnonzero(rows)[:examples].tolist() if label.startswith("only") else []:
+            print(f"  {table.where(row)} score {table.responses['score'][row]:g}")
+
+
+@app.command()
+def split(
+    rollouts: Rollouts,
+    output_dir: Annotated[str, typer.Option(help="Gets train.jsonl, val.jsonl and test.jsonl.")],
+    shares: Annotated[str, typer.Option(help="Of problems: train, val, test.")] = "0.7,0.2,0.1",
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Split by problem, stratified by task and difficulty; no problem is in two splits.
+
+    \b
+    Examples:
+      atropos data split runs/main/ --output-dir splits
+      atropos data split runs/main/ --output-dir splits --shares 0.9,0,0.1 --seed 7
+    """
+    try:
+        parts = [float(part) for part in shares.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{shares!r} is not three numbers with commas", param_hint="--shares") from None
+    with reading(rollouts, passes=2) as advance:
+        counts = split_rollouts(rollouts, output_dir, shares=parts, seed=seed, overwrite=overwrite, advance=advance)
+    print(", ".join(f"{name}: {count} groups" for name, count in counts.items()))
+
+
+@app.command()
+def merge(
+    rollouts: Rollouts,
+    output: Annotated[str, typer.Option(help="The merged rollout file, .jsonl or .jsonl.zst.")],
+    overwrite: Overwrite = False,
+) -> None:
+    """Merge partial runs into one file without duplicates.
+
+    \b
+    Examples:
+      atropos data merge runs/first/ runs/second/ --output all.jsonl.zst
+    """
+    with reading(rollouts) as advance:
+        merged = merge_rollouts(rollouts, output, overwrite=overwrite, advance=advance)
+    print(f"{merged.groups} groups of {merged.files} files, {merged.duplicates} duplicates left out: {merged.output}")
+
+
+@app.command()
+def card(
+    dataset: Annotated[str, typer.Argument(help="A dataset made by atropos-sft-gen or atropos-dpo-gen.")],
+    output: Annotated[str | None, typer.Option(help="Default: printed.")] = None,
+    name: Annotated[str | None, typer.Option(help="Title; default: the file's name.")] = None,
+    license_id: Annotated[str, typer.Option("--license", help="Hugging Face licence id of the data.")] = "other",
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a dataset card with front matter, selection, sampling and file hashes.
+
+    \b
+    Examples:
+      atropos data card sft.jsonl --output README.md --license mit
+    """
+    target = check_output(output, overwrite=overwrite) if output else None
+    text = dataset_card(dataset, name=name, license_id=license_id)
+    if target is None:
+        print(text)
+        return
+    write_whole(target, text.encode())
+    print(target)
+
+
+@app.command()
+def show(
+    rollouts: Rollouts,
+    number: Annotated[int, typer.Option("--number", "-n", min=0, help="Response, counted from 0 over all files.")] = 0,
+    group: Annotated[bool, typer.Option("--group", help="All responses of its group.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole recorded line.")] = False,
+) -> None:
+    """Show one response at once, also of a large set (keeps an index beside each file).
+
+    \b
+    Examples:
+      atropos data show runs/main/ -n 123456
+      atropos data show runs/main/ -n 123456 --json | jq .sampling
+    """
+    table = open_table(rollouts)
+    if number >= len(table.responses):
+        raise DataError(f"there is no response {number}; these files hold {len(table.responses)}, counted from 0")
+    response = table.responses[number]
+    line, found = read_group(table, int(response["group"]))
+    if as_json:
+        print(line.data.decode().rstrip("\n"))
+        return
+    print(f"{line.where}  task {found.task or '(none)'}  item {found.item_key}  group {found.group_id}")
+    for index in range(len(found.scores)) if group else [int(response["index"])]:
+        tokens = f"{found.trained_count(index)} of {found.token_count(index)} tokens trained"
+        print(f"\n=== [{index}] score {found.scores[index]:g}, {found.finish_reason(index)}, {tokens}")
+        for message in messages_of(found, index):
+            content = message.get("content")
+            print(f"--- {message.get('role')}\n{content if isinstance(content, str) else json.dumps(content)}")
+
+
+def _print_stats(found: Stats) -> None:
+    console = Console(soft_wrap=True)
+    table = TextTable(box=None, pad_edge=False)
+    columns = [
+        *("task", "problems", "responses", "accepted", "score_mean"),
+        *("unsolved", "mixed", "solved_always", "completion_p50", "completion_p95"),
+    ]
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="left" if name == "task" else "right", no_wrap=True)
+    for task in (*found.tasks, found.total):
+        table.add_row(*(_cell(task, name) for name in columns))
+    console.print(table)
+    for title, counts in (("ended by", found.finish_reasons), ("failed tries", found.failures)):
+        if counts:
+            console.print(f"{title}: " + ", ".join(f"{name} {count}" for name, count in counts.items()), markup=False)
+    for step in found.retention:
+        console.print(f"policy step {step.step}: kept {step.kept}, dropped {step.dropped}", markup=False)
+
+
+def _cell(task: TaskStats, name: str) -> str:
+    value = asdict(task)[name]
+    return (
+        "-" if value is None else f"{value:.3g}" if isinstance(value, float) and name == "score_mean" else f"{value:,}"
+    )
+
+
+def main() -> None:
+    """Entry of `atropos data`."""
+    run(app, "atropos data")

@@ -1,0 +1,124 @@
+"""Train, validation and test rollouts: by problem, stratified by task and difficulty, seeded.
+
+Groups with the same item key or the same prompt are one problem and never part, also over files.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from atroposlib.data.lazy import hash64
+from atroposlib.data.output import JsonlWriter, check_output, written_whole
+from atroposlib.data.policy import pass_rates
+from atroposlib.data.rollout_files import read_lines
+from atroposlib.data.table import Advance, Table, ignore, scan
+from atroposlib.errors import ConfigError, DataError
+from atroposlib.paths import writable_dir
+from atroposlib.type_definitions import Array
+
+NAMES = ("train", "val", "test")
+
+
+def split_rollouts(
+    paths: str | Path | Iterable[str | Path],
+    folder: str | Path,
+    *,
+    shares: Sequence[float] = (0.7, 0.2, 0.1),
+    seed: int = 0,
+    overwrite: bool = False,
+    advance: Advance = ignore,
+) -> dict[str, int]:
+    """Write `train.jsonl`, `val.jsonl` and `test.jsonl` of unchanged rollout lines; returns groups by split.
+
+    Args:
+        shares: of problems, adding up to 1; a share of 0 leaves that file out.
+
+    Raises:
+        ConfigError: shares do not add up.
+        PathError: a file exists and `overwrite` is not set.
+        DataError: a damaged line, or no group at all.
+    """
+    if len(shares) != len(NAMES) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+        raise ConfigError(f"--shares {list(shares)}: expected {len(NAMES)} numbers from 0 that add up to 1")
+    target = writable_dir(folder, what="--output-dir")
+    outputs = [check_output(target / f"{name}.jsonl", overwrite=overwrite) for name in NAMES]
+    table = scan(paths, advance)
+    if not len(table.groups):
+        raise DataError("there is no group to split; the files are empty")
+    parts = assign_splits(table, shares, seed)
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(written_whole(path)) if share else None
+            for path, share in zip(outputs, shares, strict=True)
+        ]
+        for row, data in _lines(table, advance):
+            writer = writers[parts[row]]
+            assert isinstance(writer, JsonlWriter)
+            writer.write_line(data)
+    counts = Counter(parts.tolist())
+    return {name: counts[code] for code, name in enumerate(NAMES)}
+
+
+def assign_splits(table: Table, shares: Sequence[float], seed: int) -> Array:
+    """[groups] index into `shares` for every group.
+
+    Within a stratum (task and difficulty) problems are ordered by chance and dealt out by cumulated share; the
+    rounding runs on over the strata, so small strata do not all lose their test problem.
+    """
+    problems = _problems(table)
+    rate = pass_rates(table, 0.0)
+    strata: dict[tuple[str, int], list[int]] = {}
+    for group in np.unique(problems, return_index=True)[1].tolist():
+        row = table.groups[group]
+        level = _difficulty(float(rate[row["first"]])) if row["responses"] else 0
+        strata.setdefault((table.tasks[row["task"]], level), []).append(group)
+    split_of: dict[int, int] = {}
+    counts = np.zeros(len(shares))
+    for stratum in sorted(strata):
+        for group in sorted(strata[stratum], key=lambda each: _chance(table, each, seed)):
+            part = int(np.argmax(np.array(shares) * (len(split_of) + 1) - counts))
+            counts[part] += 1
+            split_of[int(problems[group])] = part
+    return np.array([split_of[problem] for problem in problems.tolist()])
+
+
+def _difficulty(rate: float) -> int:
+    """0 never solved, 1 seldom, 2 often, 3 always."""
+    return 0 if rate == 0 else 3 if rate == 1 else 1 if rate < 0.5 else 2
+
+
+def _problems(table: Table) -> Array:
+    """[groups] a number per problem: the smallest row reachable over shared item keys and shared prompts."""
+    parent = list(range(len(table.groups)))
+
+    def root(row: int) -> int:
+        while parent[row] != row:
+            parent[row] = parent[parent[row]]
+            row = parent[row]
+        return row
+
+    for column in ("item", "prompt"):
+        first: dict[int, int] = {}
+        for row, value in enumerate(table.groups[column].tolist()):
+            if value in first:
+                low, high = sorted((root(first[value]), root(row)))
+                parent[high] = low
+            first.setdefault(value, row)
+    return np.array([root(row) for row in range(len(parent))])
+
+
+def _chance(table: Table, group: int, seed: int) -> int:
+    return hash64(f"{seed}:{table.groups['item'][group]}".encode())
+
+
+def _lines(table: Table, advance: Advance) -> Iterable[tuple[int, bytes]]:
+    """(group row, line) of every group."""
+    for file, path in enumerate(table.files):
+        rows = {int(table.groups["line"][row]): row for row in np.flatnonzero(table.groups["file"] == file).tolist()}
+        for line in read_lines(path):
+            advance(len(line.data))
+            if line.number in rows:
+                yield rows[line.number], line.data

@@ -1,0 +1,133 @@
+"""Numbers of a set of rollouts: per task, score and length distributions, pass rates, failures."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from atroposlib.data.policy import StepResult, pass_rates
+from atroposlib.data.rollout_files import read_lines
+from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
+from atroposlib.type_definitions import Array
+
+BINS = 20
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts between edges: `counts[i]` lies from `edges[i]` to `edges[i + 1]`."""
+
+    edges: list[float]
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class TaskStats:
+    """One task's responses. Token numbers are None where no ids were recorded."""
+
+    task: str
+    problems: int
+    groups: int
+    responses: int
+    accepted: int  # score above the threshold
+    score_mean: float
+    completion_tokens: int | None
+    completion_p50: float | None
+    completion_p95: float | None
+    unsolved: int  # problems no response of which was accepted
+    solved_always: int
+    mixed: int  # neither: the problems that teach
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Everything `atropos data stats` shows."""
+
+    files: list[str]
+    accept_score: float
+    total: TaskStats
+    tasks: list[TaskStats]
+    finish_reasons: dict[str, int]
+    failures: dict[str, int]  # from failures.jsonl beside the rollouts
+    scores: Histogram
+    pass_rate: Histogram  # problems
+    completion_tokens: Histogram
+    retention: list[StepResult]  # what a policy's steps leave; [] without one
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def describe(table: Table, *, accept_score: float = 0.0, retention: list[StepResult] | None = None) -> Stats:
+    """The numbers of `table`; a response is accepted when its score is above `accept_score`."""
+    task = table.column("task")
+    everything = np.ones(len(table.responses), bool)
+    rate = pass_rates(table, accept_score)
+    _, first = np.unique(table.column("item"), return_index=True)
+    lengths = table.responses["completion"]
+    finish = Counter(table.responses["finish"].tolist())
+    return Stats(
+        files=[str(path) for path in table.files],
+        accept_score=accept_score,
+        total=_task_stats("all", table, everything, rate, accept_score),
+        tasks=[
+            _task_stats(name or "(none)", table, task == code, rate, accept_score)
+            for code, name in sorted(enumerate(table.tasks), key=lambda pair: pair[1])
+        ],
+        finish_reasons={FINISH_REASONS[code]: count for code, count in sorted(finish.items())},
+        failures=count_failures(table.files),
+        scores=_histogram(table.responses["score"]),
+        pass_rate=_histogram(rate[first], limits=(0.0, 1.0)),
+        completion_tokens=_histogram(lengths[lengths != UNKNOWN_LENGTH]),
+        retention=retention or [],
+    )
+
+
+def count_failures(files: Iterable[Path]) -> dict[str, int]:
+    """Failed tries by class, from the `failures.jsonl` beside the rollout files; {} without one."""
+    counts: Counter[str] = Counter()
+    for folder in sorted({path.parent for path in files}):
+        path = folder / "failures.jsonl"
+        if not path.exists():
+            continue
+        for line in read_lines(path):
+            try:
+                failure = orjson.loads(line.data)
+            except orjson.JSONDecodeError:  # a killed process's last line
+                continue
+            counts[str(failure.get("class", "environment"))] += 1
+    return dict(sorted(counts.items()))
+
+
+def _task_stats(name: str, table: Table, rows: Array, rate: Array, accept_score: float) -> TaskStats:
+    responses = table.responses[rows]
+    _, first = np.unique(table.column("item")[rows], return_index=True)
+    problem_rate = rate[rows][first]
+    lengths = responses["completion"][responses["completion"] != UNKNOWN_LENGTH]
+    p50, p95 = np.percentile(lengths, [50, 95]).tolist() if len(lengths) else (None, None)
+    return TaskStats(
+        task=name,
+        problems=len(first),
+        groups=len(np.unique(responses["group"])),
+        responses=len(responses),
+        accepted=int((responses["score"] > accept_score).sum()),
+        score_mean=float(responses["score"].mean()) if len(responses) else 0.0,
+        completion_tokens=int(lengths.sum()) if len(lengths) else None,
+        completion_p50=p50,
+        completion_p95=p95,
+        unsolved=int((problem_rate == 0).sum()),
+        solved_always=int((problem_rate == 1).sum()),
+        mixed=int(((problem_rate > 0) & (problem_rate < 1)).sum()),
+    )
+
+
+def _histogram(values: Array, limits: tuple[float, float] | None = None) -> Histogram:
+    if not len(values):
+        return Histogram([], [])
+    counts, edges = np.histogram(values, BINS, limits)
+    return Histogram(edges.tolist(), counts.tolist())
