@@ -77,7 +77,8 @@ class _Answer:
     def sentence(self) -> str:
         """Why the server refused, in its words."""
         try:
-            detail = self.json().get("detail")
+            data = self.json()
+            detail = data.get("detail") or data.get("message") or data.get("error")
         except (msgspec.DecodeError, AttributeError):
             return self.body[:500].decode("utf-8", "replace")
         if isinstance(detail, list):
@@ -102,15 +103,15 @@ class _Client:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._session: aiohttp.ClientSession | None = None
 
-    async def info(self, *, deadline_s: float | None = None) -> dict[str, int]:
-        """`batch_size` and `max_token_len`; -1 before a trainer registered."""
-        return (await self._call("GET", "/info", deadline_s=deadline_s)).json()
-
     async def close(self) -> None:
         """Let go of the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    async def info(self, *, deadline_s: float | None = None) -> dict[str, int]:
+        """`batch_size` and `max_token_len`; -1 before a trainer registered."""
+        return (await self._call("GET", "/info", deadline_s=deadline_s)).json()
 
     async def __aenter__(self) -> Self:
         return self
@@ -257,12 +258,18 @@ class EnvClient(_Client):
 
 
 class TrainerClient(_Client):
-    """A trainer's connection to the API."""
+    """A trainer's connection to the API; registers again by itself when the run was reset."""
+
+    def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 120.0) -> None:
+        super().__init__(url, token=token, timeout_s=timeout_s)
+        self._registration: dict[str, Any] | None = None
 
     async def register(self, registration: dict[str, Any], *, deadline_s: float | None = None) -> int:
         """Announce or take over a run; see `Registration` for the keys. Returns the trainer's number."""
         body = orjson.dumps(registration)
-        return (await self._call("POST", "/register", body=body, deadline_s=deadline_s)).json()["uuid"]
+        answer = await self._call("POST", "/register", body=body, deadline_s=deadline_s)
+        self._registration = registration
+        return answer.json()["uuid"]
 
     async def batch(
         self, lease_s: float | None = None, binary: bool = False, *, deadline_s: float | None = None
@@ -275,7 +282,12 @@ class TrainerClient(_Client):
         """
         path = "/batch" if lease_s is None else f"/batch?lease_s={lease_s}"
         headers = {"Accept": f"{BINARY_TYPE}, application/json"} if binary else {}
-        answer = await self._call("GET", path, headers=headers, deadline_s=deadline_s)
+        expected = ("not_registered",) if self._registration else ()
+        answer = await self._call("GET", path, headers=headers, deadline_s=deadline_s, expected=expected)
+        if answer.status >= 400 and self._registration:
+            logger.warning("the API at %s was reset; registering again", self.url)
+            await self.register(self._registration, deadline_s=deadline_s)
+            return None
         data = decode_batch(answer.body) if answer.headers.get("Content-Type") == BINARY_TYPE else answer.json()
         return Batch(data["batch"], data.get("batch_id")) if data["batch"] else None
 

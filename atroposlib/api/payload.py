@@ -290,6 +290,9 @@ def _scores(raw: msgspec.Raw, sequences: int) -> bytes:
                 raise GroupError(f"scores[{i}] is {_show(value)}; expected a finite number") from None
     if len(scores) != sequences:
         raise GroupError(f"scores has {len(scores)} entries; expected {sequences}, one per sequence of tokens")
+    for i, score in enumerate(scores):
+        if not _is_finite(score):
+            raise GroupError(f"scores[{i}] is {_show(score)}; expected a finite number")
     return msgspec.json.encode([float(score) for score in scores])
 
 

@@ -320,7 +320,8 @@ def _add_error_answers(api: FastAPI) -> None:
     @api.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> Response:
         if error.code == "not_registered":  # the answer trainers have always looked for
-            return JSONResponse({"status": "error", "message": str(error), "batch": []}, status_code=error.status)
+            answer = {"status": "error", "message": str(error), "batch": [], "code": error.code}
+            return JSONResponse(answer, status_code=error.status)
         return refuse(error.status, str(error), error.code)
 
     @api.exception_handler(GroupError)

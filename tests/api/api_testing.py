@@ -1,0 +1,125 @@
+"""Groups, registrations and servers for the tests of the trajectory API."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from atroposlib.api.server import ApiSettings, create_app
+
+REGISTRATION = {
+    "wandb_group": "group",
+    "wandb_project": "project",
+    "batch_size": 8,
+    "max_token_len": 512,
+    "checkpoint_dir": "checkpoints",
+    "save_checkpoint_interval": 10,
+    "starting_step": 0,
+    "num_steps": 100,
+}
+ENV = {"max_token_length": 512, "desired_name": "sums", "weight": 1.0, "group_size": 4}
+
+
+def make_group(uid: int, sequences: int = 4, tokens: int = 3, env_id: int | None = 0, **extra: Any) -> dict[str, Any]:
+    """A valid group whose first token is `uid`."""
+    rows = [[uid, *range(1, tokens)] for _ in range(sequences)]
+    logprobs = [[1.0, *[-0.5] * (tokens - 1)] for _ in range(sequences)]
+    masks = [[-100, *row[1:]] for row in rows]
+    scores = [float(i) for i in range(sequences)]
+    return {"tokens": rows, "masks": masks, "scores": scores, "inference_logprobs": logprobs, "env_id": env_id, **extra}
+
+
+def uids(answer: Any) -> list[int] | None:
+    """The uids of a batch answer, in order; None for a null batch."""
+    batch = answer["batch"] if isinstance(answer, dict) else answer.json()["batch"]
+    return None if batch is None else [group["tokens"][0][0] for group in batch]
+
+
+def client_of(app: FastAPI, **options: Any) -> httpx.AsyncClient:
+    """An in-process client of an app."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", **options)
+
+
+async def started(app: FastAPI, *, batch_size: int = 8, envs: int = 1, **env: Any) -> httpx.AsyncClient:
+    """A client of a run with a trainer that has started and environments 0, 1, ..."""
+    client = client_of(app)
+    assert (await client.post("/register", json={**REGISTRATION, "batch_size": batch_size})).status_code == 200
+    assert uids(await client.get("/batch")) is None
+    for i in range(envs):
+        answer = await client.post("/register-env", json={**ENV, **env})
+        assert answer.json()["env_id"] == i
+    return client
+
+
+def memory_app(**settings: Any) -> FastAPI:
+    """An app that keeps its run in memory."""
+    return create_app(ApiSettings(**settings))
+
+
+class ServerProcess:
+    """A `run-api` process on a free port; start again with the same folder to see what survived."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        self._options = options
+        self._process: subprocess.Popen[str] | None = None
+        self.url = ""
+
+    def start(self) -> None:
+        """Returns when it listens."""
+        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", "0", "--state-dir", str(self.folder)]
+        log = open(self.folder.parent / "server.log", "a")  # noqa: SIM115 - the process keeps it
+        self._process = subprocess.Popen(
+            [*command, *self._options], stdout=subprocess.PIPE, stderr=log, text=True, env=dict(os.environ)
+        )
+        log.close()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        match = re.search(r"http://\S+", line)
+        assert match, f"run-api said {line!r} instead of its address"
+        self.url = match[0]
+
+    def stop(self, sign: signal.Signals) -> int:
+        """Send a signal; the exit code."""
+        assert self._process is not None
+        self._process.send_signal(sign)
+        code = self._process.wait(timeout=20)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._process = None
+        return code
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.stop(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill it if it still runs."""
+        if self._process is not None:
+            self.kill()
+
+
+@contextmanager
+def server_process(folder: Path, *options: str) -> Iterator[ServerProcess]:
+    """A started server that is gone afterwards."""
+    server = ServerProcess(folder, *options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def register_run(client: httpx.Client, *, batch_size: int = 8) -> None:
+    """A started trainer and environment 0."""
+    assert client.post("/register", json={**REGISTRATION, "batch_size": batch_size}).status_code == 200
+    assert client.get("/batch").json() == {"batch": None}
+    assert client.post("/register-env", json=ENV).json()["env_id"] == 0

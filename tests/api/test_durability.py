@@ -1,0 +1,246 @@
+"""Real server processes: kill -9, torn records, SIGTERM, a second server, broken connections."""
+
+import json
+import random
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from api_testing import ENV, make_group, register_run, server_process, uids
+
+
+def take_all(client: httpx.Client) -> list[int]:
+    """Uids of all batches that are ready."""
+    taken: list[int] = []
+    while (batch := uids(client.get("/batch"))) is not None:
+        taken += batch
+    return taken
+
+
+def test_everything_survives_kill_9(tmp_path):
+    with server_process(tmp_path / "state") as server:
+        with httpx.Client(base_url=server.url) as client:
+            register_run(client)
+            for uid in range(5):
+                assert client.post("/scored_data", json=make_group(uid, group_id=f"g{uid}")).status_code == 200
+            assert client.post("/scored_data", json=make_group(5, sequences=2)).json()["status"] == "buffered"
+            assert uids(client.get("/batch")) == [0, 1]
+            leased = client.get("/batch?lease_s=600").json()
+            assert uids(leased) == [2, 3]
+        server.kill()
+        server.start()
+        with httpx.Client(base_url=server.url) as client:
+            assert client.get("/status").json()["current_step"] == 2
+            assert client.get("/info").json()["batch_size"] == 8
+            assert client.get("/status-env?env_id=0").status_code == 200
+            assert client.post("/scored_data", json=make_group(0, group_id="g0")).json()["duplicate"] is True
+            assert client.post("/scored_data", json=make_group(6, sequences=2)).json()["buffer_size"] == 0
+            assert uids(client.get("/batch")) == [4, 5, 6]
+            assert client.post("/batch/ack", json={"batch_id": leased["batch_id"]}).status_code == 200
+            assert take_all(client) == []
+
+
+def test_a_lease_survives_a_restart_and_comes_again_when_it_ends(tmp_path):
+    with server_process(tmp_path / "state") as server:
+        with httpx.Client(base_url=server.url) as client:
+            register_run(client)
+            client.post("/scored_data_list", json=[make_group(1), make_group(2)])
+            first = client.get("/batch?lease_s=0.001").json()
+        server.kill()
+        server.start()
+        with httpx.Client(base_url=server.url) as client:
+            again = client.get("/batch?lease_s=600").json()
+            assert again == first
+            assert client.get("/status").json()["current_step"] == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_a_random_moment_nothing_acknowledged_is_lost_or_doubled(tmp_path, seed):
+    moment = random.Random(seed)
+    with server_process(tmp_path / "state") as server:
+        acknowledged, open_uids, delivered = set(), set(), Counter()
+
+        def post(first: int) -> None:
+            with httpx.Client(base_url=server.url) as client:
+                for uid in range(first, first + 1000):
+                    open_uids.add(uid)
+                    try:
+                        client.post("/scored_data", json=make_group(uid, group_id=f"{uid}")).raise_for_status()
+                    except httpx.HTTPError:
+                        return
+                    acknowledged.add(uid)
+
+        def take() -> None:
+            with httpx.Client(base_url=server.url) as client:
+                try:
+                    while True:
+                        delivered.update(uids(client.get("/batch")) or [])
+                except httpx.HTTPError:
+                    return
+
+        with httpx.Client(base_url=server.url) as client:
+            register_run(client)
+        threads = [threading.Thread(target=post, args=(first,)) for first in (0, 1000, 2000)]
+        threads.append(threading.Thread(target=take))
+        for thread in threads:
+            thread.start()
+        time.sleep(moment.uniform(0.3, 1.0))
+        server.kill()
+        for thread in threads:
+            thread.join()
+        server.start()
+        with httpx.Client(base_url=server.url) as client:
+            for uid in open_uids:
+                client.post("/scored_data", json=make_group(uid, group_id=f"{uid}")).raise_for_status()
+            delivered.update(take_all(client))
+            waiting = client.get("/status").json()["queue_size"]
+        assert acknowledged
+        assert waiting <= 1
+        assert not [uid for uid, count in delivered.items() if count > 1]
+        assert len(open_uids - set(delivered)) == waiting
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_a_torn_record_is_dropped_and_the_others_stay(tmp_path, damage):
+    state = tmp_path / "state"
+    with server_process(state) as server:
+        with httpx.Client(base_url=server.url) as client:
+            register_run(client)
+            for uid in range(4):
+                client.post("/scored_data", json=make_group(uid))
+        server.kill()
+        (segment,) = (state / "segments").glob("*.seg")
+        content = segment.read_bytes()
+        place = content.rindex(b'"tokens"')
+        segment.write_bytes(content[:place] if damage == "cut" else content[:place] + b"!" + content[place + 1 :])
+        server.start()
+        with httpx.Client(base_url=server.url) as client:
+            client.post("/scored_data", json=make_group(9))
+            assert take_all(client) == [0, 1, 2, 9]
+
+
+def test_groups_that_the_index_has_not_seen_are_adopted(tmp_path):
+    state = tmp_path / "state"
+    with server_process(state) as server:
+        with httpx.Client(base_url=server.url) as client:
+            register_run(client)
+            client.post("/scored_data", json=make_group(1))
+        server.kill()
+        index = {path.name: path.read_bytes() for path in state.glob("index.sqlite*")}
+        server.start()
+        with httpx.Client(base_url=server.url) as client:
+            client.post("/scored_data", json=make_group(2, group_id="two"))
+        server.kill()
+        for path in state.glob("index.sqlite*"):
+            path.unlink()
+        for name, content in index.items():
+            (state / name).write_bytes(content)
+        server.start()
+        with httpx.Client(base_url=server.url) as client:
+            assert client.post("/scored_data", json=make_group(2, group_id="two")).json()["duplicate"] is True
+            assert take_all(client) == [1, 2]
+
+
+def test_sigterm_writes_everything_and_exits_with_0_within_two_seconds(tmp_path):
+    with server_process(tmp_path / "state") as server:
+        with httpx.Client(base_url=server.url) as client:
+            register_run(client)
+            client.post("/scored_data", json=make_group(1))
+        before = time.monotonic()
+        assert server.stop(signal.SIGTERM) == 0
+        assert time.monotonic() - before < 2
+        segment_bytes = sum(path.stat().st_size for path in (tmp_path / "state/segments").iterdir())
+        assert segment_bytes < 100_000
+        server.start()
+        with httpx.Client(base_url=server.url) as client:
+            assert client.get("/status").json()["queue_size"] == 1
+
+
+def test_consumed_groups_leave_the_disk(tmp_path):
+    with server_process(tmp_path / "state") as server:
+        with httpx.Client(base_url=server.url) as client:
+            register_run(client)
+            client.post("/scored_data_list", json=[make_group(1), make_group(2)])
+            assert take_all(client) == [1, 2]
+        assert server.stop(signal.SIGTERM) == 0
+        assert list((tmp_path / "state/segments").iterdir()) == []
+
+
+def test_a_second_server_on_the_same_folder_is_refused_with_the_first_ones_pid(tmp_path):
+    with server_process(tmp_path / "state") as server:
+        pid = server._process.pid
+        with pytest.raises(AssertionError), server_process(tmp_path / "state"):
+            pass
+        assert f"process id {pid}" in (tmp_path / "server.log").read_text()
+
+
+def ask_and_hang_up(url: str, size: int) -> None:
+    """GET /batch, read a little, and drop the connection with the rest unread."""
+    with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)) as raw:
+        raw.sendall(b"GET /batch HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        raw.recv(size)
+
+
+def test_a_batch_whose_connection_broke_comes_again_first_and_counts_once(tmp_path):
+    with server_process(tmp_path / "state") as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        register_run(client)
+        groups = [
+            make_group(uid, tokens=500, messages=[[{"role": "user", "content": "x" * 500_000}]] * 4) for uid in range(4)
+        ]
+        for group in groups:
+            client.post("/scored_data", json=group).raise_for_status()
+        for _ in range(3):
+            ask_and_hang_up(server.url, 1000)
+        deadline = time.monotonic() + 10
+        while client.get("/status").json()["current_step"] > 0 and time.monotonic() < deadline:
+            pass
+        assert take_all(client) == [0, 1, 2, 3]
+        assert client.get("/status").json()["current_step"] == 2
+
+
+def test_a_post_repeated_because_its_answer_got_lost_is_stored_once(tmp_path):
+    with server_process(tmp_path / "state") as server, httpx.Client(base_url=server.url) as client:
+        register_run(client)
+        body = json.dumps(make_group(1)).encode()
+        with socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port)) as raw:
+            head = f"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            raw.sendall(head.encode() + body)
+            raw.recv(1)
+        answer = client.post("/scored_data", content=body, headers={"Content-Type": "application/json"})
+        assert answer.json() == {"status": "received", "duplicate": True}
+        assert client.get("/status").json()["queue_size"] == 1
+
+
+def test_a_token_is_asked_for_and_taken_in_both_forms(tmp_path):
+    token_file = tmp_path / "token"
+    token_file.write_text("s3cret\n")
+    with server_process(tmp_path / "state", "--host", "0.0.0.0", "--token-file", str(token_file)) as server:
+        url = server.url.replace("0.0.0.0", "127.0.0.1")
+        assert httpx.get(f"{url}/status").status_code == 401
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/status", headers={"Authorization": "Bearer s3cret"}).status_code == 200
+        assert httpx.get(url.replace("http://", "http://:s3cret@") + "/status").status_code == 200
+        assert httpx.get(url.replace("http://", "http://:wrong@") + "/status").status_code == 401
+
+
+def test_other_machines_are_not_served_without_a_token(tmp_path, monkeypatch):
+    monkeypatch.delenv("ATROPOS_API_TOKEN", raising=False)
+    with pytest.raises(AssertionError), server_process(tmp_path / "state", "--host", "0.0.0.0"):
+        pass
+    assert "there is no token" in (tmp_path / "server.log").read_text()
+
+
+def test_environment_ids_stay_valid_over_a_restart(tmp_path):
+    with server_process(tmp_path / "state") as server:
+        with httpx.Client(base_url=server.url) as client:
+            register_run(client)
+        server.kill()
+        server.start()
+        with httpx.Client(base_url=server.url) as client:
+            assert client.post("/scored_data", json=make_group(1, env_id=0)).status_code == 200
+            assert client.post("/register-env", json=ENV).json()["wandb_name"] == "sums_1"
