@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
 from atroposlib.errors import VerifierFault
 from atroposlib.type_definitions import Message
+from environments.cut_off import overrides_of
 from environments.gsm8k_problems import Question, load_problems, order
 from environments.sandbox import Sandbox, SandboxError
 from environments.sandboxed_env import SandboxedEnv
@@ -89,6 +90,7 @@ class GSM8kEnv(SandboxedEnv):
             "masks": [node.masked_tokens for node in nodes],
             "inference_logprobs": [node.logprobs for node in nodes],
             "scores": [1.0 if is_right else -1.0 for is_right in right],
+            "overrides": overrides_of(nodes, right),
             "messages": [[*messages, {"role": "assistant", "content": text}] for text in texts],
         }, []
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
 from atroposlib.errors import EnvironmentFault
+from environments.cut_off import overrides_of
 from environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
 from environments.intern_bootcamp.problems import Problem, ProblemSource
 from environments.intern_bootcamp.rewards import reward
@@ -69,6 +70,7 @@ class InternBootcampEnv(SandboxedEnv):
             "masks": [node.masked_tokens for node in nodes],
             "inference_logprobs": [node.logprobs for node in nodes],
             "scores": [self.score(verdict) for verdict in verdicts],
+            "overrides": overrides_of(nodes, [verdict >= 1 for verdict in verdicts]),
             "messages": [[*messages, {"role": "assistant", "content": text}] for text in texts],
         }
         return group, []  # pyright: ignore[reportReturnType]  # a group may carry its task

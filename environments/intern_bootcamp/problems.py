@@ -48,6 +48,7 @@ class ProblemSource:
         self._config = config
         self._checkout = _folder(config.internbootcamp_path, "env.internbootcamp_path")
         self._weights = self._task_weights()
+        self._mixtures = {split: Mixture(self._weights, f"{config.seed}/{split}") for split in ("train", "eval")}
         self.tasks = {name: self._make_task(name) for name in self._weights}
         self._shots: dict[str, list[Drawn]] = {}
         self._failures: Counter[str] = Counter()
@@ -65,11 +66,10 @@ class ProblemSource:
 
     async def problem(self, index: int, split: Split = "train") -> Problem:
         """Item number `index` of a split."""
-        seed = self._config.seed
-        name = Mixture(self._weights, f"{seed}/{split}").task_of(index)
+        name = self._mixtures[split].task_of(index)
         meta: dict[str, Any] = {"task_name": name}
         try:
-            drawn = await self._draw(self.tasks[name], derive_seed(seed, split, name, index))
+            drawn = await self._draw(self.tasks[name], derive_seed(self._config.seed, split, name, index))
             messages = await self._messages(name, drawn)
         except EnvironmentFault as fault:
             return [], {**meta, "raw_prompt": "", "fault": str(fault)}

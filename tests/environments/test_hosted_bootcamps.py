@@ -1,15 +1,16 @@
 import asyncio
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
 from environments.intern_bootcamp.bootcamp import Grading, tagged
-from environments.intern_bootcamp.checkout import discover
+from environments.intern_bootcamp.checkout import discover, read_quarantine
 from environments.intern_bootcamp.hosted import pack, unpack
 from environments.intern_bootcamp.quarantine import find_faults
+from environments.intern_bootcamp.quarantine import main as quarantine
 from environments.intern_bootcamp.tasks import make_task
 from environments.sandbox import Sandbox
 
@@ -120,12 +121,18 @@ async def test_quarantine_names_every_bad_class_with_its_reason_and_no_good_one(
     assert "nobody_has" in faults["Raisesonimportbootcamp"]
 
 
-def test_the_quarantine_command_says_in_one_sentence_that_a_folder_is_no_checkout(tmp_path):
-    command = [sys.executable, "-m", "environments.intern_bootcamp.quarantine", "--path", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "is not a checkout of InternBootcamp" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_the_quarantine_command_writes_the_list_that_the_setting_takes(tmp_path, capsys):
+    target = tmp_path / "quarantine.json"
+    quarantine(path=CHECKOUT, output=str(target), problems=1, timeout_s=2, memory_mb=1024)
+    assert "Hangsbootcamp" in read_quarantine(target)
+    assert capsys.readouterr().out == f"7 of 10 classes are in quarantine: {target}\n"
+
+
+def test_the_quarantine_command_says_in_one_sentence_that_a_folder_is_no_checkout(tmp_path, capsys):
+    with pytest.raises(typer.Exit):
+        quarantine(path=str(tmp_path), output=str(tmp_path / "quarantine.json"))
+    assert "is not a checkout of InternBootcamp" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_reasoning_gym_draws_the_same_problem_from_the_same_seed_and_judges_with_its_own_scorer(sandbox):

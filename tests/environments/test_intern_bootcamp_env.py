@@ -44,6 +44,7 @@ async def test_a_group_holds_tokens_masks_logprobs_scores_messages_and_its_task(
     group, backlog = await env.collect_trajectories(item)
 
     assert backlog == []
+    assert group["overrides"] is None
     assert group["task"] == env.item_task(item) == "addition"
     assert group["scores"] == pytest.approx([1.0, -0.3, -0.5, 1.0])
     for tokens, masks, logprobs, messages in zip(
@@ -54,6 +55,16 @@ async def test_a_group_holds_tokens_masks_logprobs_scores_messages_and_its_task(
         reply = len(messages[-1]["content"]) + 1  # one token per byte, and the end
         assert masks == [IGNORE_INDEX] * (len(tokens) - reply) + tokens[-reply:]
         assert logprobs == [PROMPT_LOGPROB] * (len(tokens) - reply) + [-0.5] * reply
+
+
+async def test_a_response_that_was_cut_off_does_not_count_as_a_mistake_unless_it_is_right():
+    answers = iter(["right", "<answer>1", "right", "I think"])
+    env = make_env(lambda prompt: sum_of(prompt) if (text := next(answers)) == "right" else text, task_name="addition")
+    env.server.servers[0].finish_reason = "length"
+    await env.setup()
+    group, _ = await env.collect_trajectories(await env.get_item(0))
+    assert group["scores"] == [1.0, -0.5, 1.0, -0.5]
+    assert group["overrides"] == [{}, {"set_advantage_to_zero": True}, {}, {"set_advantage_to_zero": True}]
 
 
 async def test_requests_carry_the_configured_sampling():
