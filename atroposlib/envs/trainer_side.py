@@ -141,10 +141,16 @@ class TrainerSide(WandbSide):
 
     def worker_count(self) -> int:
         """Groups that may be rolled out at once, before the trainer's pace is looked at."""
+        if self._run is not None and self._run.concurrency is not None:
+            return self._run.concurrency.limit
+        return self.first_worker_count()
+
+    def first_worker_count(self) -> int:
+        """The same before anything is known of the engine: the setting, or so many for each server."""
         workers = self.config.max_num_workers
-        if workers == "auto":
-            return self.config.max_num_workers_per_node * max(1, len(self.server.servers))
-        return workers if workers > 0 else self.config.max_num_workers_per_node * max(1, len(self.server.servers))
+        if workers != "auto" and workers > 0:
+            return workers
+        return self.config.max_num_workers_per_node * max(1, len(self.server.servers))
 
     def engine_down(self) -> str | None:
         """What is missing while no inference server is up, else None."""

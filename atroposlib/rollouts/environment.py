@@ -17,6 +17,7 @@ class Environment(Protocol):
     config: Any
     settings_text: str | None  # kept beside the rollouts
     fresh: bool  # start a new run instead of going on with one
+    server: Any
     curr_step: int
     workers: set[asyncio.Task[None]]
     running_items: dict[str, dict[str, Any]]
@@ -43,6 +44,8 @@ class Environment(Protocol):
     def write_html(self, rollouts: str, output: str) -> None: ...
 
     def worker_count(self) -> int: ...
+
+    def first_worker_count(self) -> int: ...
 
     def run_files(self) -> RunFiles | None: ...
 

@@ -66,6 +66,7 @@ class RolloutPool:
         self._starts_left: int | None = 0
         self._changed = asyncio.Event()
         self._closing = False
+        self.completed = 0  # rollouts that ended without failing
         self._fatal: StorageError | None = None
 
     @property
@@ -184,6 +185,7 @@ class RolloutPool:
         except Exception as error:
             self._failed(work, error)
         else:
+            self.completed += 1
             self._health.succeeded(work.task)
 
     def _failed(self, work: Work, error: BaseException) -> None:

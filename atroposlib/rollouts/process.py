@@ -26,7 +26,7 @@ async def _work(env: Environment, run: Run) -> None:
     if not run.sink.is_full:
         await env.setup()
         await env.setup_wandb()
-        run.mark_running()
+        run.mark_running(run.pool.pace)
         run.pool.pace(env.worker_count())
         await run.pool.run(lambda: run.sink.is_full)
         await env.wandb_log()

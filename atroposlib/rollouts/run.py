@@ -16,6 +16,7 @@ from typing import Any
 
 from atroposlib.errors import AtroposError
 from atroposlib.paths import write_text_atomic
+from atroposlib.rollouts.concurrency import AutoConcurrency
 from atroposlib.rollouts.display import ProgressDisplay
 from atroposlib.rollouts.environment import Environment
 from atroposlib.rollouts.failures import FailureLog, TaskHealth, describe_error
@@ -91,6 +92,16 @@ class Run:
             tasks=env.workers,
             running_items=env.running_items,
         )
+        self.concurrency = (
+            AutoConcurrency(
+                env.first_worker_count(),
+                loads=env.server.engine_loads,
+                in_flight=lambda: self.pool.in_flight,
+                completed=lambda: self.pool.completed,
+            )
+            if config.max_num_workers == "auto"
+            else None
+        )
         self.progress = Progress(
             path=where.progress_path if where else None,
             env=label,
@@ -103,6 +114,7 @@ class Run:
         self.reports = Reports(env.write_html, compress=config.compress_rollouts and not (where and where.single))
         self._display = ProgressDisplay(self.progress)
         self._stop_requested = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
         if self.files:
             loop = asyncio.get_running_loop()
             self.files.on_wait = lambda what: self.progress.wait_for("disk", what)
@@ -134,9 +146,11 @@ class Run:
         remains = self.progress.state == "stopped" and total is not None and groups < total
         return Outcome(EXIT_WORK_REMAINS if remains else EXIT_DONE, groups, total)
 
-    def mark_running(self) -> None:
-        """Set-up is over, rollouts begin."""
+    def mark_running(self, apply_limit: Callable[[int], None] = lambda limit: None) -> None:
+        """Set-up is over, rollouts begin. `apply_limit` gets every new limit of `max_num_workers: auto`."""
         self.progress.state = "running"
+        if self.concurrency:
+            self._following = asyncio.create_task(self.concurrency.follow(apply_limit))
 
     async def report(self) -> None:
         """Make the HTML twins that are still missing."""
@@ -215,6 +229,7 @@ class Run:
                 return
 
     async def _close(self, tasks: list[asyncio.Task[Any]]) -> None:
+        tasks += [self._following] if self._following else []
         for task in tasks:
             task.cancel()
         cancelled = await self.pool.close(STOP_TIMEOUT_S)

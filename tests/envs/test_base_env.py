@@ -77,7 +77,8 @@ def test_instances_have_the_attributes_environments_touch():
     names = (
         "config tokenizer server workers eval_workers backlog running_items rollouts_for_wandb completion_lengths "
         "eval_runner curr_step max_token_len wandb_project wandb_group wandb_prepend checkpoint_dir "
-        "checkpoint_interval max_num_workers items_sent_this_step task_duration succeeded_task_duration failed_task_duration "
+        "checkpoint_interval max_num_workers items_sent_this_step task_duration succeeded_task_duration "
+        "failed_task_duration "
         "mainloop_timings workers_added_list task_successful last_completed_item jsonl_writer status_dict process_mode"
     )
     assert [name for name in names.split() if not hasattr(env, name)] == []

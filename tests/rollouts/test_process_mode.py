@@ -8,6 +8,7 @@ import signal
 import pytest
 from counting_env import CountingEnv, StreamingEnv, make_env, make_group
 
+from atroposlib.envs.server_handling.loads import EngineLoad
 from atroposlib.errors import AtroposError, EngineFault, LaunchError, VerifierFault
 
 TASK_LIMIT = 4
@@ -259,3 +260,23 @@ async def test_rollouts_run_at_once_up_to_the_number_of_workers(tmp_path):
 
     await process_env(tmp_path, MeasuringEnv, max_num_workers=5, seconds=0.01).process_manager()
     assert MeasuringEnv.most == 5
+
+
+async def test_the_number_of_workers_may_follow_the_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr("atroposlib.rollouts.concurrency.LOAD_EVERY_S", 0.01)
+
+    class BusyEnv(CountingEnv):
+        most = 0
+
+        async def collect_trajectories(self, item):
+            BusyEnv.most = max(BusyEnv.most, len(self.workers))
+            return await super().collect_trajectories(item)
+
+    env = process_env(tmp_path, BusyEnv, max_num_workers="auto", total_steps=400, seconds=0.02)
+
+    async def loads():
+        return [EngineLoad("http://e", running=min(len(env.workers), 30), queued=max(0, len(env.workers) - 30))]
+
+    env.server.engine_loads = loads
+    await env.process_manager()
+    assert 25 <= BusyEnv.most <= 60

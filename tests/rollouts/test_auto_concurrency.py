@@ -1,0 +1,121 @@
+"""`max_num_workers: auto` on engines of known capacity, in simulated time."""
+
+import asyncio
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from atroposlib.rollouts.concurrency import AutoConcurrency, RateClimber, limit_from_loads
+
+LATENCY_S = 2.0
+
+
+@dataclass
+class Engine:
+    """`capacity` groups at once, each `LATENCY_S` long; what is above waits."""
+
+    capacity: int
+    running: int | None = None
+    queued: int | None = None
+    token_usage: float | None = None
+    retracted: int | None = None
+
+    def rate(self, in_flight):
+        return min(in_flight, self.capacity) / LATENCY_S
+
+    def interval_s(self, in_flight):
+        return max(1.0, in_flight / self.rate(in_flight))
+
+    def load(self, in_flight):
+        self.running = min(in_flight, self.capacity)
+        self.queued = in_flight - self.running
+        return self
+
+
+def climb(climber, engine, seconds, noise=None):
+    """Run the climber for so many simulated seconds."""
+    elapsed = 0.0
+    while elapsed < seconds:
+        limit = climber.limit
+        elapsed += engine.interval_s(limit)
+        climber.observe(engine.rate(limit) * (noise.uniform(0.95, 1.05) if noise else 1.0))
+    return climber
+
+
+CAPACITIES = [4, 32, 95, 120, 400]
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("noisy", [False, True])
+def test_without_metrics_90_percent_of_the_knee_is_reached_within_60_s(capacity, noisy):
+    engine = Engine(capacity)
+    climber = climb(RateClimber(8), engine, 60, random.Random(1) if noisy else None)
+    assert engine.rate(climber.best_limit) >= 0.9 * engine.rate(capacity)
+
+
+@pytest.mark.parametrize("capacity", [32, 120, 400])
+def test_without_metrics_it_backs_off_after_the_capacity_halves_and_climbs_when_it_returns(capacity):
+    engine = Engine(capacity)
+    climber = climb(RateClimber(8), engine, 120)
+    engine.capacity //= 2
+    climb(climber, engine, 240)
+    assert climber.best_limit <= 1.6 * engine.capacity
+    assert engine.rate(climber.best_limit) >= 0.9 * engine.rate(engine.capacity)
+    engine.capacity *= 2
+    climb(climber, engine, 240)
+    assert engine.rate(climber.best_limit) >= 0.9 * engine.rate(engine.capacity)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_with_metrics_90_percent_of_the_knee_is_reached_within_60_s_and_followed(capacity):
+    engine, limit = Engine(capacity), 8
+    for _ in range(30):  # two seconds each
+        limit = limit_from_loads(limit, limit, [engine.load(limit)])
+    assert capacity * 0.9 <= limit <= math.ceil(capacity * 1.8)
+    engine.capacity = max(1, capacity // 2)
+    for _ in range(10):
+        limit = limit_from_loads(limit, limit, [engine.load(limit)])
+    assert 0.9 * engine.capacity <= limit <= math.ceil(engine.capacity * 1.8)
+
+
+def test_retractions_and_a_full_cache_bring_the_limit_down():
+    assert limit_from_loads(100, 100, [Engine(200, running=100, queued=0, retracted=3)]) == 80
+    assert limit_from_loads(100, 100, [Engine(200, running=90, queued=5, token_usage=0.99)]) == 80
+
+
+def test_a_limit_that_is_not_used_is_not_raised():
+    assert limit_from_loads(100, 20, [Engine(200, running=20, queued=0)]) == 100
+
+
+async def test_an_engine_pool_is_followed_while_it_runs(monkeypatch):
+    monkeypatch.setattr("atroposlib.rollouts.concurrency.LOAD_EVERY_S", 0.001)
+    engine, applied = Engine(40), []
+
+    async def loads():
+        return [engine.load(auto.limit)]
+
+    auto = AutoConcurrency(8, loads=loads, in_flight=lambda: auto.limit, completed=lambda: 0)
+    following = asyncio.create_task(auto.follow(applied.append))
+    async with asyncio.timeout(5):
+        while auto.limit < 40:
+            await asyncio.sleep(0.002)
+    following.cancel()
+    assert applied[:3] == [12, 18, 27]
+
+
+async def test_nothing_is_learned_while_something_else_holds_the_rollouts_back(monkeypatch):
+    monkeypatch.setattr("atroposlib.rollouts.concurrency.SHORTEST_INTERVAL_S", 0.004)
+    applied = []
+
+    async def no_loads():
+        return []
+
+    auto = AutoConcurrency(8, loads=no_loads, in_flight=lambda: 2, completed=lambda: 0)
+    following = asyncio.create_task(auto.follow(applied.append))
+    async with asyncio.timeout(5):
+        while len(applied) < 3:
+            await asyncio.sleep(0.002)
+    following.cancel()
+    assert set(applied) == {8}
