@@ -232,9 +232,9 @@ def _print_stats(found: Stats) -> None:
 
 def _cell(task: TaskStats, name: str) -> str:
     value = asdict(task)[name]
-    return (
-        "-" if value is None else f"{value:.3g}" if isinstance(value, float) and name == "score_mean" else f"{value:,}"
-    )
+    if isinstance(value, float):
+        return f"{value:.3g}" if name == "score_mean" else f"{value:,.0f}"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def main() -> None:

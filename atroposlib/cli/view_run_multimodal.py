@@ -1,0 +1,9 @@
+"""`view-run-multimodal`: the same browser; images held in messages or groups are shown beside the text."""
+
+from atroposlib.cli.command import run
+from atroposlib.cli.view_run import app
+
+
+def main() -> None:
+    """Console script."""
+    run(app, "view-run-multimodal")

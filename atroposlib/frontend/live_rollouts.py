@@ -1,0 +1,113 @@
+"""Rollouts of a running trajectory API for `view-run`, the newest kept in memory.
+
+Without a trainer the view registers as one and takes the batches, as upstream's view-run did. Where a trainer has
+registered, nothing is taken from it: the latest example is looked at again and again.
+"""
+
+import asyncio
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from atroposlib.api.client import EnvClient, TrainerClient
+from atroposlib.data.lazy import hash64
+from atroposlib.data.rollout_files import Line
+from atroposlib.data.table import Table, TableBuilder, concatenate
+from atroposlib.errors import AtroposError
+
+logger = logging.getLogger(__name__)
+
+KEPT_GROUPS = 1_000
+RUN_GROUP = "atropos_view_run"
+_POLL_S = 1.0
+_MANY_STEPS = 1_000_000
+
+
+class LiveRollouts:
+    """Filled by a daemon thread; read by the page."""
+
+    def __init__(self, api_url: str, *, batch_size: int, max_token_len: int) -> None:
+        self._url = api_url
+        self._batch_size, self._max_token_len = batch_size, max_token_len
+        self._lines: list[bytes] = []
+        self._tables: list[Table] = []
+        self._seen: set[int] = set()
+        self._state = f"connecting to {api_url}"
+
+    def start(self) -> None:
+        """Begin to collect."""
+        threading.Thread(target=lambda: asyncio.run(self._run()), name="live-rollouts", daemon=True).start()
+
+    def table(self) -> Table:
+        """The groups so far."""
+        return concatenate(list(self._tables))
+
+    def group(self, row: int) -> bytes:
+        """One group as JSON."""
+        return self._lines[row]
+
+    def state(self) -> str:
+        """What the collector does; never empty, so the page goes on asking."""
+        return self._state
+
+    def add(self, groups: list[dict[str, Any]]) -> None:
+        """Keep groups not seen before, up to `KEPT_GROUPS`."""
+        for group in groups:
+            data = orjson.dumps({key: value for key, value in group.items() if value is not None})
+            key = hash64(data)
+            if key in self._seen or not group.get("scores") or len(self._lines) >= KEPT_GROUPS:
+                continue
+            self._seen.add(key)
+            builder = TableBuilder()
+            builder.add_file(Path(self._url.rpartition("@")[2]))
+            try:
+                builder.add_line(Line(Path("live"), len(self._lines) + 1, 0, data, True))
+            except AtroposError as error:
+                logger.warning("group left out: %s", error)
+                continue
+            self._lines.append(data)
+            self._tables.append(builder.build())
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                async with EnvClient(self._url) as client:
+                    owner = (await client.wandb_info())["group"]
+                await (self._take() if owner in (None, RUN_GROUP) else self._watch(str(owner)))
+            except (AtroposError, aiohttp.ClientError, OSError, ValueError) as error:
+                self._state = f"{self._url}: {error}"
+                await asyncio.sleep(_POLL_S)
+
+    async def _take(self) -> None:
+        async with TrainerClient(self._url) as client:
+            registration = {
+                "wandb_group": RUN_GROUP,
+                "wandb_project": "view_run",
+                "batch_size": self._batch_size,
+                "max_token_len": self._max_token_len,
+                "checkpoint_dir": "",
+                "save_checkpoint_interval": 0,
+                "starting_step": 0,
+                "num_steps": _MANY_STEPS,
+            }
+            await client.register(registration)
+            while True:
+                self._state = f"live from {self._url}, as its trainer"
+                batch = await client.batch()
+                if batch is None:
+                    await asyncio.sleep(_POLL_S)
+                else:
+                    self.add(batch.groups)
+
+    async def _watch(self, owner: str) -> None:
+        self._state = f"watching the latest examples of {self._url}; its trainer {owner!r} keeps the batches"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+            while True:
+                async with session.get(f"{self._url}/latest_example") as reply:
+                    reply.raise_for_status()
+                    self.add([orjson.loads(await reply.read())])
+                await asyncio.sleep(_POLL_S)
