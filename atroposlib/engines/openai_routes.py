@@ -2,8 +2,9 @@
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import orjson
 from starlette.requests import Request
@@ -85,10 +86,10 @@ class _Sent:
     index: int
     text: str = ""
     tokens: int = 0
-    started: bool = field(default=False)
+    started: bool = False
 
 
-class _Shape:
+class _Shape(ABC):
     """What differs between the two routes."""
 
     whole: str
@@ -97,11 +98,13 @@ class _Shape:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
+    @abstractmethod
     def choice(self, index: int, generation: Generation, body: Json) -> Json:
-        raise NotImplementedError
+        """One finished choice."""
 
+    @abstractmethod
     def deltas(self, sent: _Sent, generation: Generation) -> list[Json]:
-        raise NotImplementedError
+        """Stream choices for what has been added since the last call."""
 
     def _piece(self, token: int) -> str:
         return self._vocabulary.decode([token], special=True)

@@ -108,6 +108,8 @@ def parse_sampling(raw: object) -> SamplingParams:
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or (name in _INTEGERS and value != int(value)) or not is_valid(value):
             raise RequestFault(message.format(value))
+        if name in _INTEGERS:
+            given[name] = int(value)
     _check_lists(given)
     return SamplingParams(**{name: value for name, value in given.items() if name in _NAMES})
 
@@ -171,8 +173,9 @@ class Sampler:
         tokens = [
             self._pick(row, draw, shifted[row], sums[row], totals[row]) for row, draw in enumerate(draws)
         ]  # fmt: skip
-        chosen = shifted[np.arange(rows), tokens]
-        normalisers = peaks / temperatures + np.log(totals)
+        # float64 from here on: at a low temperature the quotients are large and their difference is small
+        chosen = shifted[np.arange(rows), tokens].astype(np.float64)
+        normalisers = peaks.astype(np.float64) / temperatures + np.log(totals)
         return tokens, chosen / temperatures - normalisers, normalisers
 
     def _pick(self, row: int, draw: Draw, logits: np.ndarray, sums: np.ndarray, total: float) -> int:
@@ -201,7 +204,7 @@ def top_logprobs(logits: np.ndarray, temperature: float, normaliser: float, coun
     """The `count` likeliest tokens of one row as (log-probability, id), likeliest first."""
     best = np.argpartition(-logits, min(count, len(logits) - 1))[:count]
     best = best[np.argsort(-logits[best], kind="stable")]
-    values = logits[best] / temperature - normaliser
+    values = logits[best].astype(np.float64) / temperature - normaliser
     return [(float(value), int(token)) for value, token in zip(values, best, strict=True)]
 
 

@@ -77,8 +77,9 @@ class Scheduler:
 
     @property
     def used_tokens(self) -> int:
-        """Cache positions of running sequences."""
-        return sum(len(self._held[g.slot]) for g in list(self.running) if g.slot is not None)
+        """Cache positions of running sequences; other threads may ask."""
+        slots = [generation.slot for generation in list(self.running)]
+        return sum(len(self._held[slot]) for slot in slots if slot is not None)
 
     def add(self, generation: Generation) -> None:
         """Queue one sequence; first come, first served."""

@@ -154,3 +154,15 @@ def test_nulls_and_absent_parameters_are_defaults():
 
 def test_seed_is_taken_under_both_names():
     assert parse_sampling({"seed": 5}) == parse_sampling({"sampling_seed": 5}) == SamplingParams(sampling_seed=5)
+
+
+def test_logprobs_stay_exact_at_a_low_temperature():
+    logits = LOGITS[:1] + 30
+    tokens, values, _ = Sampler(1, VOCABULARY).draw(logits, [Draw(SamplingParams(temperature=1e-4), 0.5, ())])
+    exact = log_softmax(logits[0].astype(np.float64) / 1e-4)[tokens[0]]
+    assert values[0] == pytest.approx(exact, abs=1e-3)
+
+
+def test_whole_numbers_written_as_floats_are_whole_numbers():
+    assert parse_sampling({"top_k": 5.0, "n": 2.0}) == SamplingParams(top_k=5, n=2)
+    assert isinstance(parse_sampling({"top_k": 5.0}).top_k, int)
