@@ -212,7 +212,7 @@ def show(
 
 
 def _print_stats(found: Stats) -> None:
-    console = Console(soft_wrap=True)
+    console = Console(width=140)
     table = TextTable(box=None, pad_edge=False)
     columns = [
         *("task", "problems", "responses", "accepted", "score_mean"),
