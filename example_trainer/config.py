@@ -71,6 +71,9 @@ class BatchSettings(Settings):
     micro_batch_tokens: PositiveInt = Field(
         8192, description="Padded tokens per forward pass; lower it when memory runs out. The loss does not change."
     )
+    share_prompts: bool = Field(
+        True, description="Compute a prompt once for several responses; needs sdpa or eager attention."
+    )
     num_generations: PositiveInt = Field(8, description="Responses per prompt (atropos-grpo-run: the group size).")
     max_completion_length: PositiveInt = Field(512, description="Tokens of the longest response.")
     temperature: PositiveFloat = Field(1.0, description="Of the rollouts, where a group does not tell its own.")

@@ -75,8 +75,9 @@ class Learner:
         clock.lap("reference")
         used = [i for i in range(len(rows)) if step.signal[i]]
         stats, loss = StepStats(), 0.0
-        for numbers in micro_batches([rows[i] for i in used], config.micro_batch_tokens):
-            micro = collate(rows, [used[i] for i in numbers], self.policy.device)
+        chosen = [rows[i] for i in used]
+        for lines in micro_batches(chosen, config.micro_batch_tokens, share=config.share_prompts):
+            micro = collate(rows, [[used[i] for i in line] for line in lines], self.policy.device)
             loss += self._micro_step(step, rows, micro, _reference_of(references, micro), stats, clock)
         grad_norm = self._update(loss)
         clock.lap("optimizer")
@@ -136,11 +137,11 @@ class Learner:
     def _references(self, rows: Sequence[Row]) -> dict[int, Tensor]:
         """Reference log-probabilities [T-1] of every row."""
         found: dict[int, Tensor] = {}
-        for numbers in micro_batches(rows, self.config.micro_batch_tokens):
-            micro = collate(rows, numbers, self.policy.device)
+        for lines in micro_batches(rows, self.config.micro_batch_tokens, share=self.config.share_prompts):
+            micro = collate(rows, lines, self.policy.device)
             logp = self.policy.reference_logp(micro)
-            for line, number in zip(logp, numbers, strict=True):
-                found[number] = line[: len(rows[number].tokens) - 1].cpu()
+            for values, number in zip(logp, micro.rows, strict=True):
+                found[number] = values[: len(rows[number].tokens) - 1].cpu()
         return found
 
     def _state(self, loss: float, grad_norm: float, step: StepPlan) -> dict[str, float]:

@@ -90,36 +90,49 @@ class Policy:
 
     def _score(self, model: nn.Module, micro: MicroBatch, entropy: bool) -> TokenScores:
         first = micro.first
-        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-        with autocast:
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             logits = model(
                 input_ids=micro.input_ids,
                 attention_mask=micro.attention_mask,
+                position_ids=micro.position_ids,
                 logits_to_keep=micro.input_ids.shape[1] - first,
                 use_cache=False,
             ).logits
-        targets, mask = micro.targets[:, first:], micro.mask[:, first:]
         rows = [
-            _row_scores(line, target, temperature, entropy)
-            for line, target, temperature in zip(logits, targets, micro.temperature, strict=True)
+            _row_scores(
+                logits[line],
+                micro.predictors[i] - first,
+                micro.targets[i],
+                micro.mask[i] > 0,
+                micro.temperature[i],
+                entropy,
+            )
+            for i, line in enumerate(micro.lines)
         ]
-        logp = torch.stack([row[0] for row in rows]).masked_fill(mask == 0, 0.0)
         return TokenScores(
-            nn.functional.pad(logp, (first, 0)),
-            nn.functional.pad(torch.stack([row[1] for row in rows]) * mask, (first, 0)) if entropy else None,
+            torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows]) if entropy else None
         )
 
 
-def _row_scores(logits: Tensor, targets: Tensor, temperature: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [T] of one row of logits [T,V], in float32."""
-    scaled = logits.float() / temperature
+def _row_scores(
+    logits: Tensor, predictors: Tensor, targets: Tensor, trained: Tensor, temperature: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies [T] of one row, in float32; 0 where not trained.
+
+    Args:
+        logits: [N,V] of the row's line.
+        predictors: [T] which of the N predicts target t.
+    """
+    where = (trained.nonzero()[:, 0],)
+    scaled = logits[predictors[where]].float() / temperature
     norm = scaled.logsumexp(-1)
-    logp = scaled.gather(-1, targets[:, None])[:, 0] - norm
+    zeros = torch.zeros(len(targets), device=logits.device)
+    logp = zeros.index_put(where, scaled.gather(-1, targets[where][:, None])[:, 0] - norm)
     if not entropy:
-        return logp, logp.detach()
+        return logp, zeros
     with torch.no_grad():
         log_probs = scaled - norm[:, None]
-        return logp, -(log_probs.exp() * log_probs).sum(-1)
+        return logp, zeros.index_put(where, -(log_probs.exp() * log_probs).sum(-1))
 
 
 def pick_device(name: str) -> torch.device:

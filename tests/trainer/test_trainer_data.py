@@ -4,7 +4,7 @@ import torch
 from tiny_model import make_group
 
 from atroposlib.errors import DataError
-from example_trainer.data import collate, micro_batches, pad_data_to_good_offset, rows_of, token_advantages
+from example_trainer.data import collate, line_length, micro_batches, pad_data_to_good_offset, rows_of, token_advantages
 
 
 def rows(*groups, seq_len=64):
@@ -18,23 +18,24 @@ def test_position_t_predicts_token_t_plus_one():
         "scores": [1.0],
         "inference_logprobs": [[1, 1, -0.7, -0.8]],
     }
-    micro = collate(rows(group), [0])
-    assert micro.input_ids.tolist() == [[5, 6, 7]]
+    micro = collate(rows(group), [[0]])
+    assert micro.input_ids.tolist() == [[5, 6, 7, 8]]
     assert micro.targets.tolist() == [[6, 7, 8]]
     assert micro.mask.tolist() == [[0, 1, 1]]
     torch.testing.assert_close(micro.infer_logp, torch.tensor([[0, -0.7, -0.8]]))
+    assert micro.predictors.tolist() == [[0, 1, 2]]
     assert micro.first == 1
 
 
 def test_shorter_rows_are_padded_on_the_right_and_not_attended():
-    micro = collate(rows(make_group([1, 0], completions=[2, 5])), [0, 1])
-    assert micro.attention_mask.sum(1).tolist() == [5, 7]
+    micro = collate(rows(make_group([1, 0], completions=[2, 5])), [[0], [1]])
+    assert micro.attention_mask.sum(1).tolist() == [5, 8]
     assert micro.mask.sum(1).tolist() == [2, 5]
 
 
 def test_a_null_for_inference_logprobs_is_unknown_not_an_error():
     group = make_group([1, 0]) | {"inference_logprobs": None}
-    micro = collate(rows(group), [0])
+    micro = collate(rows(group), [[0]])
     assert micro.infer_logp[micro.mask > 0].isnan().all()
     assert (micro.infer_logp[micro.mask == 0] == 0).all()
 
@@ -75,13 +76,44 @@ def test_fields_of_another_length_are_refused():
 def test_micro_batches_hold_every_row_once_within_the_budget():
     found = rows(*[make_group([1, 0, 1], completions=[1, 9, 20], seed=s) for s in range(4)])
     batches = list(micro_batches(found, max_tokens=40))
-    assert sorted(i for batch in batches for i in batch) == list(range(12))
-    assert all(len(batch) * max(len(found[i].tokens) for i in batch) <= 40 for batch in batches)
+    assert sorted(i for batch in batches for line in batch for i in line) == list(range(12))
+    assert all(len(batch) * max(line_length(found, line) for line in batch) <= 40 for batch in batches)
 
 
 def test_a_row_above_the_budget_comes_alone():
     found = rows(make_group([1, 0], completions=[30, 30]))
-    assert list(micro_batches(found, max_tokens=10)) == [[0], [1]]
+    assert list(micro_batches(found, max_tokens=10)) == [[[0]], [[1]]]
+
+
+def shared_group(scores, *, prompt, completions):
+    group = make_group(scores, prompt=prompt, completions=completions)
+    for ids in group["tokens"]:
+        ids[:prompt] = range(10, 10 + prompt)
+    return group
+
+
+def test_responses_shorter_than_their_prompt_share_a_line():
+    found = rows(shared_group([1, 0, 1], prompt=12, completions=[3, 5, 4]))
+    assert list(micro_batches(found, max_tokens=100)) == [[[0, 1, 2]]]
+    assert line_length(found, [0, 1, 2]) == 12 + 3 + 5 + 4
+    assert list(micro_batches(found, max_tokens=100, share=False)) == [[[1], [2], [0]]]
+
+
+def test_responses_longer_than_their_prompt_do_not():
+    found = rows(shared_group([1, 0], prompt=6, completions=[7, 8]))
+    assert list(micro_batches(found, max_tokens=100)) == [[[1], [0]]]
+
+
+def test_a_line_of_several_rows_keeps_each_row_as_if_alone():
+    found = rows(shared_group([1, 0], prompt=3, completions=[2, 2]))
+    micro = collate(found, [[0, 1]])
+    first, second = found[0].tokens.tolist(), found[1].tokens.tolist()
+    assert micro.input_ids.tolist() == [[*first, *second[3:]]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4]]
+    assert micro.predictors.tolist() == [[0, 1, 2, 3], [0, 1, 2, 5]]
+    sees = micro.attention_mask[0, 0].long()
+    assert sees[4].tolist() == [1, 1, 1, 1, 1, 0, 0]
+    assert sees[6].tolist() == [1, 1, 1, 0, 0, 1, 1]
 
 
 def test_advantages_of_the_environment_win_over_scores():
@@ -89,7 +121,7 @@ def test_advantages_of_the_environment_win_over_scores():
         [1, 0], completions=[2, 2], advantages=[[0, 0, 0, 3, 4]] * 2, overrides=[{}, {"set_advantage_to_zero": True}]
     )
     found = rows(group)
-    micro = collate(found, [0, 1])
+    micro = collate(found, [[0], [1]])
     table = token_advantages(found, micro, torch.tensor([1.0, 0.0]))
     assert table.tolist() == [[0, 0, 3, 4], [0, 0, 0, 0]]
 

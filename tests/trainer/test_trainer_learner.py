@@ -35,7 +35,7 @@ def make_learner(tiny_model, tmp_path):
 
 def test_log_probabilities_are_those_of_the_tempered_distribution(tiny_model, make_learner):
     found = rows(temperature=0.7)
-    micro = collate(found, [1, 2])
+    micro = collate(found, [[1], [2]])
     scores = make_learner().policy.score(micro, entropy=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     for line, number in enumerate([1, 2]):
@@ -57,9 +57,25 @@ def test_the_cut_into_micro_batches_does_not_change_the_step(make_learner, objec
     assert first["train/grad_norm"] > 0
 
 
+def test_sharing_a_prompt_changes_neither_numbers_nor_gradients(make_learner):
+    group = make_group([1, 0, 0, 1], prompt=20, completions=[3, 9, 5, 1])
+    for ids in group["tokens"]:
+        ids[:20] = range(10, 30)
+    group["tokens"][2][20:22] = group["tokens"][1][20:22]
+    found = rows([group, make_group([0, 1], completions=[30, 2])])
+    shared, apart = make_learner(init_kl_coeff=0.1), make_learner(init_kl_coeff=0.1, share_prompts=False)
+    one = shared.policy.score(collate(found, [[0, 1, 2, 3], [4], [5]]), entropy=True)
+    two = apart.policy.score(collate(found, [[i] for i in range(6)]), entropy=True)
+    torch.testing.assert_close(one.logp, two.logp, atol=1e-5, rtol=0)
+    torch.testing.assert_close(one.entropy, two.entropy, atol=1e-5, rtol=0)
+    first, second = shared.train_on(found), apart.train_on(found)
+    assert first["train/grad_norm"] == pytest.approx(second["train/grad_norm"], rel=1e-4)
+    torch.testing.assert_close(weights(shared), weights(apart), atol=1e-4, rtol=0)
+
+
 def test_a_step_raises_the_probability_of_the_better_response(make_learner):
     learner, found = make_learner(objective="dr_grpo", old_logprobs="trainer", lr=1e-2), rows()
-    micro = collate(found, [0, 1])
+    micro = collate(found, [[0], [1]])
     before = learner.policy.score(micro).logp.sum(1)
     learner.train_on(found)
     after = learner.policy.score(micro).logp.sum(1)
@@ -87,7 +103,7 @@ def test_zero_signal_groups_still_count_in_the_mean(make_learner):
 def test_the_gap_to_the_engine_is_reported(make_learner):
     found = rows()
     learner = make_learner()
-    gaps = [(learner.policy.score(collate(found, [i])).logp[0] + 2.0)[2:].abs().detach() for i in range(len(found))]
+    gaps = [(learner.policy.score(collate(found, [[i]])).logp[0] + 2.0)[2:].abs().detach() for i in range(len(found))]
     gaps = torch.cat(gaps)
     metrics = learner.train_on(found)
     assert metrics["train/logprob_diff_mean"] == pytest.approx(gaps.mean().item(), rel=1e-4)
@@ -199,7 +215,7 @@ def test_an_adapter_is_added_into_the_exported_weights(make_learner, tmp_path):
     learner = make_learner(use_lora=True, lr=0.1)
     for _ in range(3):
         learner.train_on(rows())
-    micro = collate(rows(), [0])
+    micro = collate(rows(), [[0]])
     expected = learner.policy.score(micro).logp.detach()
     learner.policy.save_merged(tmp_path / "merged")
     merged = make_learner(model_name=str(tmp_path / "merged"))

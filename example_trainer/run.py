@@ -1,0 +1,141 @@
+"""`atropos-grpo-run`: engine, trajectory API, environment and trainer in one supervised command.
+
+    atropos-grpo-run --config configs/trainer/smoke.yaml
+
+The trainer's end is the end of the run, and its exit code is the command's. Every part keeps its state in `run_dir`
+(queue, rollouts, checkpoints), so the same command after a crash, a kill or the end of a SLURM allocation goes on.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+
+from atroposlib.errors import AtroposError, ConfigError, LaunchError
+from atroposlib.launch.config import RestartConfig
+from atroposlib.launch.lock import run_lock
+from atroposlib.launch.services import Service, Supervised, describe_exit
+from atroposlib.paths import writable_dir
+from example_trainer.recipe import build, parser_of
+from example_trainer.run_config import RunConfig
+from example_trainer.run_plan import RunPlan, make_plan
+
+logger = logging.getLogger(__name__)
+
+_WORK_REMAINS = 75
+_TRAINER_GRACE_S = 120.0  # a step and a checkpoint
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the command. Exit codes: the trainer's (0, 1, 75), 1 for any other failure, 2 for wrong usage."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        args = parser_of(RunConfig, "Train with engine, API, environment and trainer in one command.").parse_args(argv)
+        config = build(RunConfig, vars(args), os.environ)
+    except ConfigError as error:
+        print(f"atropos-grpo-run: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    try:
+        code = run(config)
+    except AtroposError as error:
+        print(f"atropos-grpo-run: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    raise SystemExit(code)
+
+
+def run(config: RunConfig) -> int:
+    """Run to the end of the training or to a stop signal; the trainer's exit code.
+
+    Raises:
+        LaunchError: the folder is in use, a service failed for good, or the environment failed.
+    """
+    run_dir = writable_dir(config.run_dir, what="run_dir").absolute()
+    with run_lock(run_dir):
+        return asyncio.run(_supervise(config, run_dir))
+
+
+async def _supervise(config: RunConfig, run_dir: Path) -> int:
+    running = _Running(RestartConfig(limit=config.restart_limit))  # pyright: ignore[reportCallIssue]
+    async with aiohttp.ClientSession() as session:
+        plan = make_plan(config, run_dir, session)
+        loop = asyncio.get_running_loop()
+        for sign in _STOP_SIGNALS:
+            loop.add_signal_handler(sign, running.stop_requested.set)
+        try:
+            return await running.until_trained(plan)
+        finally:
+            await running.stop_all()
+
+
+class _Running:
+    """The services that are up."""
+
+    def __init__(self, restarts: RestartConfig) -> None:
+        self.stop_requested = asyncio.Event()
+        self._restarts = restarts
+        self._tasks: dict[asyncio.Task[int], Supervised] = {}
+
+    async def until_trained(self, plan: RunPlan) -> int:
+        """Start everything in order; the trainer's exit code, or 75 when a signal came first."""
+        for service in plan.servers:
+            started = self._start(service)
+            await self._first_of(asyncio.create_task(started.ready.wait()))
+            if self.stop_requested.is_set():
+                return _WORK_REMAINS
+        trainer, environment = self._start(plan.trainer), self._start(plan.environment)
+        while not self.stop_requested.is_set():
+            ended = await self._first_of()
+            if ended is trainer:
+                return self._code(ended)
+            if ended is environment and self._code(ended) != 0:
+                raise LaunchError(
+                    f"the environment ended: {describe_exit(self._code(ended))}; the end of {ended.service.log}:\n"
+                    f"{ended.tail(20)}"
+                )
+            if ended is environment:
+                self._tasks = {task: service for task, service in self._tasks.items() if service is not ended}
+        await trainer.stop(_TRAINER_GRACE_S)
+        return _WORK_REMAINS
+
+    async def stop_all(self) -> None:
+        """End what is still running, the last started first."""
+        for task, service in reversed(self._tasks.items()):
+            await service.stop()
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, service: Service) -> Supervised:
+        supervised = Supervised(service, self._restarts)
+        self._tasks[asyncio.create_task(supervised.run())] = supervised
+        return supervised
+
+    async def _first_of(self, *others: "asyncio.Task[bool]") -> Supervised | None:
+        """Wait for the end of a service, a stop signal or one of `others`; the service, if it was one.
+
+        Raises:
+            LaunchError: a service failed for good.
+        """
+        stop = asyncio.create_task(self.stop_requested.wait())
+        done, _ = await asyncio.wait({stop, *others, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for waiting in (stop, *others):
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await waiting
+        for task in done & set(self._tasks):
+            task.result()
+            return self._tasks[task]
+        return None
+
+    def _code(self, service: Supervised) -> int:
+        return next(task.result() for task, other in self._tasks.items() if other is service)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The four services of a training run: their commands, config files, logs and probes."""
+
+import contextlib
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+
+from atroposlib.launch.services import Probe, Service
+from atroposlib.paths import expand_path, write_text_atomic
+from example_trainer.config import TrainingConfig
+from example_trainer.run_config import RunConfig
+
+_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_DATASET_ENV = Path(__file__).with_name("dataset_env.py")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """`servers` must be ready, in this order, before the other two start."""
+
+    servers: list[Service]
+    trainer: Service
+    environment: Service
+
+
+def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) -> RunPlan:
+    """Choose ports, write the trainer's and the environment's YAML, describe the services."""
+    engine_port, api_port = _ports(config)
+    engine_urls = config.engine_urls or [f"http://127.0.0.1:{engine_port}"]
+    api_url = f"http://127.0.0.1:{api_port}"
+    trainer_yaml, environment_yaml = run_dir / "trainer.yaml", run_dir / "environment.yaml"
+    write_text_atomic(trainer_yaml, yaml.safe_dump(trainer_settings(config, run_dir, engine_urls, api_url)))
+    write_text_atomic(environment_yaml, yaml.safe_dump(environment_settings(config, run_dir, engine_urls, api_url)))
+    logs = run_dir / "logs"
+    health = _answers(session, f"{api_url}/health")
+    where = ["--host", "127.0.0.1", "--port", str(api_port), "--state-dir", str(run_dir / "api")]
+    api = Service(
+        "api", [sys.executable, "-m", "atroposlib.cli.run_api", *where], logs / "api.log", health, 60, healthy=health
+    )
+    trainer = [sys.executable, "-m", "example_trainer.grpo", "--config", str(trainer_yaml)]
+    script = str(expand_path(config.environment, what="environment").absolute() if config.environment else _DATASET_ENV)
+    environment = [sys.executable, script, "serve", "--config", str(environment_yaml)]
+    return RunPlan(
+        servers=[*_engine(config, engine_port, logs, session), api],
+        trainer=Service("trainer", trainer, logs / "trainer.log", _at_once, 60, is_job=True),
+        environment=Service("environment", environment, logs / "environment.log", _at_once, 60, is_job=True),
+    )
+
+
+def trainer_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], api_url: str) -> dict[str, Any]:
+    """The recipe of the trainer process."""
+    own = config.model_dump(mode="json", include=set(TrainingConfig.model_fields), exclude_unset=True)
+    sync = {"embedded": "embedded", "sglang": "sglang", "vllm": "vllm_lora" if config.use_lora else "vllm"}
+    return {
+        "weight_sync": sync.get(config.engine, "none"),
+        "temperature": config.environment_config.get("temperature", config.temperature),
+        **own,
+        "engine_urls": engine_urls,
+        "atropos_url": api_url,
+        "save_path": str(run_dir / "checkpoints"),
+        "log_dir": str(run_dir / "metrics"),
+    }
+
+
+def environment_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], api_url: str) -> dict[str, Any]:
+    """The environment's YAML: the user's fields, and those that the run decides."""
+    name, tokenizer = _model_names(config)
+    from_datasets = {
+        "datasets": [source.model_dump() for source in config.datasets],
+        "reward": config.reward,
+        "system_prompt": config.system_prompt,
+        "chat_template": config.chat_template,
+        "temperature": config.temperature,
+        "seed": config.seed,
+    }
+    env = {
+        "use_wandb": config.use_wandb,
+        "ensure_scores_are_not_same": config.objective == "dapo",  # its dynamic sampling; others count such groups
+        "include_messages": True,
+        "max_num_workers": config.environment_workers,
+        "max_batches_offpolicy": 1,
+        "steps_per_eval": -1,
+        "wandb_name": "train",
+        "dump_rollouts": True,
+        "rollouts_dir": str(run_dir / "rollouts"),
+        "progress_path": str(run_dir / "progress.json"),
+        **(from_datasets if config.datasets else {}),
+        **config.environment_config,
+        "group_size": config.num_generations,
+        "max_token_length": config.max_completion_length,
+        "total_steps": config.training_steps,
+        "tokenizer_name": tokenizer,
+        "rollout_server_url": api_url,
+    }
+    servers = [
+        {
+            "server_type": "vllm" if config.engine == "vllm" else "sglang",
+            "api_key": "x",
+            "model_name": name,
+            "tokenizer_name": tokenizer,
+            "base_url": f"{url.rstrip('/').removesuffix('/v1')}/v1",
+        }
+        for url in engine_urls
+    ]
+    return {"env": env, "openai": servers}
+
+
+def engine_command(config: RunConfig, port: int) -> list[str]:
+    """The engine's command line."""
+    at = ["--host", "127.0.0.1", "--port", str(port)]
+    context = str(config.seq_len)
+    if config.engine == "embedded":
+        threads = ["--threads", str(config.engine_threads)] if config.engine_threads else []
+        sizes = ["--slots", str(config.engine_slots), "--context", context, *threads]
+        module = [sys.executable, "-m", "atroposlib.cli.engine", "--model", config.model_name]
+        return [*module, *at, *sizes, *config.engine_args]
+    tp = str(config.vllm_tp_size)
+    memory = str(config.gpu_memory_utilization)
+    if config.engine == "sglang":
+        module = [sys.executable, "-m", "sglang.launch_server", "--model-path", config.model_name]
+        sizes = ["--tp", tp, "--mem-fraction-static", memory, "--context-length", context]
+        return [*module, *at, *sizes, "--enable-metrics", *config.engine_args]
+    sizes = ["--tensor-parallel-size", tp, "--gpu-memory-utilization", memory, "--max-model-len", context]
+    update = ["--enable-lora", "--max-lora-rank", str(config.lora_r)] if config.use_lora else ["--enable-sleep-mode"]
+    module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model_name]
+    return [*module, *at, *sizes, *update, *config.engine_args]
+
+
+def _engine(config: RunConfig, port: int, logs: Path, session: aiohttp.ClientSession) -> list[Service]:
+    if config.engine == "external":
+        return []
+    url = f"http://127.0.0.1:{port}"
+    ready = "/health" if config.engine == "vllm" else "/health_generate"
+    return [
+        Service(
+            name="engine",
+            command=engine_command(config, port),
+            log=logs / "engine.log",
+            ready=_answers(session, url + ready),
+            healthy=_answers(session, f"{url}/health"),
+            ready_timeout_s=config.engine_ready_s,
+            env={"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+            if config.engine == "vllm"
+            else {},
+        )
+    ]
+
+
+def _model_names(config: RunConfig) -> tuple[str, str]:
+    """Names of the model and of its tokenizer, as the environment uses them."""
+    from atroposlib.engines.models import CATALOG, resolve_model
+
+    if config.model_name in CATALOG or config.model_name.endswith(".gguf"):
+        local = resolve_model(config.model_name)
+        return local.name, str(local.tokenizer_dir)
+    name = "policy" if config.engine == "vllm" and config.use_lora else config.model_name
+    return name, config.model_name
+
+
+def _answers(session: aiohttp.ClientSession, url: str) -> Probe:
+    """True when GET `url` is answered with 200."""
+
+    async def probe(pid: int) -> bool:
+        try:
+            async with session.get(url, timeout=_PROBE_TIMEOUT) as reply:
+                await reply.read()
+                return reply.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    return probe
+
+
+async def _at_once(pid: int) -> bool:
+    return True
+
+
+def _ports(config: RunConfig) -> tuple[int, int]:
+    """Ports of engine and API; both sockets are open at once, so no port is chosen twice."""
+    with contextlib.ExitStack() as stack:
+        free = []
+        for _ in range(2):
+            probe = stack.enter_context(contextlib.closing(socket.socket()))
+            probe.bind(("127.0.0.1", 0))
+            free.append(probe.getsockname()[1])
+    return config.engine_port or free[0], free[1]

@@ -1,0 +1,127 @@
+"""The loop against a real `run-api` process, with groups that a thread-free fake environment posts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from tiny_model import make_config, make_group
+
+from atroposlib.errors import ApiError
+from example_trainer import checkpoint
+from example_trainer.loop import fresh_groups, train
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def api(tmp_path):
+    """URL of a run-api process on a free port."""
+    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", "0", "--state-dir", str(tmp_path / "api")]
+    with (tmp_path / "api.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    url = next(word for word in process.stdout.readline().split() if word.startswith("http://"))
+    with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
+        assert client.get(f"{url}/health").status_code == 200
+    yield url
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def post_groups(api, numbers):
+    """Groups of 4; two of them make a batch of 8."""
+    for number in numbers:
+        group = make_group([1, 0, 0, 1], seed=number) | {"group_id": f"g{number}"}
+        assert httpx.post(f"{api}/scored_data", json=group).status_code == 200
+
+
+def register(api, config):
+    from example_trainer.feed import registration
+
+    assert httpx.post(f"{api}/register", json=registration(config, 0)).status_code == 200
+
+
+def metrics_of(config):
+    lines = (Path(config.log_dir) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_takes_its_batches_and_ends_with_weights_anyone_can_load(tiny_model, tmp_path, api):
+    config = make_config(tiny_model, tmp_path / "run", atropos_url=api, training_steps=3, batch_wait_s=60)
+    register(api, config)
+    post_groups(api, range(6))
+    result = train(config)
+    assert (result.step, result.finished) == (3, True)
+    assert [line["step"] for line in metrics_of(config)] == [1, 2, 3]
+    assert all(line["train/loss"] == line["train/loss"] for line in metrics_of(config))
+    status = httpx.get(f"{api}/status").json()
+    assert (status["queue_size"], status["leased_batches"]) == (0, 0)
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    samples = (Path(config.log_dir) / "samples.jsonl").read_text().splitlines()
+    assert {"step", "prompt", "response", "score", "group"} == set(json.loads(samples[0]))
+
+
+def test_a_run_that_is_killed_goes_on_at_its_step_with_every_batch_once(tiny_model, tmp_path, api):
+    config = make_config(
+        tiny_model, tmp_path / "run", atropos_url=api, training_steps=6, checkpoint_interval=2, batch_wait_s=60,
+        batch_lease_s=3,
+    )  # fmt: skip
+    register(api, config)
+    post_groups(api, range(6))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    command = [sys.executable, "-m", "example_trainer.grpo", "--config", str(recipe)]
+    with (tmp_path / "trainer.log").open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    path = Path(config.log_dir) / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (path.exists() and len(path.read_text().splitlines()) >= 3):
+        assert process.poll() is None, (tmp_path / "trainer.log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    saved = checkpoint.newest(Path(config.save_path))
+    assert saved is not None
+    assert checkpoint.read_facts(saved)["step"] == 2
+    assert httpx.get(f"{api}/status").json()["leased_batches"] == 1
+    post_groups(api, range(6, 12))
+    result = train(config)
+    assert (result.step, result.finished) == (6, True)
+    assert [line["step"] for line in metrics_of(config)] == [1, 2, 3, 3, 4, 5, 6]
+    status = httpx.get(f"{api}/status").json()
+    assert (status["queue_size"], status["leased_batches"]) == (0, 0)
+
+
+def test_without_a_batch_the_run_ends_with_what_the_api_waits_for(tiny_model, tmp_path, api):
+    config = make_config(tiny_model, tmp_path / "run", atropos_url=api, batch_wait_s=0.5)
+    with pytest.raises(ApiError, match=r"no batch for 0 s .*waiting_for="):
+        train(config)
+
+
+def test_groups_that_are_too_old_are_dropped_and_counted():
+    groups = [
+        {"generation_params": {"weight_version_start": "7"}},
+        {"generation_params": {"weight_version_start": "3", "weight_version_end": "9"}},
+        {"generation_params": None},
+    ]
+    kept, facts = fresh_groups(groups, version=9, limit=2)
+    assert kept == [groups[0], groups[2]]
+    assert facts == {
+        "batch/staleness_unknown": 1,
+        "batch/stale_groups_dropped": 1,
+        "batch/staleness_mean": 4.0,
+        "batch/staleness_max": 6,
+    }

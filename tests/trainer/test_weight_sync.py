@@ -1,0 +1,183 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from tiny_model import make_config
+
+from example_trainer.weight_sync import WeightSyncError, make_sync
+
+
+class FakeEngine:
+    """Answers every POST with `status` and `body`, and remembers what came."""
+
+    def __init__(self):
+        self.status, self.body, self.seen = 200, {"success": True}, []
+        self.failing = ""
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                engine.seen.append((self.path, json.loads(content) if content else None))
+                fails = engine.failing and engine.failing in self.path
+                reply = json.dumps({"success": False, "message": "no such folder"} if fails else engine.body).encode()
+                self.send_response(400 if fails else engine.status)
+                self.send_header("Content-Length", str(len(reply)))
+                self.end_headers()
+                self.wfile.write(reply)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.thread.start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    @property
+    def paths(self):
+        return [path for path, _ in self.seen]
+
+    def close(self):
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def engine():
+    fake = FakeEngine()
+    yield fake
+    fake.close()
+
+
+class FakePolicy:
+    """Writes a marker where the weights would be."""
+
+    model = None
+
+    def save_merged(self, folder):
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+
+@pytest.fixture
+def sync_of(tiny_model, tmp_path):
+    opened = []
+
+    def make(kind, urls, **changes):
+        sync = make_sync(make_config(tiny_model, tmp_path, weight_sync=kind, engine_urls=urls, **changes), tmp_path)
+        opened.append(sync)
+        return sync
+
+    yield make
+    for sync in opened:
+        sync.close()
+
+
+def test_sglang_is_drained_by_the_update_itself(sync_of, engine, tmp_path):
+    sync_of("sglang", [engine.url]).push(FakePolicy(), 3)
+    folder = str(tmp_path / "engine" / "weights_00000003")
+    body = {"model_path": folder, "weight_version": "3", "abort_all_requests": False}
+    assert engine.seen == [("/update_weights_from_disk", body)]
+    assert os.listdir(folder) == ["model.safetensors"]
+
+
+def test_sglang_that_keeps_requests_is_paused_and_never_flushed(sync_of, engine):
+    sync_of("sglang", [engine.url], sync_mode="keep").push(FakePolicy(), 1)
+    assert engine.paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    assert engine.seen[1][1]["flush_cache"] is False
+
+
+def test_sglang_goes_on_also_when_the_update_failed(sync_of, engine):
+    engine.failing = "update_weights"
+    with pytest.raises(WeightSyncError, match="no such folder"):
+        sync_of("sglang", [engine.url], sync_mode="keep").push(FakePolicy(), 1)
+    assert engine.paths[-1] == "/continue_generation"
+
+
+def test_every_engine_is_updated_and_v1_is_cut_off(sync_of, engine):
+    sync_of("sglang", [engine.url, engine.url + "/v1/"]).push(FakePolicy(), 1)
+    assert engine.paths == ["/update_weights_from_disk"] * 2
+
+
+def test_success_false_with_status_200_is_an_error(sync_of, engine):
+    engine.body = {"success": False, "message": "shape"}
+    with pytest.raises(WeightSyncError, match=r"answered 200: .*shape"):
+        sync_of("sglang", [engine.url]).push(FakePolicy(), 1)
+
+
+def test_an_engine_that_is_not_there_is_an_error(sync_of, engine):
+    engine.server.server_close()
+    with pytest.raises(WeightSyncError, match="update_weights_from_disk failed"):
+        sync_of("sglang", ["http://127.0.0.1:9"]).push(FakePolicy(), 1)
+
+
+def test_vllm_sleeps_reloads_and_wakes_from_a_path_that_stays(sync_of, engine, tmp_path):
+    sync = sync_of("vllm", [engine.url])
+    sync.push(FakePolicy(), 1)
+    sync.push(FakePolicy(), 2)
+    assert engine.paths[:4] == [
+        "/sleep?level=2",
+        "/wake_up?tags=weights",
+        "/collective_rpc",
+        "/wake_up?tags=kv_cache",
+    ]
+    assert (tmp_path / "engine" / "current").resolve().name == "weights_00000002"
+
+
+def test_old_exports_are_deleted(sync_of, engine, tmp_path):
+    sync = sync_of("sglang", [engine.url])
+    for version in range(4):
+        sync.push(FakePolicy(), version)
+    assert sorted(path.name for path in (tmp_path / "engine").iterdir()) == ["weights_00000002", "weights_00000003"]
+
+
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(sys.argv[2].encode())
+    def log_message(self, *_): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_restart_replaces_the_engine_it_started_and_ends_no_other(sync_of):
+    import httpx
+
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-c", SERVER, str(port), "{model}"]
+    sync = sync_of("restart", [url], engine_command=command, engine_timeout_s=60)
+    try:
+        sync.push(FakePolicy(), 1)
+        assert httpx.get(url).text.endswith("weights_00000001")
+        sync.push(FakePolicy(), 2)
+        assert httpx.get(url).text.endswith("weights_00000002")
+        sync.close()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url)
+        assert bystander.poll() is None
+    finally:
+        os.killpg(bystander.pid, signal.SIGKILL)
+        bystander.wait()
+
+
+def test_a_restarted_engine_that_dies_is_an_error_at_once(sync_of):
+    sync = sync_of("restart", ["http://127.0.0.1:9"], engine_command=[sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(WeightSyncError, match="ended with exit code 3"):
+        sync.push(FakePolicy(), 1)
