@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 PROMPT_TOKENS, LONGEST = 200, 3_000
-_WORDS = [
+_WORDS = (
     "the",
     "sum",
     "of",
@@ -35,12 +35,7 @@ _WORDS = [
     "down",
     "and",
     "check",
-    "again",
-    "step",
-    "by",
-    "step",
-    "answer",
-]
+)
 
 
 def write_rollouts(path: Path, megabytes: int, *, with_ids: bool = True) -> None:

@@ -52,19 +52,23 @@ class LazyGroup(msgspec.Struct):
         return _count(raw) - raw.count(b"-100")
 
     def item_hash(self) -> int:
-        """64 bits naming the item: its recorded key, else its prompt."""
+        """64 bits naming the item: its recorded key, else its prompt, else its responses."""
         if self.item_key is None:
-            return self.prompt_hash()
+            return self.prompt_hash() or hash64(b"".join(map(bytes, self.tokens or self.messages or [])))
         return hash64(f"{self.env or ''}\0{self.task or ''}\0{self.item_key}".encode())
 
     def prompt_hash(self) -> int:
-        """64 bits naming the first response's prompt: the ids before the first trained one, else its messages."""
+        """64 bits naming the first response's prompt: the ids before the first trained one, else its messages.
+
+        0 when no prompt was recorded.
+        """
         if self.tokens and self.masks:
             untrained = _PROMPT_MASK.match(bytes(self.masks[0]))
             length = untrained[0].count(b"-100") if untrained else 0
             ids = bytes(self.tokens[0])[1:].replace(b" ", b"").split(b",", length)[:length]
-            return hash64(b",".join(ids))
-        return hash64(_prompt_messages(bytes(self.messages[0]))) if self.messages else 0
+            return hash64(b",".join(ids)) if ids else 0
+        prompt = _prompt_messages(bytes(self.messages[0])) if self.messages else b""
+        return hash64(prompt) if prompt else 0
 
 
 _PROMPT_MASK = re.compile(rb"\[\s*(?:-100\s*,?\s*)*")
@@ -109,16 +113,16 @@ def _count(raw: bytes) -> int:
 
 
 def _prompt_messages(raw: bytes) -> bytes:
-    """The messages before the first assistant's, as canonical JSON; all of it when they are plain text."""
+    """The messages before the first assistant's, as canonical JSON; b"" when there are none."""
     messages = msgspec.json.decode(raw)
     if not isinstance(messages, list):
-        return raw
+        return b""
     prompt = []
     for message in messages:
         if isinstance(message, dict) and message.get("role") == "assistant":
             break
         prompt.append(message)
-    return msgspec.json.encode(prompt)
+    return msgspec.json.encode(prompt) if prompt else b""
 
 
 def _explain(message: str) -> str:

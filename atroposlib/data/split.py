@@ -103,6 +103,8 @@ def _problems(table: Table) -> Array:
     for column in ("item", "prompt"):
         first: dict[int, int] = {}
         for row, value in enumerate(table.groups[column].tolist()):
+            if not value:  # no prompt was recorded
+                continue
             if value in first:
                 low, high = sorted((root(first[value]), root(row)))
                 parent[high] = low

@@ -1,0 +1,88 @@
+import json
+
+import pytest
+from rollout_factory import make_group, write_groups
+from typer.testing import CliRunner
+
+from atroposlib.cli import data, dpo, sft, view_run
+from atroposlib.cli.command import run
+
+COMMANDS = {
+    "sft": (sft.app, []),
+    "dpo": (dpo.app, []),
+    "view-run": (view_run.app, []),
+    **{name: (data.app, [name]) for name in ("validate", "stats", "diff", "split", "merge", "card", "show")},
+}
+
+
+@pytest.fixture
+def rollouts(tmp_path):
+    return write_groups(tmp_path / "a.jsonl", [make_group([1.0, 0.0]), make_group([0.0, 2.0], item="1")])
+
+
+def call(app, *words):
+    return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(("app", "words"), COMMANDS.values(), ids=COMMANDS)
+def test_every_command_explains_itself_with_examples(app, words):
+    result = call(app, *words, "--help")
+    assert result.exit_code == 0
+    assert "Examples:" in result.output
+
+
+def exit_code_of(app, monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["command", *map(str, words)])
+    with pytest.raises(SystemExit) as caught:
+        run(app, "command")
+    return caught.value.code
+
+
+def test_exit_codes_are_0_1_and_2(rollouts, tmp_path, monkeypatch, capsys):
+    assert exit_code_of(sft.app, monkeypatch, rollouts, "--output", tmp_path / "o.jsonl") == 0
+    assert exit_code_of(sft.app, monkeypatch, rollouts, "--output", tmp_path / "o.jsonl") == 1
+    assert "command: --output" in capsys.readouterr().err
+    assert exit_code_of(sft.app, monkeypatch, rollouts, "--nonsense") == 2
+    assert exit_code_of(sft.app, monkeypatch, rollouts) == 1
+    assert "give --output" in capsys.readouterr().err
+
+
+def test_sft_options_select_as_they_say(rollouts, tmp_path):
+    call(sft.app, rollouts, "--output", tmp_path / "o.jsonl", "--min-score", 2, "--format", "sharegpt")
+    (line,) = (tmp_path / "o.jsonl").read_text().splitlines()
+    assert json.loads(line)["score"] == 2.0
+    call(sft.app, rollouts, "--output", tmp_path / "all.jsonl", "--allow-negative-scores")
+    assert len((tmp_path / "all.jsonl").read_text().splitlines()) == 4
+
+
+def test_dpo_command_writes_pairs(rollouts, tmp_path):
+    assert "2 records (trl)" in call(dpo.app, rollouts, "--output", tmp_path / "o.jsonl").output
+
+
+def test_validate_fails_on_damage(rollouts):
+    assert call(data.app, "validate", rollouts).exit_code == 0
+    rollouts.write_text('{"scores": "x"}\n')
+    result = call(data.app, "validate", rollouts)
+    assert result.exit_code == 1
+    assert "damaged: 1" in result.output
+
+
+def test_stats_print_json_and_write_a_page(rollouts, tmp_path):
+    result = call(data.app, "stats", rollouts, "--json", "--html", tmp_path / "s.html")
+    assert json.loads(result.stdout)["total"]["responses"] == 4
+    assert "<svg" in (tmp_path / "s.html").read_text()
+    assert "addition" in call(data.app, "stats", rollouts).output
+
+
+def test_diff_counts_what_each_policy_keeps(rollouts, tmp_path):
+    (tmp_path / "loose.yaml").write_text("steps: [{step: score, above: 0}]")
+    (tmp_path / "strict.yaml").write_text("steps: [{step: score, above: 1}]")
+    result = call(data.app, "diff", tmp_path / "loose.yaml", tmp_path / "strict.yaml", rollouts)
+    assert "both: 1 (addition 1)" in result.output
+    assert "a.jsonl:1[0] score 1" in result.output
+
+
+def test_show_prints_one_response_and_refuses_numbers_beyond(rollouts):
+    assert "answer 1.1" in call(data.app, "show", rollouts, "-n", 3).output
+    with pytest.raises(Exception, match="there is no response 4"):
+        call(data.app, "show", rollouts, "-n", 4)
