@@ -3,17 +3,21 @@
 python environments/intern_bootcamp/intern_bootcamp_env.py process --config config_process.yaml
 """
 
+import asyncio
+import logging
 import time
 from collections import Counter
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
-from atroposlib.errors import EnvironmentFault
+from atroposlib.errors import EnvironmentFault, RolloutFault
 from environments.cut_off import overrides_of
 from environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
 from environments.intern_bootcamp.problems import Problem, ProblemSource
 from environments.intern_bootcamp.rewards import reward
 from environments.sandboxed_env import SandboxedEnv
+
+logger = logging.getLogger(__name__)
 
 
 class InternBootcampEnv(SandboxedEnv):
@@ -87,11 +91,18 @@ class InternBootcampEnv(SandboxedEnv):
         counts["correct"] += sum(verdict >= 1 for verdict in verdicts)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Greedy answers to `eval_problems` problems that training never sees."""
+        """Greedy answers to `eval_problems` problems drawn apart from those of training; those that fail are left out."""
         started = time.time()
-        samples = [await self.evaluate_one(index) for index in range(self.config.eval_problems)]
-        correct = sum(sample["verdict"] >= 1 for sample in samples)
-        self.eval_metrics = {"eval/percent_correct": correct / len(samples)}
+        at_once = asyncio.Semaphore(self.config.max_eval_workers)
+        count = self.config.eval_problems
+        results = await asyncio.gather(*(self.evaluate_one(index, at_once) for index in range(count)))
+        samples = [sample for sample in results if sample is not None]
+        if not samples:
+            raise EnvironmentFault(f"all {count} problems of the evaluation failed; the log has the reasons")
+        self.eval_metrics = {
+            "eval/percent_correct": sum(sample["verdict"] >= 1 for sample in samples) / len(samples),
+            "eval/failed": count - len(samples),
+        }
         await self.evaluate_log(
             self.eval_metrics,
             samples=samples,
@@ -100,16 +111,21 @@ class InternBootcampEnv(SandboxedEnv):
             generation_parameters={"temperature": 0.0},
         )
 
-    async def evaluate_one(self, index: int) -> dict[str, Any]:
-        """One answered problem: task, messages, response, verdict, score."""
+    async def evaluate_one(self, index: int, at_once: asyncio.Semaphore) -> dict[str, Any] | None:
+        """One answered problem: task, messages, response, verdict, score; None when it failed."""
         messages, meta = await self.problems.problem(index, "eval")
-        if "fault" in meta:
-            raise EnvironmentFault(meta["fault"])
-        reply = await self.server.chat_completion(
-            messages=messages, n=1, max_tokens=self.config.max_token_length, temperature=0.0, split="eval"
-        )
-        text = reply.choices[0].message.content or ""
-        verdict = await self.problems.verify(text, meta)
+        try:
+            if "fault" in meta:
+                raise EnvironmentFault(meta["fault"])
+            async with at_once:
+                reply = await self.server.chat_completion(
+                    messages=messages, n=1, max_tokens=self.config.max_token_length, temperature=0.0, split="eval"
+                )
+            text = reply.choices[0].message.content or ""
+            verdict = await self.problems.verify(text, meta)
+        except RolloutFault as fault:
+            logger.warning("evaluation problem failed: task=%s index=%d error=%s", meta["task_name"], index, fault)
+            return None
         facts = {"task": meta["task_name"], "messages": messages, "response": text}
         return {**facts, "verdict": verdict, "score": self.score(verdict)}
 

@@ -144,8 +144,26 @@ async def test_evaluation_is_greedy_and_writes_its_metrics(tmp_path):
     await env.evaluate()
     assert {request["temperature"] for request in env.server.servers[0].requests} == {0.0}
     metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert metrics["results"]["all"] == {"eval/percent_correct": 1.0}
+    assert metrics["results"]["all"] == {"eval/percent_correct": 1.0, "eval/failed": 0}
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 3
+
+
+async def test_problems_that_fail_are_left_out_of_an_evaluation_and_counted(tmp_path):
+    env = make_env(
+        lambda prompt: sum_of(prompt) if "What is" in prompt else "anything",
+        task_weights={"addition": 1, "Exitswhilejudgingbootcamp": 1},
+        internbootcamp_path=CHECKOUT,
+        eval_problems=6,
+        data_dir_to_save_evals=str(tmp_path),
+    )
+    await env.setup()
+    await env.evaluate()
+    await env.sandbox.close()
+    tasks = [(await env.problems.problem(index, "eval"))[1]["task_name"] for index in range(6)]
+    await env.sandbox.close()
+    metrics = json.loads((tmp_path / "metrics.json").read_text())["results"]["all"]
+    assert 0 < tasks.count("addition") < 6
+    assert metrics == {"eval/percent_correct": 1.0, "eval/failed": tasks.count("Exitswhilejudgingbootcamp")}
 
 
 async def test_metrics_count_each_task_apart_and_start_anew_after_a_log(monkeypatch):
