@@ -91,7 +91,7 @@ class InternBootcampEnv(SandboxedEnv):
         counts["correct"] += sum(verdict >= 1 for verdict in verdicts)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Greedy answers to `eval_problems` problems drawn apart from those of training; those that fail are left out."""
+        """Greedy answers to `eval_problems` problems drawn apart from training; those that fail are left out."""
         started = time.time()
         at_once = asyncio.Semaphore(self.config.max_eval_workers)
         count = self.config.eval_problems
