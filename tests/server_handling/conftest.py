@@ -1,5 +1,7 @@
 """Clients with short pauses, and an engine over real HTTP."""
 
+from collections.abc import AsyncIterator
+
 import pytest
 
 from atroposlib.envs.server_handling import health, server_baseline
@@ -23,8 +25,10 @@ async def engine():
 
 
 @pytest.fixture
-def sglang(engine: FakeEngine) -> SGLangServer:
-    return sglang_server(engine)
+async def sglang(engine: FakeEngine) -> AsyncIterator[SGLangServer]:
+    server = sglang_server(engine)
+    yield server
+    await server.close()
 
 
 def sglang_server(engine: FakeEngine, **options) -> SGLangServer:

@@ -1,3 +1,4 @@
+import asyncio
 import subprocess
 import sys
 

@@ -5,6 +5,7 @@ from atroposlib.envs.server_handling import trl_vllm_server
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.errors import RequestFault
+from atroposlib.rollouts.trace import tracing
 from tests.fakes import EOS, FakeTokenizer
 
 
@@ -49,10 +50,13 @@ async def test_a_chat_is_rendered_and_stops_where_the_end_token_is(server, trl):
     assert trl.requests == [{"prompts": [prompt], "n": 2, "max_tokens": 3, "top_p": 0.9, "key": "Bearer k"}]
 
 
-async def test_a_completion_has_text(server):
-    reply = await server.completion(prompt="x")
+async def test_a_completion_has_text_and_tells_the_trace(server):
+    with tracing() as trace:
+        reply = await server.completion(prompt="x")
 
     assert [choice.text for choice in reply.choices] == ["hi", "h"]
+    assert trace.finish_reasons == ["stop", "length"]
+    assert trace.usage == {"prompt_tokens": 0, "completion_tokens": 4}
 
 
 async def test_a_refusal_is_a_request_fault(server, trl):

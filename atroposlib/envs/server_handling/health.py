@@ -17,8 +17,8 @@ PROBE_EVERY_S = 0.5
 PROBE_TIMEOUT_S = 30.0
 """SGLang answers /health after 1 s, and after up to 20 s when it is busy or stuck."""
 
-WATCH_EVERY_S = 20.0
-HUNG_AFTER_PROBES = 3
+WATCH_EVERY_S = 30.0
+HUNG_AFTER_PROBES = 6
 
 
 class EndpointHealth:
@@ -61,6 +61,13 @@ class EndpointHealth:
             await asyncio.sleep(PROBE_EVERY_S)
         logger.warning("server is back: url=%s", self._url)
         self._set_up(True)
+
+    async def close(self) -> None:
+        """Stop asking."""
+        tasks = [task for task in (self._probing, self._recovering, self._watching) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _mark_down(self) -> None:
         if self._recovering is None or self._recovering.done():

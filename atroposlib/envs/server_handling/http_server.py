@@ -19,8 +19,8 @@ from atroposlib.envs.server_handling.reasoning import OFFICIAL_OPENAI_HOST, Reas
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.transport import Transport, generation_deadline_s
-from atroposlib.errors import KilledFault, RequestFault
-from atroposlib.rollouts.trace import EngineReply, current_trace, same_prompt
+from atroposlib.errors import RequestFault
+from atroposlib.rollouts.trace import same_prompt
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -57,6 +57,8 @@ class HttpServer(APIServer):
 
     async def close(self) -> None:
         """Close the connections of this event loop; the server can be used again."""
+        if self.health is not None:
+            await self.health.close()
         await self.transport.close()
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
@@ -117,22 +119,6 @@ class HttpServer(APIServer):
             return await self.transport.post(url, body, deadline_s=deadline_s, headers=kwargs.get("extra_headers"))
         finally:
             self.health.requests_out -= 1
-
-    def _record(self, reply: EngineReply) -> None:
-        """Tell the rollout's trace, then refuse a reply that was cut off from outside.
-
-        Raises:
-            KilledFault: the engine aborted at least one choice.
-        """
-        trace = current_trace()
-        if trace is not None:
-            trace.record(reply)
-        aborted = reply.finish_reasons.count("abort")
-        if aborted:
-            raise KilledFault(
-                f"{reply.base_url} aborted {aborted} of {len(reply.finish_reasons)} generations "
-                "(engine paused, weights updated, or abort_request); the item can be tried again"
-            )
 
     def _start_health_task(self) -> None:
         self.initialized = True

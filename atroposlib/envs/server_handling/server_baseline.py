@@ -18,7 +18,8 @@ from atroposlib.envs.server_handling.reasoning import OFFICIAL_OPENAI_HOST, VALI
 from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.server_config import APIServerConfig, OpenaiConfig, ServerBaseline
 from atroposlib.envs.server_handling.timings import timing_metrics
-from atroposlib.errors import EngineFault
+from atroposlib.errors import EngineFault, KilledFault
+from atroposlib.rollouts.trace import EngineReply, current_trace
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -179,6 +180,22 @@ class APIServer(ABC):
         evaluating = split == "eval"
         (self.eval_request_timings if evaluating else self.request_timings).append(seconds)
         (self.eval_attempts_list if evaluating else self.attempts_list).append(attempts)
+
+    def _record(self, reply: EngineReply) -> None:
+        """Tell the rollout's trace, then refuse a reply that was cut off from outside.
+
+        Raises:
+            KilledFault: the engine aborted at least one choice.
+        """
+        trace = current_trace()
+        if trace is not None:
+            trace.record(reply)
+        aborted = reply.finish_reasons.count("abort")
+        if aborted:
+            raise KilledFault(
+                f"{reply.base_url} aborted {aborted} of {len(reply.finish_reasons)} generations "
+                "(engine paused, weights updated, or abort_request); the item can be tried again"
+            )
 
     def _inject_reasoning_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         kwargs = dict(kwargs)

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
 import orjson
@@ -19,6 +19,7 @@ from atroposlib.envs.server_handling.transport import (
     fault_of_status,
     generation_deadline_s,
 )
+from atroposlib.rollouts.trace import EngineReply
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -93,9 +94,21 @@ class TrlVllmServer(APIServer):
         )
         with connection_faults(url, deadline_s):
             async with session as opened, opened.post(url, json={"prompts": [prompt], **asked}) as reply:
-                return (await reply.json())["completion_ids"]
+                answer = await reply.json()
+        outputs = answer["completion_ids"]
+        self._record(
+            EngineReply(
+                finish_reasons=[self._finish_reason(ids) for ids in outputs],
+                prompt_tokens=len(answer.get("prompt_ids", [[]])[0]),  # older versions do not say
+                completion_tokens=sum(map(len, outputs)),
+                model=self.config.model_name,
+                base_url=self.config.base_url,
+                sampling=asked,
+            )
+        )
+        return outputs
 
-    def _finish_reason(self, ids: list[int]) -> Any:
+    def _finish_reason(self, ids: list[int]) -> Literal["stop", "length"]:
         return "stop" if self.tokenizer.eos_token_id in ids else "length"
 
     def _text(self, ids: list[int]) -> str:
