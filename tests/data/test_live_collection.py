@@ -1,0 +1,127 @@
+import json
+import threading
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import uvicorn
+from rollout_factory import make_group, write_groups
+
+from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.data.collect import Collection
+from atroposlib.data.conversion import SftOptions
+from atroposlib.data.dpo import DpoOptions, collect_dpo
+from atroposlib.data.pairs import PairRules
+from atroposlib.data.policy import simple_policy
+from atroposlib.data.sft import collect_sft
+from atroposlib.errors import ApiError, ConfigError, PathError
+from atroposlib.frontend.live_rollouts import LiveRollouts
+
+SENT_KEYS = ("tokens", "masks", "scores", "messages", "inference_logprobs")
+
+
+@contextmanager
+def running_api():
+    """A trajectory API in a thread; gives its URL."""
+    config = uvicorn.Config(create_app(ApiSettings()), port=0, log_level="error", ws="none")
+    server = uvicorn.Server(config)
+    listener = config.bind_socket()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+
+
+@pytest.fixture
+def api():
+    with running_api() as url:
+        yield url
+
+
+def send(url, first, count):
+    groups = [make_group([1.0, 0.0], item=str(first + number)) for number in range(count)]
+    for group in groups:
+        httpx.post(f"{url}/scored_data", json={key: group[key] for key in SENT_KEYS}).raise_for_status()
+
+
+def plan(url, target, **extra):
+    return Collection(api_url=url, batch_size=4, max_token_len=512, target=target, name="sft_gen", **extra)
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_collects_exactly_the_target_and_keeps_the_raw_groups(api, tmp_path):
+    send(api, 0, 10)
+    report = collect_sft(tmp_path / "o.jsonl", simple_policy(), SftOptions(), plan(api, 3))
+    assert [line["messages"][0]["content"] for line in lines_of(tmp_path / "o.jsonl")]
+    assert report.records == 3
+    assert len(lines_of(tmp_path / "o.jsonl.rollouts.jsonl")) == 4
+    assert not (tmp_path / "o.jsonl.collecting.jsonl").exists()
+
+
+def test_a_stopped_collection_goes_on_where_it_was(api, tmp_path):
+    kept = [make_group([1.0, 0.0], item=str(number)) for number in range(2)]
+    ledger = write_groups(tmp_path / "o.jsonl.collecting.jsonl", kept)
+    ledger.write_bytes(ledger.read_bytes() + b'{"tokens": [[1, 2')
+    send(api, 10, 2)
+    collect_sft(tmp_path / "o.jsonl", simple_policy(), SftOptions(), plan(api, 4))
+    asked = {line["messages"][0]["content"] for line in lines_of(tmp_path / "o.jsonl")}
+    assert asked == {"question 0", "question 1", "question 10", "question 11"}
+
+
+def test_an_existing_output_is_noticed_before_the_api_is_asked(tmp_path):
+    (tmp_path / "o.jsonl").write_text("mine\n")
+    with pytest.raises(PathError, match="exists"):
+        collect_sft(tmp_path / "o.jsonl", simple_policy(), SftOptions(), plan("http://127.0.0.1:1", 1))
+    with pytest.raises(ConfigError, match="give --tokenizer"):
+        collect_sft(tmp_path / "p.jsonl", simple_policy(), SftOptions(format="prefix"), plan("http://127.0.0.1:1", 1))
+
+
+def test_another_trainers_run_is_left_alone_unless_taken_over(api, tmp_path):
+    registration = {
+        "wandb_group": "grpo",
+        "wandb_project": "p",
+        "batch_size": 4,
+        "max_token_len": 512,
+        "checkpoint_dir": "c",
+        "save_checkpoint_interval": 0,
+        "starting_step": 0,
+        "num_steps": 10,
+    }
+    httpx.post(f"{api}/register", json=registration).raise_for_status()
+    send(api, 0, 2)
+    with pytest.raises(ApiError, match="serves a trainer already"):
+        collect_sft(tmp_path / "o.jsonl", simple_policy(), SftOptions(), plan(api, 1))
+    assert httpx.get(f"{api}/status").json()["queue_size"] == 2
+    assert collect_sft(tmp_path / "o.jsonl", simple_policy(), SftOptions(), plan(api, 1, take_over=True)).records == 1
+
+
+def test_environments_stay_registered(api, tmp_path):
+    send(api, 0, 2)
+    collect_sft(tmp_path / "o.jsonl", simple_policy(), SftOptions(), plan(api, 1))
+    env = {"max_token_length": 512, "desired_name": "sums", "weight": 1.0, "group_size": 2}
+    env_id = httpx.post(f"{api}/register-env", json=env).json()["env_id"]
+    send(api, 5, 2)
+    collect_sft(tmp_path / "p.jsonl", simple_policy(), SftOptions(), plan(api, 1))
+    assert httpx.get(f"{api}/status-env", params={"env_id": env_id}).status_code == 200
+
+
+def test_pairs_are_collected_too(api, tmp_path):
+    send(api, 0, 4)
+    report = collect_dpo(tmp_path / "o.jsonl", PairRules(), DpoOptions(format="messages"), plan(api, 2))
+    assert report.records == 2
+    assert set(lines_of(tmp_path / "o.jsonl")[0]) == {"pos", "score", "neg"}
+
+
+def test_the_live_view_keeps_each_group_once():
+    live = LiveRollouts("http://localhost:1", batch_size=4, max_token_len=512)
+    live.add([make_group([1.0, 0.0]), make_group([1.0, 0.0]), {"tokens": [], "masks": [], "scores": []}])
+    live.add([make_group([0.5], item="1")])
+    table = live.table()
+    assert table.responses["score"].tolist() == [1.0, 0.0, 0.5]
+    assert json.loads(live.group(1))["item_key"] == "1"
