@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.config import EvalHandlingEnum
@@ -107,9 +109,15 @@ class TrainerSide(WandbSide):
         if pacing.crossed(before, step, self.config.steps_per_eval):
             self._start_evaluation()
         if pacing.crossed(before, step, self.checkpoint_interval):
-            self.save_checkpoint(step // self.checkpoint_interval * self.checkpoint_interval)
+            with _logged("checkpoint not saved"):
+                self.save_checkpoint(step // self.checkpoint_interval * self.checkpoint_interval)
         if self.items_sent_this_step >= self.config.min_items_sent_before_logging:
+            await self.log_now()
             self.items_sent_this_step = 0
+
+    async def log_now(self) -> None:
+        """Call `wandb_log`; a failure there is reported and costs only that report."""
+        with _logged("metrics not logged"):
             await self.wandb_log({})
 
     async def add_train_workers(self) -> None:
@@ -198,6 +206,15 @@ class TrainerSide(WandbSide):
             "batch_size": self.config.batch_size if self.config.batch_size > 0 else sys.maxsize,
             "total_steps": steps,
         }
+
+
+@contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """An author's hook beside the rollouts: its failure must not end a run of days."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s", what)
 
 
 def _log_failure(task: asyncio.Task[Any]) -> None:

@@ -196,13 +196,14 @@ class Run:
             await self.files.sync()
 
     def _complain_if_short(self) -> None:
-        """The source ran dry before the asked number of groups: an error only when every task was set aside."""
+        """The items ended before the asked number of groups: an error only when every task was set aside."""
         total, groups = self.progress.groups_total, self.progress.totals.groups
-        if total is None or groups >= total:
+        if total is not None and groups >= total:
             return
-        if self.health.all_set_aside:
-            raise AtroposError(f"{self.health.summary()}; {groups} of {total} groups are done; {self._where_to_look()}")
-        logger.warning("no more items: groups=%d asked=%d", groups, total)
+        if self.source.is_exhausted and self.health.all_set_aside:
+            raise AtroposError(f"{self.health.summary()}; {groups} groups are done; {self._where_to_look()}")
+        if total is not None:
+            logger.warning("no more items: groups=%d asked=%d", groups, total)
 
     def _where_to_look(self) -> str:
         return f"tracebacks are in {self.failures.path}" if self.failures.path else "see the log above"

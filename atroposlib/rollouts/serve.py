@@ -13,6 +13,7 @@ from atroposlib.rollouts.run import Outcome, Run
 logger = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.1
+API_SLOW_S = 3.0
 
 
 async def run_serve(env: ServingEnvironment) -> Outcome:
@@ -53,7 +54,7 @@ async def _work(env: ServingEnvironment, run: Run) -> None:
 
 async def _roll_out(env: ServingEnvironment, run: Run) -> None:
     rolling = asyncio.create_task(run.pool.run(lambda: run.sink.is_full))
-    pacing = asyncio.create_task(_pace(env))
+    pacing = asyncio.create_task(_pace(env, run))
     try:
         await asyncio.wait({rolling, pacing}, return_when=asyncio.FIRST_COMPLETED)
         (rolling if rolling.done() else pacing).result()
@@ -63,12 +64,25 @@ async def _roll_out(env: ServingEnvironment, run: Run) -> None:
         await asyncio.wait({rolling, pacing})
 
 
-async def _pace(env: ServingEnvironment) -> None:
+async def _pace(env: ServingEnvironment, run: Run) -> None:
     """Follow the trainer until it has all it wants."""
     while True:
-        await env.get_status()
+        await _status(env, run)
         await env.env_step_checks()
         if env.is_served():
             return
         await env.add_train_workers()
         await asyncio.sleep(STATUS_EVERY_S)
+
+
+async def _status(env: ServingEnvironment, run: Run) -> None:
+    """Ask for the status; say so when the API takes long, as it does while it is down."""
+    asking = asyncio.create_task(env.get_status())
+    try:
+        await asyncio.wait({asking}, timeout=API_SLOW_S)
+        if not asking.done():
+            run.progress.wait_for("api", f"the trajectory API {env.config.rollout_server_url}")
+        await asking
+        run.progress.wait_for("api", None)
+    finally:
+        asking.cancel()

@@ -280,3 +280,8 @@ async def test_the_number_of_workers_may_follow_the_engine(tmp_path, monkeypatch
     env.server.engine_loads = loads
     await env.process_manager()
     assert 25 <= BusyEnv.most <= 60
+
+
+async def test_a_negative_number_means_until_the_items_end(tmp_path):
+    outcome = await process_env(tmp_path, items=7, total_steps=-1).process_manager()
+    assert (outcome.exit_code, outcome.groups) == (0, 7)

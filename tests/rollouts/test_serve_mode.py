@@ -8,7 +8,7 @@ import pytest
 from counting_env import CountingEnv, make_env, make_group
 from memory_api import MemoryApi
 
-from atroposlib.errors import ConfigError
+from atroposlib.errors import AtroposError, ConfigError
 
 
 def serving(env_cls=CountingEnv, api=None, **settings):
@@ -228,3 +228,47 @@ async def test_a_wait_without_items_ends_when_there_are_some():
     env, api = serving(PatientEnv, max_batches_offpolicy=0)
     async with running(env):
         await until(lambda: len(api.received) >= 2)
+
+
+async def test_metrics_and_checkpoints_that_fail_do_not_end_the_run(caplog):
+    class BadHooksEnv(CountingEnv):
+        async def wandb_log(self, wandb_metrics=None):
+            raise KeyError("no such metric")
+
+        def save_checkpoint(self, step, data=None):
+            raise OSError("read-only")
+
+    env, api = serving(BadHooksEnv, max_batches_offpolicy=0)
+    async with running(env) as task:
+        await until(lambda: len(api.received) >= 4)
+        env.checkpoint_interval = 1
+        api.train()
+        await until(lambda: "metrics not logged" in caplog.text and "checkpoint not saved" in caplog.text)
+        assert not task.done()
+
+
+async def test_serving_stops_with_one_sentence_when_everything_fails():
+    env, _ = serving(fail_every=1, task_failure_limit=4, max_batches_offpolicy=0)
+    with pytest.raises(AtroposError, match="every task was set aside"):
+        await env.env_manager()
+
+
+async def test_an_api_that_goes_away_is_waited_for_and_nothing_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr("atroposlib.rollouts.serve.API_SLOW_S", 0.05)
+
+    class AwayApi(MemoryApi):
+        async def status_env(self):
+            await self.is_up.wait()
+            return await super().status_env()
+
+    env, api = serving(
+        api=AwayApi(), total_groups=40, rollouts_dir=str(tmp_path), max_batches_offpolicy=0, seconds=0.05
+    )
+    async with running(env) as task:
+        await until(lambda: len(api.received) >= 4)
+        api.is_up.clear()
+        await until(lambda: env._run.progress.state == "parked")
+        assert "the trajectory API" in env._run.progress.waiting_for
+        api.is_up.set()
+        assert (await task).groups == 40
+    assert sorted(group["tokens"][0][0] for group in api.received) == list(range(40))
