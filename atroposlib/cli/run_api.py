@@ -67,6 +67,7 @@ def serve(
         check_host=token is None and not insecure,
     )
     app = create_app(settings)
+    listener.listen(2048)
     print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     logger.info("state: %s", folder or "in memory")
     _run(app, listener)

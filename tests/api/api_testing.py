@@ -64,6 +64,10 @@ def memory_app(**settings: Any) -> FastAPI:
     return create_app(ApiSettings(**settings))
 
 
+class ServerRefused(Exception):
+    """run-api did not start; its log says why."""
+
+
 class ServerProcess:
     """A `run-api` process on a free port; start again with the same folder to see what survived."""
 
@@ -84,7 +88,8 @@ class ServerProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         match = re.search(r"http://\S+", line)
-        assert match, f"run-api said {line!r} instead of its address"
+        if match is None:
+            raise ServerRefused(f"run-api said {line!r} and exited with {self.stop(signal.SIGTERM)}")
         self.url = match[0]
 
     def stop(self, sign: signal.Signals) -> int:

@@ -15,6 +15,9 @@ from atroposlib.api.utils import (
     grab_exact_from_heterogeneous_queue,
 )
 
+settings.register_profile("busy-machine", deadline=None)
+settings.load_profile("busy-machine")
+
 QUEUES = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), max_size=9)  # (environment, sequences)
 
 
@@ -167,7 +170,7 @@ def test_upstream_minimums_wait_for_an_environment_without_groups():
     assert grab_batch_with_minimum_allocations(queue, 8, envs)[0] == queue[:2]
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from([1, 2, 4, 8]), max_size=30))
 def test_upstream_packer_never_loses_a_group(sizes):
     queue = groups(*sizes)

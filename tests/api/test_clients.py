@@ -1,0 +1,101 @@
+"""Our clients against a real server, which is killed and reset under them."""
+
+import asyncio
+import logging
+
+import numpy as np
+import pytest
+from api_testing import ENV, REGISTRATION, make_group, server_process
+
+from atroposlib.api.client import EnvClient, TrainerClient
+from atroposlib.errors import ApiError
+
+
+@pytest.fixture
+def server(tmp_path):
+    with server_process(tmp_path / "state") as process:
+        yield process
+
+
+async def test_groups_go_in_and_come_out_as_json_and_as_arrays(server):
+    async with EnvClient(server.url) as env, TrainerClient(server.url) as trainer:
+        await trainer.register(REGISTRATION)
+        assert await trainer.batch() is None
+        registered = await env.register(ENV)
+        assert (registered.env_id, registered.wandb_name) == (0, "sums_0")
+        sent = [make_group(uid, messages=[[{"role": "user", "content": "é"}]] * 4) for uid in range(4)]
+        await env.submit([{**sent[0], "tokens": [np.array(row) for row in sent[0]["tokens"]]}, *sent[1:]])
+        assert (await env.status_env())["queue_size"] == 4
+        plain = await trainer.batch(lease_s=60)
+        compact = await trainer.batch(lease_s=60, binary=True)
+        assert (plain.sequences, compact.sequences) == (8, 8)
+        assert plain.groups[0]["tokens"] == sent[0]["tokens"]
+        group = compact.groups[1]
+        assert group["messages"] == sent[3]["messages"]
+        for name, dtype in (("tokens", np.int32), ("masks", np.int32), ("inference_logprobs", np.float32)):
+            assert [row.dtype for row in group[name]] == [dtype] * 4
+            np.testing.assert_allclose(np.array(group[name]), np.array(sent[3][name]))
+        await trainer.ack(plain.batch_id)
+        await trainer.ack(compact.batch_id)
+        assert (await trainer.status())["current_step"] == 2
+        await env.disconnect()
+
+
+async def test_clients_register_again_by_themselves_after_a_reset(server):
+    async with EnvClient(server.url) as env, TrainerClient(server.url) as trainer:
+        await trainer.register({**REGISTRATION, "batch_size": 4})
+        await trainer.batch()
+        await env.register(ENV)
+        await trainer._call("GET", "/reset_data")
+        submitting = asyncio.create_task(env.submit([make_group(5)]))
+        batch = None
+        while batch is None:
+            batch = await trainer.batch(deadline_s=20)
+        await submitting
+        assert batch.groups[0]["tokens"][0][0] == 5
+
+
+async def test_a_submission_waits_out_a_restart(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    with server_process(tmp_path / "state") as server:
+        port = server.url.rpartition(":")[2]
+        async with EnvClient(server.url) as env, TrainerClient(server.url) as trainer:
+            await trainer.register({**REGISTRATION, "batch_size": 4})
+            await trainer.batch()
+            await env.register(ENV)
+            server.kill()
+            submitting = asyncio.create_task(env.submit([make_group(5)], deadline_s=60))
+            while not caplog.records:
+                await asyncio.sleep(0.01)
+            assert "waiting for POST" in caplog.text
+            server._options = ("--port", port)
+            await asyncio.to_thread(server.start)
+            await submitting
+            assert (await trainer.batch()).groups[0]["tokens"][0][0] == 5
+
+
+async def test_a_refusal_is_an_error_with_the_servers_sentence(server):
+    async with EnvClient(server.url) as env, TrainerClient(server.url) as trainer:
+        await trainer.register(REGISTRATION)
+        await trainer.batch()
+        await env.register(ENV)
+        with pytest.raises(ApiError, match="scores has 1 entries; expected 4"):
+            await env.submit([make_group(1) | {"scores": [1.0]}])
+
+
+async def test_a_deadline_ends_the_waiting_and_says_what_for():
+    async with EnvClient("http://127.0.0.1:9") as env:
+        with pytest.raises(ApiError, match="GET http://127.0.0.1:9/info"):
+            await env.info(deadline_s=0.3)
+
+
+async def test_the_token_comes_from_the_url(tmp_path, monkeypatch):
+    monkeypatch.delenv("ATROPOS_API_TOKEN", raising=False)
+    file = tmp_path / "token"
+    file.write_text("s3cret")
+    with server_process(tmp_path / "state", "--token-file", str(file)) as server:
+        async with TrainerClient(server.url.replace("http://", "http://:s3cret@")) as trainer:
+            assert (await trainer.info())["batch_size"] == -1
+        async with TrainerClient(server.url) as trainer:
+            with pytest.raises(ApiError, match="needs a token"):
+                await trainer.info()

@@ -1,0 +1,77 @@
+"""A store on a file system that fills up: a tmpfs of a few MB where mounting is permitted, else simulated errors."""
+
+import errno
+import os
+import subprocess
+from contextlib import contextmanager
+
+import pytest
+from api_testing import client_of, make_group, started, uids
+
+from atroposlib.api import segments
+from atroposlib.api.server import ApiSettings, create_app
+
+BIG = [[{"role": "user", "content": "x" * 300_000}]] * 4
+
+
+@contextmanager
+def small_disk(folder, megabytes):
+    """A tmpfs; skips where mounting is not permitted."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+async def fill(client, first=0):
+    """Post groups until one is refused; uids of those stored."""
+    stored = []
+    for uid in range(first, first + 100):
+        answer = await client.post("/scored_data", json=make_group(uid, messages=BIG))
+        if answer.status_code == 503:
+            assert "space" in answer.json()["detail"]
+            return stored
+        assert answer.status_code == 200
+        stored.append(uid)
+    raise AssertionError("the disk did not fill up")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount")
+async def test_a_full_disk_answers_503_loses_nothing_and_goes_on_when_there_is_room(tmp_path):
+    with small_disk(tmp_path / "disk", 24) as disk:
+        app = create_app(ApiSettings(state_dir=disk / "state"))
+        client = await started(app)
+        stored = await fill(client)
+        assert len(stored) >= 8
+        taken = []
+        while (batch := uids(await client.get("/batch"))) is not None:
+            taken += batch
+        stored += await fill(client, first=1000)
+        while (batch := uids(await client.get("/batch"))) is not None:
+            taken += batch
+        assert stored[: len(taken)] == taken
+        assert len(stored) - len(taken) < 2
+        assert len(taken) >= 12
+        await app.state.service.store.close()
+
+
+async def test_a_full_disk_after_a_restart_still_has_everything(tmp_path, monkeypatch):
+    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    client = await started(app)
+    await client.post("/scored_data", json=make_group(1))
+
+    def no_room(fd, buffer, length, offset):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "_write_all", no_room)
+        assert (await client.post("/scored_data", json=make_group(2))).status_code == 503
+    assert (await client.post("/scored_data", json=make_group(3))).status_code == 200
+    await app.state.service.store.close()
+    again = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    assert uids(await client_of(again).get("/batch")) == [1, 3]
+    await again.state.service.store.close()
