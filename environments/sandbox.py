@@ -47,7 +47,8 @@ class Sandbox:
         """
         self.timeout_s = timeout_s
         self.memory_mb = memory_mb
-        self._idle = [Worker(memory_mb) for _ in range(workers)]
+        self._workers = [Worker(memory_mb) for _ in range(workers)]
+        self._idle = list(self._workers)
         self._free = asyncio.Semaphore(workers)
 
     async def call(self, function: str, *args: Any, opening: Opening | None = None) -> Any:
@@ -71,7 +72,7 @@ class Sandbox:
 
     async def close(self) -> None:
         """End all workers, also in the middle of a call."""
-        for worker in self._idle:
+        for worker in self._workers:
             await worker.stop()
 
 
@@ -87,11 +88,17 @@ class Worker:
         """Do this once in the life of a process."""
         if opening not in self._opened:
             function, argument = opening
-            await self.call(function, (argument,), OPENING_TIMEOUT_S)
+            await self._run(function, (argument,), OPENING_TIMEOUT_S)
             self._opened.add(opening)
 
     async def call(self, function: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        """Send one call and wait for its value."""
+        """The value of one call. A process that holds too much memory afterwards is ended."""
+        reply = await self._run(function, args, timeout_s)
+        if reply["retire"]:
+            await self.stop()
+        return reply["value"]
+
+    async def _run(self, function: str, args: tuple[Any, ...], timeout_s: float) -> dict[str, Any]:
         if self._process is None:
             self._process = await self._start()
         try:
@@ -101,25 +108,25 @@ class Worker:
             await self.stop()
             raise SandboxError(f"no result after {timeout_s:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise SandboxError(f"the process died ({_ending(await self.stop())})") from None
+            raise SandboxError(f"the process died ({_ending(await self.stop(grace_s=2))})") from None
         except BaseException:
             await self.stop()
             raise
-        if reply.get("retire") or reply.get("broken"):
+        if reply.get("out_of_memory"):
             await self.stop()
+            raise SandboxError(f"out of memory (limit {self._memory_mb} MiB)")
         if "error" in reply:
-            limit = f" (limit {self._memory_mb} MiB)" if reply.get("broken") else ""
-            raise SandboxError(reply["error"] + limit)
-        return reply["value"]
+            raise SandboxError(reply["error"])
+        return reply
 
-    async def stop(self) -> int | None:
-        """Kill the process and its children; its exit code when it had already ended."""
+    async def stop(self, *, grace_s: float = 0) -> int | None:
+        """Kill the process and its children; its exit code when it ended by itself, within `grace_s`."""
         process, self._process = self._process, None
         self._opened.clear()
         if process is None:
             return None
-        with contextlib.suppress(TimeoutError):  # a process that closed its pipe is about to end by itself
-            await asyncio.wait_for(process.wait(), 0.05 if process.returncode is None else 0)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), grace_s)
         ended_as = process.returncode
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -34,7 +34,7 @@ def main(memory_bytes: int) -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """`{"value": ...}`, or `{"error": text}` for whatever the called function raises, SystemExit included."""
+    """`value`, `out_of_memory`, or `error` with the text of whatever the function raises, SystemExit included."""
     started = time.monotonic()
     module, _, function = request["function"].partition(":")
     try:
@@ -42,16 +42,20 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         json.dumps(value)
         return {"value": value}
     except MemoryError:
-        return {"error": "out of memory", "broken": True}
+        return {"out_of_memory": True}
     except BaseException as error:
         took_s = time.monotonic() - started
         return {"error": f"{type(error).__name__}: {str(error)[:500]} (after {took_s:.1f} s)"}
 
 
 def uses_too_much(memory_bytes: int) -> bool:
-    """More than half of the limit was in use: the next call deserves a fresh process."""
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak_kib * 1024 > memory_bytes // 2
+    """More than half of the limit is in use: the next call deserves a fresh process. Linux only; else False."""
+    try:
+        with open("/proc/self/statm") as stream:
+            pages = int(stream.read().split()[1])
+    except OSError:
+        return False
+    return pages * resource.getpagesize() > memory_bytes // 2
 
 
 def take_over_stdio() -> tuple[BinaryIO, BinaryIO]:

@@ -38,8 +38,12 @@ def eat_memory() -> int:
     return len(bytearray(8 * 2**30))
 
 
-def use_much_memory() -> int:
-    return len(b"x" * (200 * 2**20))
+KEPT: list[bytes] = []
+
+
+def keep_much_memory(_: str = "") -> int:
+    KEPT.append(b"x" * (200 * 2**20))
+    return len(KEPT)
 
 
 def raise_error() -> None:
