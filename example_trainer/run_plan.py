@@ -1,6 +1,7 @@
 """The four services of a training run: their commands, config files, logs and probes."""
 
 import contextlib
+import os
 import socket
 import sys
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from example_trainer.config import TrainingConfig
 from example_trainer.run_config import RunConfig
 
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_VLLM_SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 _DATASET_ENV = Path(__file__).with_name("dataset_env.py")
 
 
@@ -47,7 +49,9 @@ def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) 
     environment = [sys.executable, script, "serve", "--config", str(environment_yaml)]
     return RunPlan(
         servers=[*_engine(config, engine_port, logs, session), api],
-        trainer=Service("trainer", trainer, logs / "trainer.log", _at_once, 60, is_job=True),
+        trainer=Service(
+            "trainer", trainer, logs / "trainer.log", _at_once, 60, env=_gpus("ATROPOS_TRAINER_GPUS"), is_job=True
+        ),
         environment=Service("environment", environment, logs / "environment.log", _at_once, 60, is_job=True),
     )
 
@@ -144,11 +148,14 @@ def _engine(config: RunConfig, port: int, logs: Path, session: aiohttp.ClientSes
             ready=_answers(session, url + ready),
             healthy=_answers(session, f"{url}/health"),
             ready_timeout_s=config.engine_ready_s,
-            env={"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-            if config.engine == "vllm"
-            else {},
+            env={**_VLLM_SWITCHES, **_gpus("ATROPOS_ENGINE_GPUS")},
         )
     ]
+
+
+def _gpus(variable: str) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for one process, when `variable` names its GPUs."""
+    return {"CUDA_VISIBLE_DEVICES": os.environ[variable]} if os.environ.get(variable) else {}
 
 
 def _model_names(config: RunConfig) -> tuple[str, str]:

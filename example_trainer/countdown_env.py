@@ -1,0 +1,151 @@
+"""Countdown: make an expression with the given numbers, each used once, that equals the target.
+
+Most problems have several right answers, so a policy that keeps its variety can be told from one that does not.
+"""
+
+import ast
+import operator
+import random
+import re
+from collections.abc import Callable
+from typing import TypedDict
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from atroposlib.rollouts.trace import current_trace
+from atroposlib.type_definitions import Message
+
+_ANSWER = re.compile(r"(?s)<answer>(.*?)</answer>")
+_OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+class Countdown(TypedDict):
+    """One problem, and an expression that solves it."""
+
+    numbers: list[int]
+    target: int
+    solution: str
+
+
+class CountdownConfig(BaseEnvConfig):
+    """How hard the problems are, and how they are shown."""
+
+    numbers: int = Field(default=3, ge=2, le=6, description="Numbers per problem.")
+    largest: int = Field(default=20, ge=2, description="Numbers lie between 1 and this.")
+    few_shot: int = Field(default=3, ge=0, description="Solved problems shown before each.")
+    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature.")
+    seed: int = 0
+
+
+class CountdownEnv(BaseEnv):
+    """Score 1.0 for an expression that is right, else 0.0."""
+
+    name = "countdown"
+    env_config_cls = CountdownConfig
+    config: CountdownConfig
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
+        server = APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="sglang")
+        return CountdownConfig(group_size=8, max_token_length=64), [server]
+
+    async def setup(self) -> None:
+        """Problems are made when they are asked for."""
+
+    async def get_item(self, index: int) -> Countdown:
+        return make_problem(f"{self.config.seed}/train/{index}", self.config.numbers, self.config.largest)
+
+    async def collect_trajectories(self, item: Countdown) -> tuple[ScoredDataGroup, list[Countdown]]:
+        messages = prompt(item, few_shot=self.config.few_shot, largest=self.config.largest)
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            reply = await managed.chat_completion(
+                messages=messages,
+                n=self.config.group_size,
+                max_tokens=self.config.max_token_length,
+                temperature=self.config.temperature,
+            )
+            nodes = managed.get_state()["nodes"]
+        texts = [choice.message.content or "" for choice in reply.choices]
+        trace = current_trace()
+        return {
+            "tokens": [node.tokens for node in nodes],
+            "masks": [node.masked_tokens for node in nodes],
+            "inference_logprobs": [node.logprobs for node in nodes],
+            "scores": [float(right_answer(text, item) is not None) for text in texts],
+            "messages": [[*messages, {"role": "assistant", "content": text}] for text in texts],
+            "generation_params": {"temperature": self.config.temperature, **(trace.engine if trace else {})},
+        }, []
+
+    async def evaluate(self, *args: object, **kwargs: object) -> None:
+        """Nothing: `example_trainer.learning_curve` evaluates before and after."""
+
+
+def make_problem(seed: str, numbers: int, largest: int) -> Countdown:
+    """The problem that `seed` stands for; its target lies between 1 and 999."""
+    rng = random.Random(seed)
+    while True:
+        drawn = [rng.randint(1, largest) for _ in range(numbers)]
+        value, text = drawn[0], str(drawn[0])
+        for number in drawn[1:]:
+            sign = rng.choice("+-*")
+            text = f"({text}) {sign} {number}" if sign == "*" and not text.isdigit() else f"{text} {sign} {number}"
+            value = _SIGNS[sign](value, number)
+        if 1 <= value <= 999:
+            rng.shuffle(drawn)
+            return Countdown(numbers=drawn, target=value, solution=text)
+
+
+def prompt(item: Countdown, *, few_shot: int, largest: int) -> list[Message]:
+    """Solved problems as earlier turns, then the question."""
+    examples = [make_problem(f"example/{i}", len(item["numbers"]), largest) for i in range(few_shot)]
+    turns: list[Message] = []
+    for example in examples:
+        turns.append({"role": "user", "content": question(example)})
+        turns.append({"role": "assistant", "content": f"<answer>{example['solution']}</answer>"})
+    return [*turns, {"role": "user", "content": question(item)}]
+
+
+def question(item: Countdown) -> str:
+    """The problem in words."""
+    return f"Use the numbers {', '.join(map(str, item['numbers']))} once each to make {item['target']}."
+
+
+def right_answer(text: str, item: Countdown) -> str | None:
+    """The expression in the first `<answer>`, without spaces, when it is right; None when it is not.
+
+    >>> right_answer("<answer> (2 + 3) * 4 </answer>", Countdown(numbers=[2, 3, 4], target=20, solution=""))
+    '(2+3)*4'
+    """
+    found = _ANSWER.search(text)
+    if found is None or len(found[1]) > 100:
+        return None
+    try:
+        tree = ast.parse(found[1].strip(), mode="eval").body
+        used: list[int] = []
+        value = _value(tree, used)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+    if sorted(used) != sorted(item["numbers"]) or abs(value - item["target"]) > 1e-9:
+        return None
+    return re.sub(r"\s+", "", found[1])
+
+
+def _value(node: ast.expr, used: list[int]) -> float:
+    """Value of numbers and the four operations; ValueError for anything else."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    raise ValueError("not an expression of numbers and + - * /")
+
+
+if __name__ == "__main__":
+    CountdownEnv.cli()

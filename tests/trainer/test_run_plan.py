@@ -1,0 +1,105 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from atroposlib.errors import ConfigError
+from example_trainer.config import TrainingConfig
+from example_trainer.recipe import build, check, read_recipe
+from example_trainer.run_config import RunConfig
+from example_trainer.run_plan import engine_command, environment_settings, trainer_settings
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "configs" / "trainer").glob("*.yaml"))
+
+
+def make_run(**changes):
+    values = {"model_name": "m", "run_dir": "r", "environment": "e.py", "batch_size": 16}
+    return check(RunConfig, values | changes)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_is_valid(path):
+    config = build(RunConfig, {"config": str(path)}, {})
+    assert config.step_sequences % config.num_generations == 0
+
+
+def test_the_trainers_recipe_is_one_that_the_trainer_reads(tmp_path):
+    config = make_run(environment_config={"temperature": 0.7}, lr=3e-6)
+    settings = trainer_settings(config, tmp_path, ["http://e"], "http://a")
+    trainer = check(TrainingConfig, yaml.safe_load(yaml.safe_dump(settings)))
+    assert (trainer.lr, trainer.temperature, trainer.weight_sync) == (3e-6, 0.7, "embedded")
+    assert (trainer.engine_urls, trainer.atropos_url) == (["http://e"], "http://a")
+    assert trainer.save_path == str(tmp_path / "checkpoints")
+
+
+SYNCS = {("sglang", False): "sglang", ("vllm", False): "vllm", ("vllm", True): "vllm_lora", ("external", False): "none"}
+
+
+@pytest.mark.parametrize(("engine", "lora"), SYNCS)
+def test_the_engine_decides_how_weights_travel(tmp_path, engine, lora):
+    config = make_run(engine=engine, use_lora=lora, engine_urls=["http://e"])
+    assert trainer_settings(config, tmp_path, ["http://e"], "a")["weight_sync"] == SYNCS[engine, lora]
+
+
+def test_the_environment_gets_what_the_run_decides_and_the_users_fields(tmp_path):
+    config = make_run(num_generations=16, environment_config={"task_name": "x", "group_size": 3})
+    settings = environment_settings(config, tmp_path, ["http://e/v1", "http://f"], "http://a")
+    env, servers = settings["env"], settings["openai"]
+    assert (env["task_name"], env["group_size"], env["rollout_server_url"]) == ("x", 16, "http://a")
+    assert [server["base_url"] for server in servers] == ["http://e/v1", "http://f/v1"]
+    assert env["ensure_scores_are_not_same"] is False
+
+
+def test_dapo_asks_the_environment_for_groups_with_a_signal(tmp_path):
+    config = make_run(objective="dapo")
+    assert environment_settings(config, tmp_path, ["http://e"], "a")["env"]["ensure_scores_are_not_same"] is True
+
+
+def test_vllm_sizes_come_from_its_environment_variables(tmp_path):
+    environ = {"VLLM_MODEL": "big", "VLLM_TP_SIZE": "4", "VLLM_MEM_UTIL": "0.8"}
+    flags = {"run_dir": "r", "environment": "e.py", "batch_size": 16, "engine": "vllm"}
+    command = engine_command(build(RunConfig, flags, environ), 9001)
+    assert command[command.index("--model") + 1] == "big"
+    assert command[command.index("--tensor-parallel-size") + 1] == "4"
+    assert command[command.index("--gpu-memory-utilization") + 1] == "0.8"
+
+
+REFUSED = {
+    "nothing to train on": ({"environment": None}, "give either environment"),
+    "two things to train on": ({"datasets": [{"id": "d.jsonl"}]}, "give either environment"),
+    "groups that do not fill a step": ({"num_generations": 7}, "not a multiple of num_generations 7"),
+    "an external engine nowhere": ({"engine": "external"}, "engine_urls is empty"),
+    "a source with an unknown key": (
+        {"environment": None, "datasets": [{"id": "d", "wieght": 1}]},
+        r"unknown key 'wieght'|datasets",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_run_is_refused_before_anything_starts(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_run(**changes)
+
+
+def test_wrong_usage_ends_with_2_and_one_sentence():
+    command = [sys.executable, "-m", "example_trainer.run", "--lerning-rate", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("atropos-grpo-run: unknown flag '--lerning-rate'")
+
+
+def test_a_recipe_that_is_no_mapping_is_refused(tmp_path):
+    (tmp_path / "r.yaml").write_text("- a\n")
+    with pytest.raises(ConfigError, match="holds list, expected config fields"):
+        read_recipe(tmp_path / "r.yaml")
+
+
+def test_the_slurm_script_has_its_directives_before_any_command():
+    lines = (ROOT / "slurm" / "train.slurm").read_text().splitlines()
+    first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert all(i < first_command for i, line in enumerate(lines) if line.startswith("#SBATCH"))
+    assert subprocess.run(["bash", "-n", str(ROOT / "slurm" / "train.slurm")]).returncode == 0
