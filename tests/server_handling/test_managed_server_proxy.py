@@ -7,8 +7,9 @@ import pytest
 import uvicorn
 
 from atroposlib.envs.server_handling import managed_server_proxy as proxy_module
-from atroposlib.envs.server_handling.managed_server_proxy import create_app, load_config
+from atroposlib.envs.server_handling.managed_server_proxy import create_app
 from atroposlib.envs.server_handling.proxy_client import create_proxy_session
+from atroposlib.envs.server_handling.proxy_schemas import load_config
 from atroposlib.envs.server_handling.proxy_sessions import Sessions, UnknownSessionError
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, EngineFault, KilledFault, RequestFault

@@ -15,14 +15,21 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import orjson
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from starlette.exceptions import HTTPException
 
 from atroposlib.api.auth import TOKEN_VARIABLE, is_authorized, is_loopback, read_token
 from atroposlib.envs.server_handling.chat_prompt import render
+from atroposlib.envs.server_handling.proxy_schemas import (
+    ChatCompletionProxyRequest,
+    CompletionProxyRequest,
+    RenderResponse,
+    ServersConfig,
+    SessionCreateRequest,
+    SessionCreateResponse,
+    load_config,
+)
 from atroposlib.envs.server_handling.proxy_sessions import (
     SESSION_TIMEOUT_S,
     Sessions,
@@ -31,93 +38,12 @@ from atroposlib.envs.server_handling.proxy_sessions import (
     base_url_of,
     choose_server,
 )
-from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import AtroposError, ConfigError, RequestFault, RolloutFault
-from atroposlib.paths import expand_path
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9100
-_NOT_FOR_THE_ENGINE = {"messages", "tools", "tool_choice", "model", "stream", "user", "max_completion_tokens"}
-
-
-class ChatCompletionProxyRequest(BaseModel):
-    """OpenAI's chat request. Further fields, such as `top_p`, go to the engine as they are."""
-
-    model_config = ConfigDict(extra="allow")
-
-    messages: list[dict[str, Any]]
-    max_tokens: PositiveInt = 1024
-    max_completion_tokens: PositiveInt | None = None
-    temperature: float = 1.0
-    n: PositiveInt = 1
-    stop: list[str] | str | None = None
-    stream: bool = False
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-
-    def sampling(self) -> dict[str, Any]:
-        """What the engine is told beside the prompt."""
-        given = self.model_dump(exclude=_NOT_FOR_THE_ENGINE, exclude_none=True)
-        return {**given, "max_tokens": self.max_completion_tokens or self.max_tokens}
-
-
-class CompletionProxyRequest(BaseModel):
-    """OpenAI's completion request, for one prompt. Further fields go to the engine as they are."""
-
-    model_config = ConfigDict(extra="allow")
-
-    prompt: str
-    max_tokens: PositiveInt = 1024
-    temperature: float = 1.0
-    n: PositiveInt = 1
-    stop: list[str] | str | None = None
-
-
-class SessionCreateRequest(BaseModel):
-    """How a session tracks, and on which server."""
-
-    tool_parser: str = "hermes"
-    track_tree: bool = False
-    base_url: str | None = None
-
-
-class SessionCreateResponse(BaseModel):
-    """A new session."""
-
-    uuid: str
-    model_name: str
-    tool_parser: str
-    base_url: str | None = None
-    created_at: float
-
-
-class RenderResponse(BaseModel):
-    """What a chat request would send."""
-
-    prompt_text: str
-    token_ids: list[int]
-    num_tokens: int
-
-
-class ServersConfig(BaseModel):
-    """The config file, and the body of /setup."""
-
-    model_name: str
-    tokenizer_name: str = "none"
-    servers: list[dict[str, Any]] = Field(min_length=1)
-
-    def server_configs(self) -> list[APIServerConfig]:
-        """One per server; `server_type` is vllm unless given."""
-        shared = {"server_type": "vllm", "model_name": self.model_name, "tokenizer_name": self.tokenizer_name}
-        return [APIServerConfig(**{**shared, **server}) for server in self.servers]
-
-    def load_tokenizer(self) -> Any:
-        """The tokenizer of the model."""
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.model_name if self.tokenizer_name == "none" else self.tokenizer_name)
 
 
 def openai_error(status_code: int, message: str, error_type: str = "invalid_request_error") -> JSONResponse:
@@ -315,15 +241,6 @@ def _app_from(args: argparse.Namespace, token: str | None) -> FastAPI:
         session_timeout_s=args.session_timeout_s,
         token=token,
     )
-
-
-def load_config(path: str) -> ServersConfig:
-    """The config file; ConfigError says what is wrong with it."""
-    file = expand_path(path, what="--config")
-    try:
-        return ServersConfig.model_validate(orjson.loads(file.read_bytes()))
-    except (OSError, orjson.JSONDecodeError, ValidationError) as error:
-        raise ConfigError(f"--config {file} cannot be used: {error}") from error
 
 
 def _check_chat(request: ChatCompletionProxyRequest) -> None:

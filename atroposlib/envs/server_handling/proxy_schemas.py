@@ -1,0 +1,99 @@
+"""What the managed-server proxy is asked and answers, and its config file."""
+
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.errors import ConfigError
+from atroposlib.paths import expand_path
+
+_NOT_FOR_THE_ENGINE = {"messages", "tools", "tool_choice", "model", "stream", "user", "max_completion_tokens"}
+
+
+class ChatCompletionProxyRequest(BaseModel):
+    """OpenAI's chat request. Further fields, such as `top_p`, go to the engine as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[dict[str, Any]]
+    max_tokens: PositiveInt = 1024
+    max_completion_tokens: PositiveInt | None = None
+    temperature: float = 1.0
+    n: PositiveInt = 1
+    stop: list[str] | str | None = None
+    stream: bool = False
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """What the engine is told beside the prompt."""
+        given = self.model_dump(exclude=_NOT_FOR_THE_ENGINE, exclude_none=True)
+        return {**given, "max_tokens": self.max_completion_tokens or self.max_tokens}
+
+
+class CompletionProxyRequest(BaseModel):
+    """OpenAI's completion request, for one prompt. Further fields go to the engine as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt: str
+    max_tokens: PositiveInt = 1024
+    temperature: float = 1.0
+    n: PositiveInt = 1
+    stop: list[str] | str | None = None
+
+
+class SessionCreateRequest(BaseModel):
+    """How a session tracks, and on which server."""
+
+    tool_parser: str = "hermes"
+    track_tree: bool = False
+    base_url: str | None = None
+
+
+class SessionCreateResponse(BaseModel):
+    """A new session."""
+
+    uuid: str
+    model_name: str
+    tool_parser: str
+    base_url: str | None = None
+    created_at: float
+
+
+class RenderResponse(BaseModel):
+    """What a chat request would send."""
+
+    prompt_text: str
+    token_ids: list[int]
+    num_tokens: int
+
+
+class ServersConfig(BaseModel):
+    """The config file, and the body of /setup."""
+
+    model_name: str
+    tokenizer_name: str = "none"
+    servers: list[dict[str, Any]] = Field(min_length=1)
+
+    def server_configs(self) -> list[APIServerConfig]:
+        """One per server; `server_type` is vllm unless given."""
+        shared = {"server_type": "vllm", "model_name": self.model_name, "tokenizer_name": self.tokenizer_name}
+        return [APIServerConfig(**{**shared, **server}) for server in self.servers]
+
+    def load_tokenizer(self) -> Any:
+        """The tokenizer of the model."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.model_name if self.tokenizer_name == "none" else self.tokenizer_name)
+
+
+def load_config(path: str) -> ServersConfig:
+    """The config file; ConfigError says what is wrong with it."""
+    file = expand_path(path, what="--config")
+    try:
+        return ServersConfig.model_validate(orjson.loads(file.read_bytes()))
+    except (OSError, orjson.JSONDecodeError, ValidationError) as error:
+        raise ConfigError(f"--config {file} cannot be used: {error}") from error
