@@ -66,6 +66,8 @@ def generate(
         seed=seed,
     )
     if policy:
+        if min_score is not None or allow_negative_scores or save_top_n_per_group or minimum_score_diff_max_min:
+            raise ConfigError("--policy replaces the selection options; write them as steps of the policy file")
         selection = load_policy(policy)
     options = SftOptions(format=chosen, tokenizer=tokenizer, pack=pack, append=append_to_previous, overwrite=overwrite)
     if output is None:
@@ -91,6 +93,9 @@ def print_report(report: ExportReport) -> None:
         print(f"  {step.step:<16} kept {step.kept}, dropped {step.dropped}")
     for task, count in report.tasks.items():
         print(f"  task {task or '(none)'}: {count}")
+    if report.contamination:
+        listed = f"{report.output}.contamination.jsonl"
+        print(f"  shared with evaluation sets: {len(report.contamination)}, listed in {listed}")
     if report.rerendered:
         print(f"  token ids made from messages, as none were recorded: {report.rerendered}")
     print(f"{report.records} records ({report.format}): {report.output}")

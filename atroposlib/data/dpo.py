@@ -20,10 +20,10 @@ from atroposlib.data.formats import chat, decode_batch, ids_and_labels, messages
 from atroposlib.data.output import check_output, written_whole
 from atroposlib.data.pairs import PairRules, preference_pairs
 from atroposlib.data.policy import Policy, StepResult, priorities, select
-from atroposlib.data.report import ExportReport, describe_inputs, require_survivors, write_meta
+from atroposlib.data.report import ExportReport, NothingKept, describe_inputs, require_survivors, write_meta
 from atroposlib.data.table import Advance, Chosen, Table, ignore, scan
 from atroposlib.data.tokenizers import load_tokenizer
-from atroposlib.errors import ConfigError, DataError
+from atroposlib.errors import ConfigError
 from atroposlib.type_definitions import Array
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def export_dpo(
                     writer.write(convert(chosen, better - first, worse - first))
                     count += 1
         if not count:
-            raise DataError(
+            raise NothingKept(
                 f"no pair in {len(table.groups)} groups: no two responses to one prompt differ by more than "
                 f"{rules.min_gap}, with the better above {rules.above}; lower --minimum-score-diff-max-min"
             )

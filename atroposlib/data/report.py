@@ -15,6 +15,10 @@ from atroposlib.data.table import Table
 from atroposlib.errors import DataError
 
 
+class NothingKept(DataError):
+    """The policy, or the rule for pairs, left nothing to write; the rollouts are still there."""
+
+
 @dataclass(frozen=True)
 class ExportReport:
     """What an export did; also written beside the output as `<output>.meta.json`."""
@@ -37,9 +41,17 @@ class ExportReport:
 
 
 def write_meta(output: Path, report: ExportReport) -> Path:
-    """Record beside the output how it was made; returns the path."""
+    """Record beside the output how it was made; returns the path.
+
+    What a decontamination step found goes to `<output>.contamination.jsonl`, one response a line.
+    """
     path = output.with_name(output.name + ".meta.json")
-    write_whole(path, orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2))
+    facts = asdict(report)
+    hits = facts.pop("contamination")
+    if hits:
+        found = output.with_name(output.name + ".contamination.jsonl")
+        write_whole(found, b"".join(orjson.dumps(hit) + b"\n" for hit in hits))
+    write_whole(path, orjson.dumps({**facts, "contaminated": len(hits)}, option=orjson.OPT_INDENT_2))
     return path
 
 
@@ -49,12 +61,12 @@ def describe_inputs(files: list[Path]) -> list[dict[str, Any]]:
 
 
 def require_survivors(table: Table, steps: list[StepResult]) -> None:
-    """DataError when the last step left nothing; says which step dropped how many."""
+    """`NothingKept` when the last step left nothing; says which step dropped how many."""
     if len(table.responses) and (not steps or steps[-1].kept):
         return
     dropped = ", ".join(f"{step.step} dropped {step.dropped}" for step in steps)
-    raise DataError(
-        f"no response is left of {len(table.responses)} in {len(table.groups)} groups "
+    raise NothingKept(
+        f"no response survived of {len(table.responses)} in {len(table.groups)} groups "
         f"({dropped or 'the files are empty'}); "
         "nothing was written. Loosen the policy (--min-score, --allow-negative-scores) or check the scores with "
         "`atropos data stats`"

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from atroposlib.data import output as output_module
 from atroposlib.data.conversion import SftOptions
-from atroposlib.data.policy import simple_policy
+from atroposlib.data.policy import Policy, simple_policy
 from atroposlib.data.sft import export_sft
 from atroposlib.errors import AtroposError, ConfigError, DataError, PathError
 
@@ -117,7 +117,7 @@ BAD_CONTENT = {
     "messages null": (ONE | {"messages": None}, {}, "'messages' were not recorded"),
     "message is text": (ONE | {"messages": ["text"]}, {}, "is not a list of"),
     "one conversation null": (ONE | {"messages": [None]}, {}, "is not a list of"),
-    "no survivors": (ONE | {"scores": [0.0]}, {}, "no response is left of 1 in 1 groups"),
+    "no survivors": (ONE | {"scores": [0.0]}, {}, "no response survived of 1 in 1 groups"),
     "score null": (ONE | {"scores": [None]}, {}, "Expected `float`, got `null`"),
     "score beyond floats": ({**ONE, "scores": [10**400]}, {}, "scores"),
     "mask of another length": (ONE | {"masks": [[-100, 2]]}, {"format": "tokens"}, "6 tokens but 2 mask values"),
@@ -212,6 +212,17 @@ def test_the_recipe_is_recorded_beside_the_output(tmp_path):
     assert [step["step"] for step in meta["policy"]["steps"]] == ["score", "top_n"]
     assert meta["inputs"][0]["path"] == str(rollouts)
     assert meta["tasks"] == {"sums": 1}
+
+
+def test_what_an_evaluation_set_shares_is_listed_beside_the_output(tmp_path):
+    (tmp_path / "eval.txt").write_text("way 0 think answer 0 0 and nothing else here\n")
+    groups = [make_group([1.0, 1.0])]
+    groups[0]["messages"][0][1]["content"] = "Way 0: think, answer 0.0 and nothing else here"
+    policy = Policy.model_validate({"steps": [{"step": "decontaminate", "against": [str(tmp_path / "eval.txt")]}]})
+    export_sft(write_groups(tmp_path / "a.jsonl", groups), tmp_path / "o.jsonl", policy)
+    (hit,) = lines_of(tmp_path / "o.jsonl.contamination.jsonl")
+    assert hit["where"].endswith("a.jsonl:1[0]")
+    assert json.loads((tmp_path / "o.jsonl.meta.json").read_text())["contaminated"] == 1
 
 
 def test_a_tokenizer_without_template_cannot_make_ids(tmp_path):
