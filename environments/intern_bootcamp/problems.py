@@ -5,6 +5,7 @@ index alone. A problem whose generator failed has `"fault"`, the reason, in plac
 """
 
 import logging
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +27,8 @@ logger = logging.getLogger(__name__)
 Split = Literal["train", "eval"]
 Problem = tuple[list[Message], dict[str, Any]]
 
-GENERATOR_LIMIT = 3
-"""Failures in a row after which a generator is not run any more: a hanging one would hold up all others."""
+SLOW_FAILURE_LIMIT = 3
+"""Slow failures in a row after which a generator is not run any more: while it hangs, no other problem is drawn."""
 
 THINKING_PROMPT = (
     "Think about the problem step by step inside <think> and </think>. After that, give your final answer in exactly "
@@ -51,8 +52,7 @@ class ProblemSource:
         self._mixtures = {split: Mixture(self._weights, f"{config.seed}/{split}") for split in ("train", "eval")}
         self.tasks = {name: self._make_task(name) for name in self._weights}
         self._shots: dict[str, list[Drawn]] = {}
-        self._failures: Counter[str] = Counter()
-        self._last_failure: dict[str, str] = {}
+        self._slow_failures: Counter[str] = Counter()
 
     async def check(self) -> None:
         """Draw one problem of each reasoning-gym dataset; ConfigError names the one that is misspelt or misused."""
@@ -99,17 +99,16 @@ class ProblemSource:
         await self.sandbox.close()
 
     async def _draw(self, task: Task, seed: int) -> Drawn:
-        if self._failures[task.name] >= GENERATOR_LIMIT:
-            raise EnvironmentFault(
-                f"{self._last_failure[task.name]} ({GENERATOR_LIMIT} times in a row; not tried again)"
-            )
+        if self._slow_failures[task.name] >= SLOW_FAILURE_LIMIT:
+            raise EnvironmentFault(f"the generator of {task.name} took too long {SLOW_FAILURE_LIMIT} times in a row")
+        started = time.monotonic()
         try:
             drawn = await task.draw(seed)
-        except EnvironmentFault as fault:
-            self._failures[task.name] += 1
-            self._last_failure[task.name] = str(fault)
+        except EnvironmentFault:
+            is_slow = time.monotonic() - started > self._config.verifier_timeout_s / 2
+            self._slow_failures[task.name] = self._slow_failures[task.name] + 1 if is_slow else 0
             raise
-        self._failures[task.name] = 0
+        self._slow_failures[task.name] = 0
         return drawn
 
     async def _messages(self, name: str, drawn: Drawn) -> list[Message]:
@@ -149,7 +148,7 @@ class ProblemSource:
         names = checkout_classes(self._checkout) if self._checkout else OWN_BOOTCAMPS
         weights = config.task_weights or dict.fromkeys(names, 1.0)
         quarantine = _folder(config.quarantine_path, "env.quarantine_path")
-        bad = read_quarantine(Path(quarantine)) if quarantine else {}
+        bad = _read_quarantine(quarantine) if quarantine else {}
         good = {name: weight for name, weight in weights.items() if name not in bad}
         if not good:
             raise ConfigError(f"every task of the mixture is in quarantine ({quarantine}); nothing is left to draw")
@@ -168,3 +167,10 @@ class ProblemSource:
 
 def _folder(path: str | None, what: str) -> str | None:
     return None if path is None else str(expand_path(path, what=what).absolute())
+
+
+def _read_quarantine(path: str) -> dict[str, str]:
+    try:
+        return read_quarantine(Path(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"env.quarantine_path {path} cannot be read: {error}; make it anew") from error

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from atroposlib.errors import ConfigError, VerifierFault
 from environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
-from environments.intern_bootcamp.problems import GENERATOR_LIMIT, THINKING_PROMPT, ProblemSource
+from environments.intern_bootcamp.problems import SLOW_FAILURE_LIMIT, THINKING_PROMPT, ProblemSource
 from environments.intern_bootcamp.seeds import Mixture, derive_seed
 
 CHECKOUT = str(Path(__file__).parent / "fake_checkout")
@@ -116,14 +116,21 @@ async def test_parameters_of_a_mixture_go_by_task():
     assert max(meta["identity"]["left"] for _, meta in problems if meta["task_name"] == "addition") > 9
 
 
-async def test_a_failing_generator_gives_an_item_with_the_reason_and_is_soon_not_run_any_more():
+async def test_a_failing_generator_gives_items_with_the_reason():
     source = make_source(task_name="Raisesonimportbootcamp", internbootcamp_path=CHECKOUT)
-    items = [await source.problem(index) for index in range(GENERATOR_LIMIT + 1)]
+    items = [await source.problem(index) for index in range(SLOW_FAILURE_LIMIT + 2)]
     await source.close()
-    assert [messages for messages, _ in items] == [[]] * (GENERATOR_LIMIT + 1)
+    assert [messages for messages, _ in items] == [[]] * len(items)
     assert {meta["task_name"] for _, meta in items} == {"Raisesonimportbootcamp"}
-    assert "a_package_that_nobody_has" in items[0][1]["fault"]
-    assert "not tried again" in items[-1][1]["fault"]
+    assert all("a_package_that_nobody_has" in meta["fault"] for _, meta in items)
+
+
+async def test_a_hanging_generator_is_soon_not_run_any_more():
+    source = make_source(task_name="Hangsbootcamp", internbootcamp_path=CHECKOUT, verifier_timeout_s=0.2)
+    faults = [(await source.problem(index))[1]["fault"] for index in range(SLOW_FAILURE_LIMIT + 1)]
+    await source.close()
+    assert all("no result after 0.2 s" in fault for fault in faults[:-1])
+    assert "took too long 3 times in a row" in faults[-1]
 
 
 async def test_a_misspelt_dataset_is_refused_at_the_start():
@@ -146,6 +153,7 @@ REFUSED = {
     "parameters of another task": ({"task_params": {"adition": {}}}, "adition"),
     "an unknown task": ({"task_weights": {"adition": 1}}, "did you mean 'addition'"),
     "no checkout there": ({"internbootcamp_path": "/nowhere"}, "not a checkout of InternBootcamp"),
+    "no quarantine list there": ({"quarantine_path": "/nowhere.json"}, "quarantine_path /nowhere.json cannot be read"),
     "an unset variable": ({"internbootcamp_path": "${NO_SUCH_VARIABLE}/x"}, "NO_SUCH_VARIABLE"),
 }
 
