@@ -1,5 +1,6 @@
 """Stand-ins that every test may use: a byte tokenizer and a scripted inference server, no network, no model."""
 
+import asyncio
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -113,6 +114,7 @@ class FakeServer:
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
         ids = kwargs.get("input_ids") or self.tokenizer.encode(kwargs["prompt"])
         end = [EOS] if self.finish_reason == "stop" else []
+        await asyncio.sleep(0)  # other requests come in between, as with a real server
         outputs = [
             self.tokenizer.encode(text, add_special_tokens=False) + end
             for text in self._answer(self.tokenizer.decode(ids), kwargs)

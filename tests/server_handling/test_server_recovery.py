@@ -208,8 +208,9 @@ async def test_many_requests_are_in_flight_at_once(engine):
     server = sglang_server(engine, num_max_requests_at_once=300)
     engine.held = asyncio.Event()
     tasks = [asyncio.create_task(server.tokens_and_logprobs_completion(**ASK)) for _ in range(300)]
-    while engine.running < 300:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(30):
+        while engine.running < 300:
+            await asyncio.sleep(0.01)
     engine.held.set()
     await asyncio.gather(*tasks)
 
