@@ -109,9 +109,9 @@ class TeacherDistillationEnv(BaseEnv):
         env = cls(
             settings.env,  # pyright: ignore[reportArgumentType]  # made from env_config_cls
             settings.servers,
-            teacher_server_configs=teacher,
             slurm=settings.manager.slurm,
             testing=settings.manager.testing,
+            **({} if teacher is None else {"teacher_server_configs": teacher}),  # subclasses may not know the name
         )
         env.server.max_n_completions = settings.manager.max_n_completions
         env.server.proxy_url = settings.manager.proxy_url

@@ -4,6 +4,7 @@ import pytest
 
 from atroposlib.envs import teacher_distillation_env as module
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ServerBaseline
+from atroposlib.envs.cli import resolve
 from atroposlib.envs.teacher_distillation_env import TeacherDistillationConfig, TeacherDistillationEnv
 from atroposlib.errors import ConfigError, EngineFault
 
@@ -41,7 +42,7 @@ class Teacher:
 @pytest.fixture(autouse=True)
 def without_servers(monkeypatch):
     def init(self, config, server_configs, slurm=False, testing=False):
-        self.config, self.tokenizer = config, Vocabulary("a", "b")
+        self.config, self.tokenizer, self.server = config, Vocabulary("a", "b"), SimpleNamespace()
 
     monkeypatch.setattr(module.BaseEnv, "__init__", init)
     monkeypatch.setattr(module, "ServerManager", Teacher)
@@ -178,6 +179,38 @@ def test_the_teachers_section_is_resolved_like_the_students(monkeypatch):
 @pytest.mark.parametrize("mode", ["serve", "process", "evaluate"])
 def test_every_mode_takes_teacher_flags(mode):
     assert TeacherDistillationEnv.extra_namespaces(mode) == {"teacher": APIServerConfig}
+
+
+class Student(TeacherDistillationEnv):
+    @classmethod
+    def config_init(cls):
+        return TeacherDistillationConfig(tokenizer_name="student-tok", use_wandb=False), [TEACHER]
+
+
+TEACHER_FLAGS = [
+    "--teacher.base_url",
+    "http://flag/v1",
+    "--teacher.model_name",
+    "student-tok",
+    "--teacher.timeout",
+    "9",
+]
+
+
+@pytest.mark.parametrize("mode", ["serve", "process", "evaluate"])
+def test_the_command_line_makes_the_teacher(mode):
+    settings = resolve(Student, mode, ["--env.teacher_enabled", "true", "--env.teacher_top_k", "4", *TEACHER_FLAGS])
+    env = Student.from_settings(settings)
+    [teacher] = env.teacher_server.configs
+    assert (teacher.base_url, teacher.timeout, env.config.teacher_top_k) == ("http://flag/v1", 9, 4)
+
+
+def test_a_subclass_that_knows_no_teacher_argument_still_starts():
+    class Old(Student):
+        def __init__(self, config, server_configs, slurm=False, testing=False):
+            super().__init__(config, server_configs, slurm=slurm, testing=testing)
+
+    assert Old.from_settings(resolve(Old, "process", [])).teacher_server is None
 
 
 def test_a_discovered_teacher_stays_a_baseline():
