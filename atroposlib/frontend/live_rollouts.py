@@ -6,6 +6,7 @@ registered, nothing is taken from it: the latest example is looked at again and 
 
 import asyncio
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from atroposlib.api.auth import TOKEN_VARIABLE
 from atroposlib.api.client import EnvClient, TrainerClient
 from atroposlib.data.lazy import hash64
 from atroposlib.data.rollout_files import Line
@@ -105,7 +107,10 @@ class LiveRollouts:
 
     async def _watch(self, owner: str) -> None:
         self._state = f"watching the latest examples of {self._url}; its trainer {owner!r} keeps the batches"
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+        token = os.environ.get(TOKEN_VARIABLE)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        timeout = aiohttp.ClientTimeout(total=30)
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
             while True:
                 async with session.get(f"{self._url}/latest_example") as reply:
                     reply.raise_for_status()
