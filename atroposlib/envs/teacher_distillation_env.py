@@ -23,6 +23,7 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig, Ser
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError
 from atroposlib.rollouts.groups import as_groups
+from atroposlib.rollouts.trace import tracing
 from atroposlib.type_definitions import Item, ScoredDataGroup
 from atroposlib.utils.cli import merge_dicts
 
@@ -189,7 +190,8 @@ class TeacherDistillationEnv(BaseEnv):
     async def _fetch_teacher_for_sequence(self, token_ids: list[int], top_k: int) -> TeacherView:
         """The teacher's view of one sequence; raises what `ServerManager.get_logprobs` raises."""
         assert self.teacher_server is not None
-        view = await self.teacher_server.get_logprobs(input_ids=token_ids, top_k=top_k, max_tokens=1, split="train")
+        with tracing():  # a trace of its own, thrown away: the teacher's tokens are not the rollout's
+            view = await self.teacher_server.get_logprobs(input_ids=token_ids, top_k=top_k, max_tokens=1, split="train")
         return view["prompt_topk_token_ids"], view["prompt_topk_logprobs"]
 
     def _check_teacher_tokenizer(self, teacher_tokenizer_name: str) -> None:

@@ -7,6 +7,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, ServerBaseline
 from atroposlib.envs.cli import resolve
 from atroposlib.envs.teacher_distillation_env import TeacherDistillationConfig, TeacherDistillationEnv
 from atroposlib.errors import ConfigError, EngineFault
+from atroposlib.rollouts.trace import current_trace, tracing
 
 TEACHER = APIServerConfig(model_name="student-tok", base_url="http://teacher/v1", server_type="sglang")
 
@@ -28,6 +29,7 @@ class Teacher:
 
     async def get_logprobs(self, *, input_ids, top_k, **kwargs):
         self.asked.append((input_ids, top_k))
+        self.trace = current_trace()
         if 666 in input_ids:
             raise EngineFault("teacher is down")
         length = len(input_ids) - (7 in input_ids)
@@ -63,6 +65,14 @@ async def test_every_sequence_gets_the_teachers_view():
     assert attached["distill_token_ids"] == [[[1, 1]] * 3, [[1, 1]]]
     assert attached["distill_logprobs"] == [[[-0.5, -0.5]] * 3, [[-0.5, -0.5]]]
     assert env.teacher_server.asked == [([1, 2, 3], 2), ([4], 2)]
+
+
+async def test_the_teachers_tokens_do_not_count_as_the_rollouts():
+    env = environment()
+    with tracing() as rollout:
+        await env._attach_teacher_distillation(group([1, 2]))
+    assert env.teacher_server.trace is not None
+    assert env.teacher_server.trace is not rollout
 
 
 SKIPPED = {
