@@ -165,7 +165,7 @@ def test_an_environment_that_refuses_its_settings_ends_the_run_with_its_sentence
 def test_a_full_disk_loses_nothing_and_the_run_ends_when_there_is_room(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=False).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(disk)], check=False).returncode:
         pytest.skip("this machine does not allow mounts")
     try:
         run = DatagenRun(disk, expected_tokens=1)
@@ -173,7 +173,7 @@ def test_a_full_disk_loses_nothing_and_the_run_ends_when_there_is_room(tmp_path)
             filler = disk / "filler"
             with filler.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
                 while True:
-                    stream.write(b"\0" * 4096)
+                    stream.write(b"\0" * 65536)
             full_at = len(run.groups())
             time.sleep(5)
             assert process.poll() is None, process.communicate()
