@@ -15,6 +15,7 @@ from example_trainer.data import MicroBatch, Row, collate, micro_batches
 from example_trainer.losses.controllers import KLController, TauController
 from example_trainer.objective import StepPlan, micro_loss, plan
 from example_trainer.policy import Policy
+from example_trainer.ranks import Ranks
 from example_trainer.stats import StepStats
 
 
@@ -46,6 +47,7 @@ class Learner:
     def __init__(self, config: TrainingConfig, *, checkpoint: Path | None = None) -> None:
         self.config = config
         self.policy = Policy(config, checkpoint=checkpoint)
+        self.ranks = Ranks(self.policy.device)
         self.optimizer = make_optimizer(config, self.policy)
         self.scheduler = make_scheduler(config, self.optimizer)
         self.kl = KLController(
@@ -62,7 +64,7 @@ class Learner:
         self.step = 0
 
     def train_on(self, rows: Sequence[Row]) -> dict[str, float]:
-        """One optimizer step on whole groups; the metrics.
+        """One optimizer step on whole groups; the metrics. Every rank calls it with the same rows.
 
         Raises:
             TrainingError: loss or gradient is not finite.
@@ -76,9 +78,14 @@ class Learner:
         used = [i for i in range(len(rows)) if step.signal[i]]
         stats, loss = StepStats(), 0.0
         chosen = [rows[i] for i in used]
-        for lines in micro_batches(chosen, config.micro_batch_tokens, share=config.share_prompts):
+        for index, lines in enumerate(micro_batches(chosen, config.micro_batch_tokens, share=config.share_prompts)):
+            if not self.ranks.mine(index):
+                continue
             micro = collate(rows, [[used[i] for i in line] for line in lines], self.policy.device)
             loss += self._micro_step(step, rows, micro, _reference_of(references, micro), stats, clock)
+        loss = sum(self.ranks.gather(loss))
+        self.ranks.sum_gradients(self.policy.trainable)
+        stats = StepStats.merged(self.ranks.gather(stats))
         grad_norm = self._update(loss)
         clock.lap("optimizer")
         self.step += 1

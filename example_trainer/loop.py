@@ -7,11 +7,12 @@ any point goes on at the right step with every batch trained exactly once.
 """
 
 import logging
+import os
 import random
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from atroposlib.launch.lock import run_lock
 from atroposlib.paths import expand_path, writable_dir
 from example_trainer import checkpoint as checkpoints
 from example_trainer.config import TrainingConfig
-from example_trainer.data import rows_of
+from example_trainer.data import Row, rows_of
 from example_trainer.feed import BatchFeed, staleness
 from example_trainer.learner import Learner
 from example_trainer.report import Report
@@ -30,6 +32,7 @@ from example_trainer.weight_sync import WeightSync, make_sync
 
 logger = logging.getLogger(__name__)
 
+_NO_MORE: list[Row] = []
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -49,11 +52,19 @@ def train(config: TrainingConfig) -> TrainResult:
         AtroposError: the API, an engine, the data or the arithmetic failed; the message says which.
     """
     save_path = writable_dir(config.save_path, what="save_path").absolute()
+    with run_lock(save_path) if int(os.environ.get("RANK", "0")) == 0 else nullcontext():
+        return _train(config, save_path)
+
+
+def _train(config: TrainingConfig, save_path: Path) -> TrainResult:
+    """`train`, with the folder locked against a second trainer."""
     config = config.model_copy(update={"save_path": str(save_path)})
     _seed(config.seed)
     found = checkpoints.newest(save_path) if config.resume else None
     learner = Learner(config, checkpoint=found)
     trained = checkpoints.restore(learner, found) if found else []
+    if not learner.ranks.is_first:
+        return _follow(learner)
     logger.info("training %s from step %d to %d", config.model_name, learner.step, config.training_steps)
     report = Report(config, expand_path(config.log_dir, what="log_dir"))
     sync = make_sync(config, save_path)
@@ -63,6 +74,13 @@ def train(config: TrainingConfig) -> TrainResult:
     finally:
         sync.close()
         report.close()
+
+
+def _follow(learner: Learner) -> TrainResult:
+    """What every rank but the first does: the same steps on the rows that the first one shares."""
+    while rows := learner.ranks.share(_NO_MORE):
+        learner.train_on(rows)
+    return TrainResult(learner.step, finished=True, checkpoint=None)
 
 
 class _StopFlag:
@@ -101,6 +119,7 @@ class _Run:
                 last_saved = learner.step
         if last_saved != learner.step:
             self._save()
+        learner.ranks.share(_NO_MORE)
         finished = learner.step >= config.training_steps
         if finished and config.save_final:
             learner.policy.save_merged(self.save_path / "final")
@@ -122,7 +141,7 @@ class _Run:
         if not rows:
             logger.warning("a batch of %d groups was all too stale and is dropped", len(batch.groups))
             return True
-        metrics |= learner.train_on(rows)
+        metrics |= learner.train_on(learner.ranks.share(rows))
         trained = time.perf_counter()
         if learner.step % self.config.sync_interval == 0:
             self.sync.push(learner.policy, learner.step)

@@ -1,6 +1,7 @@
 """The model in training: loading, LoRA, log-probabilities of given tokens, and its frozen reference."""
 
 import copy
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,9 +137,10 @@ def _row_scores(
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is a GPU when there is one."""
+    """`auto` is this rank's GPU when there is one."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        return torch.device(gpu if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r} but torch sees no GPU; use cpu or auto, or install torch with CUDA")

@@ -1,6 +1,7 @@
 """Numbers of one optimizer step, gathered over micro-batches without loss: sums and counts, divided only at the end."""
 
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +14,21 @@ from example_trainer.losses.policy import clip_counts, ratio
 class StepStats:
     """Sums over trained tokens of a step."""
 
-    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    tops: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    sums: Counter[str] = field(default_factory=Counter)
+    tops: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
+
+    @classmethod
+    def merged(cls, parts: "Iterable[StepStats]") -> "StepStats":
+        """The whole of parts that were counted apart."""
+        whole = cls()
+        for part in parts:
+            whole.tokens += part.tokens
+            for name, value in part.sums.items():
+                whole.sums[name] += value
+            for name, value in part.tops.items():
+                whole.tops[name] = max(whole.tops.get(name, 0.0), value)
+        return whole
 
     @torch.no_grad()
     def add(
@@ -47,9 +60,9 @@ class StepStats:
             "kl": 0.0 if kl is None else kl.masked_fill(~trained, 0.0).sum(),
         }
         for name, value in values.items():
-            self.sums[name] += float(value)
-        self.tops["logprob_diff"] = max(self.tops["logprob_diff"], float(gaps.max()))
-        self.tops["ratio"] = max(self.tops["ratio"], float(ratios.max()))
+            self.sums[name] += float(value)  # pyright: ignore[reportArgumentType] - a Counter of floats
+        for name, value in {"logprob_diff": gaps.max(), "ratio": ratios.max()}.items():
+            self.tops[name] = max(self.tops.get(name, 0.0), float(value))
 
     def metrics(self, *, entropy: bool, kl: bool) -> dict[str, float]:
         """Means and maxima by metric name; empty when nothing was trained."""
