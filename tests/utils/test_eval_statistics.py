@@ -12,7 +12,12 @@ def test_pass_at_k_is_the_share_of_draws_with_a_correct_answer():
     assert pass_at_k(6, 2, 3) == pytest.approx(sum(any(draw) for draw in draws) / len(draws))
 
 
-EDGES = {"all correct": (4, 4, 1, 1.0), "none correct": (4, 0, 4, 0.0), "too few wrong ones": (4, 2, 3, 1.0), "summed scores": (2, 1.0, 1, 0.5)}
+EDGES = {
+    "all correct": (4, 4, 1, 1.0),
+    "none correct": (4, 0, 4, 0.0),
+    "too few wrong ones": (4, 2, 3, 1.0),
+    "summed scores": (2, 1.0, 1, 0.5),
+}
 
 
 @pytest.mark.parametrize(("m", "c", "k", "expected"), EDGES.values(), ids=EDGES)
