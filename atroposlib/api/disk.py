@@ -125,9 +125,8 @@ class DiskStore:
         missing = []
         for number, env_id, sequences, buffered, *place in self._index.execute("SELECT * FROM groups ORDER BY number"):
             group = Group(number, env_id, sequences, Place(*place))
-            if self._segments.holds(group.place):
+            if self._segments.keep(group.place):
                 groups[number] = group, bool(buffered)
-                self._segments.keep(group.place)
             else:
                 missing.append(group)
         if missing:

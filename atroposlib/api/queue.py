@@ -1,6 +1,7 @@
 """The queue's index in memory: which groups wait, which are buffered, which batches are formed.
 
-Payloads are elsewhere (`store.py`); here a group is its number, environment, size and place. Sizes count *sequences*.
+Payloads are elsewhere (`store.py`); here a group is its number, environment, size and place, as structs that cost
+little to make: a restart makes one for every group that waits. Sizes count *sequences*.
 A group is never split: it is in the queue, in one buffer, or in one formed batch.
 """
 
@@ -9,11 +10,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from atroposlib.api.batching import EnvId, GroupClass, pick_batch
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, gc=False):
     """Where the stored content of a group lies: `length` bytes at `offset` of a segment file."""
 
     segment: int
@@ -22,8 +24,7 @@ class Place:
     crc: int
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(msgspec.Struct, frozen=True, gc=False):
     """A stored group. `number` counts arrivals, so it is also the order of delivery."""
 
     number: int

@@ -7,7 +7,7 @@ restarted since. The same content over a connection that goes on is a new group.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from atroposlib.api.delivery import Connection
@@ -15,6 +15,9 @@ from atroposlib.api.queue import Group
 
 WINDOW_S = 120.0
 """How long after a lost answer the same content counts as its retry."""
+
+LAST_GROUPS = 1000
+"""After a restart, so many of the last stored groups may have lost their answer."""
 
 
 @dataclass(slots=True)
@@ -30,11 +33,11 @@ class _Open:
 class RetryFinder:
     """Remembers contents, by length and CRC, whose answers are not known to have arrived."""
 
-    def __init__(self, stored_before: Iterable[Group]) -> None:
+    def __init__(self, stored_before: Sequence[Group]) -> None:
         self._open: dict[tuple[int, int], list[_Open]] = {}
         self._next_sweep = 0.0
         until = time.monotonic() + WINDOW_S
-        for group in stored_before:
+        for group in stored_before[-LAST_GROUPS:]:
             self._add(_Open(group, None, 0, until))
 
     def remember(self, group: Group, connection: Connection | None) -> None:

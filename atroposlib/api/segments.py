@@ -134,16 +134,14 @@ class SegmentFiles:
             raise GroupLost(group, "its bytes have changed on disk")
         return content
 
-    def holds(self, place: Place) -> bool:
-        """Whether the file of a group is there and long enough."""
-        segment = self._segments.get(place.segment)
-        return segment is not None and place.offset + place.length <= segment.end
-
-    def keep(self, place: Place) -> None:
-        """Count one more needed group in an old segment."""
-        segment = self._segments[place.segment]
+    def keep(self, place: Place) -> bool:
+        """Count one more needed group in an old segment; False when the file is not there or too short."""
+        segment, end = self._segments.get(place.segment), place.offset + place.length
+        if segment is None or end > segment.end:
+            return False
         segment.live += 1
-        segment.needed = max(segment.needed, place.offset + place.length)
+        segment.needed = max(segment.needed, end)
+        return True
 
     def free(self, places: Sequence[Place]) -> None:
         """These groups are not needed any more; files without needed groups go."""

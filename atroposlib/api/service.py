@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from atroposlib.api.batching import EnvId, can_sum, env_status
 from atroposlib.api.delivery import Connection
@@ -25,6 +26,9 @@ from atroposlib.errors import ApiError
 
 logger = logging.getLogger(__name__)
 KEPT_ACKS = 1000
+
+StoringKey: TypeAlias = str | tuple[int, int]
+"""What a group being stored is known by: its id, else length and CRC of its content."""
 
 
 class Refused(ApiError):
@@ -62,8 +66,8 @@ class TrajectoryService:
             self.queue.leased[batch.batch_id or ""] = batch
         self._next_number = found.next_number
         self._latest: Payload | None = None
-        self._retries = RetryFinder(found.queued + found.buffered)
-        self._storing: dict[str, asyncio.Future[None]] = {}  # group_id -> done when stored or failed
+        self._retries = RetryFinder(sorted(found.queued + found.buffered, key=lambda group: group.number))
+        self._storing: dict[StoringKey, asyncio.Future[None]] = {}  # done when stored or failed
         self._offered = self._sizes_in_use()
         self.metrics.watch(self)
 
@@ -291,11 +295,11 @@ class TrajectoryService:
         self, payload: Payload, crc: int, earlier: Sequence[NewGroup], connection: Connection | None
     ) -> bool:
         """Whether this group was stored before, by its id or because it repeats a request whose answer got lost."""
+        if payload.group_id is not None and any(group.group_id == payload.group_id for group in earlier):
+            return True
+        while (storing := self._storing.get(payload.group_id or (_length(payload), crc))) is not None:
+            await asyncio.wait([storing])
         if payload.group_id is not None:
-            if any(group.group_id == payload.group_id for group in earlier):
-                return True
-            while (storing := self._storing.get(payload.group_id)) is not None:
-                await asyncio.wait([storing])
             return self.store.knows_group_id(payload.group_id)
         for group in self._retries.candidates(_length(payload), crc, connection):
             try:
@@ -324,19 +328,21 @@ class TrajectoryService:
         if not groups:
             return []
         run_id, stored = self.run.run_id, asyncio.get_running_loop().create_future()
-        ids = [group.group_id for group in groups if group.group_id is not None]
-        self._storing.update(dict.fromkeys(ids, stored))
+        keys: set[StoringKey] = {group.group_id or (group.length, group.crc) for group in groups}
+        self._storing.update(dict.fromkeys(keys, stored))
         try:
             kept = await self.store.add(groups)
         finally:
-            for group_id in ids:
-                del self._storing[group_id]
+            for key in keys:
+                if self._storing.get(key) is stored:
+                    del self._storing[key]
             stored.set_result(None)
+        for group in kept:
+            self._retries.remember(group, connection)
         if run_id != self.run.run_id:
             raise Refused(404, "the run was reset while this group was being stored; register again", "unknown_env")
         receipts: list[Receipt] = []
         for new, group in zip(groups, kept, strict=True):
-            self._retries.remember(group, connection)
             self.metrics.group_stored(group)
             if new.buffered:
                 receipts.append(Receipt(buffered=await self._buffer(group)))
