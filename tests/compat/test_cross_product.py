@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from tests.compat.conftest import BATCH_TIMEOUT_S, HERE
+from tests.compat.services import BATCH_TIMEOUT_S, HERE
 
 BATCH_SIZE = 8
 BATCHES = 3
