@@ -34,7 +34,7 @@ class ModelSettings(Settings):
     """What is trained, and in which precision."""
 
     model_name: str = Field(description="Model folder, hub name, or smollm2-135m, which pip can fetch.")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="Precision of forward and backward; auto: bfloat16 on a GPU, float32 on a CPU."
     )
     device: str = Field("auto", description="cuda, cuda:1, cpu; auto: a GPU when there is one.")

@@ -21,7 +21,8 @@ _WORK_REMAINS = 75
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the command."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for noisy in ("httpx", "gguf"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     _quiet_threads()
     try:
         config = config_from_args(parse_args(argv))

@@ -151,7 +151,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """The compute dtype."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
 def model_folder(name: str) -> Path | str:
@@ -201,7 +201,9 @@ def _load(policy: Policy, checkpoint: Path | None) -> nn.Module:
 
 def _load_weights(folder: Path | str, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError) as error:

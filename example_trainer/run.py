@@ -29,6 +29,10 @@ from example_trainer.run_plan import RunPlan, make_plan
 logger = logging.getLogger(__name__)
 
 _WORK_REMAINS = 75
+_END = {
+    0: "training finished; weights in {folder}/checkpoints/final, metrics in {folder}/metrics/metrics.jsonl",
+    _WORK_REMAINS: "stopped; the same command goes on",
+}
 _TRAINER_GRACE_S = 120.0  # a step and a checkpoint
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -47,6 +51,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except AtroposError as error:
         print(f"atropos-grpo-run: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    print(
+        _END.get(code, "training ended with exit code {code}; read {folder}/logs").format(
+            code=code, folder=config.run_dir
+        )
+    )
     raise SystemExit(code)
 
 
