@@ -148,10 +148,10 @@ class TeacherDistillationEnv(BaseEnv):
         if default is None or isinstance(default, APIServerConfig):
             default = [default or APIServerConfig()]
         first = default if isinstance(default, ServerBaseline) else default[0]
-        entry = section[0] if isinstance(section, list) and section else section or {}
+        entries: list[Mapping[str, Any]] = section if isinstance(section, list) else [section or {}]
         return resolve_openai_configs(
             default_server_configs=default,
-            openai_config_dict=merge_dicts(first.model_dump(), entry, flags),
+            openai_config_dict=merge_dicts(first.model_dump(), *entries[:1], flags),
             yaml_config={"openai": section} if section else {},
             cli_passed_flags={f"openai.{name}": value for name, value in flags.items()},
             logger=logger,
@@ -159,10 +159,8 @@ class TeacherDistillationEnv(BaseEnv):
 
     async def _attach_teacher_distillation(self, group: ScoredDataGroup) -> ScoredDataGroup:
         """Set both arrays of the group, in place."""
-        top_k = self._top_k_of(group)
-        views: list[TeacherView] | None = None
-        if top_k is not None and group.get("tokens"):
-            views = await self._fetch_teacher_for_group(group["tokens"], top_k)
+        top_k, sequences = self._top_k_of(group), group.get("tokens")
+        views = await self._fetch_teacher_for_group(sequences, top_k) if sequences and top_k is not None else None
         group["distill_token_ids"] = [ids for ids, _ in views] if views else None
         group["distill_logprobs"] = [logprobs for _, logprobs in views] if views else None
         return group
