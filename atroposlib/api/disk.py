@@ -68,6 +68,8 @@ class DiskStore:
         self._index = _open_index(self.folder / "index.sqlite")
         self._lookup = sqlite3.connect(self.folder / "index.sqlite", check_same_thread=False)
         self._reserve = self.folder / "reserve"
+        self._notes = os.open(self.folder / "delivered", os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._noted = 0  # deliveries noted whose change is not written yet
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="atropos-store", daemon=True)
         self._thread.start()
@@ -85,6 +87,16 @@ class DiskStore:
 
     async def change(self, change: Change) -> None:
         await self._submit(_Job(call=lambda: self._apply(change)))
+        if change.noted:
+            self._noted -= 1
+            if not self._noted:
+                os.ftruncate(self._notes, 0)
+
+    def note_delivered(self, groups: Sequence[Group], step: int) -> None:
+        """One small write into the page cache: between delivery and this lie microseconds, not a commit."""
+        note = msgspec.json.encode({"groups": [group.number for group in groups], "step": step})
+        os.write(self._notes, note + b"\n")
+        self._noted += 1
 
     async def reset(self, run: bytes) -> None:
         await self._submit(_Job(call=lambda: self._reset(run)))
@@ -107,6 +119,7 @@ class DiskStore:
         self._segments.close()
         self._lookup.close()
         self._index.close()
+        os.close(self._notes)
         os.close(self._lock)
 
     async def _submit(self, job: _Job) -> Any:
@@ -121,6 +134,7 @@ class DiskStore:
         """Everything that waits; also adopts groups that the segments have and the index lost."""
         run = self._get_meta("run")
         self._adopt_tail()
+        step = self._apply_notes()
         groups: dict[int, tuple[Group, bool]] = {}
         missing = []
         for number, env_id, sequences, buffered, *place in self._index.execute("SELECT * FROM groups ORDER BY number"):
@@ -144,7 +158,22 @@ class DiskStore:
             buffered=[group for group, buffered in groups.values() if buffered],
             batches=batches,
             next_number=next_number,
+            step=step,
         )
+
+    def _apply_notes(self) -> int | None:
+        """Remove groups that were delivered just before the process died; the step of the last such delivery."""
+        step = None
+        for line in os.pread(self._notes, os.fstat(self._notes).st_size, 0).splitlines():
+            try:
+                note = msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                break  # cut off by a power failure
+            with self._index:
+                gone = self._index.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in note["groups"]])
+            step = note["step"] if gone.rowcount > 0 else step
+        os.ftruncate(self._notes, 0)
+        return step
 
     def _adopt_tail(self) -> None:
         segment, end, _ = self._indexed()

@@ -57,6 +57,9 @@ class TrajectoryService:
         found = store.load()
         self.run = RunState() if found.run is None else RunState.from_json(found.run)
         self.liveness = Liveness(env_timeout_s, registered_before=len(self.run.envs))
+        if found.step is not None:
+            self.run.step = found.step
+            self.run.formed += 1
         self.queue = TrajectoryQueue()
         for group in found.queued:
             self.queue.pool.put(group)
@@ -120,6 +123,8 @@ class TrajectoryService:
 
     async def sent(self, batch: Batch, started_at: float) -> None:
         """The response with this batch is in the hands of the network; without a lease that ends our duty."""
+        if batch.expires is None:
+            self.store.note_delivered(batch.groups, self.run.step)
         sequences = sum(group.sequences for group in batch.groups)
         self.metrics.batch_sent(batch.groups)
         logger.info(
@@ -133,7 +138,7 @@ class TrajectoryService:
         )
         if batch.expires is None:
             settled = [batch.number] if batch.batch_id else []
-            await self.store.change(Change(run=self.run.to_json(), consumed=batch.groups, settled=settled))
+            await self.store.change(Change(run=self.run.to_json(), consumed=batch.groups, noted=True, settled=settled))
 
     async def not_sent(self, batch: Batch) -> None:
         """The response broke off: the batch goes back to the front and does not count."""

@@ -45,7 +45,7 @@ class Change:
 
     Attributes:
         run: the new `RunState.to_json`, when it changed.
-        consumed: groups that have reached a trainer.
+        consumed: groups that have reached a trainer; `noted` when `note_delivered` was called for them.
         restored: consumed groups whose delivery turned out to have failed.
         completed: numbers of groups that left a buffer for the queue.
         leased / settled: leases that began; numbers of those that ended.
@@ -53,6 +53,7 @@ class Change:
 
     run: bytes | None = None
     consumed: Sequence[Group] = ()
+    noted: bool = False
     restored: Sequence[Group] = ()
     completed: Sequence[int] = ()
     leased: Sequence[Batch] = ()
@@ -68,6 +69,7 @@ class Snapshot:
     buffered: list[Group] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
     next_number: int = 1
+    step: int | None = None  # of the last delivery, when `run` was not written any more after it
 
 
 class Store(Protocol):
@@ -83,6 +85,10 @@ class Store(Protocol):
 
     async def change(self, change: Change) -> None:
         """Apply a state change."""
+        ...
+
+    def note_delivered(self, groups: Sequence[Group], step: int) -> None:
+        """Survives the death of the process from now on; the `change` that consumes these groups follows."""
         ...
 
     async def read(self, groups: Sequence[Group]) -> list[bytes]:
@@ -132,6 +138,9 @@ class MemoryStore:
         return [Group(g.number, g.env_id, g.sequences, Place(0, 0, g.length, g.crc)) for g in groups]
 
     async def change(self, change: Change) -> None:
+        pass
+
+    def note_delivered(self, groups: Sequence[Group], step: int) -> None:
         pass
 
     async def read(self, groups: Sequence[Group]) -> list[bytes]:

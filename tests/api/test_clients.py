@@ -85,7 +85,7 @@ async def test_a_refusal_is_an_error_with_the_servers_sentence(server):
 
 async def test_a_deadline_ends_the_waiting_and_says_what_for():
     async with EnvClient("http://127.0.0.1:9") as env:
-        with pytest.raises(ApiError, match="GET http://127.0.0.1:9/info"):
+        with pytest.raises(ApiError, match=r"GET http://127\.0\.0\.1:9/info"):
             await env.info(deadline_s=0.3)
 
 

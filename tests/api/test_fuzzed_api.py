@@ -22,7 +22,7 @@ def run():
 
 
 @schema.parametrize()
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_request_makes_the_server_fail(case):
     response = case.call()
     assert response.status_code < 500, response.text
