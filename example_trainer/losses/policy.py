@@ -76,7 +76,7 @@ def sapo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Tensor:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A. Source: SAPO, arXiv:2511.20347."""
-    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    tau = torch.where(advantages > 0, advantages.new_tensor(tau_positive), advantages.new_tensor(tau_negative))
     return -(4 / tau) * torch.sigmoid(tau * (ratio(logp, old_logp) - 1)) * advantages
 
 
