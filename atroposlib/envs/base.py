@@ -440,6 +440,11 @@ class BaseEnv(TrainerSide):
         """Render one rollout file."""
         generate_html(rollouts, output)
 
+    def progress_path(self) -> Path | None:
+        """Where the user wants the progress file; None: beside the rollouts, if there are any."""
+        path = self.config.progress_path
+        return expand_path(path, what="env.progress_path") if path else None
+
     def run_files(self) -> RunFiles | None:
         """Where rollouts go by the settings; None when none are written.
 
@@ -447,7 +452,7 @@ class BaseEnv(TrainerSide):
             ValueError: process mode without any place to write to.
         """
         config = self.config
-        progress = expand_path(config.progress_path, what="env.progress_path") if config.progress_path else None
+        progress = self.progress_path()
         if config.rollouts_dir is None and config.data_path_to_save_groups:
             path = expand_path(config.data_path_to_save_groups, what="env.data_path_to_save_groups")
             return RunFiles(path.parent, path.stem, self.label, config.run_name, path, progress)

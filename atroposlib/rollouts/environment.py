@@ -1,6 +1,7 @@
 """What the runtime needs of an environment. `BaseEnv` provides it; authors override the hooks."""
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from atroposlib.rollouts.locations import RunFiles
@@ -46,6 +47,8 @@ class Environment(Protocol):
     def worker_count(self) -> int: ...
 
     def first_worker_count(self) -> int: ...
+
+    def progress_path(self) -> Path | None: ...
 
     def run_files(self) -> RunFiles | None: ...
 

@@ -53,6 +53,7 @@ class RolloutFiles:
         self._accept_score = accept_score
         files.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(files.beside("lock"))
+        _remove_packed(files)
         self.ledger: Ledger = read_ledger(files, accept_score=accept_score, keep_unacknowledged=sends)
         self.run_id = _run_id(self.ledger)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
@@ -212,6 +213,13 @@ def _lock(path: Path) -> int:
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"{os.getpid()}\n".encode())
     return descriptor
+
+
+def _remove_packed(files: RunFiles) -> None:
+    """Remove shards whose compressed copy is complete: a kill came between the copy and the removal."""
+    for path in files.shards().values():
+        if path.suffix == ".zst":
+            path.with_suffix("").unlink(missing_ok=True)
 
 
 def _run_id(ledger: Ledger) -> str:

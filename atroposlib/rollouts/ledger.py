@@ -126,7 +126,10 @@ def read_ledger(files: RunFiles, *, accept_score: float, keep_unacknowledged: bo
     entries, damaged = _read_index(files.beside("index"))
     shards = files.shards()
     trusted = [e for e in entries if e.shard == REJECTED or e.shard in shards]
-    covered = {shard: max((e.end for e in trusted if e.shard == shard), default=0) for shard in shards}
+    covered = dict.fromkeys(shards, 0)  # shard -> bytes the index knows of
+    for entry in trusted:
+        if entry.shard != REJECTED and entry.end > covered[entry.shard]:
+            covered[entry.shard] = entry.end
     for shard, path in shards.items():
         if path.suffix != ".zst" and not _ends_a_line(path, covered[shard]):
             logger.warning("index does not fit %s: reading the file instead", path)

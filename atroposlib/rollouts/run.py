@@ -103,7 +103,7 @@ class Run:
             else None
         )
         self.progress = Progress(
-            path=where.progress_path if where else None,
+            path=where.progress_path if where else env.progress_path(),
             env=label,
             mode=mode,
             groups_total=total,

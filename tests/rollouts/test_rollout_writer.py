@@ -250,3 +250,15 @@ async def test_fresh_starts_beside_and_later_commands_go_on_with_the_newest(tmp_
     assert choose_run(single(tmp_path), fresh=False).single == tmp_path / "o_1.jsonl"
     await write(sharded(tmp_path), [0])
     assert choose_run(sharded(tmp_path), fresh=True).run == "main_1"
+
+
+async def test_a_kill_between_compressing_and_removing_a_shard_leaves_one_of_the_two(tmp_path):
+    files = sharded(tmp_path)
+    await write(files, range(3), per_shard=2)
+    plain = files.shards()[1].read_bytes()
+    compress(files.shards()[1])
+    (tmp_path / "counting_rollouts_main_0001.jsonl").write_bytes(plain)
+    writer = open_run(files, per_shard=2)
+    assert writer.ledger.done == set("012")
+    writer.close()
+    assert not (tmp_path / "counting_rollouts_main_0001.jsonl").exists()

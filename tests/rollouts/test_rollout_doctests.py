@@ -1,0 +1,20 @@
+"""The examples in the docstrings of the runtime hold."""
+
+import doctest
+import importlib
+
+import pytest
+
+MODULES = [
+    "atroposlib.rollouts.pacing",
+    "atroposlib.rollouts.progress",
+    "atroposlib.rollouts.reports",
+    "atroposlib.rollouts.trace",
+    "atroposlib.utils.cli",
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    result = doctest.testmod(importlib.import_module(name), extraglobs={})
+    assert (result.failed, result.attempted > 0) == (0, True)
