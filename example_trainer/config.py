@@ -55,6 +55,8 @@ class OptimizerSettings(Settings):
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
         "adamw", description="adamw_8bit needs bitsandbytes, adafactor transformers."
     )
+    adafactor_scale_parameter: bool = Field(False, description="adafactor: scale lr by the size of the weights.")
+    adafactor_relative_step: bool = Field(False, description="adafactor: its own lr instead of ours.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up.")
     warmup_steps: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.0

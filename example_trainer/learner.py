@@ -171,7 +171,12 @@ def make_optimizer(config: TrainingConfig, policy: Policy) -> torch.optim.Optimi
     if config.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
-        return Adafactor(parameters, lr=config.lr, scale_parameter=False, relative_step=False)
+        return Adafactor(
+            parameters,
+            lr=None if config.adafactor_relative_step else config.lr,
+            scale_parameter=config.adafactor_scale_parameter,
+            relative_step=config.adafactor_relative_step,
+        )
     try:
         from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--objectives", nargs="+", default=["dr_grpo", "xdr_grpo tau=0.05"], choices=list(OBJECTIVES))
     parser.add_argument("--problems", type=int, default=128, help="Held-out problems of an evaluation.")
-    parser.add_argument("--engine", default="sglang", choices=["sglang", "vllm", "embedded"])
+    parser.add_argument("--engine", default="sglang", choices=["sglang", "embedded"])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=JSON", help="Further fields of the recipe.")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,9 @@ def _train_and_score(folder: Path, config: RunConfig, problems: int) -> Scores:
         code = run(config)
         if code != 0:
             raise LaunchError(f"run {config.run_dir} ended with exit code {code}; read its logs folder")
-    return _scores(folder / "after", config, str(final), problems)
+    exports = final.parent / "engine"
+    model = max(exports.glob("weights_*.gguf")) if config.engine == "embedded" else final
+    return _scores(folder / "after", config, str(model), problems)
 
 
 def _scores(folder: Path, config: RunConfig, model: str, problems: int) -> Scores:
@@ -133,15 +135,15 @@ def _scores(folder: Path, config: RunConfig, model: str, problems: int) -> Score
     if not result.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with _engine(config.model_copy(update={"model_name": model}), folder) as url:
-            scores = asyncio.run(_evaluate(url, model, config, problems, folder))
+            scores = asyncio.run(_evaluate(url, config, problems, folder))
         result.write_text(json.dumps(vars(scores), indent=1), encoding="utf-8")
     return Scores(**json.loads(result.read_text(encoding="utf-8")))
 
 
-async def _evaluate(url: str, model: str, config: RunConfig, problems: int, folder: Path) -> Scores:
-    from example_trainer.policy import load_tokenizer
+async def _evaluate(url: str, config: RunConfig, problems: int, folder: Path) -> Scores:
+    from example_trainer.policy import load_tokenizer, model_folder
 
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model_folder(config.model_name))
     settings = config.environment_config
     numbers, largest = settings.get("numbers", 3), settings.get("largest", 20)
     items = [make_problem(f"test/{i}", numbers, largest) for i in range(problems)]

@@ -29,7 +29,22 @@ ENVIRONMENT = {
     "VLLM_MAX_LEN": "max_model_len",
     "VLLM_MEM_UTIL": "gpu_memory_utilization",
 }
-ALIASES = {"model_name": ["--model"], "gpu_memory_utilization": ["--vllm-gpu-memory-utilization"]}
+ALIASES = {
+    "model_name": ["--model"],
+    "gpu_memory_utilization": ["--vllm-gpu-memory-utilization"],
+    "sync_interval": ["--vllm-restart-interval"],
+}
+RETIRED = {
+    "--vllm-gpu": "set ATROPOS_ENGINE_GPUS and ATROPOS_TRAINER_GPUS for atropos-grpo-run",
+    "--vllm-config-path": "weights travel through a folder, see --weight-sync",
+    "--trainer-rank": "start several processes with accelerate launch or torchrun",
+    "--world-size": "start several processes with accelerate launch or torchrun",
+    "--init-method": "start several processes with accelerate launch or torchrun",
+    "--num-inference-nodes": "name every engine in --engine-urls",
+    "--debug-loading": "nothing is mapped onto an engine's tensors any more",
+    "--benchmark": "metrics.jsonl always holds the times of each step",
+}
+"""Flags of upstream's trainer that have no meaning here, and what to do instead."""
 BRIDGE_MODES = {"none": "none", "lora_only": "vllm_lora", "lora_restart": "restart"}
 """Upstream's `--weight-bridge-mode` and what it is called here."""
 
@@ -41,8 +56,10 @@ class RecipeParser(argparse.ArgumentParser):
         """The flags as given; None where a flag was not. ConfigError for an unknown one."""
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            raise ConfigError(_unknown("flag", unknown[0].partition("=")[0], flags))
+            flag = unknown[0].partition("=")[0]
+            if flag in RETIRED:
+                raise ConfigError(f"{flag} is gone: {RETIRED[flag]}")
+            raise ConfigError(_unknown("flag", flag, [f for action in self._actions for f in action.option_strings]))
         return known
 
 

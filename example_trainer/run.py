@@ -102,6 +102,8 @@ class _Running:
         while not self.stop_requested.is_set():
             ended = await self._first_of()
             if ended is trainer:
+                if self._code(ended) not in (0, _WORK_REMAINS):
+                    logger.error("the trainer failed; the end of %s:\n%s", ended.service.log, ended.tail(5))
                 return self._code(ended)
             if ended is environment and self._code(ended) != 0:
                 raise LaunchError(

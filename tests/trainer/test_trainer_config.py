@@ -40,6 +40,15 @@ def test_an_unknown_flag_names_the_nearest_one():
         parse_args(["--clip-epsilon", "0.3"])
 
 
+def test_a_flag_of_upstream_that_is_gone_says_what_to_do():
+    with pytest.raises(ConfigError, match="--world-size is gone: start several processes with accelerate launch"):
+        parse_args(["--world-size", "2"])
+
+
+def test_upstreams_name_for_the_sync_interval_is_kept():
+    assert from_flags("--vllm-restart-interval", "3").sync_interval == 3
+
+
 def test_a_recipe_cannot_name_another_recipe(tmp_path):
     with pytest.raises(ConfigError, match="unknown key 'config'"):
         config_from_args(parse_args(["--config", recipe(tmp_path, "model_name: m\nconfig: other.yaml\n")]))

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -43,6 +44,33 @@ def post_groups(api, numbers):
         assert httpx.post(f"{api}/scored_data", json=group).status_code == 200
 
 
+@contextmanager
+def trainer_process(config, folder):
+    """`atropos-grpo` with this config, gone at the end of the block."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    command = [sys.executable, "-m", "example_trainer.grpo", "--config", str(recipe)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "trainer.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=env)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def wait_for_steps(config, count, process):
+    """Until the metrics file has `count` lines."""
+    path = Path(config.log_dir) / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (path.exists() and len(path.read_text().splitlines()) >= count):
+        assert process.poll() is None, f"the trainer ended with {process.returncode}"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def register(api, config):
     from example_trainer.feed import registration
 
@@ -78,21 +106,9 @@ def test_a_run_that_is_killed_goes_on_at_its_step_with_every_batch_once(tiny_mod
     )  # fmt: skip
     register(api, config)
     post_groups(api, range(6))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
-    command = [sys.executable, "-m", "example_trainer.grpo", "--config", str(recipe)]
-    with (tmp_path / "trainer.log").open("w") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-    path = Path(config.log_dir) / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (path.exists() and len(path.read_text().splitlines()) >= 3):
-        assert process.poll() is None, (tmp_path / "trainer.log").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with trainer_process(config, tmp_path) as process:
+        wait_for_steps(config, 3, process)
+        process.send_signal(signal.SIGKILL)
     saved = checkpoint.newest(Path(config.save_path))
     assert saved is not None
     assert checkpoint.read_facts(saved)["step"] == 2
@@ -103,6 +119,20 @@ def test_a_run_that_is_killed_goes_on_at_its_step_with_every_batch_once(tiny_mod
     assert [line["step"] for line in metrics_of(config)] == [1, 2, 3, 3, 4, 5, 6]
     status = httpx.get(f"{api}/status").json()
     assert (status["queue_size"], status["leased_batches"]) == (0, 0)
+
+
+def test_a_stop_signal_leaves_a_checkpoint_and_says_that_work_remains(tiny_model, tmp_path, api):
+    config = make_config(tiny_model, tmp_path / "run", atropos_url=api, training_steps=9, checkpoint_interval=100)
+    register(api, config)
+    post_groups(api, range(2))
+    with trainer_process(config, tmp_path) as process:
+        wait_for_steps(config, 1, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 75
+    saved = checkpoint.newest(Path(config.save_path))
+    assert saved is not None
+    assert checkpoint.read_facts(saved)["step"] == 1
+    assert httpx.get(f"{api}/status").json()["leased_batches"] == 0
 
 
 def test_without_a_batch_the_run_ends_with_what_the_api_waits_for(tiny_model, tmp_path, api):

@@ -1,0 +1,88 @@
+import pytest
+from tiny_model import make_config, make_group
+
+from atroposlib.api.client import Batch
+from example_trainer import feed as feeds
+from example_trainer.feed import BatchFeed, staleness
+
+
+class ScriptedClient:
+    """Hands out batches by id, and remembers acknowledgements."""
+
+    def __init__(self):
+        self.coming, self.acked, self.registered = [], [], []
+
+    async def register(self, registration, *, deadline_s=None):
+        self.registered.append(registration)
+        return 1
+
+    async def batch(self, lease_s=None, binary=False, *, deadline_s=None):
+        return Batch([make_group([1, 0])], self.coming.pop(0)) if self.coming else None
+
+    async def ack(self, batch_id, *, deadline_s=None):
+        self.acked.append(batch_id)
+
+    async def close(self):
+        pass
+
+
+@pytest.fixture
+def client(monkeypatch):
+    scripted = ScriptedClient()
+    monkeypatch.setattr(feeds, "TrainerClient", lambda url: scripted)
+    return scripted
+
+
+@pytest.fixture
+def config(tmp_path):
+    return make_config(tmp_path, tmp_path, training_steps=9)
+
+
+def never():
+    return False
+
+
+def test_a_batch_is_acknowledged_only_when_a_checkpoint_holds_it(client, config):
+    client.coming = ["a", "b"]
+    with BatchFeed(config, trained=[]) as feed:
+        for _ in range(2):
+            feed.note_trained(feed.next(never))
+        assert client.acked == []
+        assert feed.unacknowledged == ["a", "b"]
+        feed.saved()
+        assert client.acked == ["a", "b"]
+        assert feed.unacknowledged == []
+
+
+def test_a_batch_that_comes_again_is_not_trained_again(client, config):
+    client.coming = ["a", "a", "b"]
+    with BatchFeed(config, trained=[]) as feed:
+        feed.note_trained(feed.next(never))
+        assert feed.next(never).batch_id == "b"
+
+
+def test_a_batch_in_the_checkpoint_is_acknowledged_at_the_next_start(client, config):
+    with BatchFeed(config, trained=["a"]) as feed:
+        feed.register(5)
+    assert client.acked == ["a"]
+    assert client.registered[0]["starting_step"] == 5
+    assert client.registered[0]["batch_size"] == 8
+
+
+def test_waiting_ends_when_the_run_is_asked_to_stop(client, config):
+    answers = iter([False, True])
+    with BatchFeed(config, trained=[]) as feed:
+        assert feed.next(lambda: next(answers)) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "age"),
+    [
+        ({"weight_version_start": "3"}, 4),
+        ({"weight_version": 7}, 0),
+        ({"weight_version": "default"}, None),
+        (None, None),
+    ],
+)
+def test_staleness_counts_updates_since_the_first_token(params, age):
+    assert staleness({"generation_params": params}, 7) == age
