@@ -107,6 +107,18 @@ def _datasets(path: Path, out: Path, tokenizer: str | None) -> int:
     return path.stat().st_size
 
 
+def _datasets_rows(path: Path, out: Path, tokenizer: str | None) -> int:
+    import datasets  # type: ignore[import-not-found]
+
+    def choose(group: dict[str, Any]) -> dict[str, Any]:
+        return {"kept": [m for m, s in zip(group["messages"], group["scores"], strict=True) if s > 0]}
+
+    with tempfile.TemporaryDirectory() as cache:
+        loaded = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=cache)
+        loaded.map(choose).select_columns(["kept"]).to_json(str(out))
+    return path.stat().st_size
+
+
 def _datasets_tokens(path: Path, out: Path, tokenizer: str | None) -> int:
     import datasets  # type: ignore[import-not-found]
 
@@ -174,6 +186,7 @@ def _rerender(path: Path, out: Path, tokenizer: str | None) -> int:
 _CASES = {
     "orjson": _orjson,
     "datasets": _datasets,
+    "datasets-rows": _datasets_rows,
     "datasets-tokens": _datasets_tokens,
     "select": lambda path, out, tokenizer: _export(path, out, None, "messages"),
     "tokens": lambda path, out, tokenizer: _export(path, out, None, "tokens"),
@@ -209,7 +222,10 @@ def main() -> None:
             command += ["--tokenizer", options.tokenizer] if options.tokenizer else []
             environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
             done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-            print(done.stdout.strip() if done.returncode == 0 else f"{case}: {done.stderr.strip().splitlines()[-1]}")
+            print(
+                done.stdout.strip() if done.returncode == 0 else f"{case}: {done.stderr.strip().splitlines()[-1]}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
