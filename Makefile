@@ -1,6 +1,6 @@
 PYTHON ?= python
 
-.PHONY: check format test
+.PHONY: check format test test-compat
 
 check: ## style, lint and types
 	$(PYTHON) -m ruff format --check .
@@ -10,6 +10,9 @@ check: ## style, lint and types
 format: ## rewrite files the way `check` wants them
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .
+
+test-compat: ## our parts against those of upstream 0.4.0, which pip installs in a side environment
+	ATROPOS_COMPAT=1 $(PYTHON) -m pytest tests/compat
 
 test: ## every test; loopback only
 	$(PYTHON) -m pytest

@@ -236,11 +236,11 @@ SIGNATURES = {
     "atroposlib.utils.force_diverse_samples:generate_with_diverse_first_tokens": (
         "self messages prefill='' n=8 max_tokens=4096 temperature=1.0"
     ),
-    "atroposlib.utils.cli:get_prefixed_pydantic_model": "model prefix",
-    "atroposlib.utils.cli:extract_namespace": "source prefix",
-    "atroposlib.utils.cli:adjust_model_defaults": "model defaults",
+    "atroposlib.utils.cli:get_prefixed_pydantic_model": "base_model prefix",
+    "atroposlib.utils.cli:extract_namespace": "model prefix",
+    "atroposlib.utils.cli:adjust_model_defaults": "model_class defaults",
     "atroposlib.utils.cli:get_double_dash_flags": "",
-    "atroposlib.api.utils:find_groups_summing_to_target": "buffer target",
+    "atroposlib.api.utils:find_groups_summing_to_target": "buffer target_size",
     "atroposlib.api.utils:grab_exact_from_heterogeneous_queue": "queue batch_size",
     "atroposlib.api.utils:grab_batch_with_minimum_allocations": "queue batch_size env_configs",
 }

@@ -200,8 +200,8 @@ class EnvClient(_Client):
         """current_step, queue_size, unallocated_fraction, self_queue_size, max_group_size, env_weight."""
         while True:
             env = await self._env(deadline_s)
-            path = f"/status-env?env_id={env.env_id}"
-            answer = await self._call("GET", path, deadline_s=deadline_s, expected=("unknown_env",))
+            path, body = f"/status-env?env_id={env.env_id}", orjson.dumps({"env_id": env.env_id})
+            answer = await self._call("GET", path, body=body, deadline_s=deadline_s, expected=("unknown_env",))
             if answer.status < 400:
                 return answer.json()
             await self._register_again(env, deadline_s)

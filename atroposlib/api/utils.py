@@ -13,24 +13,24 @@ from atroposlib.api.batching import pick_batch
 Group = dict[str, Any]
 
 
-def find_groups_summing_to_target(buffer: Sequence[Group], target: int) -> list[int]:
-    """Ascending indices of groups adding up to `target` sequences; [] when no choice does.
+def find_groups_summing_to_target(buffer: Sequence[Group], target_size: int) -> list[int]:
+    """Ascending indices of groups adding up to `target_size` sequences; [] when no choice does.
 
     In order of arrival as long as groups fit; if that misses the target, any exact choice, oldest first.
     """
     sizes = [_size(group) for group in buffer]
     taken, total = [], 0
     for i, size in enumerate(sizes):
-        if total + size <= target:
+        if total + size <= target_size:
             taken.append(i)
             total += size
-    if total == target:
-        return taken if target > 0 else []
+    if total == target_size:
+        return taken if target_size > 0 else []
     classes: dict[tuple[int | None, int], list[int]] = defaultdict(list)
     for i, size in enumerate(sizes):
         if size > 0:
             classes[None, size].append(i)
-    return pick_batch(classes, target) or []
+    return pick_batch(classes, target_size) or []
 
 
 def grab_exact_from_heterogeneous_queue(queue: list[Group], batch_size: int) -> tuple[list[Group] | None, list[Group]]:

@@ -83,26 +83,26 @@ def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def extract_namespace(source: BaseModel | Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def extract_namespace(model: BaseModel | Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """The entries whose name starts with `prefix`, without it.
 
     >>> extract_namespace({"env.group_size": 8, "slurm": False}, "env.")
     {'group_size': 8}
     """
-    items = source.model_dump() if isinstance(source, BaseModel) else source
+    items = model.model_dump() if isinstance(model, BaseModel) else model
     return {key.removeprefix(prefix): value for key, value in items.items() if key.startswith(prefix)}
 
 
-def get_prefixed_pydantic_model(model: type[BaseModel], prefix: str) -> type[BaseModel]:
-    """A model with the fields of `model`, each named `<prefix><field>`."""
+def get_prefixed_pydantic_model(base_model: type[BaseModel], prefix: str) -> type[BaseModel]:
+    """A model with the fields of `base_model`, each named `<prefix><field>`."""
     fields: dict[str, Any] = {
-        f"{prefix}{name}": (field.annotation, field) for name, field in model.model_fields.items()
+        f"{prefix}{name}": (field.annotation, field) for name, field in base_model.model_fields.items()
     }
-    return create_model(f"{model.__name__}Prefixed", **fields)
+    return create_model(f"{base_model.__name__}Prefixed", **fields)
 
 
-def adjust_model_defaults(model: type[BaseModel], defaults: BaseModel | Mapping[str, Any]) -> type[BaseModel]:
-    """A subclass `<Name>WithDefaults` of `model` with other default values."""
+def adjust_model_defaults(model_class: type[BaseModel], defaults: BaseModel | Mapping[str, Any]) -> type[BaseModel]:
+    """A subclass `<Name>WithDefaults` of `model_class` with other default values."""
     values = (
         {name: getattr(defaults, name) for name in type(defaults).model_fields}
         if isinstance(defaults, BaseModel)
@@ -110,10 +110,10 @@ def adjust_model_defaults(model: type[BaseModel], defaults: BaseModel | Mapping[
     )
     fields: dict[str, Any] = {
         name: (field.annotation, FieldInfo.merge_field_infos(field, default=values[name]))
-        for name, field in model.model_fields.items()
+        for name, field in model_class.model_fields.items()
         if name in values
     }
-    return create_model(f"{model.__name__}WithDefaults", __base__=model, **fields)
+    return create_model(f"{model_class.__name__}WithDefaults", __base__=model_class, **fields)
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], *, what: str) -> None:
