@@ -58,16 +58,16 @@ class WandbSide:
         """Start the wandb run: in the trainer's project when serving, once the trainer named it."""
         if not self.config.use_wandb:
             return
-        while not self.process_mode and not self.wandb_project:
+        while not self.process_mode and self.wandb_project is None:
             info = await self.api.wandb_info()
             self.wandb_group, self.wandb_project = info["group"], info["project"]
-            if not self.wandb_project:
+            if self.wandb_project is None:  # no trainer yet; one that names no project says ""
                 await asyncio.sleep(PROJECT_POLL_S)
         await metrics.start_wandb(
             self.wandb_module,
             name=metrics.run_name(self.config.wandb_name or self.label),
-            project=self.wandb_project,
-            group=self.wandb_group,
+            project=self.wandb_project or None,
+            group=self.wandb_group or None,
             config=self.config.model_dump(mode="json"),
         )
 

@@ -287,3 +287,18 @@ def test_wandb_is_a_name_of_the_module_that_is_imported_late():
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         == "False wandb\n"
     )
+
+
+async def test_the_project_is_the_trainers_and_its_absence_is_waited_for(wandb, monkeypatch):
+    monkeypatch.setattr("atroposlib.envs.wandb_side.PROJECT_POLL_S", 0.001)
+    answers = iter([{"group": None, "project": None}, {"group": "", "project": ""}])
+
+    class Api:
+        async def wandb_info(self):
+            return next(answers)
+
+    env = make(use_wandb=True)
+    env._api = Api()
+    await env.setup_wandb()
+    assert (wandb.started[0]["project"], wandb.started[0]["group"]) == (None, None)
+    assert next(answers, None) is None
