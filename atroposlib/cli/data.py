@@ -204,7 +204,8 @@ def show(
         return
     print(f"{line.where}  task {found.task or '(none)'}  item {found.item_key}  group {found.group_id}")
     for index in range(len(found.scores)) if group else [int(response["index"])]:
-        tokens = f"{found.trained_count(index)} of {found.token_count(index)} tokens trained"
+        lengths = found.lengths(index)
+        tokens = f"{lengths[1]} of {lengths[0]} tokens trained" if lengths else "no token ids recorded"
         print(f"\n=== [{index}] score {found.scores[index]:g}, {found.finish_reason(index)}, {tokens}")
         for message in messages_of(found, index):
             content = message.get("content")

@@ -40,16 +40,13 @@ class LazyGroup(msgspec.Struct):
         """Why response `index` ended; "unknown" when it was not recorded."""
         return (self.finish_reasons[index] if self.finish_reasons else None) or "unknown"
 
-    def token_count(self, index: int) -> int | None:
-        """Prompt and completion tokens of one response; None when no ids were recorded."""
-        return count_elements(self.tokens[index]) if self.tokens else None
-
-    def trained_count(self, index: int) -> int | None:
-        """Tokens of one response that take loss; None when no ids were recorded."""
-        if not self.masks:
+    def lengths(self, index: int) -> tuple[int, int] | None:
+        """All tokens of one response and those that take loss, counted in its mask; None when no ids were recorded."""
+        if not self.tokens or not self.masks:
             return None
         raw = bytes(self.masks[index])
-        return _count(raw) - raw.count(b"-100")
+        total = count_elements(raw)
+        return total, total - raw.count(b"-100")
 
     def item_hash(self) -> int:
         """64 bits naming the item: its recorded key, else its prompt, else its responses."""
@@ -97,19 +94,15 @@ def parse_lazily(line: Line) -> LazyGroup | None:
     return group
 
 
-def count_elements(raw: Raw) -> int:
-    """How many elements a raw JSON list of numbers has."""
-    return _count(bytes(raw))
+def count_elements(raw: bytes) -> int:
+    """How many elements a JSON list of numbers has."""
+    commas = raw.count(b",")
+    return commas + 1 if commas or raw[1:-1].strip() else 0
 
 
 def hash64(data: bytes) -> int:
     """64 bits of BLAKE2b; the same in every process and on every machine."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-def _count(raw: bytes) -> int:
-    commas = raw.count(b",")
-    return commas + 1 if commas or raw[1:-1].strip() else 0
 
 
 def _prompt_messages(raw: bytes) -> bytes:

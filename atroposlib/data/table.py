@@ -146,9 +146,8 @@ class TableBuilder:
             )
         )
         for index, score in enumerate(group.scores):
-            self._responses.append(
-                (self._group_rows, index, _finish_code(group, index), score, *_lengths(group, index))
-            )
+            lengths = group.lengths(index) or (UNKNOWN_LENGTH, UNKNOWN_LENGTH)
+            self._responses.append((self._group_rows, index, _finish_code(group, index), score, *lengths))
         self._group_rows += 1
         self._response_rows += len(group.scores)
         if len(self._responses) >= 10_000:
@@ -216,8 +215,3 @@ def concatenate(tables: Sequence[Table]) -> Table:
 def _finish_code(group: LazyGroup, index: int) -> int:
     reason = group.finish_reason(index)
     return FINISH_REASONS.index(reason) if reason in FINISH_REASONS else 0
-
-
-def _lengths(group: LazyGroup, index: int) -> tuple[int, int]:
-    total, trained = group.token_count(index), group.trained_count(index)
-    return UNKNOWN_LENGTH if total is None else total, UNKNOWN_LENGTH if trained is None else trained
