@@ -19,8 +19,9 @@ from atroposlib.data.collect import Collection, collect, keep_groups
 from atroposlib.data.formats import chat, decode_batch, ids_and_labels, messages_of, prefix_length
 from atroposlib.data.output import check_output, written_whole
 from atroposlib.data.pairs import PairRules, preference_pairs
-from atroposlib.data.policy import Policy, StepResult, priorities, select
+from atroposlib.data.policy import Policy, StepResult, select
 from atroposlib.data.report import ExportReport, NothingKept, describe_inputs, require_survivors, write_meta
+from atroposlib.data.steps import priorities
 from atroposlib.data.table import Advance, Chosen, Table, ignore, scan
 from atroposlib.data.tokenizers import load_tokenizer
 from atroposlib.errors import ConfigError

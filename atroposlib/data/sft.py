@@ -8,8 +8,9 @@ from atroposlib.data.collect import Collection, collect, keep_groups
 from atroposlib.data.conversion import Conversion, SftOptions
 from atroposlib.data.output import check_output, written_whole
 from atroposlib.data.packing import pack
-from atroposlib.data.policy import Policy, TargetStep, select, simple_policy
+from atroposlib.data.policy import Policy, select, simple_policy
 from atroposlib.data.report import ExportReport, describe_inputs, require_survivors, write_meta
+from atroposlib.data.steps import TargetStep
 from atroposlib.data.table import Advance, ignore, scan
 
 __all__ = ["ExportReport", "Policy", "SftOptions", "collect_sft", "export_sft", "simple_policy"]

@@ -12,8 +12,8 @@ import numpy as np
 
 from atroposlib.data.lazy import hash64
 from atroposlib.data.output import JsonlWriter, check_output, written_whole
-from atroposlib.data.policy import pass_rates
 from atroposlib.data.rollout_files import read_lines
+from atroposlib.data.steps import pass_rates
 from atroposlib.data.table import Advance, Table, ignore, scan
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.paths import writable_dir

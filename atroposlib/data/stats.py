@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from atroposlib.data.policy import StepResult, pass_rates
+from atroposlib.data.policy import StepResult
 from atroposlib.data.rollout_files import read_lines
+from atroposlib.data.steps import pass_rates
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
 from atroposlib.type_definitions import Array
 
