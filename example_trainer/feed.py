@@ -125,5 +125,5 @@ def staleness(group: Mapping[str, Any], version: int) -> int | None:
     the first reply.
     """
     params = group.get("generation_params") or {}
-    first = params.get("weight_version_start", params.get("weight_version"))
-    return version - int(first) if str(first).isdigit() else None
+    first = str(params.get("weight_version_start", params.get("weight_version")))
+    return version - int(first) if first.isdigit() else None

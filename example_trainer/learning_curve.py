@@ -56,6 +56,7 @@ class Scores:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Model folder.")
     parser.add_argument("--out", required=True, type=Path, help="Results and runs; the same folder goes on.")

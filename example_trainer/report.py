@@ -63,8 +63,8 @@ class Report:
         if self._wandb is not None and table:
             import wandb
 
-            columns = list(table[0])
-            data = [[sample[column] for column in columns] for sample in table]
+            columns: list[Any] = list(table[0])
+            data: list[Any] = [[sample[column] for column in columns] for sample in table]
             self._wandb.log({"train/samples": wandb.Table(columns=columns, data=data)}, step=step)
 
     def close(self) -> None:

@@ -98,20 +98,23 @@ class _Running:
             await self._first_of(asyncio.create_task(started.ready.wait()))
             if self.stop_requested.is_set():
                 return _WORK_REMAINS
-        trainer, environment = self._start(plan.trainer), self._start(plan.environment)
+        trainer = self._start(plan.trainer)
+        self._start(plan.environment)
         while not self.stop_requested.is_set():
             ended = await self._first_of()
+            if ended is None:
+                continue
+            code = self._take_code(ended)
+            if ended is trainer and code in (0, _WORK_REMAINS):
+                return code
             if ended is trainer:
-                if self._code(ended) not in (0, _WORK_REMAINS):
-                    logger.error("the trainer failed; the end of %s:\n%s", ended.service.log, ended.tail(5))
-                return self._code(ended)
-            if ended is environment and self._code(ended) != 0:
+                logger.error("the trainer failed; the end of %s:\n%s", ended.service.log, ended.tail(5))
+                return code
+            if code != 0:
                 raise LaunchError(
-                    f"the environment ended: {describe_exit(self._code(ended))}; the end of {ended.service.log}:\n"
+                    f"{ended.service.name} ended: {describe_exit(code)}; the end of {ended.service.log}:\n"
                     f"{ended.tail(20)}"
                 )
-            if ended is environment:
-                self._tasks = {task: service for task, service in self._tasks.items() if service is not ended}
         await trainer.stop(_TRAINER_GRACE_S)
         return _WORK_REMAINS
 
@@ -144,8 +147,11 @@ class _Running:
             return self._tasks[task]
         return None
 
-    def _code(self, service: Supervised) -> int:
-        return next(task.result() for task, other in self._tasks.items() if other is service)
+    def _take_code(self, service: Supervised) -> int:
+        """Exit code of a service that has ended; it is forgotten."""
+        task = next(task for task, other in self._tasks.items() if other is service)
+        del self._tasks[task]
+        return task.result()
 
 
 if __name__ == "__main__":
