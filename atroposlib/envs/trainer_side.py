@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 class TrainerSide(WandbSide):
     """Methods the serve mode calls; each may be overridden on its own."""
 
+    workers: set[asyncio.Task[None]]
     status_dict: dict[str, Any]
     max_num_workers: int
     env_id: int = 0
