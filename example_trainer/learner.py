@@ -11,7 +11,8 @@ from torch import Tensor
 
 from atroposlib.errors import AtroposError, ConfigError
 from example_trainer.config import TrainingConfig
-from example_trainer.data import MicroBatch, Row, collate, micro_batches
+from example_trainer.data import Row
+from example_trainer.layout import MicroBatch, collate, micro_batches
 from example_trainer.losses.controllers import KLController, TauController
 from example_trainer.objective import StepPlan, micro_loss, plan
 from example_trainer.policy import Policy

@@ -108,7 +108,7 @@ def plot(out: Path, objectives: Sequence[str], seeds: Sequence[int]) -> None:
     for name in objectives:
         folders = [out / f"{name.replace(' ', '_').replace('=', '')}_seed{seed}" for seed in seeds]
         for axis, key in zip(axes, ("batch/reward_mean", "train/entropy"), strict=True):
-            curves = [_smooth([line.get(key, 0.0) for line in _metrics(folder)]) for folder in folders]
+            curves = [_smooth(_series(folder, key)) for folder in folders]
             mean = [statistics.fmean(values) for values in zip(*curves, strict=False)]
             axis.plot(range(1, len(mean) + 1), mean, label=name)
     for axis, title in zip(axes, ("reward", "entropy (nats per token)"), strict=True):
@@ -220,6 +220,14 @@ def _metrics(folder: Path) -> list[dict[str, float]]:
     path = folder / "run" / "metrics" / "metrics.jsonl"
     by_step = {line["step"]: line for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _series(folder: Path, key: str) -> list[float]:
+    """One metric per step; a step that did not report it (no group had a signal) repeats the one before."""
+    values: list[float] = []
+    for line in _metrics(folder):
+        values.append(line.get(key, values[-1] if values else 0.0))
+    return values
 
 
 def _smooth(values: Sequence[float], width: int = 10) -> list[float]:

@@ -82,4 +82,4 @@ def _from_hub(source: Source) -> list[Mapping[str, Any]]:
         from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(f"data set {source.id!r} needs the package datasets; run: pip install datasets") from error
-    return list(load_dataset(source.id, source.config, split=source.split))
+    return [dict(row) for row in load_dataset(source.id, source.config, split=source.split)]

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from atroposlib.errors import DataError
 from example_trainer.config import TrainingConfig
-from example_trainer.data import MicroBatch, Row, token_advantages
+from example_trainer.data import Row
+from example_trainer.layout import MicroBatch, token_advantages
 from example_trainer.losses import maxent, policy
 from example_trainer.losses.advantages import overlong_penalty, row_advantages
 from example_trainer.losses.aggregate import StepTotals, aggregate

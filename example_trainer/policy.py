@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from atroposlib.errors import ConfigError, ModelError
 from example_trainer.config import TrainingConfig
-from example_trainer.data import MicroBatch
+from example_trainer.layout import MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 from atroposlib.errors import DataError
 from example_trainer import checkpoint
 from example_trainer.config import LossSettings
-from example_trainer.data import collate, rows_of
+from example_trainer.data import rows_of
+from example_trainer.layout import collate
 from example_trainer.learner import Learner, TrainingError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's own
