@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import yaml
 
+from atroposlib.errors import ConfigError
 from atroposlib.launch.services import Probe, Service
 from atroposlib.paths import expand_path, write_text_atomic
 from example_trainer.config import TrainingConfig
@@ -45,7 +46,7 @@ def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) 
         "api", [sys.executable, "-m", "atroposlib.cli.run_api", *where], logs / "api.log", health, 60, healthy=health
     )
     trainer = [sys.executable, "-m", "example_trainer.grpo", "--config", str(trainer_yaml)]
-    script = str(expand_path(config.environment, what="environment").absolute() if config.environment else _DATASET_ENV)
+    script = str(_script(config))
     environment = [sys.executable, script, "serve", "--config", str(environment_yaml)]
     return RunPlan(
         servers=[*_engine(config, engine_port, logs, session), api],
@@ -151,6 +152,16 @@ def _engine(config: RunConfig, port: int, logs: Path, session: aiohttp.ClientSes
             env={**_VLLM_SWITCHES, **_gpus("ATROPOS_ENGINE_GPUS")},
         )
     ]
+
+
+def _script(config: RunConfig) -> Path:
+    """The environment's file; ConfigError when it is not there."""
+    if config.environment is None:
+        return _DATASET_ENV
+    script = expand_path(config.environment, what="environment").absolute()
+    if not script.is_file():
+        raise ConfigError(f"environment {script} does not exist; give a Python file, relative to the current folder")
+    return script
 
 
 def _gpus(variable: str) -> dict[str, str]:

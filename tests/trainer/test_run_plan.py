@@ -92,6 +92,17 @@ def test_wrong_usage_ends_with_2_and_one_sentence():
     assert done.stderr.startswith("atropos-grpo-run: unknown flag '--lerning-rate'")
 
 
+def test_an_environment_that_is_not_there_is_named_before_anything_starts(tmp_path):
+    command = [sys.executable, "-m", "example_trainer.run", "--model-name", "m", "--environment", "no_such_env.py"]
+    done = subprocess.run(
+        [*command, "--run-dir", str(tmp_path), "--engine", "external", "--engine-urls", "http://127.0.0.1:9"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "no_such_env.py does not exist" in done.stderr
+    assert not (tmp_path / "logs").exists()
+
+
 def test_a_recipe_that_is_no_mapping_is_refused(tmp_path):
     (tmp_path / "r.yaml").write_text("- a\n")
     with pytest.raises(ConfigError, match="holds list, expected config fields"):
