@@ -3,9 +3,10 @@
 Shapes: G = sequences of a group, T = tokens of one sequence (differs between sequences).
 """
 
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
-import numpy as np
+if TYPE_CHECKING:
+    pass
 
 IGNORE_INDEX = -100
 """`masks` value of a position that takes no loss."""
@@ -159,4 +160,10 @@ class EvaluationResults(TypedDict):
     results: dict[str, EvaluationMetrics]
 
 
-Array: TypeAlias = np.ndarray
+def __getattr__(name: str) -> Any:
+    """`Array` is numpy's; loaded by those who use it, as numpy costs 0.1 s of CPU."""
+    if name == "Array":
+        from numpy import ndarray
+
+        return ndarray
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ without that variable, in memory. `run-api` is the usual way to start it.
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +81,7 @@ def _open_store(settings: ApiSettings) -> Store:
 class RawRoute(APIRoute):
     """A route whose endpoint takes the request and gives the response: documented as usual, at a third of the cost."""
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         return self.endpoint
 
 

@@ -1,8 +1,7 @@
 """Summary statistics under the names the wandb dashboards expect."""
 
 from collections.abc import MutableMapping, Sequence
-
-import numpy as np
+from statistics import fmean, pstdev
 
 
 def get_std_min_max_avg(
@@ -15,9 +14,9 @@ def get_std_min_max_avg(
     """
     if len(data) == 0:
         raise ValueError(f"{name} has no values to summarise; call this only after at least one was recorded")
-    values = np.asarray(data, dtype=float)
-    metrics_dict[f"{name}_mean"] = float(values.mean())
-    metrics_dict[f"{name}_std"] = float(values.std())
-    metrics_dict[f"{name}_max"] = float(values.max())
-    metrics_dict[f"{name}_min"] = float(values.min())
+    values = [float(value) for value in data]
+    metrics_dict[f"{name}_mean"] = fmean(values)
+    metrics_dict[f"{name}_std"] = pstdev(values)
+    metrics_dict[f"{name}_max"] = max(values)
+    metrics_dict[f"{name}_min"] = min(values)
     return metrics_dict

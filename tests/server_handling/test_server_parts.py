@@ -318,7 +318,11 @@ def test_timings_become_metrics():
 
     assert metrics["server/a_request_time_avg"] == 2.0
     assert metrics["server/a_request_time_std"] == 1.0
-    assert metrics["server/a_request_time_99p"] == pytest.approx(2.98)
+    assert metrics["server/a_request_time_99p"] == 3.0
     assert metrics["server/a_average_num_attempts"] == 1.5
     assert metrics["server/a_retry_rate"] == 0.5
     assert timing_metrics("server/a", [], []) == {}
+
+
+def test_the_99th_percentile_is_the_time_that_99_of_100_requests_kept():
+    assert timing_metrics("s", [float(second) for second in range(1, 201)], [])["s_request_time_99p"] == 198.0

@@ -7,6 +7,7 @@ that hangs accepts connections and never answers), `recover` once it is known to
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from atroposlib.envs.server_handling.faults import EndpointUnavailable
 from atroposlib.envs.server_handling.transport import Transport
@@ -64,7 +65,9 @@ class EndpointHealth:
 
     async def close(self) -> None:
         """Stop asking."""
-        tasks = [task for task in (self._probing, self._recovering, self._watching) if task is not None]
+        tasks: list[asyncio.Task[Any]] = [
+            task for task in (self._probing, self._recovering, self._watching) if task is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,20 +1,19 @@
 """Request timings of one server as metrics."""
 
+import math
 from collections.abc import Collection
-
-import numpy as np
+from statistics import fmean, pstdev
 
 
 def timing_metrics(prefix: str, seconds: Collection[float], attempts: Collection[int]) -> dict[str, float]:
-    """Mean, deviation and 99th percentile of `seconds`; how many requests needed a second attempt."""
+    """Mean, deviation and 99th percentile (nearest rank) of `seconds`; how many requests needed a second attempt."""
     metrics: dict[str, float] = {}
     if seconds:
-        values = np.asarray(seconds, dtype=float)
-        metrics[f"{prefix}_request_time_avg"] = float(values.mean())
-        metrics[f"{prefix}_request_time_std"] = float(values.std())
-        metrics[f"{prefix}_request_time_99p"] = float(np.percentile(values, 99))
+        values = list(seconds)
+        metrics[f"{prefix}_request_time_avg"] = fmean(values)
+        metrics[f"{prefix}_request_time_std"] = pstdev(values)
+        metrics[f"{prefix}_request_time_99p"] = sorted(values)[math.ceil(0.99 * len(values)) - 1]
     if attempts:
-        counts = np.asarray(attempts, dtype=float)
-        metrics[f"{prefix}_average_num_attempts"] = float(counts.mean())
-        metrics[f"{prefix}_retry_rate"] = float((counts > 1).mean())
+        metrics[f"{prefix}_average_num_attempts"] = fmean(attempts)
+        metrics[f"{prefix}_retry_rate"] = fmean(count > 1 for count in attempts)
     return metrics
