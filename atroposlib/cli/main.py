@@ -9,7 +9,7 @@ COMMANDS = {
     "datagen": ("atroposlib.cli.datagen", "run engine, API, environment and export as one supervised job"),
     "status": ("atroposlib.cli.status", "show the progress of a run, running or not"),
     "engine": ("atroposlib.cli.engine", "serve a model on CPU with SGLang's wire protocol"),
-    "data": ("atroposlib.cli.data", "validate, count, split, merge and show rollout files"),
+    "data": ("atroposlib.cli.data", "validate, count, compare, split, merge, describe and show rollout files"),
 }
 
 USAGE = "\n".join(
@@ -18,7 +18,7 @@ USAGE = "\n".join(
         "",
         *(f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()),
         "",
-        "Also installed: run-api, atropos-sft-gen, atropos-fake-trainer.",
+        "Also installed: run-api, atropos-sft-gen, atropos-dpo-gen, view-run, atropos-fake-trainer, atropos-grpo.",
     ]
 )
 

@@ -3,7 +3,6 @@
 import logging
 from pathlib import Path
 
-from atroposlib.errors import DataError
 from atroposlib.launch.config import DatagenConfig, ExportConfig
 from atroposlib.launch.preflight import Model
 
@@ -17,6 +16,7 @@ def export_all(config: DatagenConfig, model: Model) -> list[Path]:
 
 def _export(entry: ExportConfig, run_dir: Path, model: Model) -> Path | None:
     """One dataset; None, with a warning, when no response was good enough: the rollouts are still there."""
+    from atroposlib.data.report import NothingKept
     from atroposlib.data.sft import SftOptions, export_sft, simple_policy
 
     policy = simple_policy(above=entry.above_score, top_n=entry.top_n_per_problem)
@@ -24,9 +24,7 @@ def _export(entry: ExportConfig, run_dir: Path, model: Model) -> Path | None:
     output = run_dir / entry.path
     try:
         report = export_sft(run_dir / "rollouts", output, policy, options)
-    except DataError as error:
-        if "surviv" not in str(error):
-            raise
+    except NothingKept as error:
         logger.warning("no dataset written: %s", error)
         return None
     logger.info("dataset written: path=%s records=%d", output, report.records)
