@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ def get_score_class(score: float) -> str:
     return "reward-negative" if score < 0 else "reward-zero"
 
 
+@lru_cache(maxsize=256)  # the responses of a group share their prompts
 def render_text(text: str) -> str:
     """Safe HTML of one model text: markdown when it is short, preformatted otherwise."""
     if len(text) <= MARKDOWN_CHARS:
