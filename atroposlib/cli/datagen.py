@@ -50,6 +50,7 @@ def datagen(
             print(f"earlier run kept as {kept}", file=sys.stderr)
         with Display() as display:
             logging.basicConfig(level=logging.INFO, handlers=[display.log_handler()])
+            logging.getLogger("gguf").setLevel(logging.WARNING)  # it tells of every file it writes
             status = run_datagen(settings, display)
     except AtroposError as error:
         print(f"atropos datagen: {error}", file=sys.stderr)

@@ -37,7 +37,7 @@ class Display:
         """Log lines above the live table, or plain ones with the time."""
         if self._live is not None:
             return RichHandler(console=self._console, show_path=False, show_level=False)
-        handler = logging.StreamHandler()
+        handler: logging.Handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
         return handler
 

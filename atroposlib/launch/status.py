@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from atroposlib.errors import LaunchError
 from atroposlib.launch.lock import start_time
@@ -129,9 +130,9 @@ def read_status(run_dir: Path) -> RunStatus:
     )
 
 
-def render(status: RunStatus, console_width: int = 100) -> Group:
-    """Tables for a terminal: the line of totals, counts by task, failures, outputs."""
-    tasks = Table(title=f"{status.name}: {headline(status)}", title_justify="left", min_width=console_width // 2)
+def render(status: RunStatus) -> Group:
+    """For a terminal: the line of totals, counts by task, failures, outputs."""
+    tasks = Table()
     for column in ("task", "problems", "responses", "accepted", "share"):
         tasks.add_column(column, justify="left" if column == "task" else "right")
     for name, task in sorted(status.tasks.items()):
@@ -156,10 +157,10 @@ def render(status: RunStatus, console_width: int = 100) -> Group:
     restarts = "  ".join(f"{service.name} {service.restarts}" for service in status.services)
     facts.add_row("restarts", restarts or "-")
     for kind, paths in status.outputs.items():
-        facts.add_row(kind, "\n".join(paths))
+        facts.add_row(kind, Text("\n".join(paths), overflow="fold"))
     if status.last_error:
-        facts.add_row("last error", status.last_error)
-    return Group(tasks, facts)
+        facts.add_row("last error", Text(status.last_error, overflow="fold"))
+    return Group(Text(f"{status.name}: {headline(status)}"), tasks, facts)
 
 
 def headline(status: RunStatus) -> str:
@@ -193,8 +194,10 @@ def duration(seconds: float) -> str:
 
 
 def print_status(status: RunStatus, console: Console) -> None:
-    """The tables, without wrapping paths."""
-    console.print(render(status), soft_wrap=True)
+    """The tables; a pipe or a file gets every path on one line."""
+    if not console.is_terminal:
+        console.width = 400
+    console.print(render(status))
 
 
 @dataclass
