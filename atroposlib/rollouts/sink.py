@@ -92,7 +92,7 @@ class Sink:
         await self._write(records)
         if self._files and not all(send[part] for part in wanted):
             self._files.acknowledge([r["group_id"] for part, r in zip(wanted, records, strict=True) if not send[part]])
-        await self._send([_for_api(groups[p], r) for p, r in zip(wanted, records, strict=True) if send[p]])
+        await self._send([record for part, record in zip(wanted, records, strict=True) if send[part]])
         return len(records)
 
     async def reject(self, work: Work) -> None:
@@ -127,9 +127,10 @@ class Sink:
                 "command goes on when there is space"
             ) from error
 
-    async def _send(self, groups: Sequence[dict[str, Any]]) -> None:
-        if not groups or self._sender is None:
+    async def _send(self, records: Sequence[dict[str, Any]]) -> None:
+        if not records or self._sender is None:
             return
+        groups = [_for_api(record) for record in records]
         refused: ApiError | None = None
         try:
             await self._sender.submit(groups)
@@ -141,5 +142,12 @@ class Sink:
             raise EnvironmentFault(f"the trajectory API refuses a group: {refused}") from refused
 
 
-def _for_api(group: Mapping[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    return {**group, "group_id": record["group_id"], "task": record["task"]}
+def _for_api(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record as a trainer can use it: the API passes `generation_params` on, but not `sampling` and `engine`.
+
+    A trainer needs the temperature for its logits and the weight versions for the staleness of a batch.
+    """
+    engine = record.get("engine") or {}
+    versions = {key: engine[key] for key in ("weight_version_start", "weight_version_end") if engine.get(key)}
+    params = {**(record.get("sampling") or {}), **versions, **(record.get("generation_params") or {})}
+    return {**record, "generation_params": params or None}

@@ -9,6 +9,7 @@ from counting_env import CountingEnv, make_env, make_group
 from memory_api import MemoryApi
 
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.rollouts.trace import EngineReply, current_trace
 
 
 def serving(env_cls=CountingEnv, api=None, **settings):
@@ -42,6 +43,25 @@ async def test_a_run_of_total_groups_ends_by_itself_with_everything_acknowledged
     assert {json.loads(line)["group_id"] for line in lines} == sent
     acked = set((tmp_path / "counting_rollouts_main.acked").read_text().split())
     assert acked == sent
+
+
+async def test_the_trainer_learns_temperature_and_weight_versions_from_the_group(tmp_path):
+    class Generating(CountingEnv):
+        async def collect_trajectories(self, item):
+            for version in ("7", "8"):
+                sampling = {"temperature": 0.7, "max_new_tokens": 16}
+                current_trace().record(EngineReply(["stop"], 3, 2, weight_version=version, sampling=sampling))
+            group, backlog = await super().collect_trajectories(item)
+            return {**group, "generation_params": {"temperature": 0.9}}, backlog
+
+    env, api = serving(Generating, total_groups=1, rollouts_dir=str(tmp_path), max_batches_offpolicy=0)
+    await env.env_manager()
+    assert api.received[0]["generation_params"] == {
+        "temperature": 0.9,  # what the environment says goes first
+        "max_new_tokens": 16,
+        "weight_version_start": "7",
+        "weight_version_end": "8",
+    }
 
 
 async def test_a_complete_run_needs_no_api(tmp_path):
