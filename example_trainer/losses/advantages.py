@@ -79,9 +79,9 @@ def whiten(values: Tensor, *, eps: float = 1e-8, std_ddof: int = 0, weights: Ten
     """
     if bool((values == values[0]).all()):
         return torch.zeros_like(values)
-    weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
-    mean = (weights * values).sum() / weights.sum()
-    variance = (weights * (values - mean) ** 2).sum() / (weights.sum() - std_ddof)
+    counts = torch.ones_like(values) if weights is None else weights.to(values.dtype)
+    mean = (counts * values).sum() / counts.sum()
+    variance = (counts * (values - mean) ** 2).sum() / (counts.sum() - std_ddof)
     return (values - mean) / (variance.sqrt() + eps)
 
 

@@ -97,11 +97,11 @@ def xdr_weights(
 
     Source: xDr.GRPO, maxent-grpo repository, July 2026.
     """
-    valid = torch.ones_like(utilities, dtype=torch.bool) if valid is None else valid
-    lowest = torch.where(valid, utilities, -torch.inf)
+    rows = torch.ones_like(utilities, dtype=torch.bool) if valid is None else valid
+    lowest = torch.where(rows, utilities, -torch.inf)
     top = groups.spread(groups.max(lowest))
     if math.isinf(tau):
-        return valid.to(utilities.dtype)
+        return rows.to(utilities.dtype)
     scale = tau + tilt
     if scale == 0:
         logits = torch.where(lowest == top, 0.0, -torch.inf)
@@ -109,10 +109,10 @@ def xdr_weights(
         logits = (lowest - top) / scale
         if reference is not None and tilt:
             logits = logits + tilt / scale * reference
-    logits = torch.where(valid, logits, -torch.inf)
-    weights = groups.spread(groups.sum(valid.to(utilities.dtype))) * groups.softmax(logits)
-    bottom = -groups.spread(groups.max(torch.where(valid, -logits, -torch.inf)))
-    flat = valid & (bottom == groups.spread(groups.max(logits)))
+    logits = torch.where(rows, logits, -torch.inf)
+    weights = groups.spread(groups.sum(rows.to(utilities.dtype))) * groups.softmax(logits)
+    bottom = -groups.spread(groups.max(torch.where(rows, -logits, -torch.inf)))
+    flat = rows & (bottom == groups.spread(groups.max(logits)))
     return torch.where(flat, 1.0, weights)  # exactly, where rounding would leave 1 - 1e-16
 
 
