@@ -1,8 +1,6 @@
 """The four services of a training run: their commands, config files, logs and probes."""
 
-import contextlib
 import os
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +10,12 @@ import aiohttp
 import yaml
 
 from atroposlib.errors import ConfigError
-from atroposlib.launch.services import Probe, Service
+from atroposlib.launch.probes import answers, at_once, free_ports, trajectory_api
+from atroposlib.launch.services import Service
 from atroposlib.paths import expand_path, write_text_atomic
 from example_trainer.config import TrainingConfig
 from example_trainer.run_config import RunConfig
 
-_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 _VLLM_SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 _DATASET_ENV = Path(__file__).with_name("dataset_env.py")
 
@@ -33,27 +31,24 @@ class RunPlan:
 
 def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) -> RunPlan:
     """Choose ports, write the trainer's and the environment's YAML, describe the services."""
-    engine_port, api_port = _ports(config)
+    free = free_ports(2)
+    engine_port, api_port = config.engine_port or free[0], free[1]
     engine_urls = config.engine_urls or [f"http://127.0.0.1:{engine_port}"]
     api_url = f"http://127.0.0.1:{api_port}"
     trainer_yaml, environment_yaml = run_dir / "trainer.yaml", run_dir / "environment.yaml"
     write_text_atomic(trainer_yaml, yaml.safe_dump(trainer_settings(config, run_dir, engine_urls, api_url)))
     write_text_atomic(environment_yaml, yaml.safe_dump(environment_settings(config, run_dir, engine_urls, api_url)))
     logs = run_dir / "logs"
-    health = _answers(session, f"{api_url}/health")
-    where = ["--host", "127.0.0.1", "--port", str(api_port), "--state-dir", str(run_dir / "api")]
-    api = Service(
-        "api", [sys.executable, "-m", "atroposlib.cli.run_api", *where], logs / "api.log", health, 60, healthy=health
-    )
+    api = trajectory_api(run_dir, api_port, session)
     trainer = [sys.executable, "-m", "example_trainer.grpo", "--config", str(trainer_yaml)]
     script = str(_script(config))
     environment = [sys.executable, script, "serve", "--config", str(environment_yaml)]
     return RunPlan(
         servers=[*_engine(config, engine_port, logs, session), api],
         trainer=Service(
-            "trainer", trainer, logs / "trainer.log", _at_once, 60, env=_gpus("ATROPOS_TRAINER_GPUS"), is_job=True
+            "trainer", trainer, logs / "trainer.log", at_once, 60, env=_gpus("ATROPOS_TRAINER_GPUS"), is_job=True
         ),
-        environment=Service("environment", environment, logs / "environment.log", _at_once, 60, is_job=True),
+        environment=Service("environment", environment, logs / "environment.log", at_once, 60, is_job=True),
     )
 
 
@@ -146,8 +141,8 @@ def _engine(config: RunConfig, port: int, logs: Path, session: aiohttp.ClientSes
             name="engine",
             command=engine_command(config, port),
             log=logs / "engine.log",
-            ready=_answers(session, url + ready),
-            healthy=_answers(session, f"{url}/health"),
+            ready=answers(session, "GET", url + ready),
+            healthy=answers(session, "GET", f"{url}/health"),
             ready_timeout_s=config.engine_ready_s,
             env={**_VLLM_SWITCHES, **_gpus("ATROPOS_ENGINE_GPUS")},
         )
@@ -178,32 +173,3 @@ def _model_names(config: RunConfig) -> tuple[str, str]:
         return local.name, str(local.tokenizer_dir)
     name = "policy" if config.engine == "vllm" and config.use_lora else config.model_name
     return name, config.model_name
-
-
-def _answers(session: aiohttp.ClientSession, url: str) -> Probe:
-    """True when GET `url` is answered with 200."""
-
-    async def probe(pid: int) -> bool:
-        try:
-            async with session.get(url, timeout=_PROBE_TIMEOUT) as reply:
-                await reply.read()
-                return reply.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
-
-    return probe
-
-
-async def _at_once(pid: int) -> bool:
-    return True
-
-
-def _ports(config: RunConfig) -> tuple[int, int]:
-    """Ports of engine and API; both sockets are open at once, so no port is chosen twice."""
-    with contextlib.ExitStack() as stack:
-        free = []
-        for _ in range(2):
-            probe = stack.enter_context(contextlib.closing(socket.socket()))
-            probe.bind(("127.0.0.1", 0))
-            free.append(probe.getsockname()[1])
-    return config.engine_port or free[0], free[1]

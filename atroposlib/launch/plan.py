@@ -1,8 +1,6 @@
 """From a checked config to the four services of a datagen run: their commands, logs, probes and config files."""
 
-import contextlib
 import json
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +10,10 @@ import yaml
 
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.preflight import Model
+from atroposlib.launch.probes import answers, at_once, free_ports, trajectory_api
 from atroposlib.launch.services import Probe, Service
 from atroposlib.launch.status import PROGRESS_FILE
 from atroposlib.paths import write_text_atomic
-
-_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
 @dataclass(frozen=True)
@@ -32,14 +29,15 @@ class Plan:
 def make_plan(config: DatagenConfig, model: Model, session: aiohttp.ClientSession) -> Plan:
     """Choose ports, write the environment's YAML and describe the services."""
     run_dir = Path(config.run_dir)
-    engine_port, api_port = _ports(config)
+    free = free_ports(2)
+    engine_port, api_port = config.engine.port or free[0], config.api.port or free[1]
     engine_url = (config.engine.base_url or f"http://127.0.0.1:{engine_port}").removesuffix("/v1")
     api_url = f"http://127.0.0.1:{api_port}"
     env_yaml = run_dir / "environment.yaml"
     write_text_atomic(env_yaml, environment_yaml(config, model, engine_url, api_url))
     return Plan(
         engine=None if config.engine.kind == "external" else _engine(config, model, engine_port, session),
-        api=_api(run_dir, api_port, session),
+        api=trajectory_api(run_dir, api_port, session),
         trainer=_trainer(config, api_url),
         environment=_environment(config, env_yaml),
     )
@@ -70,7 +68,7 @@ def environment_yaml(config: DatagenConfig, model: Model, engine_url: str, api_u
     server = {
         "server_type": "sglang",
         "api_key": "x",
-        "num_max_requests_at_once": max(512, config.environment.workers * config.responses),
+        "num_max_requestsat_once": max(512, config.environment.workers * config.responses),
         **config.environment.server,
         "model_name": model.name,
         "tokenizer_name": model.tokenizer,
@@ -99,24 +97,17 @@ def _engine(config: DatagenConfig, model: Model, port: int, session: aiohttp.Cli
         name="engine",
         command=engine_command(config, model, port),
         log=Path(config.run_dir) / "logs" / "engine.log",
-        ready=_answers(session, "POST", f"{url}/generate", one_token),
-        healthy=_answers(session, "GET", f"{url}/health"),
+        ready=answers(session, "POST", f"{url}/generate", one_token),
+        healthy=answers(session, "GET", f"{url}/health"),
         ready_timeout_s=config.engine.ready_timeout_s,
     )
-
-
-def _api(run_dir: Path, port: int, session: aiohttp.ClientSession) -> Service:
-    probe = _answers(session, "GET", f"http://127.0.0.1:{port}/health")
-    where = ["--host", "127.0.0.1", "--port", str(port), "--state-dir", str(run_dir / "api")]
-    command = [sys.executable, "-m", "atroposlib.cli.run_api", *where]
-    return Service("api", command, run_dir / "logs" / "api.log", ready=probe, healthy=probe, ready_timeout_s=60)
 
 
 def _trainer(config: DatagenConfig, api_url: str) -> Service:
     module = [sys.executable, "-m", "example_trainer.fake_trainer", "--api-url", api_url]
     command = [*module, "--batch-size", str(config.responses)]
     log = Path(config.run_dir) / "logs" / "fake_trainer.log"
-    return Service("fake_trainer", command, log, ready=_at_once, ready_timeout_s=60)
+    return Service("fake_trainer", command, log, ready=at_once, ready_timeout_s=60)
 
 
 def _environment(config: DatagenConfig, env_yaml: Path) -> Service:
@@ -124,20 +115,6 @@ def _environment(config: DatagenConfig, env_yaml: Path) -> Service:
     command = [sys.executable, config.environment.script, "serve", "--config", str(env_yaml)]
     log = Path(config.run_dir) / "logs" / "environment.log"
     return Service("environment", command, log, ready=_reports(progress), ready_timeout_s=600, is_job=True)
-
-
-def _answers(session: aiohttp.ClientSession, method: str, url: str, body: object = None) -> Probe:
-    """True when the request is answered with 200."""
-
-    async def probe(pid: int) -> bool:
-        try:
-            async with session.request(method, url, json=body, timeout=_PROBE_TIMEOUT) as reply:
-                await reply.read()
-                return reply.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
-
-    return probe
 
 
 def _reports(progress: Path) -> Probe:
@@ -150,18 +127,3 @@ def _reports(progress: Path) -> Probe:
             return False
 
     return probe
-
-
-async def _at_once(pid: int) -> bool:
-    return True
-
-
-def _ports(config: DatagenConfig) -> tuple[int, int]:
-    """The asked ports, or free ones; all sockets are open at once, so no port is chosen twice."""
-    with contextlib.ExitStack() as stack:
-        free = []
-        for _ in range(2):
-            probe = stack.enter_context(contextlib.closing(socket.socket()))
-            probe.bind(("127.0.0.1", 0))
-            free.append(probe.getsockname()[1])
-    return config.engine.port or free[0], config.api.port or free[1]

@@ -1,0 +1,48 @@
+"""What the services of every run have in common: free ports, readiness probes, the trajectory API."""
+
+import contextlib
+import socket
+import sys
+from pathlib import Path
+
+import aiohttp
+
+from atroposlib.launch.services import Probe, Service
+
+_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody uses; all are held at once, so none comes twice."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(contextlib.closing(socket.socket())) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def answers(session: aiohttp.ClientSession, method: str, url: str, body: object = None) -> Probe:
+    """True when the request is answered with 200."""
+
+    async def probe(pid: int) -> bool:
+        try:
+            async with session.request(method, url, json=body, timeout=_PROBE_TIMEOUT) as reply:
+                await reply.read()
+                return reply.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    return probe
+
+
+async def at_once(pid: int) -> bool:
+    """Ready as soon as it runs."""
+    return True
+
+
+def trajectory_api(run_dir: Path, port: int, session: aiohttp.ClientSession) -> Service:
+    """`run-api` with its state in the run's folder."""
+    health = answers(session, "GET", f"http://127.0.0.1:{port}/health")
+    where = ["--host", "127.0.0.1", "--port", str(port), "--state-dir", str(run_dir / "api")]
+    command = [sys.executable, "-m", "atroposlib.cli.run_api", *where]
+    return Service("api", command, run_dir / "logs" / "api.log", ready=health, healthy=health, ready_timeout_s=60)
