@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from atroposlib.api.client import TrainerClient
-from atroposlib.errors import AtroposError
+from atroposlib.cli.boundary import command, run
 
 logger = logging.getLogger(__name__)
 
@@ -103,12 +103,7 @@ def fake_trainer(
     max_token_len: Annotated[int, typer.Option(min=1, help="Longest sequence environments may send.")] = 1_000_000,
     num_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many batches; default: never.")] = None,
 ) -> None:
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    try:
-        asyncio.run(_until_stopped(api_url, batch_size, max_token_len, num_steps))
-    except AtroposError as error:
-        print(f"atropos-fake-trainer: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+    asyncio.run(_until_stopped(api_url, batch_size, max_token_len, num_steps))
 
 
 async def _until_stopped(api_url: str, batch_size: int, max_token_len: int, num_steps: int | None) -> None:
@@ -127,9 +122,7 @@ async def _until_stopped(api_url: str, batch_size: int, max_token_len: int, num_
 
 
 def main() -> None:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=HELP)(fake_trainer)
-    app()
+    run(command(fake_trainer, HELP), "atropos-fake-trainer", log_level=logging.INFO)
 
 
 if __name__ == "__main__":

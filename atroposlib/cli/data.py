@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table as TextTable
 
-from atroposlib.cli.command import reading, run
+from atroposlib.cli.boundary import run
+from atroposlib.cli.reading import reading
 from atroposlib.data.card import dataset_card
 from atroposlib.data.formats import messages_of
 from atroposlib.data.index import open_table, read_group

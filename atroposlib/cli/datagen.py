@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from atroposlib.errors import AtroposError
+from atroposlib.cli.boundary import command, run
 from atroposlib.launch.config import load_config
 from atroposlib.launch.datagen import run_datagen
 from atroposlib.launch.display import Display
@@ -40,28 +40,22 @@ def datagen(
     problems: Annotated[int | None, typer.Option(min=1, help="Instead of `problems` in the file.")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Instead of `run_dir` in the file.")] = None,
 ) -> None:
-    try:
-        settings = load_config(expand_path(config, what="CONFIG"), problems=problems, run_dir=run_dir)
-        if check:
-            model = preflight(settings)
-            print(f"{config}: nothing found that would stop it; model {model.name}, run_dir {settings.run_dir}")
-            return
-        if fresh and (kept := keep_earlier(Path(settings.run_dir))):
-            print(f"earlier run kept as {kept}", file=sys.stderr)
-        with Display() as display:
-            logging.basicConfig(level=logging.INFO, handlers=[display.log_handler()])
-            logging.getLogger("gguf").setLevel(logging.WARNING)  # it tells of every file it writes
-            status = run_datagen(settings, display)
-    except AtroposError as error:
-        print(f"atropos datagen: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+    settings = load_config(expand_path(config, what="CONFIG"), problems=problems, run_dir=run_dir)
+    if check:
+        model = preflight(settings)
+        print(f"{config}: nothing found that would stop it; model {model.name}, run_dir {settings.run_dir}")
+        return
+    if fresh and (kept := keep_earlier(Path(settings.run_dir))):
+        print(f"earlier run kept as {kept}", file=sys.stderr)
+    with Display() as display:
+        logging.basicConfig(level=logging.INFO, handlers=[display.log_handler()])
+        logging.getLogger("gguf").setLevel(logging.WARNING)  # it tells of every file it writes
+        status = run_datagen(settings, display)
     print_status(status, Console())
 
 
 def main() -> None:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=HELP)(datagen)
-    app()
+    run(command(datagen, HELP), "atropos datagen", log_level=None)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from typing import Annotated
 
 import typer
 
-from atroposlib.cli.command import reading, run
+from atroposlib.cli.boundary import run
+from atroposlib.cli.reading import reading
 from atroposlib.cli.sft import print_report
 from atroposlib.data.collect import Collection, is_live_call
 from atroposlib.data.dpo import DpoFormat, DpoOptions, collect_dpo, export_dpo

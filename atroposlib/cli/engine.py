@@ -2,21 +2,17 @@
 
 import logging
 import os
-import sys
 from typing import Annotated
 
 import typer
 
-from atroposlib.errors import AtroposError
+from atroposlib.cli.boundary import command, run
 
 QUIET_OPENMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 """Threads wait asleep, after a moment's spinning: 32 sequences on two cores gave 163 and 176 tok/s without it, 193 and
 220 with it; beside three busy processes 64 and 68, and 78 and 80. Ten times longer was slower there."""
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-
-@app.command()
 def engine(
     model: Annotated[str, typer.Option(help="Model name (smollm2-135m) or path to a .gguf file.")] = "smollm2-135m",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -33,22 +29,16 @@ def engine(
     insecure: Annotated[bool, typer.Option(help="Allow an address other than loopback; there is no login.")] = False,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C. Prints one line when it is ready."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     if not spin:  # OpenMP reads these when its library is loaded, which happens below
         for name, value in QUIET_OPENMP.items():
             os.environ.setdefault(name, value)
     from atroposlib.engines.serve import ServeOptions, serve
 
-    try:
-        options = ServeOptions(model, host, port, slots, context, threads, exit_with_parent, insecure)
-        serve(options)
-    except AtroposError as error:
-        print(f"atropos engine: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+    serve(ServeOptions(model, host, port, slots, context, threads, exit_with_parent, insecure))
 
 
 def main() -> None:
-    app()
+    run(command(engine), "atropos engine", log_level=logging.INFO)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 import importlib
 import sys
 
-from atroposlib.errors import AtroposError
-
 COMMANDS = {
     "datagen": ("atroposlib.cli.datagen", "run engine, API, environment and export as one supervised job"),
     "status": ("atroposlib.cli.status", "show the progress of a run, running or not"),
@@ -33,9 +31,4 @@ def main() -> None:
         print(f"atropos: there is no command {name!r}\n\n{USAGE}", file=sys.stderr)
         sys.exit(2)
     sys.argv[0] = f"atropos {name}"
-    module = importlib.import_module(COMMANDS[name][0])
-    try:
-        module.main()
-    except AtroposError as error:
-        print(f"atropos {name}: {error}", file=sys.stderr)
-        sys.exit(1)
+    importlib.import_module(COMMANDS[name][0]).main()

@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from atroposlib.api import auth
-from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.cli.boundary import command, run
+from atroposlib.errors import ConfigError
 from atroposlib.paths import expand_path
 
 logger = logging.getLogger("atroposlib.api")
@@ -112,12 +113,7 @@ def _run(app, listener: socket.socket) -> None:
 
 def main() -> None:
     """The console script."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    try:
-        typer.run(serve)
-    except AtroposError as error:
-        print(f"run-api: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+    run(command(serve), "run-api", log_level=logging.INFO)
 
 
 if __name__ == "__main__":

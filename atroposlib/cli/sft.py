@@ -4,7 +4,8 @@ from typing import Annotated
 
 import typer
 
-from atroposlib.cli.command import reading, run
+from atroposlib.cli.boundary import run
+from atroposlib.cli.reading import reading
 from atroposlib.data.collect import Collection, is_live_call
 from atroposlib.data.conversion import SftOptions
 from atroposlib.data.formats import Format

@@ -1,7 +1,6 @@
 """`atropos status`: how far a run is, from any shell, also after a crash."""
 
 import json
-import sys
 import time
 from typing import Annotated
 
@@ -9,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from atroposlib.errors import AtroposError
+from atroposlib.cli.boundary import command, run
 from atroposlib.launch.status import print_status, read_status, render
 from atroposlib.paths import expand_path
 
@@ -30,28 +29,22 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until the run ends.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    try:
-        folder = expand_path(run_dir, what="RUN_DIR")
-        current = read_status(folder)
-        if as_json:
-            print(json.dumps(current.as_json(), indent=1))
-            return
-        if watch:
-            with Live(console=Console(), auto_refresh=False) as live:
-                while current.running:
-                    live.update(render(current), refresh=True)
-                    time.sleep(2)
-                    current = read_status(folder)
-        print_status(current, Console())
-    except AtroposError as error:
-        print(f"atropos status: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+    folder = expand_path(run_dir, what="RUN_DIR")
+    current = read_status(folder)
+    if as_json:
+        print(json.dumps(current.as_json(), indent=1))
+        return
+    if watch:
+        with Live(console=Console(), auto_refresh=False) as live:
+            while current.running:
+                live.update(render(current), refresh=True)
+                time.sleep(2)
+                current = read_status(folder)
+    print_status(current, Console())
 
 
 def main() -> None:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=HELP)(status)
-    app()
+    run(command(status, HELP), "atropos status")
 
 
 if __name__ == "__main__":

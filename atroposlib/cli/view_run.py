@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 import uvicorn
 
-from atroposlib.cli.command import run
+from atroposlib.cli.boundary import run
 from atroposlib.data.index import table_of
 from atroposlib.data.rollout_files import find_rollout_files
 from atroposlib.data.tokenizers import load_tokenizer

@@ -1,6 +1,6 @@
 """`view-run-multimodal`: the same browser; images held in messages or groups are shown beside the text."""
 
-from atroposlib.cli.command import run
+from atroposlib.cli.boundary import run
 from atroposlib.cli.view_run import app
 
 

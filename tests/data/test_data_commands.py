@@ -5,7 +5,7 @@ from rollout_factory import make_group, write_groups
 from typer.testing import CliRunner
 
 from atroposlib.cli import data, dpo, sft, view_run
-from atroposlib.cli.command import run
+from atroposlib.cli.boundary import run
 
 COMMANDS = {
     "sft": (sft.app, []),

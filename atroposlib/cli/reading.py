@@ -1,31 +1,14 @@
-"""What the dataset commands share: exit codes, log lines and progress on stderr."""
+"""A bar for long reading of rollout files, on stderr."""
 
-import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from atroposlib.data.rollout_files import find_rollout_files
-from atroposlib.errors import AtroposError
 
 _UPDATE_BYTES = 8_000_000
-
-
-def run(app: typer.Typer, name: str) -> None:
-    """Run a typer app. Exit 0 done, 1 failed with a sentence, 2 wrong usage, 130 on Ctrl-C."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
-    try:
-        app(prog_name=name)
-    except AtroposError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print(f"{name}: stopped; nothing half-written is left", file=sys.stderr)
-        sys.exit(130)
 
 
 @contextmanager
