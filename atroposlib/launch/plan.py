@@ -68,7 +68,7 @@ def environment_yaml(config: DatagenConfig, model: Model, engine_url: str, api_u
     server = {
         "server_type": "sglang",
         "api_key": "x",
-        "num_max_requestsat_once": max(512, config.environment.workers * config.responses),
+        "num_max_requests_at_once": max(512, config.environment.workers * config.responses),
         **config.environment.server,
         "model_name": model.name,
         "tokenizer_name": model.tokenizer,

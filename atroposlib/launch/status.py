@@ -231,6 +231,8 @@ class RunRecord:
 def _outputs(files: dict[str, Any], exports: list[str], run_dir: Path) -> dict[str, list[str]]:
     """Paths by kind, in the order a reader wants them."""
     found = {kind: [paths] if isinstance(paths, str) else list(paths or []) for kind, paths in files.items()}
+    if "failures" in found:
+        found["tracebacks"] = found.pop("failures")
     found["sft"] = exports
     found["logs"] = [str(run_dir / "logs")]
     return {kind: paths for kind, paths in found.items() if paths}
