@@ -6,6 +6,7 @@ the order they were made. The life of a group: checked -> stored -> queue (or bu
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -77,7 +78,10 @@ class TrajectoryService:
     # -- trainer ------------------------------------------------------------------------------------------------
 
     async def register(self, registration: Registration) -> int:
-        """Take over a run's configuration; queue and environments stay. Returns the trainer's 128-bit number."""
+        """Take over a run's configuration; queue and environments stay. Returns the trainer's 128-bit number.
+
+        Batches that were leased and not acknowledged come again, first: the trainer that held them is gone.
+        """
         self._refuse_unfit(registration.batch_size)
         if self.run.registration is not None and self.run.batch_size != registration.batch_size:
             for batch in self.queue.returned:
@@ -85,6 +89,9 @@ class TrajectoryService:
             self.queue.returned.clear()
         self.run.registration = registration
         self.run.step = registration.starting_step
+        for batch in self.queue.expire_leases(math.inf):
+            batch.counted = False
+            self._give_back(batch)
         await self.store.change(Change(run=self.run.to_json()))
         logger.info("trainer registered: batch_size=%d step=%d", registration.batch_size, self.run.step)
         return secrets.randbits(128)

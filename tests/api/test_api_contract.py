@@ -185,6 +185,17 @@ async def test_a_lease_is_delivered_again_until_it_is_acknowledged(monkeypatch):
     assert (await client.post("/batch/ack", json={"batch_id": "never"})).status_code == 404
 
 
+async def test_a_trainer_that_registers_again_gets_what_it_had_leased_first():
+    client = await started(memory_app())
+    await client.post("/scored_data_list", json=[make_group(uid) for uid in range(6)])
+    for _ in range(2):
+        await client.get("/batch?lease_s=600")
+    await client.post("/register", json={**REGISTRATION, "starting_step": 7})
+    batches = [uids(await client.get("/batch?lease_s=600")) for _ in range(3)]
+    assert batches == [[0, 1], [2, 3], [4, 5]]
+    assert (await client.get("/status")).json()["current_step"] == 10
+
+
 async def test_several_pollers_get_different_batches():
     client = await started(memory_app())
     await client.post("/scored_data_list", json=[make_group(uid) for uid in range(4)])
