@@ -167,7 +167,9 @@ class RolloutPool:
     def _ended(self, work: Work, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._works.pop(task, None)
-        self._running_items.pop(work.uuid, None)
+        entry = self._running_items.get(work.uuid)
+        if entry is not None and entry["worker"] is task:  # a failed try may have been started again already
+            del self._running_items[work.uuid]
         self._changed.set()
 
     async def _run(self, work: Work) -> None:

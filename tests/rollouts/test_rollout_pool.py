@@ -1,0 +1,54 @@
+import asyncio
+
+from atroposlib.errors import EngineFault
+from atroposlib.rollouts.failures import FailureLog, TaskHealth
+from atroposlib.rollouts.pool import RolloutPool
+from atroposlib.rollouts.work import Work
+
+
+class EagerSource:
+    """One item, which is handed out again the very moment it comes back."""
+
+    def __init__(self) -> None:
+        self.waiting = [Work(item={"n": 1}, key="1", task="t")]
+        self.on_return = lambda: None
+
+    @property
+    def is_exhausted(self) -> bool:
+        return not self.waiting
+
+    async def next(self) -> Work | None:
+        return self.waiting.pop() if self.waiting else None
+
+    def put_back(self, work: Work) -> None:
+        self.waiting.append(work)
+        self.on_return()
+
+
+async def test_a_try_that_starts_while_the_failed_one_is_still_ending_keeps_its_item():
+    running_items: dict = {}
+    items_seen = []
+
+    async def roll_out(uuid: str) -> None:
+        await asyncio.sleep(0)
+        items_seen.append(running_items[uuid]["item"])
+        if len(items_seen) == 1:
+            raise EngineFault("503")
+
+    source = EagerSource()
+    failures, health = FailureLog(None, env="e", run="r"), TaskHealth(5, run_limit=30)
+    pool = RolloutPool(
+        source,  # pyright: ignore[reportArgumentType]
+        roll_out,
+        may_start=lambda _: True,
+        failures=failures,
+        health=health,
+        tasks=set(),
+        running_items=running_items,
+    )
+    source.on_return = lambda: pool._start(source.waiting.pop())
+    pool.pace(1)
+    await pool.run(lambda: pool.completed == 1)
+    assert items_seen == [{"n": 1}, {"n": 1}]
+    assert running_items == {}
+    assert failures.counts["environment"] == 0
