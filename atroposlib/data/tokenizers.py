@@ -28,7 +28,7 @@ def load_tokenizer(spec: str) -> "PreTrainedTokenizerBase":
     except Exception as error:  # transformers raises many kinds; all mean that this tokenizer cannot be had
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"--tokenizer {spec}: {'not a tokenizer folder' if folder else 'neither a folder here nor on the hub'} "
+            f"tokenizer {spec}: {'not a tokenizer folder' if folder else 'neither a folder here nor on the hub'} "
             f"({first}); give a folder with tokenizer.json and tokenizer_config.json, a .gguf file, or a hub name"
         ) from error
 

@@ -466,7 +466,7 @@ class BaseEnv(TrainerSide):
         return RunFiles(folder, stem, self.label, config.run_name, None, progress)
 
     def load_tokenizer(self) -> Any:
-        """The tokenizer of `tokenizer_name`."""
-        from transformers import AutoTokenizer
+        """The tokenizer of `tokenizer_name`: a folder, a .gguf file, a model of the embedded engine, or a hub name."""
+        from atroposlib.data.tokenizers import load_tokenizer
 
-        return AutoTokenizer.from_pretrained(self.config.tokenizer_name)
+        return load_tokenizer(self.config.tokenizer_name)

@@ -38,12 +38,6 @@ class InternBootcampEnv(SandboxedEnv):
         config = InternBootcampEnvConfig(group_size=16, max_token_length=16384, tokenizer_name=server.model_name)
         return config, [server]
 
-    def load_tokenizer(self) -> Any:
-        """Also that of a model of the embedded engine, by the model's name."""
-        from atroposlib.data.tokenizers import load_tokenizer
-
-        return load_tokenizer(self.config.tokenizer_name)
-
     async def setup(self) -> None:
         """Open the tasks; ConfigError when one does not exist."""
         self.problems = ProblemSource(self.config)
