@@ -19,7 +19,9 @@ class Display:
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
-        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._live = (
+            Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
+        )
         self._next_line = 0.0
 
     def __enter__(self) -> "Display":
@@ -36,7 +38,11 @@ class Display:
     def log_handler(self) -> logging.Handler:
         """Log lines above the live table, or plain ones with the time."""
         if self._live is not None:
-            return RichHandler(console=self._console, show_path=False, show_level=False)
+            live = RichHandler(
+                console=self._console, show_path=False, show_level=False, log_time_format="%H:%M:%S", markup=False
+            )
+            live.setFormatter(logging.Formatter("%(message)s"))
+            return live
         handler: logging.Handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
         return handler
