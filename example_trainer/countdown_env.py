@@ -13,7 +13,6 @@ from typing import TypedDict
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
-from atroposlib.rollouts.trace import current_trace
 from atroposlib.type_definitions import Message
 
 _ANSWER = re.compile(r"(?s)<answer>(.*?)</answer>")
@@ -73,14 +72,12 @@ class CountdownEnv(BaseEnv):
             )
             nodes = managed.get_state()["nodes"]
         texts = [choice.message.content or "" for choice in reply.choices]
-        trace = current_trace()
         return {
             "tokens": [node.tokens for node in nodes],
             "masks": [node.masked_tokens for node in nodes],
             "inference_logprobs": [node.logprobs for node in nodes],
             "scores": [float(right_answer(text, item) is not None) for text in texts],
             "messages": [[*messages, {"role": "assistant", "content": text}] for text in texts],
-            "generation_params": {"temperature": self.config.temperature, **(trace.engine if trace else {})},
         }, []
 
     async def evaluate(self, *args: object, **kwargs: object) -> None:

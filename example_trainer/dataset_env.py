@@ -8,7 +8,6 @@ from pydantic import Field
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.errors import DataError
 from atroposlib.paths import expand_path
-from atroposlib.rollouts.trace import current_trace
 from atroposlib.type_definitions import Message
 from example_trainer.mixture import Source, mix, split
 from example_trainer.rewards import answer_tag_reward, math_reward
@@ -76,14 +75,12 @@ class DatasetEnv(BaseEnv):
             )
             nodes = managed.get_state()["nodes"]
         texts = [choice.message.content or "" for choice in reply.choices]
-        trace = current_trace()
         return {
             "tokens": [node.tokens for node in nodes],
             "masks": [node.masked_tokens for node in nodes],
             "inference_logprobs": [node.logprobs for node in nodes],
             "scores": [self.score(text, item) for text in texts],
             "messages": [[*messages, {"role": "assistant", "content": text}] for text in texts],
-            "generation_params": {"temperature": self.config.temperature, **(trace.engine if trace else {})},
         }, []
 
     def messages(self, item: Problem) -> list[Message]:

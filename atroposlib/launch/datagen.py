@@ -13,8 +13,9 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -23,8 +24,8 @@ from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.export import export_all
 from atroposlib.launch.lock import end_leftover, run_lock, start_time
 from atroposlib.launch.plan import Plan, make_plan
-from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
-from atroposlib.launch.services import Supervised, describe_exit, log_tail
+from atroposlib.launch.preflight import SETTINGS_FILE, Model, data_settings, preflight
+from atroposlib.launch.services import Service, Supervised, describe_exit, log_tail
 from atroposlib.launch.status import RUN_FILE, RunRecord, RunStatus, read_status
 from atroposlib.paths import write_text_atomic
 
@@ -84,7 +85,7 @@ class _Run:
         self._run_dir = Path(config.run_dir)
         self._services: list[Supervised] = []
 
-    async def to_the_end(self, model) -> None:
+    async def to_the_end(self, model: Model) -> None:
         """Start the services, wait for the environment, stop the services whatever happened."""
         self._record.starts += 1
         async with aiohttp.ClientSession() as session:
@@ -100,7 +101,7 @@ class _Run:
                     await ticker
                 self._publish()
 
-    async def _until_stopped(self, work) -> None:
+    async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`; a stop signal ends it with Stopped."""
         loop = asyncio.get_running_loop()
         stop: asyncio.Future[str] = loop.create_future()
@@ -129,7 +130,7 @@ class _Run:
         if code != 0:
             raise LaunchError(self._environment_failed(environment, code))
 
-    def _supervise(self, service) -> Supervised:
+    def _supervise(self, service: Service) -> Supervised:
         supervised = Supervised(service, self._config.restarts)
         self._services.append(supervised)
         return supervised
