@@ -22,7 +22,6 @@ from atroposlib.data.policy import load_policy, select
 from atroposlib.data.split import split_rollouts
 from atroposlib.data.stats import Stats, TaskStats, describe
 from atroposlib.data.stats_page import stats_page
-from atroposlib.data.table import scan
 from atroposlib.data.tokenizers import load_tokenizer
 from atroposlib.data.validate import validate as find_problems
 from atroposlib.errors import DataError
@@ -82,7 +81,7 @@ def stats(
     """
     page = check_output(html, overwrite=overwrite) if html else None
     with reading(rollouts) as advance:
-        table = scan(rollouts, advance)
+        table = open_table(rollouts, advance)
     retention = select(table, load_policy(policy)).steps if policy else None
     found = describe(table, accept_score=accept_score, retention=retention)
     if page:
@@ -107,7 +106,7 @@ def diff(
       atropos data diff loose.yaml strict.yaml runs/main/
     """
     with reading(rollouts) as advance:
-        table = scan(rollouts, advance)
+        table = open_table(rollouts, advance)
     a, b = (select(table, load_policy(policy)).keep for policy in (first, second))
     for label, rows in (("both", a & b), (f"only {first}", a & ~b), (f"only {second}", b & ~a), ("neither", ~(a | b))):
         tasks = Counter(table.column("task")[rows].tolist())

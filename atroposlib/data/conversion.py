@@ -57,8 +57,8 @@ class Conversion:
             raise ConfigError("--format prefix decodes token ids: give --tokenizer")
         self.options = options
         self.rerendered = 0
-        needs_tokenizer = options.format in ("prefix", "tokens") and options.tokenizer is not None
-        self._tokenizer = load_tokenizer(options.tokenizer) if needs_tokenizer and options.tokenizer else None
+        self.needs_ids = options.format in ("prefix", "tokens")
+        self._tokenizer = load_tokenizer(options.tokenizer) if self.needs_ids and options.tokenizer else None
         self._rerenderer: Rerenderer | None = None
         self._convert = self._converter()
 
@@ -94,7 +94,7 @@ class Conversion:
         return to_prefix(self._tokenizer)
 
     def _records_of(self, chosen: Chosen) -> Iterator[Record]:
-        if chosen.group.has_tokens or self.options.format in ("messages", "sharegpt"):
+        if chosen.group.has_tokens or not self.needs_ids:
             return self._convert(chosen)
         if self._tokenizer is None:
             raise ConfigError(

@@ -17,12 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.data.collect import Collection, collect, keep_groups
 from atroposlib.data.formats import chat, decode_batch, ids_and_labels, messages_of, prefix_length
+from atroposlib.data.index import open_table
 from atroposlib.data.output import check_output, written_whole
 from atroposlib.data.pairs import PairRules, preference_pairs
 from atroposlib.data.policy import Policy, StepResult, select
 from atroposlib.data.report import ExportReport, NothingKept, describe_inputs, require_survivors, write_meta
 from atroposlib.data.steps import priorities
-from atroposlib.data.table import Advance, Chosen, Table, ignore, scan
+from atroposlib.data.table import Advance, Chosen, Table, ignore
 from atroposlib.data.tokenizers import load_tokenizer
 from atroposlib.errors import ConfigError
 from atroposlib.type_definitions import Array
@@ -69,7 +70,7 @@ def export_dpo(
     rules, options, policy = rules or PairRules(), options or DpoOptions(), policy or Policy()
     target = check_output(output, append=options.append, overwrite=options.overwrite)
     convert = _converter(options)
-    table = scan(rollouts, advance)
+    table = open_table(rollouts, advance)
     selection = select(table, policy)
     require_survivors(table, selection.steps)
     pairs = choose_pairs(table, selection.keep, rules, policy.seed)

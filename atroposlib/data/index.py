@@ -1,4 +1,4 @@
-"""Random access: the table of a rollout file kept beside it, as `.<name>.idx`.
+"""The table of a rollout file kept beside it, as `.<name>.idx`: nothing is read twice, and any group is found at once.
 
 An index holds the size its file had. A file that grew is read from there on; one that shrank or was replaced is
 read again. An index that cannot be written (a read-only folder) is kept in memory only.
@@ -6,21 +6,23 @@ read again. An index that cannot be written (a read-only folder) is kept in memo
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import orjson
 
-from atroposlib.data.lazy import LazyGroup, parse_lazily
+from atroposlib.data.lazy import LazyGroup, hash64, parse_lazily
 from atroposlib.data.output import write_whole
 from atroposlib.data.rollout_files import Line, find_rollout_files, read_lines
-from atroposlib.data.table import GROUP, RESPONSE, Table, concatenate, scan_after
+from atroposlib.data.table import GROUP, RESPONSE, Advance, Table, concatenate, ignore, scan_after
 from atroposlib.errors import DataError, PathError
+from atroposlib.type_definitions import Array
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
+_END_BYTES = 1 << 16
 
 
 def index_path(path: Path) -> Path:
@@ -28,29 +30,25 @@ def index_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.idx")
 
 
-def open_table(paths: str | Path | Iterable[str | Path], on_file: Callable[[Table], None] | None = None) -> Table:
-    """The table of all `paths` from their indexes; missing or outdated ones are made.
+def open_table(paths: str | Path | Iterable[str | Path], advance: Advance = ignore) -> Table:
+    """The table of all `paths` from their indexes; missing or outdated ones are made, which checks every line's shape.
 
-    Args:
-        on_file: given the table of each file as soon as it is known, in order.
+    `advance` is told the bytes gone past.
+
+    Raises:
+        PathError, DataError: as in `rollout_files`.
     """
-    tables = []
-    for path in find_rollout_files(paths):
-        table = table_of(path)
-        if on_file:
-            on_file(table)
-        tables.append(table)
-    return concatenate(tables)
+    return concatenate([table_of(path, advance) for path in find_rollout_files(paths)])
 
 
-def table_of(path: Path) -> Table:
+def table_of(path: Path, advance: Advance = ignore) -> Table:
     """The table of one rollout file, and its index brought up to date."""
     size = path.stat().st_size
     known = _load(path)
     if known is not None and known[0] == size:
+        advance(size)
         return known[1]
-    can_extend = known is not None and known[0] < size and path.suffix != ".zst" and _ends_at_a_line(path, known[1])
-    table = scan_after(path, known[1] if known and can_extend else None)
+    table = scan_after(path, known[1] if known else None, advance)
     try:
         _save(path, size, table)
     except PathError as error:
@@ -74,7 +72,7 @@ def read_group(table: Table, row: int) -> tuple[Line, LazyGroup]:
 
 
 def _load(path: Path) -> tuple[int, Table] | None:
-    """Size of the indexed part and its table; None when there is no usable index."""
+    """Size of the file when it was indexed and its table; None when there is no index, or it is not of this file."""
     try:
         with index_path(path).open("rb") as stream:
             head = orjson.loads(stream.readline())
@@ -82,11 +80,14 @@ def _load(path: Path) -> tuple[int, Table] | None:
                 return None
             groups = np.fromfile(stream, GROUP, head["groups"])
             responses = np.fromfile(stream, RESPONSE, head["responses"])
+        status = path.stat()
+        is_same = head["bytes"] == status.st_size and head["modified"] == status.st_mtime_ns
+        has_grown = head["bytes"] < status.st_size and path.suffix != ".zst" and head["ends"] == _ends(path, groups)
+        if not (is_same or has_grown):
+            return None
     except (OSError, ValueError, KeyError):
         return None
     if len(groups) != head["groups"] or len(responses) != head["responses"]:
-        return None
-    if head["bytes"] == path.stat().st_size and head["modified"] != path.stat().st_mtime_ns:
         return None
     return head["bytes"], Table([path], head["tasks"], groups, responses)
 
@@ -98,6 +99,7 @@ def _save(path: Path, size: int, table: Table) -> None:
         "bytes": size,
         "modified": status.st_mtime_ns,
         "inode": status.st_ino,
+        "ends": _ends(path, table.groups),
         "tasks": table.tasks,
         "groups": len(table.groups),
         "responses": len(table.responses),
@@ -107,10 +109,12 @@ def _save(path: Path, size: int, table: Table) -> None:
     write_whole(index_path(path), orjson.dumps(head) + b"\n" + table.groups.tobytes() + table.responses.tobytes())
 
 
-def _ends_at_a_line(path: Path, table: Table) -> bool:
-    """Whether the indexed part still ends with a line's end, as it does in a file that only grew."""
-    if not len(table.groups):
-        return False
+def _ends(path: Path, groups: Array) -> int:
+    """64 bits of the first and the last bytes of the indexed part, which a file that only grew still has."""
+    if not len(groups) or path.suffix == ".zst":
+        return 0
+    end = int(groups[-1]["offset"] + groups[-1]["size"])
     with path.open("rb") as stream:
-        stream.seek(int(table.groups[-1]["offset"] + table.groups[-1]["size"]) - 1)
-        return stream.read(1) == b"\n"
+        first = stream.read(min(end, _END_BYTES))
+        stream.seek(max(0, end - _END_BYTES))
+        return hash64(first + stream.read(min(end, _END_BYTES)))

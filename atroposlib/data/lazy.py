@@ -1,8 +1,8 @@
 """Groups read only as far as selection needs: the big lists stay undecoded JSON.
 
 A group of 16 x 2,000 tokens is 1 MB of JSON, of which choosing responses needs a few hundred bytes. `LazyGroup`
-keeps each response's tokens, masks and messages as `msgspec.Raw`; lengths are counted in the raw text, and what is
-written on unchanged is never decoded at all.
+keeps each response's tokens, masks and messages as JSON; lengths are counted in it, and what is written on unchanged
+is never decoded at all. Ids that no one decodes are not checked either; `atropos data validate` checks everything.
 """
 
 import hashlib
@@ -10,8 +10,10 @@ import math
 import re
 
 import msgspec
+import numpy as np
 
 from atroposlib.data.rollout_files import Line, check_counts, torn_or_raise
+from atroposlib.data.skim import cut_number, skim, split_rows
 from atroposlib.errors import DataError
 
 Raw = msgspec.Raw
@@ -30,6 +32,8 @@ class LazyGroup(msgspec.Struct):
     part: int | None = None
     env: str | None = None
     task: str | None = None
+    hole: tuple[int, int] = msgspec.field(default=(0, 0), name="(known after reading)")
+    """Start and end of a stretch of the line that holds only lists of numbers."""
 
     @property
     def has_tokens(self) -> bool:
@@ -44,9 +48,9 @@ class LazyGroup(msgspec.Struct):
         """All tokens of one response and those that take loss, counted in its mask; None when no ids were recorded."""
         if not self.tokens or not self.masks:
             return None
-        raw = bytes(self.masks[index])
-        total = count_elements(raw)
-        return total, total - raw.count(b"-100")
+        mask = np.frombuffer(self.masks[index], np.uint8)
+        total = int(np.count_nonzero(mask == ord(","))) + 1 if len(mask) > len("[]") else 0
+        return total, total - int(np.count_nonzero(mask == ord("-")))  # only -100 is negative
 
     def item_hash(self) -> int:
         """64 bits naming the item: its recorded key, else its prompt, else its responses."""
@@ -79,7 +83,7 @@ def parse_lazily(line: Line) -> LazyGroup | None:
         DataError: not a group, a score that is not a finite number, or lists that differ in length.
     """
     try:
-        group = _decoder.decode(line.data)
+        group = _skimmed(line.data) or _decoder.decode(line.data)
     except msgspec.ValidationError as error:
         raise DataError(f"{line.where}: {_explain(str(error))}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -94,10 +98,23 @@ def parse_lazily(line: Line) -> LazyGroup | None:
     return group
 
 
-def count_elements(raw: bytes) -> int:
-    """How many elements a JSON list of numbers has."""
-    commas = raw.count(b",")
-    return commas + 1 if commas or raw[1:-1].strip() else 0
+def _skimmed(data: bytes) -> LazyGroup | None:
+    """The group of a line in a usual layout; None when only decoding all of it can tell what it is."""
+    rest, lists, hole = skim(data)
+    try:
+        group = _decoder.decode(rest)
+        group.tokens = _rows(data, group.tokens, lists)
+        group.masks = _rows(data, group.masks, lists)
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
+        return None
+    group.hole = hole
+    return group
+
+
+def _rows(data: bytes, rows: list[Raw] | None, lists: list[tuple[int, int]]) -> list[Raw] | None:
+    """`rows`, or those of the list that was cut out in their place."""
+    number = cut_number(bytes(rows[0])) if rows is not None and len(rows) == 1 else None
+    return rows if number is None else [Raw(row) for row in split_rows(data, *lists[number])]
 
 
 def hash64(data: bytes) -> int:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from atroposlib.data.collect import Collection, collect, keep_groups
 from atroposlib.data.conversion import Conversion, SftOptions
+from atroposlib.data.index import open_table
 from atroposlib.data.output import check_output, written_whole
 from atroposlib.data.packing import pack
 from atroposlib.data.policy import Policy, select, simple_policy
 from atroposlib.data.report import ExportReport, describe_inputs, require_survivors, write_meta
 from atroposlib.data.steps import TargetStep
-from atroposlib.data.table import Advance, ignore, scan
+from atroposlib.data.table import Advance, ignore
 
 __all__ = ["ExportReport", "Policy", "SftOptions", "collect_sft", "export_sft", "simple_policy"]
 
@@ -40,11 +41,11 @@ def export_sft(
     policy, options = policy or simple_policy(), options or SftOptions()
     target = check_output(output, append=options.append, overwrite=options.overwrite)
     converter = Conversion(options)
-    table = scan(rollouts, advance)
+    table = open_table(rollouts, advance)
     selection = select(table, policy)
     require_survivors(table, selection.steps)
     converter.check_tokenizer(table, selection.keep)
-    records = converter.records(table.read(selection.keep, advance))
+    records = converter.records(table.read(selection.keep, advance, with_ids=converter.needs_ids))
     count = 0
     with written_whole(target, append=options.append) as writer:
         for record in pack(records, options.pack) if options.pack else records:

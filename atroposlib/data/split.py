@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
+from atroposlib.data.index import open_table
 from atroposlib.data.lazy import hash64
 from atroposlib.data.output import JsonlWriter, check_output, written_whole
-from atroposlib.data.rollout_files import read_lines
+from atroposlib.data.rollout_files import SpanReader
 from atroposlib.data.steps import pass_rates
-from atroposlib.data.table import Advance, Table, ignore, scan
+from atroposlib.data.table import Advance, Table, ignore
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.paths import writable_dir
 from atroposlib.type_definitions import Array
@@ -45,7 +46,7 @@ def split_rollouts(
         raise ConfigError(f"--shares {list(shares)}: expected {len(NAMES)} numbers from 0 that add up to 1")
     target = writable_dir(folder, what="--output-dir")
     outputs = [check_output(target / f"{name}.jsonl", overwrite=overwrite) for name in NAMES]
-    table = scan(paths, advance)
+    table = open_table(paths, advance)
     if not len(table.groups):
         raise DataError("there is no group to split; the files are empty")
     parts = assign_splits(table, shares, seed)
@@ -119,8 +120,8 @@ def _chance(table: Table, group: int, seed: int) -> int:
 def _lines(table: Table, advance: Advance) -> Iterable[tuple[int, bytes]]:
     """(group row, line) of every group."""
     for file, path in enumerate(table.files):
-        rows = {int(table.groups["line"][row]): row for row in np.flatnonzero(table.groups["file"] == file).tolist()}
-        for line in read_lines(path):
-            advance(len(line.data))
-            if line.number in rows:
-                yield rows[line.number], line.data
+        with SpanReader(path) as reader:
+            for row in np.flatnonzero(table.groups["file"] == file).tolist():
+                start, size = int(table.groups["offset"][row]), int(table.groups["size"][row])
+                advance(size)
+                yield row, reader.read(start, start + size)

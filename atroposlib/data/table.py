@@ -1,18 +1,18 @@
 """What selection knows about a set of rollout files: two arrays, one row per group and one per response.
 
 About 50 bytes a response, so 800,000 responses are 40 MB. Policies choose rows of `responses`; the files are then
-read again and only lines with a chosen row are parsed.
+read again, but only lines with a chosen row, and where no ids are asked for, only what is left without the lists.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from atroposlib.data.lazy import LazyGroup, parse_lazily
-from atroposlib.data.rollout_files import Line, find_rollout_files, read_lines
+from atroposlib.data.rollout_files import Line, SpanReader, read_lines
 from atroposlib.errors import DataError
 from atroposlib.type_definitions import Array
 
@@ -30,6 +30,8 @@ GROUP = np.dtype(
         ("responses", "u4"),
         ("item", "u8"),  # names the item: recorded key, else prompt
         ("prompt", "u8"),  # names the prompt
+        ("hole", "u4"),  # byte of the line where a stretch of nothing but lists of numbers starts
+        ("hole_size", "u4"),  # its bytes
     ]
 )
 RESPONSE = np.dtype(
@@ -79,39 +81,33 @@ class Table:
         group = self.groups[response["group"]]
         return f"{self.files[group['file']]}:{group['line']}[{response['index']}]"
 
-    def read(self, keep: Array, advance: Advance = ignore) -> Iterator[Chosen]:
-        """The groups with at least one response in `keep` ([responses] of bool), in order; others are not parsed.
+    def read(self, keep: Array, advance: Advance = ignore, *, with_ids: bool = True) -> Iterator[Chosen]:
+        """The groups with at least one response in `keep` ([responses] of bool), in order; no other line is read.
 
-        `advance` is told the bytes of every line gone past.
+        Args:
+            advance: told the bytes of every line gone past.
+            with_ids: False: `tokens` and `masks` may be missing, which saves reading most of the file.
 
         Raises:
             DataError: a file has changed since it was scanned.
         """
         groups = np.unique(self.responses["group"][keep])
         for file, path in enumerate(self.files):
-            wanted = groups[self.groups["file"][groups] == file]
-            yield from self._read_file(path, wanted, keep, advance)
+            wanted = self.groups[groups[self.groups["file"][groups] == file]]
+            if len(wanted):
+                with SpanReader(path) as reader:
+                    for row in wanted:
+                        advance(int(row["size"]))
+                        yield self._chosen(path, row, _read_json(reader, row, with_ids), keep)
 
-    def _read_file(self, path: Path, wanted: Array, keep: Array, advance: Advance) -> Iterator[Chosen]:
-        if not len(wanted):
-            return
-        remaining = iter(wanted)
-        row = next(remaining)
-        for line in read_lines(path):
-            advance(len(line.data))
-            group_row = self.groups[row]
-            if line.number < group_row["line"]:
-                continue
-            group = parse_lazily(line) if line.offset == group_row["offset"] else None
-            if group is None or len(group.scores) != group_row["responses"]:
-                raise DataError(f"{line.where}: changed while it was read; run the command again")
-            first = int(group_row["first"])
-            indices = np.flatnonzero(keep[first : first + len(group.scores)]).tolist()
-            yield Chosen(line, group, indices, [first + index for index in indices])
-            row = next(remaining, None)
-            if row is None:
-                return
-        raise DataError(f"{path}: became shorter while it was read; run the command again")
+    def _chosen(self, path: Path, row: Any, data: bytes, keep: Array) -> Chosen:
+        line = Line(path, int(row["line"]), int(row["offset"]), data, True)
+        group = parse_lazily(line)
+        if group is None or len(group.scores) != row["responses"]:
+            raise DataError(f"{line.where}: changed while it was read; run the command again")
+        first = int(row["first"])
+        indices = np.flatnonzero(keep[first : first + len(group.scores)]).tolist()
+        return Chosen(line, group, indices, [first + index for index in indices])
 
 
 class TableBuilder:
@@ -143,6 +139,7 @@ class TableBuilder:
             (
                 *(len(self._files) - 1, task, line.number, line.offset, len(line.data)),
                 *(self._response_rows, len(group.scores), group.item_hash(), group.prompt_hash()),
+                *(group.hole[0], group.hole[1] - group.hole[0]),
             )
         )
         for index, score in enumerate(group.scores):
@@ -164,23 +161,14 @@ class TableBuilder:
         self._groups, self._responses = [], []
 
 
-def scan(paths: str | Path | Iterable[str | Path], advance: Advance = ignore) -> Table:
-    """Read all of `paths` once, checking every line's shape; `advance` is told the bytes of every line.
+def scan_after(path: Path, table: Table | None, advance: Advance = ignore) -> Table:
+    """`table` and what `path`, its only file, holds after the table's last group; checks the shape of every line.
+
+    `advance` is told the bytes of every line.
 
     Raises:
-        PathError, DataError: as in `rollout_files`.
+        DataError: as in `rollout_files`.
     """
-    builder = TableBuilder()
-    for path in find_rollout_files(paths):
-        builder.add_file(path)
-        for line in read_lines(path):
-            advance(len(line.data))
-            builder.add_line(line)
-    return builder.build()
-
-
-def scan_after(path: Path, table: Table | None) -> Table:
-    """`table` and what `path`, its only file, holds after the table's last group."""
     builder = TableBuilder()
     builder.add_file(path)
     start, number = 0, 1
@@ -188,6 +176,7 @@ def scan_after(path: Path, table: Table | None) -> Table:
         last = table.groups[-1]
         start, number = int(last["offset"] + last["size"]), int(last["line"]) + 1
     for line in read_lines(path, start=start, first_number=number):
+        advance(len(line.data))
         builder.add_line(line)
     added = builder.build()
     return concatenate([table, added]) if table is not None else added
@@ -210,6 +199,15 @@ def concatenate(tables: Sequence[Table]) -> Table:
         groups.append(group)
         responses.append(response)
     return Table(list(files), list(tasks), np.concatenate(groups), np.concatenate(responses))
+
+
+def _read_json(reader: SpanReader, row: Any, with_ids: bool) -> bytes:
+    """The line of a group row; without ids, `null` stands in place of its stretch of number lists."""
+    start, hole = int(row["offset"]), int(row["offset"] + row["hole"])
+    end, resume = int(start + row["size"]), int(hole + row["hole_size"])
+    if with_ids or resume == hole:
+        return reader.read(start, end)
+    return reader.read(start, hole) + b"null" + reader.read(resume, end)
 
 
 def _finish_code(group: LazyGroup, index: int) -> int:

@@ -15,7 +15,7 @@ from atroposlib.data.sft import export_sft
 from atroposlib.data.split import split_rollouts
 from atroposlib.data.stats import describe
 from atroposlib.data.stats_page import stats_page
-from atroposlib.data.table import scan
+from atroposlib.data.table import scan_after
 from atroposlib.data.validate import validate
 from atroposlib.errors import ConfigError, DataError, PathError
 
@@ -75,7 +75,7 @@ def test_statistics_count_problems_tasks_and_failures(tmp_path):
     ]
     path = write_groups(tmp_path / "a.jsonl", groups)
     (tmp_path / "failures.jsonl").write_text('{"class": "kill"}\n{"class": "kill"}\n{"class": "ver')
-    stats = describe(scan(path))
+    stats = describe(open_table(path))
     total = stats.total
     assert (total.problems, total.responses, total.accepted) == (3, 6, 3)
     assert (total.unsolved, total.mixed, total.solved_always) == (1, 1, 1)
@@ -86,7 +86,7 @@ def test_statistics_count_problems_tasks_and_failures(tmp_path):
 
 def test_the_page_is_self_contained_and_escapes_names(tmp_path):
     path = write_groups(tmp_path / "a.jsonl", [make_group([1.0, 0.0], task="<script>alert(1)</script>")])
-    page = stats_page(describe(scan(path)))
+    page = stats_page(describe(open_table(path)))
     assert "<script" not in page
     assert "http" not in page.replace("http-equiv", "")
     assert page.count("<svg") == 3
@@ -167,7 +167,7 @@ def test_an_index_is_made_once_extended_and_replaced_when_the_file_is(tmp_path):
     with path.open("ab") as stream:
         stream.write(json.dumps(make_group([0.5], item="1")).encode() + b"\n")
     grown = table_of(path)
-    fresh = scan(path)
+    fresh = scan_after(path, None)
     assert np.array_equal(grown.groups, fresh.groups)
     assert np.array_equal(grown.responses, fresh.responses)
     write_groups(path, [make_group([0.25], item="9")])

@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 from rollout_factory import make_group, write_groups
 
+from atroposlib.data.index import open_table
 from atroposlib.data.policy import Policy, load_policy, select, simple_policy
 from atroposlib.data.steps import pass_rates
-from atroposlib.data.table import scan
 from atroposlib.errors import AtroposError, ConfigError, DataError
 
 
 def kept(tmp_path, groups, *steps, seed=0):
-    table = scan(write_groups(tmp_path / "a.jsonl", groups))
+    table = open_table(write_groups(tmp_path / "a.jsonl", groups))
     selection = select(table, Policy.model_validate({"seed": seed, "steps": list(steps)}))
     return [
         (int(table.responses["group"][row]), int(table.responses["index"][row]))
@@ -45,7 +45,7 @@ def test_responses_stopped_by_length_can_be_dropped(tmp_path):
 
 
 def test_a_pass_rate_counts_all_groups_of_a_problem(tmp_path):
-    table = scan(write_groups(tmp_path / "a.jsonl", [make_group([1.0, 1.0]), make_group([0.0, 0.0])]))
+    table = open_table(write_groups(tmp_path / "a.jsonl", [make_group([1.0, 1.0]), make_group([0.0, 0.0])]))
     assert pass_rates(table, 0.0).tolist() == [0.5] * 4
 
 
@@ -102,7 +102,7 @@ def test_text_shared_with_an_evaluation_set_is_dropped_and_reported(tmp_path):
     shared = "the quick brown fox jumps over the lazy dog while nine owls watch from afar"
     (tmp_path / "eval.jsonl").write_text(f'{{"question": "so, {shared}!", "answer": "4"}}\n')
     groups = [wordy(f"He said: {shared.upper()}.", "0"), wordy("the quick brown fox jumps over a wall", "1")]
-    table = scan(write_groups(tmp_path / "a.jsonl", groups))
+    table = open_table(write_groups(tmp_path / "a.jsonl", groups))
     steps = [{"step": "decontaminate", "against": [str(tmp_path / "eval.jsonl")]}]
     selection = select(table, Policy.model_validate({"steps": steps}))
     assert selection.keep.tolist() == [False, True]
@@ -117,7 +117,7 @@ def test_short_evaluation_texts_must_occur_whole_and_prompts_count(tmp_path):
     (tmp_path / "eval.txt").write_text("what is the sum of one and two exactly\n")
     group = wordy("three", "0")
     group["messages"][0][0]["content"] = "Tell me: what is the sum of one and two exactly?"
-    table = scan(write_groups(tmp_path / "a.jsonl", [group, wordy("what is the sum of", "1")]))
+    table = open_table(write_groups(tmp_path / "a.jsonl", [group, wordy("what is the sum of", "1")]))
     steps = [{"step": "decontaminate", "against": [str(tmp_path / "eval.txt")]}]
     selection = select(table, Policy.model_validate({"steps": steps}))
     assert selection.keep.tolist() == [False, True]
@@ -125,7 +125,7 @@ def test_short_evaluation_texts_must_occur_whole_and_prompts_count(tmp_path):
 
 
 def test_steps_apply_in_order_and_say_what_they_dropped(tmp_path):
-    table = scan(write_groups(tmp_path / "a.jsonl", G))
+    table = open_table(write_groups(tmp_path / "a.jsonl", G))
     selection = select(table, simple_policy(top_n=1))
     assert [(each.step, each.kept, each.dropped) for each in selection.steps] == [("score", 4, 2), ("top_n", 2, 2)]
 

@@ -1,0 +1,97 @@
+import json
+
+import orjson
+import pytest
+from rollout_factory import make_group, write_groups
+
+from atroposlib.data.conversion import SftOptions
+from atroposlib.data.index import open_table, table_of
+from atroposlib.data.lazy import parse_lazily
+from atroposlib.data.rollout_files import Line
+from atroposlib.data.sft import export_sft
+from atroposlib.data.skim import skim, split_rows
+from atroposlib.errors import DataError
+
+GROUP = make_group([1.0, 0.0])
+SAID = ['{"tokens":[[1,2],[3]],"masks":[[4]]}', '":[[1]],"x', ':[[5]],"', "plain \\", '\\":[[6]]']
+LAYOUTS = {
+    "orjson": orjson.dumps(GROUP),
+    "json.dumps": json.dumps(GROUP).encode(),
+    "json with odd spaces": json.dumps(GROUP, separators=(" , ", " : ")).encode(),
+    "lists last": orjson.dumps({key: GROUP[key] for key in sorted(GROUP, key=lambda key: key in ("tokens", "masks"))}),
+    "lists apart": orjson.dumps({"tokens": GROUP["tokens"], "scores": GROUP["scores"], "masks": GROUP["masks"]}),
+    "lists in lists": orjson.dumps({**GROUP, "distill_logprobs": [[[1.5, 2.5], [3.5]], [[4.5]]]}),
+    "the same names further down": orjson.dumps({**GROUP, "env": None, "usage": {"tokens": [[7, 8]], "masks": [[9]]}}),
+    "an object in the lists": orjson.dumps({**GROUP, "extra": [[1, {"tokens": [[7]]}]], "more": [[2]]}),
+    "one response": orjson.dumps(make_group([1.0])),
+    "no ids": orjson.dumps({**GROUP, "tokens": [], "masks": []}),
+    "an empty response": orjson.dumps({**GROUP, "tokens": [[], [1]], "masks": [[], [1]]}),
+    "nothing but scores": b'{"scores":[1,0]}',
+    **{f"text {text}": orjson.dumps({**GROUP, "messages": [[{"role": "user", "content": text}]] * 2}) for text in SAID},
+    **{f"task {text}": orjson.dumps({**GROUP, "task": text}) for text in SAID},
+}
+
+
+def plain(rows):
+    return rows and [json.loads(bytes(row)) for row in rows]
+
+
+@pytest.mark.parametrize("data", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_skimmed_line_says_what_the_whole_line_says(data, tmp_path):
+    group = parse_lazily(Line(tmp_path / "a.jsonl", 1, 0, data + b"\n", True))
+    whole = json.loads(data)
+    assert group is not None
+    for key in ("tokens", "masks", "messages"):
+        assert plain(getattr(group, key)) == whole.get(key)
+    assert (group.scores, group.task) == (whole["scores"], whole.get("task"))
+    without_lists = json.loads(data[: group.hole[0]] + b"null" + data[group.hole[1] :]) if group.hole[1] else whole
+    assert without_lists["scores"] == whole["scores"]
+    assert without_lists.get("messages") == whole.get("messages")
+
+
+@pytest.mark.parametrize("name", ["orjson", "json.dumps", "lists last"])
+def test_neighbouring_lists_are_one_hole(name):
+    data = LAYOUTS[name]
+    hole = skim(data).hole
+    assert data[: hole[0]].endswith((b'"tokens":', b'"tokens": '))
+    assert b'"masks"' in data[slice(*hole)]
+
+
+SPOILED = {
+    "a line that goes on in the middle of another's ids": orjson.dumps(GROUP)[:40] + orjson.dumps(GROUP),
+    "a line that goes on in the middle of another's text": orjson.dumps(GROUP)[:-90] + orjson.dumps(GROUP),
+    "a list closed twice": orjson.dumps(GROUP).replace(b"]],", b"]]],", 1),
+    "a row missing": orjson.dumps({**GROUP, "tokens": GROUP["tokens"][:1]}),
+    "ids in no list": orjson.dumps(GROUP).replace(b"],[", b"],7,[", 1),
+    "tokens as a number": orjson.dumps({**GROUP, "tokens": 5}),
+}
+
+
+@pytest.mark.parametrize("data", SPOILED.values(), ids=SPOILED)
+def test_spoiled_lines_are_refused(data, tmp_path):
+    with pytest.raises(DataError, match=r"a\.jsonl:3: "):
+        parse_lazily(Line(tmp_path / "a.jsonl", 3, 0, data + b"\n", True))
+
+
+def test_rows_are_split_where_a_list_ends():
+    data = b'{"tokens":[[1,2], [3]],"x":0}'
+    assert [bytes(row) for row in split_rows(data, 10, 22)] == [b"[1,2]", b"[3]"]
+
+
+def test_messages_are_read_past_the_ids(tmp_path):
+    """Ids made unreadable behind the table's back are not noticed, because nobody looks at them."""
+    path = write_groups(tmp_path / "a.jsonl", [make_group([1.0, 0.0], item=str(item)) for item in range(3)])
+    table = open_table(path)
+    path.write_bytes(path.read_bytes().replace(b"[[1,10,", b"[[?,10,"))
+    kept = list(table.read(table.responses["score"] > 0, with_ids=False))
+    assert [plain(chosen.group.messages)[0][0]["content"] for chosen in kept] == [f"question {i}" for i in range(3)]
+    assert [chosen.group.tokens for chosen in kept] == [None] * 3
+
+
+def test_an_export_uses_the_index_and_checks_that_it_still_holds(tmp_path):
+    path = write_groups(tmp_path / "a.jsonl", [make_group([1.0, 0.0])])
+    table_of(path)
+    report = export_sft(path, tmp_path / "o.jsonl", options=SftOptions(format="tokens"))
+    assert report.records == 1
+    write_groups(path, [make_group([1.0, 1.0], item="1"), make_group([1.0, 1.0], item="2")])
+    assert export_sft(path, tmp_path / "p.jsonl").records == 4
