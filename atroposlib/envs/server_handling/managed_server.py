@@ -10,14 +10,14 @@ was generated is ever rendered or tokenized again.
 
 import logging
 import os
-import time
-import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.server_handling.chat_prompt import render, render_after_turn, render_keeping_thoughts
+from atroposlib.envs.server_handling.codec import codec_of
 from atroposlib.envs.server_handling.dummy_server import DummyManagedServer
 from atroposlib.envs.server_handling.managed_adapter import ManagedServerAdapter
+from atroposlib.envs.server_handling.openai_wire import chat_of, completion_of
 from atroposlib.envs.server_handling.sampling import drop_doubled_bos
 from atroposlib.envs.server_handling.sequence import (
     Chat,
@@ -28,7 +28,6 @@ from atroposlib.envs.server_handling.sequence import (
     find_chat_base,
     find_text_base,
     grow,
-    split_tail,
 )
 from atroposlib.errors import ConfigError
 from atroposlib.rollouts.trace import finish_reason_of
@@ -81,9 +80,6 @@ class ManagedServer:
         Raises:
             RolloutFault: as `APIServer.chat_completion`.
         """
-        from openai.types.chat.chat_completion import ChatCompletion, Choice
-        from openai.types.chat.chat_completion_message import ChatCompletionMessage
-
         messages, tools = kwargs.pop("messages"), kwargs.pop("tools", None)
         tool_choice = kwargs.pop("tool_choice", None) or "auto"
         translator = self._get_translator() if tools or self._tool_parser else None
@@ -92,15 +88,12 @@ class ManagedServer:
         else:
             messages = translator.convert_messages_for_template(messages)
         prompt = self._chat_prompt(messages, tools)
-        choices = []
-        for index, (text, reason) in enumerate(await self._generate(prompt, kwargs, keep_special=bool(tools))):
-            message = ChatCompletionMessage(role="assistant", content=text)
-            choice = Choice(index=index, finish_reason="stop", message=message)
-            choice.finish_reason = reason  # not checked: engines know more reasons than OpenAI
-            if translator is not None and tools:
+        results = await self._generate(prompt, kwargs, keep_special=bool(tools))
+        reply = chat_of(results, self.server.config.model_name)
+        if translator is not None and tools:
+            for choice in reply.choices:
                 self._parse_tool_calls(choice, translator, tool_choice, tools)
-            choices.append(choice)
-        return ChatCompletion(object="chat.completion", choices=choices, **self._reply_header())
+        return reply
 
     async def completion(self, **kwargs: Any) -> "Completion":
         """One text completion, tracked. `prompt` is sent as it is.
@@ -108,16 +101,8 @@ class ManagedServer:
         Raises:
             RolloutFault: as `APIServer.completion`.
         """
-        from openai.types.completion import Completion
-        from openai.types.completion_choice import CompletionChoice
-
         prompt = self._text_prompt(kwargs.pop("prompt"))
-        choices = []
-        for index, (text, reason) in enumerate(await self._generate(prompt, kwargs)):
-            choice = CompletionChoice(index=index, finish_reason="stop", text=text)
-            choice.finish_reason = reason
-            choices.append(choice)
-        return Completion(object="text_completion", choices=choices, **self._reply_header())
+        return completion_of(await self._generate(prompt, kwargs), self.server.config.model_name)
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Log-probabilities of a prompt, given as `prompt`, `messages` or `input_ids`; nothing is tracked.
@@ -151,7 +136,7 @@ class ManagedServer:
         if base is not None and base._chat is not None:
             rest = render_after_turn(self.tokenizer, messages, len(base._chat.messages) - 1, tools)
             if rest is not None:
-                ids = extend_text(base, rest, self.tokenizer)
+                ids = extend_text(base, rest, codec_of(self.tokenizer))
                 return Prompt(base.full_text + rest, ids, base, spoken, tools)
         prompt = self._text_prompt(self._convert_messages_to_prompt(messages, tools))
         return Prompt(prompt.text, prompt.ids, prompt.base, spoken, tools)
@@ -161,11 +146,11 @@ class ManagedServer:
             raise ConfigError(
                 "no tokenizer: pass one to managed_server(tokenizer=...) or set the server's tokenizer_name"
             )
+        codec = codec_of(self.tokenizer)
         base = find_text_base(self._nodes(), text)
         if base is not None:
-            return Prompt(text, extend_text(base, text[len(base.full_text) :], self.tokenizer), base)
-        ids = self.tokenizer.encode(text, add_special_tokens=True)
-        return Prompt(text, drop_doubled_bos(list(ids), self.tokenizer.bos_token_id))
+            return Prompt(text, extend_text(base, text[len(base.full_text) :], codec), base)
+        return Prompt(text, drop_doubled_bos(codec.encode(text, add_special_tokens=True), self.tokenizer.bos_token_id))
 
     def _convert_messages_to_prompt(self, messages: Messages, tools: Any = None) -> str:
         rendered = render_keeping_thoughts if self._preserve_think_blocks else render
@@ -188,10 +173,11 @@ class ManagedServer:
             if base is not None:
                 base._extensions -= 1
         prompt_ids, outputs, logprobs, reasons = reply
+        codec = codec_of(self.tokenizer)
         results, nodes = [], []
         for output, values, reason in zip(outputs, logprobs, reasons, strict=True):
-            body, tail = split_tail(output, self.tokenizer)
-            text = self.tokenizer.decode(body, skip_special_tokens=not keep_special)
+            body, tail = codec.split_tail(output)
+            text = codec.decode(body, skip_special_tokens=not keep_special)
             word = finish_reason_of(reason)
             results.append((text, "stop" if word == "unknown" else word))
             chat = Chat((*prompt.messages, ("assistant", text)), prompt.tools) if prompt.messages is not None else None
@@ -202,7 +188,7 @@ class ManagedServer:
                     output,
                     values,
                     text=prompt.text + text,
-                    tail=self.tokenizer.decode(tail, skip_special_tokens=False) if tail else "",
+                    tail=codec.decode(tail, skip_special_tokens=False) if tail else "",
                     chat=chat,
                     metadata={"finish_reason": word},
                 )
@@ -236,9 +222,6 @@ class ManagedServer:
             as_dicts: Any = [call.model_dump() for call in calls]
             choice.message.tool_calls = as_dicts
             choice.finish_reason = "tool_calls"
-
-    def _reply_header(self) -> dict[str, Any]:
-        return {"id": str(uuid.uuid4()), "created": int(time.time()), "model": self.server.config.model_name}
 
     def _get_translator(self) -> "ToolCallTranslator | None":
         if self._translator is None and self._tool_parser:

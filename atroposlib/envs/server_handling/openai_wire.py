@@ -4,7 +4,9 @@ The `openai` package costs 0.6 s of CPU to import, so it is imported by the firs
 """
 
 import logging
-from collections.abc import Mapping
+import time
+import uuid
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,6 +69,18 @@ def parse_completion(data: bytes) -> "Completion":
     return _build(_types()[1], parsed)
 
 
+def chat_of(results: Sequence[tuple[str, Any]], model: str) -> "ChatCompletion":
+    """A chat reply made here of (text, finish reason) per choice."""
+    choices = [_choice(i, message={"role": "assistant", "content": text}) for i, (text, _) in enumerate(results)]
+    return _made(_types()[0], "chat.completion", choices, results, model)
+
+
+def completion_of(results: Sequence[tuple[str, Any]], model: str) -> "Completion":
+    """As `chat_of`, for text completions."""
+    choices = [_choice(i, text=text) for i, (text, _) in enumerate(results)]
+    return _made(_types()[1], "text_completion", choices, results, model)
+
+
 def join_choices(results: "list[Result]") -> "Result":
     """All choices in the first result, numbered in order; the prompt is counted once."""
     first = results[0]
@@ -93,6 +107,26 @@ def reply_facts(result: "ChatCompletion | Completion", body: Mapping[str, Any], 
         weight_version=metadata.get("weight_version") if isinstance(metadata, dict) else None,
         sampling={key: value for key, value in body.items() if key not in _NOT_SAMPLING},
     )
+
+
+def _choice(index: int, **content: Any) -> dict[str, Any]:
+    return {"index": index, "finish_reason": "stop", **content}
+
+
+def _made(
+    result_type: "type[Result]",
+    kind: str,
+    choices: list[dict[str, Any]],
+    results: Sequence[tuple[str, Any]],
+    model: str,
+) -> "Result":
+    """All choices are validated in one piece, which takes half the time of one by one."""
+    header = {"id": str(uuid.uuid4()), "created": int(time.time()), "model": model, "object": kind}
+    reply = result_type.model_validate({**header, "choices": choices})
+    for choice, (_, reason) in zip(reply.choices, results, strict=True):
+        if reason != choice.finish_reason:
+            choice.finish_reason = reason  # not checked: engines know more reasons than OpenAI
+    return reply
 
 
 def _parse(data: bytes) -> dict[str, Any]:

@@ -7,25 +7,16 @@ IGNORE_INDEX elsewhere; `logprobs[i]` is PROMPT_LOGPROB exactly where masked.
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, PrivateAttr
 
+from atroposlib.envs.server_handling.codec import Codec
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
 
 logger = logging.getLogger(__name__)
 
 Messages = Sequence[dict[str, Any]]
-
-
-class Tokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer."""
-
-    eos_token_id: int | None
-    bos_token_id: int | None
-
-    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, tokens: list[int], /, *, skip_special_tokens: bool = False) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +80,9 @@ def _best(nodes: Iterable[SequenceNode]) -> SequenceNode | None:
     return max(nodes, key=lambda node: (len(node.full_text), -node._extensions), default=None)
 
 
-def extend_text(base: SequenceNode, rest: str, tokenizer: Tokenizer) -> list[int]:
+def extend_text(base: SequenceNode, rest: str, codec: Codec) -> list[int]:
     """Ids of a node's sequence followed by the text `rest`, which may repeat the end tokens the node has already."""
-    return base.tokens + tokenizer.encode(rest.removeprefix(base._tail), add_special_tokens=False)
-
-
-def split_tail(tokens: list[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Generated ids as (body, end tokens): the special tokens at the very end, such as `<|im_end|>`."""
-    end = len(tokens)
-    while end > 0 and _is_special(tokens[end - 1], tokenizer):
-        end -= 1
-    return tokens[:end], tokens[end:]
-
-
-def _is_special(token: int, tokenizer: Tokenizer) -> bool:
-    if token == tokenizer.eos_token_id:
-        return True
-    return tokenizer.decode([token], skip_special_tokens=True) == "" != tokenizer.decode([token])
+    return base.tokens + codec.encode(rest.removeprefix(base._tail), add_special_tokens=False)
 
 
 def grow(
@@ -134,14 +111,25 @@ def grow(
     logprobs = output_logprobs[:known] + [PROMPT_LOGPROB] * (len(output_ids) - known)
     masked = output_ids if PROMPT_LOGPROB not in logprobs else _mask_unknown(output_ids, logprobs)
     inserted = len(prompt_ids) - (len(base.tokens) if base else 0)
-    node = SequenceNode.model_construct(
-        full_text=text,
-        tokens=prompt_ids + output_ids,
-        masked_tokens=(base.masked_tokens if base else []) + [IGNORE_INDEX] * inserted + masked,
-        logprobs=(base.logprobs if base else []) + [PROMPT_LOGPROB] * inserted + logprobs,
-        metadata=metadata,
+    return _node(
+        {
+            "full_text": text,
+            "tokens": prompt_ids + output_ids,
+            "masked_tokens": (base.masked_tokens if base else []) + [IGNORE_INDEX] * inserted + masked,
+            "logprobs": (base.logprobs if base else []) + [PROMPT_LOGPROB] * inserted + logprobs,
+            "metadata": metadata,
+        },
+        {"_tail": tail, "_chat": chat, "_extensions": 0},
     )
-    node._tail, node._chat = tail, chat
+
+
+def _node(fields: dict[str, Any], private: dict[str, Any]) -> SequenceNode:
+    """As `SequenceNode.model_construct`, without its loops over fields: 1 us instead of 5 for every response."""
+    node = SequenceNode.__new__(SequenceNode)
+    object.__setattr__(node, "__dict__", fields)
+    object.__setattr__(node, "__pydantic_fields_set__", set(fields))
+    object.__setattr__(node, "__pydantic_extra__", None)
+    object.__setattr__(node, "__pydantic_private__", private)
     return node
 
 
