@@ -1,6 +1,7 @@
 """A scripted inference engine behind real HTTP on a free loopback port: SGLang's `/generate` and OpenAI's routes."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,12 +17,12 @@ class FakeEngine:
     """Can be stopped and started again on its port.
 
     Attributes:
-        text: what every choice says.
         scripted: replies to give first, one per request: (status, JSON body), an exception class meaning "cut the
             connection", or seconds to hang.
         requests: (path, body) of every generation.
         ignores_n: give one choice whatever n is.
         ready: health says 503 while False.
+        text: what every choice says; a stream goes on where the prompt already ends in a part of it.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,7 @@ class FakeEngine:
         self.loads: dict[str, Any] | None = None
         self.metrics: str | None = None
         self.held: asyncio.Event | None = None  # generations wait for it
+        self.break_stream_after: int | None = None  # events, then the connection is cut; once
         self.running = 0
         self.most_running = 0
         self.port = 0
@@ -98,6 +100,8 @@ class FakeEngine:
                 await self.held.wait()
             if self.scripted:
                 return await self._play(request, self.scripted.pop(0))
+            if body.get("stream"):
+                return await self._stream(request, body)
             return web.json_response(reply(body))
         finally:
             self.running -= 1
@@ -116,8 +120,8 @@ class FakeEngine:
             request.transport.abort()
         return web.Response(status=500)
 
-    def _generations(self, body: dict[str, Any]) -> Any:
-        ids = [*self._tokenizer.encode(self.text), EOS]
+    def _generations(self, body: dict[str, Any], ids: list[int] | None = None) -> Any:
+        ids = [*self._tokenizer.encode(self.text), EOS] if ids is None else ids
         one = {
             "text": self.text,
             "output_ids": ids,
@@ -131,6 +135,27 @@ class FakeEngine:
         }
         n = body["sampling_params"].get("n", 1)
         return one if n == 1 else [one] * n
+
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """Cumulative events of one token each, as SGLang sends them."""
+        whole = [*self._tokenizer.encode(self.text), EOS]
+        prompt = body["input_ids"]
+        there = next(size for size in range(len(whole) - 1, -1, -1) if prompt[len(prompt) - size :] == whole[:size])
+        rest = whole[there:][: body["sampling_params"].get("max_new_tokens", len(whole))]
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for count in range(1, len(rest) + 1):
+            event = self._generations({**body, "sampling_params": {}}, rest[:count])
+            if count < len(rest):
+                event["meta_info"]["finish_reason"] = None
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            if self.break_stream_after == count and request.transport is not None:
+                self.break_stream_after = None
+                await asyncio.sleep(0.05)  # let the client read what was sent
+                request.transport.abort()
+                return response
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     def _chat_reply(self, body: dict[str, Any]) -> Any:
         message = {"role": "assistant", "content": self.text}

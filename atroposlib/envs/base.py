@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from atroposlib.envs import checkpoints
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.server_baseline import (
     APIServer,
     APIServerConfig,
@@ -435,6 +436,9 @@ class BaseEnv(TrainerSide):
     def attach(self, run: Run) -> None:
         """Use this run's sink from now on."""
         self._run = run
+        if run.journal is not None:
+            streams = self.config.response_journal == "tokens"
+            self.server.keep_responses(OneByOne(run.journal, streams=streams, seed=self.config.response_seed))
 
     def write_html(self, rollouts: str, output: str) -> None:
         """Render one rollout file."""

@@ -82,6 +82,15 @@ class BaseEnvConfig(BaseModel):
     )
     groups_per_shard: int = Field(default=100, ge=1, description="Groups per rollout shard.")
     compress_rollouts: bool = Field(default=False, description="Compress each complete shard to .jsonl.zst.")
+    response_journal: Literal["off", "responses", "tokens"] = Field(
+        default="off",
+        description="Keep what unfinished groups have so far, for a restart: finished responses, or with tokens also "
+        "those in the making (SGLang only). Every response is then a request of its own. off: groups start anew.",
+    )
+    response_seed: int | None = Field(
+        default=None,
+        description="With response_journal: send every response's own seed, derived from this; null: no seed.",
+    )
     progress_path: str | None = Field(default=None, description="Progress file; null: beside the rollouts.")
     accept_score: float = Field(default=0.0, description="A response counts as accepted when its score is above.")
     task_failure_limit: int = Field(

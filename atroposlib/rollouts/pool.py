@@ -47,12 +47,14 @@ class RolloutPool:
         health: TaskHealth,
         tasks: set[asyncio.Task[None]],
         running_items: dict[str, dict[str, Any]],
+        settled: Callable[[str], None] = lambda item_key: None,
     ) -> None:
         """
         Args:
             roll_out: rolls out, checks and stores the item `running_items[uuid]`; raises when it fails.
             may_start: given the number in flight, may one more be started?
             tasks, running_items: the environment's own views of what runs; kept up to date here.
+            settled: told the key of every item that is done or given up.
         """
         self._source = source
         self._roll_out = roll_out
@@ -61,6 +63,7 @@ class RolloutPool:
         self._health = health
         self._tasks = tasks
         self._running_items = running_items
+        self._settled = settled
         self._works: dict[asyncio.Task[None], Work] = {}
         self._limit = 0
         self._starts_left: int | None = 0
@@ -156,6 +159,7 @@ class RolloutPool:
     def _start(self, work: Work) -> None:
         work.started_at, work.waited_s, work.is_rolled_out = time.time(), 0.0, False
         work.backlog = []
+        work.asked.clear()
         if self._starts_left is not None:
             self._starts_left -= 1
         task = asyncio.create_task(self._run(work), name=f"rollout {work.key}")
@@ -188,6 +192,7 @@ class RolloutPool:
             self._failed(work, error)
         else:
             self.completed += 1
+            self._settled(work.key)
             self._health.succeeded(work.task)
 
     def _failed(self, work: Work, error: BaseException) -> None:
@@ -199,5 +204,7 @@ class RolloutPool:
         logger.debug("traceback of item %s", work.key, exc_info=error)
         if not is_final:
             self._source.put_back(work)
-        elif self._health.failed(work.task, kind, reason):
+            return
+        self._settled(work.key)
+        if self._health.failed(work.task, kind, reason):
             logger.error("task set aside: task=%s reason=%s", work.task, self._health.set_aside[work.task])

@@ -21,6 +21,7 @@ from atroposlib.rollouts.display import ProgressDisplay
 from atroposlib.rollouts.environment import Environment
 from atroposlib.rollouts.failures import FailureLog, TaskHealth, describe_error
 from atroposlib.rollouts.files import RolloutFiles
+from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.locations import RunFiles, choose_run
 from atroposlib.rollouts.pool import RolloutPool
 from atroposlib.rollouts.progress import Progress
@@ -74,6 +75,11 @@ class Run:
             else None
         )
         where = self.files.files if self.files else None
+        self.journal = (
+            ResponseJournal(where.beside("journal"), self.files.ledger.done)
+            if self.files and where and config.response_journal != "off"
+            else None
+        )
         run = where.run if where else config.run_name
         if where and env.settings_text:
             write_text_atomic(where.beside("config.yaml"), env.settings_text)
@@ -91,6 +97,7 @@ class Run:
             health=self.health,
             tasks=env.workers,
             running_items=env.running_items,
+            settled=self.journal.settle if self.journal else lambda item_key: None,
         )
         self.concurrency = (
             AutoConcurrency(
@@ -238,6 +245,8 @@ class Run:
         if cancelled:
             logger.info("unfinished rollouts given up: %d", cancelled)
         self._release_signals()
+        if self.journal:
+            self.journal.close()
         if self.files:
             self.files.close()
             self.progress.rollouts = list(self.files.files.shards().values())

@@ -71,6 +71,27 @@ def tracing() -> Iterator[RolloutTrace]:
         _current.reset(token)
 
 
+@dataclass(slots=True)
+class _HeldReplies(RolloutTrace):
+    """Keeps replies as they are, for one who adds them to a trace in another order."""
+
+    held: list[EngineReply] = field(default_factory=list)
+
+    def record(self, reply: EngineReply) -> None:
+        self.held.append(reply)
+
+
+@contextmanager
+def held_replies() -> Iterator[list[EngineReply]]:
+    """What the engines reply inside the block, kept from the trace."""
+    held = _HeldReplies()
+    token = _current.set(held)
+    try:
+        yield held.held
+    finally:
+        _current.reset(token)
+
+
 def current_trace() -> RolloutTrace | None:
     """The trace of the rollout that is running here, or None."""
     return _current.get()

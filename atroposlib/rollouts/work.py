@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections import Counter
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ class Work:
     started_at: float = field(default_factory=time.time)  # seconds since the epoch, of the current try
     waited_s: float = 0.0  # of that try, spent waiting for an engine that was down
     is_rolled_out: bool = False  # generated and scored; what is left is checking and storing
+    asked: Counter[bytes] = field(default_factory=Counter)  # responses of this try by what was asked, see `OneByOne`
     trace: RolloutTrace = field(default_factory=RolloutTrace)
     backlog: list[Item] = field(default_factory=list)  # items this rollout asked for
 

@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.fan_out import all_or_none
@@ -105,18 +106,38 @@ class HttpServer(APIServer):
         return result
 
     async def _post(self, url: str, body: dict[str, Any], kwargs: dict[str, Any], max_tokens: int | None) -> bytes:
+        deadline_s, headers = self._deadline_s(kwargs, max_tokens), kwargs.get("extra_headers")
+        with self._counted_request():
+            return await self.transport.post(url, body, deadline_s=deadline_s, headers=headers)
+
+    async def _stream(
+        self,
+        url: str,
+        body: dict[str, Any],
+        kwargs: dict[str, Any],
+        max_tokens: int | None,
+        on_event: Callable[[bytes], None],
+    ) -> None:
+        deadline_s, headers = self._deadline_s(kwargs, max_tokens), kwargs.get("extra_headers")
+        with self._counted_request():
+            await self.transport.stream(url, body, on_event, deadline_s=deadline_s, headers=headers)
+
+    def _deadline_s(self, kwargs: dict[str, Any], max_tokens: int | None) -> float:
         timeout = kwargs.get("timeout")
-        deadline_s = (
-            float(timeout)
-            if isinstance(timeout, int | float)
-            else generation_deadline_s(max_tokens, self.config.timeout)
-        )
+        if isinstance(timeout, int | float):
+            return float(timeout)
+        return generation_deadline_s(max_tokens, self.config.timeout)
+
+    @contextmanager
+    def _counted_request(self) -> Iterator[None]:
+        """A request is out: the endpoint's health is watched as long."""
         if self.health is None:
-            return await self.transport.post(url, body, deadline_s=deadline_s, headers=kwargs.get("extra_headers"))
+            yield
+            return
         self.health.requests_out += 1
         self.health.ensure_watched()
         try:
-            return await self.transport.post(url, body, deadline_s=deadline_s, headers=kwargs.get("extra_headers"))
+            yield
         finally:
             self.health.requests_out -= 1
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
     from openai.types.completion import Completion
 
+    from atroposlib.envs.server_handling.one_by_one import OneByOne
+    from atroposlib.rollouts.journal import Draft
+
 __all__ = [
     "VALID_REASONING_EFFORTS",
     "APIServer",
@@ -53,6 +56,7 @@ class APIServer(ABC):
 
     peers: Sequence["APIServer"] = ()  # endpoints with the same model; a request may move to one of them
     leases: int = 0  # managed sessions that are open on this endpoint
+    one_by_one: "OneByOne | None" = None  # keeps every finished response of a rollout
     server_healthy: bool = True
 
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
@@ -71,14 +75,21 @@ class APIServer(ABC):
 
     async def chat_completion(self, **kwargs: Any) -> "ChatCompletion":
         """One chat request; `skip_reasoning=True` leaves out the reasoning options of this server."""
-        return await self._request("_chat_completion_wrapper", self._inject_reasoning_kwargs(kwargs))
+        kwargs = self._inject_reasoning_kwargs(kwargs)
+        if self.one_by_one is not None and self.one_by_one.applies(kwargs):
+            return await self.one_by_one.chat(self, kwargs)
+        return await self._request("_chat_completion_wrapper", kwargs)
 
     async def completion(self, **kwargs: Any) -> "Completion":
         """One text completion request."""
+        if self.one_by_one is not None and self.one_by_one.applies(kwargs):
+            return await self.one_by_one.completion(self, kwargs)
         return await self._request("_completion_wrapper", kwargs)
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
         """Generate from `input_ids` (or `prompt`) and return ids and log-probabilities."""
+        if self.one_by_one is not None and self.one_by_one.applies(kwargs):
+            return await self.one_by_one.tokens(self, kwargs)
         return await self._request("_tokens_and_logprobs_completion_wrapper", kwargs)
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
@@ -100,6 +111,10 @@ class APIServer(ABC):
     @abstractmethod
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
         """One attempt at a generation with ids."""
+
+    async def _resumable_wrapper(self, draft: "Draft", **kwargs: Any) -> TokensAndLogprobs:
+        """One attempt at one generation with ids that may go on from `draft`; here it starts anew."""
+        return await self._tokens_and_logprobs_completion_wrapper(**kwargs)
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
         """One attempt at the log-probabilities of a prompt."""

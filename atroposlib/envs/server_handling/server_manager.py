@@ -15,6 +15,7 @@ from atroposlib.envs.server_handling.fan_out import all_or_none
 from atroposlib.envs.server_handling.http_server import HttpServer
 from atroposlib.envs.server_handling.loads import EngineLoad, engine_load
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
+from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.openai_wire import join_choices
 from atroposlib.envs.server_handling.server_baseline import (
@@ -120,6 +121,12 @@ class ServerManager:
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Log-probabilities of a given prompt, see `APIServer.get_logprobs`."""
         return await pick_server(self.servers, kwargs.get("split", "train")).get_logprobs(**kwargs)
+
+    def keep_responses(self, one_by_one: OneByOne) -> None:
+        """From now on ask for the responses of rollouts one by one, and keep each."""
+        for server in self.servers:
+            if isinstance(server, APIServer):
+                server.one_by_one = one_by_one
 
     async def update_weight(self, weight: float) -> None:
         """Use `weight` (0 to 1) of every server's slots."""

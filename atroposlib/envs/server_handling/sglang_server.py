@@ -12,7 +12,9 @@ from atroposlib.envs.server_handling.config_merge import resolve_openai_configs
 from atroposlib.envs.server_handling.faults import ReplyFault
 from atroposlib.envs.server_handling.sampling import SGLANG_NAMES, SGLANG_REQUEST, SGLANG_SAMPLING, sampling_of
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
+from atroposlib.envs.server_handling.sglang_stream import StreamReader, is_resumable, streamed
 from atroposlib.envs.server_handling.token_server import TokenServer
+from atroposlib.rollouts.journal import Draft
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of
 from atroposlib.type_definitions import PROMPT_LOGPROB
 
@@ -81,19 +83,40 @@ class SGLangServer(TokenServer):
             "prompt_topk_logprobs": [[entry.logprob for entry in entries or []] for entries in top],
         }
 
+    async def _resumable_wrapper(self, draft: Draft, **kwargs: Any) -> TokensAndLogprobs:
+        """One generation behind what `draft` holds, which grows while the tokens come."""
+        prompt_ids = self._prompt_ids(kwargs)
+        body = await self._body(prompt_ids, kwargs)
+        if not is_resumable(body):
+            return await self._tokens_and_logprobs_completion_wrapper(**kwargs)
+        base, limit = len(draft.ids), body["sampling_params"].get("max_new_tokens")
+        reason, version = "length", draft.version
+        if limit is None or base < limit:
+            reader = StreamReader(draft, decode_generations)
+            rest = None if limit is None else limit - base
+            try:
+                await self._stream(
+                    f"{self.root_url}/generate", streamed(body, prompt_ids, draft, rest), kwargs, rest, reader.take
+                )
+            finally:
+                reader.note()
+            reason, version = reader.finish_reason(), reader.version
+        self._record(
+            EngineReply(
+                finish_reasons=[finish_reason_of(reason)],
+                prompt_tokens=len(prompt_ids),
+                completion_tokens=len(draft.ids),
+                model=kwargs.get("model"),
+                base_url=self.root_url,
+                weight_version=version,
+                sampling=body["sampling_params"],
+            )
+        )
+        return prompt_ids, [draft.ids.tolist()], [draft.logprobs.tolist()], [finish_reason_of(reason)]
+
     async def _generate(self, prompt_ids: list[int], kwargs: dict[str, Any]) -> list[Generation]:
-        asked = sampling_of(kwargs, names=SGLANG_NAMES, allowed=SGLANG_SAMPLING | SGLANG_REQUEST, engine="SGLang")
-        sampling = {key: value for key, value in asked.items() if key in SGLANG_SAMPLING}
-        if "max_new_tokens" not in sampling:  # SGLang would stop after 128
-            room = await self._room_for(len(prompt_ids))
-            sampling |= {} if room is None else {"max_new_tokens": room}
-        body: dict[str, Any] = {
-            "input_ids": prompt_ids,
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "return_text_in_logprobs": False,
-            **{key: value for key, value in asked.items() if key in SGLANG_REQUEST},
-        }
+        body = await self._body(prompt_ids, kwargs)
+        sampling = body["sampling_params"]
         url = f"{self.root_url}/generate"
         data = await self._post(url, body, kwargs, sampling.get("max_new_tokens"))
         generations = decode_generations(data)
@@ -102,6 +125,21 @@ class SGLangServer(TokenServer):
             raise ReplyFault(f"{url} gave {len(generations)} generations for n={wanted}")
         self._record(_facts(generations, kwargs, sampling, self.root_url))
         return generations
+
+    async def _body(self, prompt_ids: list[int], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The JSON of a `/generate` request."""
+        asked = sampling_of(kwargs, names=SGLANG_NAMES, allowed=SGLANG_SAMPLING | SGLANG_REQUEST, engine="SGLang")
+        sampling = {key: value for key, value in asked.items() if key in SGLANG_SAMPLING}
+        if "max_new_tokens" not in sampling:  # SGLang would stop after 128
+            room = await self._room_for(len(prompt_ids))
+            sampling |= {} if room is None else {"max_new_tokens": room}
+        return {
+            "input_ids": prompt_ids,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "return_text_in_logprobs": False,
+            **{key: value for key, value in asked.items() if key in SGLANG_REQUEST},
+        }
 
 
 def decode_generations(data: bytes) -> list[Generation]:

@@ -5,7 +5,7 @@ and the rollout pool. Pools close themselves when their event loop ends.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,30 @@ class Transport:
         if reply.status >= 300:
             raise fault_of_status(url, reply.status, body, reply.headers.get("Retry-After"))
         return body
+
+    async def stream(
+        self,
+        url: str,
+        payload: dict[str, Any],
+        on_event: Callable[[bytes], None],
+        *,
+        deadline_s: float,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """Hand the data of each server-sent event of the reply to `on_event`, as it comes; faults as `post`."""
+        session = await self._session()
+        timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_TIMEOUT_S)
+        with connection_faults(url, deadline_s):
+            async with session.post(url, data=orjson.dumps(payload), headers=headers, timeout=timeout) as reply:
+                if reply.status >= 300:
+                    raise fault_of_status(url, reply.status, await reply.read(), reply.headers.get("Retry-After"))
+                rest = b""
+                async for chunk in reply.content.iter_any():
+                    rest += chunk
+                    if b"\n" in chunk:  # JSON has none, so an event may have ended
+                        *events, rest = rest.split(b"\n\n")
+                        for event in events:
+                            on_event(event.removeprefix(b"data: "))
 
     async def get(self, url: str, *, timeout_s: float) -> tuple[int, bytes]:
         """Status and body; EndpointUnavailable when nothing answers in time."""

@@ -1,0 +1,168 @@
+"""A request for n responses as n requests for one, so that each is kept as soon as it is finished.
+
+A response is named by the digest of what is asked and by its place: the i-th response to the same request within one
+try of an item has place i, whether it was asked for by one request of n or by n requests of one. Responses to equal
+requests are exchangeable, so it does not matter which of several concurrent callers gets which place.
+
+Asking again only for what was not finished favours short answers a little, as long ones are more often cut off by a
+kill; with streams (SGLang) the tokens that were there are continued instead, and nothing is drawn twice.
+"""
+
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+import orjson
+
+from atroposlib.envs.server_handling.fan_out import all_or_none
+from atroposlib.envs.server_handling.openai_wire import join_choices, parse_chat, parse_completion, reply_facts
+from atroposlib.errors import RolloutFault
+from atroposlib.rollouts.journal import Draft, ResponseJournal
+from atroposlib.rollouts.trace import EngineReply, current_trace, finish_reason_of, held_replies, same_prompt
+from atroposlib.rollouts.work import Work, current_work
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import ChatCompletion
+    from openai.types.completion import Completion
+
+    from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
+
+_NAMES_NOTHING = frozenset({"n", "timeout", "extra_headers", "seed"})
+
+
+class Asker(Protocol):
+    """The part of `APIServer` that sends one request and tries it again."""
+
+    config: Any
+
+    async def _request(self, wrapper: str, kwargs: dict[str, Any]) -> Any: ...
+
+
+class OneByOne:
+    """Asks for responses one by one and keeps them in the journal of the run."""
+
+    def __init__(self, journal: ResponseJournal, *, streams: bool, seed: int | None) -> None:
+        """
+        Args:
+            streams: journal responses in the making, where the engine can continue them.
+            seed: every response gets its own seed, derived from this and its name; None: no seed is sent unless the
+                caller gives one.
+        """
+        self._journal = journal
+        self._streams = streams
+        self._seed = seed
+
+    def applies(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a request belongs to a rollout, so that its responses are kept; evaluations do not."""
+        return kwargs.get("split", "train") == "train" and current_work.get() is not None
+
+    async def chat(self, server: Asker, kwargs: dict[str, Any]) -> "ChatCompletion":
+        """As `APIServer.chat_completion`."""
+        return join_choices(await self._openai(server, "_chat_completion_wrapper", kwargs, parse_chat))
+
+    async def completion(self, server: Asker, kwargs: dict[str, Any]) -> "Completion":
+        """As `APIServer.completion`."""
+        return join_choices(await self._openai(server, "_completion_wrapper", kwargs, parse_completion))
+
+    async def tokens(self, server: Asker, kwargs: dict[str, Any]) -> "TokensAndLogprobs":
+        """As `APIServer.tokens_and_logprobs_completion`."""
+
+        async def ask(draft: Draft, one: dict[str, Any]) -> None:
+            with held_replies() as replies:
+                if self._streams:
+                    result = await server._request("_resumable_wrapper", {**one, "draft": draft})
+                else:
+                    result = await server._request("_tokens_and_logprobs_completion_wrapper", one)
+            prompt_ids, (ids,), (logprobs,), (reason,) = result
+            reply = replies[-1] if replies else EngineReply([finish_reason_of(reason)], len(prompt_ids), len(ids))
+            if draft.ids.tolist() != ids[: len(draft.ids)]:
+                draft.restart()
+            draft.grow(ids, logprobs, base=0, version=reply.weight_version)
+            draft.finish(reply, prompt_ids=prompt_ids)
+
+        drafts = await self._drafts(server, "tokens", kwargs, ask)
+        return (
+            drafts[0].prompt_ids.tolist(),
+            [draft.ids.tolist() for draft in drafts],
+            [draft.logprobs.tolist() for draft in drafts],
+            [_reply_of(draft).finish_reasons[0] for draft in drafts],
+        )
+
+    async def _openai(
+        self, server: Asker, wrapper: str, kwargs: dict[str, Any], parse: Callable[[bytes], Any]
+    ) -> list[Any]:
+        async def ask(draft: Draft, one: dict[str, Any]) -> None:
+            with held_replies() as replies:
+                result = await server._request(wrapper, one)
+            reply = replies[-1] if replies else reply_facts(result, one, server.config.base_url or "")
+            draft.finish(reply, body=orjson.dumps(result.model_dump(mode="json", warnings=False)))
+
+        return [parse(draft.body or b"") for draft in await self._drafts(server, wrapper, kwargs, ask)]
+
+    async def _drafts(
+        self,
+        server: Asker,
+        route: str,
+        kwargs: dict[str, Any],
+        ask: Callable[[Draft, dict[str, Any]], Awaitable[None]],
+    ) -> list[Draft]:
+        """The finished responses to one request, in order; those that are known already are not asked for."""
+        work = current_work.get()
+        assert work is not None
+        places = _places(work, digest_of(route, server.config.model_name, kwargs), kwargs.get("n") or 1)
+        seed = kwargs.get("seed", self._seed)
+
+        async def finished(place: bytes) -> Draft | RolloutFault:
+            draft = self._journal.open(work.key, place)
+            if draft.reply is None:
+                one = {**kwargs, "n": 1}
+                if seed is not None:
+                    one["seed"] = seed_of(seed, work.key, place)
+                try:
+                    await ask(draft, one)
+                except RolloutFault as fault:  # the others go on: the next try finds them finished
+                    return fault
+            return draft
+
+        results = await all_or_none([finished(place) for place in places])
+        for result in results:
+            if isinstance(result, RolloutFault):
+                raise result
+        drafts = [result for result in results if isinstance(result, Draft)]
+        trace = current_trace()
+        for index, draft in enumerate(drafts if trace else ()):
+            with same_prompt() if index else nullcontext():
+                trace.record(_reply_of(draft))  # pyright: ignore[reportOptionalMemberAccess]
+        return drafts
+
+
+def digest_of(route: str, model: str, kwargs: Mapping[str, Any]) -> bytes:
+    """What is asked, in 16 bytes: route, model, prompt and sampling parameters, but not how many responses."""
+    asked = {key: value for key, value in kwargs.items() if key not in _NAMES_NOTHING and value is not None}
+    if "input_ids" in asked:
+        asked.pop("prompt", None)  # the same in words
+    text = orjson.dumps(
+        [route, model, asked],
+        default=repr,
+        option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY,
+    )
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def seed_of(seed: int, item_key: str, place: bytes) -> int:
+    """A seed of 31 bits for one response of one item; the same after a restart."""
+    name = f"{seed}/{item_key}/".encode() + place
+    return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big") >> 1
+
+
+def _places(work: Work, digest: bytes, n: int) -> list[bytes]:
+    """Names of the next n responses to the same request within this try."""
+    first = work.asked[digest]
+    work.asked[digest] += n
+    return [digest + index.to_bytes(4, "big") for index in range(first, first + n)]
+
+
+def _reply_of(draft: Draft) -> EngineReply:
+    assert draft.reply is not None
+    return draft.reply

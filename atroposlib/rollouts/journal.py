@@ -1,0 +1,251 @@
+"""Responses of unfinished groups on disk, so that a restart goes on with them instead of asking again.
+
+A response is named by its item, a digest of what was asked, and how often the item asked it before. It is written as
+pieces: a whole answer is one piece, a streamed one has a piece every `PIECE_TOKENS` tokens or `PIECE_S` seconds.
+
+    X.journal.1, X.journal.2, ...    segments of framed pieces: length, CRC, msgpack; a torn end is ignored
+
+A process appends only to segments it began itself. A piece is dead when its group is recorded or given up; a segment
+without a living piece is removed, so the files hold little more than what is in flight. The journal saves work and
+decides nothing: when it cannot be written (full disk), the run goes on without it.
+"""
+
+import logging
+import os
+import re
+import struct
+import time
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from atroposlib.rollouts.trace import EngineReply
+
+logger = logging.getLogger(__name__)
+
+PIECE_TOKENS, PIECE_S = 128, 2.0
+SEGMENT_BYTES = 64 << 20
+
+_FRAME = struct.Struct("<II")  # payload bytes, CRC-32 of the payload
+
+
+class Piece(msgspec.Struct, array_like=True):
+    """Tokens of one response that came since its previous piece; `reply` makes it the last one."""
+
+    item_key: str
+    sample: bytes
+    start: int = 0  # tokens before this piece; what an abandoned attempt wrote behind them does not count
+    ids: bytes = b""  # int32 each
+    logprobs: bytes = b""  # float64 each
+    version: str | None = None  # weights that generated the piece
+    prompt_ids: bytes = b""  # int32 each, in the last piece
+    reply: EngineReply | None = None
+    body: bytes | None = None  # an OpenAI-style reply, as JSON
+
+
+class _Place(NamedTuple):
+    segment: int
+    start: int
+    size: int
+
+
+class ResponseJournal:
+    """The journal of one run. Its writer must hold the run's lock; all calls come from one event loop."""
+
+    def __init__(self, base: Path, done: Container[str]) -> None:
+        """Read what earlier processes left, and remove what belongs to items that are `done`.
+
+        Args:
+            base: `X.journal`; segments are `X.journal.<number>`.
+        """
+        self._base = base
+        self._places: dict[str, dict[bytes, list[_Place]]] = {}  # item key -> sample -> its pieces
+        self._drafts: dict[str, dict[bytes, Draft]] = {}  # item key -> sample -> the one draft that may write
+        self._living: Counter[int] = Counter()  # segment -> living pieces
+        self.reused_responses = self.reused_tokens = 0  # by this process
+        numbers = sorted(self._segments())
+        for number in numbers:
+            self._load(number, done)
+        self._number = numbers[-1] if numbers else 0
+        self._descriptor: int | None = None
+        self._size = 0
+        self._is_failing = False
+
+    def open(self, item_key: str, sample: bytes) -> "Draft":
+        """The response of this name as far as it is known; an earlier draft of it can write no more."""
+        draft = Draft(self, item_key, sample)
+        for place in self._places.get(item_key, {}).get(sample, ()):
+            draft.take(self._read(place))
+        self._drafts.setdefault(item_key, {})[sample] = draft
+        if draft.ids or draft.reply:
+            self.reused_responses += draft.reply is not None
+            self.reused_tokens += len(draft.ids) or (draft.reply.completion_tokens if draft.reply else 0)
+        return draft
+
+    def settle(self, item_key: str) -> None:
+        """The item's group is recorded, or it will have none: its responses are not needed any more."""
+        self._drafts.pop(item_key, None)
+        for places in self._places.pop(item_key, {}).values():
+            for place in places:
+                self._living[place.segment] -= 1
+        for number in [number for number, living in self._living.items() if not living]:
+            if number != self._number or self._descriptor is None:
+                self._remove(number)
+
+    def write(self, draft: "Draft", piece: Piece) -> None:
+        """Append one piece, unless another draft of the same response was opened since."""
+        drafts = self._drafts.get(piece.item_key, {})
+        if drafts.get(piece.sample) is not draft:
+            return
+        payload = msgspec.msgpack.encode(piece)
+        frame = _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
+        try:
+            self._append(frame)
+        except OSError as error:
+            if not self._is_failing:
+                logger.warning("responses are not journalled for now: file=%s error=%s", self._base, error)
+            self._is_failing = True
+            del drafts[piece.sample]  # a later piece would leave a gap
+            return
+        self._is_failing = False
+        place = _Place(self._number, self._size - len(payload), len(payload))
+        self._places.setdefault(piece.item_key, {}).setdefault(piece.sample, []).append(place)
+        self._living[self._number] += 1
+
+    def close(self) -> None:
+        """Close the segment, and remove it when nothing in it is needed."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            if not self._living[self._number]:
+                self._remove(self._number)
+
+    def _append(self, frame: bytes) -> None:
+        if self._descriptor is None or self._size >= SEGMENT_BYTES:
+            self._next_segment()
+        assert self._descriptor is not None
+        rest = memoryview(frame)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:
+            os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += len(frame)
+
+    def _next_segment(self) -> None:
+        path = self._path(self._number + 1)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.close()
+        self._descriptor, self._size = descriptor, 0
+        self._number += 1
+
+    def _load(self, number: int, done: Container[str]) -> None:
+        path = self._path(number)
+        for start, payload in _frames(path.read_bytes()):
+            piece = msgspec.msgpack.decode(payload, type=Piece)
+            if piece.item_key not in done:
+                places = self._places.setdefault(piece.item_key, {}).setdefault(piece.sample, [])
+                places.append(_Place(number, start, len(payload)))
+                self._living[number] += 1
+        if not self._living[number]:
+            self._remove(number)
+
+    def _read(self, place: _Place) -> Piece:
+        with self._path(place.segment).open("rb") as stream:
+            stream.seek(place.start)
+            return msgspec.msgpack.decode(stream.read(place.size), type=Piece)
+
+    def _segments(self) -> list[int]:
+        pattern = re.compile(re.escape(self._base.name) + r"\.(\d+)")
+        return [int(match[1]) for path in self._base.parent.iterdir() if (match := pattern.fullmatch(path.name))]
+
+    def _path(self, number: int) -> Path:
+        return self._base.with_name(f"{self._base.name}.{number}")
+
+    def _remove(self, number: int) -> None:
+        self._living.pop(number, None)
+        self._path(number).unlink(missing_ok=True)
+
+
+class Draft:
+    """One response in the making, as far as it came. 12 bytes a token, because thousands wait for their group."""
+
+    def __init__(self, journal: ResponseJournal, item_key: str, sample: bytes) -> None:
+        self._journal = journal
+        self.item_key, self.sample = item_key, sample
+        self.prompt_ids = array("i")
+        self.ids, self.logprobs = array("i"), array("d")
+        self.version: str | None = None  # weights that generated the first token
+        self.reply: EngineReply | None = None  # set when the response is finished
+        self.body: bytes | None = None
+        self._written = 0  # tokens in the journal
+        self._written_at = time.monotonic()
+
+    def take(self, piece: Piece) -> None:
+        """Go on from a piece of the journal."""
+        del self.ids[piece.start :], self.logprobs[piece.start :]
+        if not self.ids:
+            self.version = piece.version
+        self.prompt_ids.frombytes(piece.prompt_ids)
+        self.ids.frombytes(piece.ids)
+        self.logprobs.frombytes(piece.logprobs)
+        self.reply, self.body = piece.reply, piece.body
+        self._written = len(self.ids)
+
+    def restart(self) -> None:
+        """Forget the tokens so far: the response is generated anew."""
+        self.ids, self.logprobs, self._written = array("i"), array("d"), 0
+
+    def grow(self, ids: list[int], logprobs: list[float], *, base: int, version: str | None) -> None:
+        """The engine has generated `ids` behind the first `base` tokens; journalled when enough is new.
+
+        Args:
+            ids: [T], those known already included.
+            logprobs: [T].
+        """
+        if not self.ids:
+            self.version = version
+        known = len(self.ids) - base
+        self.ids.extend(ids[known:])
+        self.logprobs.extend(logprobs[known:])
+        if len(self.ids) - self._written >= PIECE_TOKENS or time.monotonic() - self._written_at >= PIECE_S:
+            self.save(version)
+
+    def save(self, version: str | None) -> None:
+        """Journal the tokens that are not yet."""
+        if len(self.ids) > self._written:
+            self._write(Piece(self.item_key, self.sample, version=version))
+
+    def finish(self, reply: EngineReply, *, prompt_ids: list[int] | None = None, body: bytes | None = None) -> None:
+        """The response is complete; what is not yet journalled is written with its facts."""
+        self.reply, self.body = reply, body
+        self.prompt_ids = array("i", prompt_ids or ())
+        last = Piece(self.item_key, self.sample, version=reply.weight_version, reply=reply, body=body)
+        last.prompt_ids = self.prompt_ids.tobytes()
+        self._write(last)
+
+    def _write(self, piece: Piece) -> None:
+        piece.start = self._written
+        piece.ids = self.ids[self._written :].tobytes()
+        piece.logprobs = self.logprobs[self._written :].tobytes()
+        self._journal.write(self, piece)
+        self._written, self._written_at = len(self.ids), time.monotonic()
+
+
+def _frames(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Start and payload of every whole frame up to the first that is torn."""
+    at = 0
+    while at + _FRAME.size <= len(data):
+        size, checksum = _FRAME.unpack_from(data, at)
+        start = at + _FRAME.size
+        payload = data[start : start + size]
+        if len(payload) < size or zlib.crc32(payload) != checksum:
+            return
+        yield start, payload
+        at = start + size
