@@ -1,0 +1,75 @@
+"""The environment of `bench_sglang.py`: fixed-length answers, no scoring to speak of.
+
+`python tests/live/bench_env.py process|serve --config FILE`; when it ends, `times_path` holds the start of the first
+request, the end of the last group (Unix time) and the CPU seconds of this process between the two.
+"""
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from atroposlib.type_definitions import Message
+
+WORDS = ["river", "seven", "blue", "house", "music", "under", "green", "stone", "bread", "light", "window", "cloud"]
+
+
+class BenchConfig(BaseEnvConfig):
+    new_tokens: int = Field(default=128, description="Tokens of every answer.")
+    times_path: str = Field(default="times.json", description="Where the times go.")
+    first: int = Field(default=0, description="Number of this process's first problem.")
+
+
+class BenchEnv(BaseEnv):
+    name = "bench"
+    env_config_cls = BenchConfig
+    config: BenchConfig
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
+        return BenchConfig(group_size=16), [APIServerConfig(server_type="sglang", base_url="http://localhost:9000/v1")]
+
+    async def setup(self) -> None:
+        self._start: tuple[float, float] | None = None
+
+    async def get_item(self, index: int) -> list[Message]:
+        return prompt(self.config.first + index)
+
+    async def collect_trajectories(self, item: list[Message]) -> tuple[ScoredDataGroup, list[Any]]:
+        if self._start is None:
+            self._start = time.time(), time.process_time()
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            await managed.chat_completion(
+                messages=item,
+                n=self.config.group_size,
+                max_tokens=self.config.new_tokens,
+                temperature=1.0,
+                ignore_eos=True,
+            )
+            nodes = managed.get_state()["nodes"]
+        start, cpu = self._start
+        times = {"start": start, "end": time.time(), "cpu_s": time.process_time() - cpu}
+        Path(self.config.times_path).write_text(json.dumps(times), encoding="utf-8")
+        return {
+            "tokens": [node.tokens for node in nodes],
+            "masks": [node.masked_tokens for node in nodes],
+            "inference_logprobs": [node.logprobs for node in nodes],
+            "scores": [float(index % 2) for index in range(len(nodes))],
+        }, []
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def prompt(index: int) -> list[Message]:
+    """About 64 tokens with the template; every index another text, so the prefix cache does not help."""
+    words = random.Random(index).choices(WORDS, k=36)
+    return [{"role": "system", "content": "You write."}, {"role": "user", "content": f"{index}: {' '.join(words)}"}]
+
+
+if __name__ == "__main__":
+    BenchEnv.cli()

@@ -1,0 +1,247 @@
+"""Is the engine the bottleneck? The same groups through a bare client, `process`, and `serve` with API and trainer.
+
+    python tests/live/bench_sglang.py http://127.0.0.1:9000 --model /path/of/model [--concurrency 64 256 1024]
+
+Every row: groups of 16 answers, `tokens` new tokens each (ignore_eos), log-probabilities on, at most `concurrency`
+sequences in flight, tokens per second from the first request to the end of the last group. The ratio is to the bare
+client (aiohttp, one request per group, replies parsed with orjson) of the same sitting. CPU: cores busy on average.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import orjson
+import psutil
+import yaml
+from transformers import AutoTokenizer
+
+from atroposlib.launch.probes import free_ports
+from tests.live.bench_env import prompt
+
+GROUP = 16
+ENV = Path(__file__).with_name("bench_env.py")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    way: str
+    concurrency: int
+    new_tokens: int
+    groups: int
+    seconds: float
+    cores: dict[str, float]  # process -> cores busy
+
+    @property
+    def rate(self) -> float:
+        """New tokens per second."""
+        return self.groups * GROUP * self.new_tokens / self.seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--model", required=True, help="Model folder (its tokenizer is used).")
+    parser.add_argument("--server-pid", type=int, help="Of the server, to tell its CPU.")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024])
+    parser.add_argument("--ways", nargs="+", default=["bare", "process", "serve"])
+    parser.add_argument("--waves", type=float, default=6, help="Answers per slot with 128 tokens; fewer when longer.")
+    parser.add_argument("--processes", type=int, default=1, help="Environment processes that share the work.")
+    parser.add_argument("--out", type=Path, help="All rows as JSON.")
+    args = parser.parse_args()
+    rows: list[Row] = []
+    for new_tokens in args.tokens:
+        for concurrency in args.concurrency:
+            waves = max(2.0, args.waves * 128 / new_tokens)
+            groups = max(args.processes, int(concurrency * waves / GROUP))
+            for way in args.ways:
+                rows.append(_measure(way, args, concurrency, new_tokens, groups))
+                print(line(rows[-1], bare_rate(rows, rows[-1])), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps([vars(row) | {"tok_s": row.rate} for row in rows], indent=1), encoding="utf-8")
+    print(table(rows))
+
+
+def bare_rate(rows: list[Row], row: Row) -> float | None:
+    """Of the bare client under the same conditions."""
+    same = [r for r in rows if r.way == "bare" and (r.concurrency, r.new_tokens) == (row.concurrency, row.new_tokens)]
+    return same[-1].rate if same else None
+
+
+def line(row: Row, bare: float | None) -> str:
+    """One row of the table."""
+    ratio = f"{row.rate / bare:.3f}" if bare else "-"
+    cores = ", ".join(f"{name} {busy:.2f}" for name, busy in row.cores.items())
+    return f"| {row.concurrency} | {row.new_tokens} | {row.way} | {row.rate:,.0f} | {ratio} | {cores} |"
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown."""
+    head = ["| sequences in flight | new tokens | way | tok/s | ratio | cores busy |", "|---|---|---|---|---|---|"]
+    return "\n".join(head + [line(row, bare_rate(rows, row)) for row in rows])
+
+
+def _measure(way: str, args: Any, concurrency: int, new_tokens: int, groups: int) -> Row:
+    httpx.post(f"{args.url}/flush_cache", timeout=60)
+    server = _CPU(args.server_pid)
+    started = time.time()
+    if way == "bare":
+        cpu = time.process_time()
+        seconds = asyncio.run(_bare(args.url, args.model, concurrency, new_tokens, groups))
+        cores = {"client": (time.process_time() - cpu) / seconds}
+    else:
+        seconds, cores = _framework(way, args, concurrency, new_tokens, groups)
+    busy = server.since()
+    return Row(way, concurrency, new_tokens, groups, seconds, cores | {"engine": busy / (time.time() - started)})
+
+
+async def _bare(url: str, model: str, concurrency: int, new_tokens: int, groups: int) -> float:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = [
+        tokenizer.apply_chat_template(prompt(i), add_generation_prompt=True, return_dict=False) for i in range(groups)
+    ]
+    sampling = {"temperature": 1.0, "max_new_tokens": new_tokens, "ignore_eos": True, "n": GROUP}
+    gate = asyncio.Semaphore(max(1, concurrency // GROUP))
+
+    async def one(ids: Any) -> None:
+        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+        async with gate, session.post(f"{url}/generate", json=body) as reply:
+            found = orjson.loads(await reply.read())
+        if [len(choice["output_ids"]) for choice in found] != [new_tokens] * GROUP:
+            raise RuntimeError(f"{url} did not give {GROUP} answers of {new_tokens} tokens")
+
+    timeout = aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        started = time.perf_counter()
+        await asyncio.gather(*(one(ids) for ids in prompts))
+        return time.perf_counter() - started
+
+
+def _framework(way: str, args: Any, concurrency: int, new_tokens: int, groups: int) -> tuple[float, dict[str, float]]:
+    """Seconds from the first request to the last group, and cores busy of each process."""
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        folder = Path(scratch)
+        beside: dict[str, _CPU] = {}
+        api_url = "http://127.0.0.1:9"
+        if way == "serve":
+            api_url = f"http://127.0.0.1:{free_ports(1)[0]}"
+            port = api_url.rpartition(":")[2]
+            api = ["-m", "atroposlib.cli.run_api", "--port", port, "--state-dir", str(folder / "api")]
+            beside["api"] = _CPU(stack.enter_context(_started(api, folder / "api.log")))
+            _wait_for(f"{api_url}/health")
+            trainer = ["-m", "example_trainer.fake_trainer", "--api-url", api_url, "--batch-size", "64"]
+            beside["trainer"] = _CPU(stack.enter_context(_started(trainer, folder / "trainer.log")))
+        share = groups // args.processes
+        workers = max(1, concurrency // GROUP // args.processes)
+        environments = []
+        for number in range(args.processes):
+            config = folder / f"env{number}.yaml"
+            config.write_text(yaml.safe_dump(_settings(way, args, api_url, folder, number, share, workers, new_tokens)))
+            log = (folder / f"env{number}.log").open("wb")
+            command = [sys.executable, str(ENV), way, "--config", str(config)]
+            environments.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=folder))
+        for number, process in enumerate(environments):
+            if process.wait(600) != 0:
+                raise RuntimeError((folder / f"env{number}.log").read_text()[-2000:])
+        all_times = [json.loads((folder / f"times{number}.json").read_text()) for number in range(args.processes)]
+        _check_complete(folder, share * args.processes)
+        seconds = max(t["end"] for t in all_times) - min(t["start"] for t in all_times)
+        cores = {"environment": sum(t["cpu_s"] for t in all_times) / seconds}
+        return seconds, cores | {name: cpu.since() / seconds for name, cpu in beside.items()}
+
+
+def _check_complete(folder: Path, groups: int) -> None:
+    """Every group is in the rollout files."""
+    lines = sum(path.read_bytes().count(b"\n") for path in (folder / "rollouts").rglob("*.jsonl"))
+    if lines != groups:
+        raise RuntimeError(f"{lines} groups were recorded, expected {groups}")
+
+
+def _settings(
+    way: str, args: Any, api_url: str, folder: Path, number: int, groups: int, workers: int, new_tokens: int
+) -> dict[str, Any]:
+    env = {
+        "group_size": GROUP,
+        "max_num_workers": workers,
+        "max_batches_offpolicy": 0,
+        "total_steps": groups,
+        "total_groups": groups,
+        "steps_per_eval": -1,
+        "use_wandb": False,
+        "ensure_scores_are_not_same": False,
+        "max_token_length": 4096,
+        "tokenizer_name": args.model,
+        "rollout_server_url": api_url,
+        "dump_rollouts": way == "serve",
+        "new_tokens": new_tokens,
+        "first": number * groups,
+        "times_path": str(folder / f"times{number}.json"),
+    }
+    place = {"rollouts_dir": str(folder / "rollouts" / str(number))} if way == "serve" else {}
+    if way == "process":
+        place = {"data_path_to_save_groups": str(folder / "rollouts" / f"{number}.jsonl")}
+    server = {
+        "server_type": "sglang",
+        "base_url": f"{args.url}/v1",
+        "model_name": args.model,
+        "tokenizer_name": args.model,
+        "api_key": "x",
+        "num_max_requests_at_once": 4096,
+    }
+    return {"env": env | place, "openai": [server]}
+
+
+class _CPU:
+    """CPU seconds of a process and its children since this object was made."""
+
+    def __init__(self, pid: int | None) -> None:
+        self._pid = pid
+        self._start = self._now()
+
+    def since(self) -> float:
+        return self._now() - self._start
+
+    def _now(self) -> float:
+        if self._pid is None:
+            return 0.0
+        parent = psutil.Process(self._pid)
+        return sum(sum(process.cpu_times()[:2]) for process in (parent, *parent.children(recursive=True)))
+
+
+@contextlib.contextmanager
+def _started(arguments: list[str], log: Path) -> Iterator[int]:
+    with log.open("wb") as output:
+        process = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=output)
+    try:
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_for(url: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(url, timeout=5).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise RuntimeError(f"{url} did not answer within {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
