@@ -1,26 +1,28 @@
 """The rollout files of one run: append-only JSON lines, one writer, never a torn or doubled line.
 
 A group is done when its line is in the file: all lines of an item are handed to the operating system in one piece, and
-what a full disk left half-written is cut off again. Files are synced to disk in the background about once a second.
+what a full disk left half-written is cut off again. Groups that finish while others are being written wait for the next
+piece, so that a fast engine costs few trips to the writing thread. Files are synced to disk in the background about
+once a second.
 """
 
 import asyncio
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import orjson
 
 from atroposlib.errors import LaunchError
 from atroposlib.rollouts.ledger import REJECTED, Entry, Ledger, describe, read_ledger, read_line
 from atroposlib.rollouts.locations import RunFiles
-
-T = TypeVar("T")
+from atroposlib.rollouts.shards import ItemLines, ShardWriter, open_append, sync_and_close, write_all
 
 logger = logging.getLogger(__name__)
 
@@ -49,24 +51,26 @@ class RolloutFiles:
             DataError: a file of the run is damaged other than at its end.
         """
         self.files = files
-        self._per_shard = None if files.single else groups_per_shard
         self._accept_score = accept_score
         files.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(files.beside("lock"))
         _remove_packed(files)
         self.ledger: Ledger = read_ledger(files, accept_score=accept_score, keep_unacknowledged=sends)
         self.run_id = _run_id(self.ledger)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
-        self._index = _open_append(files.beside("index"))
-        self._acked = _open_append(files.beside("acked")) if sends else None
-        self._shard = self.ledger.last.shard if self.ledger.last else 1
-        self._lines_in_shard = self.ledger.groups_in_shard[self._shard]
-        self._rollouts = _open_append(files.rollouts(self._shard)) if self._open_shard_is_plain() else None
-        self._dirty = False
-        self.on_shard_complete: Callable[[Path], None] = lambda path: None
+        self._shards = ShardWriter(files, self.ledger, lines_per_shard=groups_per_shard)
+        self._acked = open_append(files.beside("acked")) if sends else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
+        self._waiting: deque[_Item] = deque()  # in the order in which they came
+        self._piece: deque[ItemLines] = deque()  # the first of them, as far as the thread has not written them
+        self._handed = 0  # items the piece began with
+        self._writing: asyncio.Task[None] | None = None
         self.on_wait: Callable[[str | None], None] = lambda waiting_for: None
 
-    async def append(self, records: Sequence[Mapping[str, Any]]) -> list[Entry]:
+    def on_shard_complete(self, tell: Callable[[Path], None]) -> None:
+        """Call `tell`, in the writing thread, with every shard that is full."""
+        self._shards.on_shard_complete = tell
+
+    async def append(self, records: Sequence[Mapping[str, Any]]) -> Sequence[Entry]:
         """Write the records of one item; they are done when this returns, also when the caller is cancelled meanwhile.
 
         A full disk is waited for (`on_wait` is told), at most `DISK_FULL_DEADLINE_S`.
@@ -74,22 +78,20 @@ class RolloutFiles:
         Raises:
             OSError: the disk stayed full, or failed in another way.
         """
-        return await _uncancelled(self._append(records))
-
-    async def _append(self, records: Sequence[Mapping[str, Any]]) -> list[Entry]:
         entries = [describe(record, self._accept_score) for record in records]
         lines = [orjson.dumps(record, default=_jsonable, option=_JSON_OPTIONS) for record in records]
-        await self._patiently(lambda: self._write(entries, lines))
-        for entry in entries:
-            self.ledger.add(entry, acknowledged=self._acked is None)
-        self.ledger.finish(entries[0].item_key)
+        item = _Item(entries, lines, asyncio.get_running_loop().create_future())
+        self._waiting.append(item)
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_waiting())
+        await _uncancelled(item.written)
         return entries
 
     async def reject(self, item_key: str) -> None:
         """Remember that this item gave no usable group, so that a restart does not roll it out again."""
         entry = Entry(shard=REJECTED, item_key=item_key)
         self.ledger.add(entry, acknowledged=True)
-        await self._patiently(lambda: _write_all(self._index, _line(entry)))
+        await self._patiently(lambda: self._shards.write_index([entry]))
 
     def acknowledge(self, group_ids: Sequence[str]) -> None:
         """Remember, soon, that the API has these groups: losing this only sends them once more."""
@@ -97,7 +99,7 @@ class RolloutFiles:
             self.ledger.unacknowledged.pop(group_id, None)
         if self._acked is not None:
             acked, text = self._acked, "".join(f"{group_id}\n" for group_id in group_ids).encode()
-            self._writer.submit(_write_all, acked, text)
+            self._thread.submit(write_all, acked, text)
 
     def read_group(self, entry: Entry) -> dict[str, Any]:
         """One stored group, as it was written."""
@@ -105,56 +107,65 @@ class RolloutFiles:
 
     async def sync(self) -> None:
         """Bring what was written since the last call to the disk itself."""
-        if self._dirty:
-            self._dirty = False
-            copies = await asyncio.get_running_loop().run_in_executor(self._writer, self._duplicates)
-            await asyncio.to_thread(_sync_and_close, copies)
+        if self._shards.is_dirty:
+            copies = await asyncio.get_running_loop().run_in_executor(self._thread, self._shards.duplicates)
+            await asyncio.to_thread(sync_and_close, copies)
 
     def close(self) -> None:
         """Finish pending writes, sync, and let another process write this run."""
-        self._writer.shutdown(wait=True)
-        _sync_and_close([fd for fd in (self._rollouts, self._index, self._acked) if fd is not None])
+        if self._writing is not None:
+            self._writing.cancel()
+        self._thread.shutdown(wait=True)
+        self._settle()
+        try:
+            self._shards.write(self._hand_over())
+        except OSError as error:
+            logger.error("finished groups not written: folder=%s error=%s", self.files.folder, error)
+        self._settle()
+        for item in self._waiting:
+            item.written.cancel()
+        self._shards.close()
+        if self._acked is not None:
+            sync_and_close([self._acked])
         os.close(self._lock)
 
-    def _duplicates(self) -> list[int]:
-        return [os.dup(fd) for fd in (self._rollouts, self._index) if fd is not None]
+    async def _write_waiting(self) -> None:
+        """Write what waits, and what comes to wait meanwhile, in as few pieces as possible."""
+        while self._waiting:
+            piece = self._hand_over()
+            try:
+                await self._patiently(lambda piece=piece: self._shards.write(piece))
+            except OSError as error:
+                self._settle()
+                for _ in range(self._handed):
+                    self._waiting.popleft().written.set_exception(error)
+                self._handed = 0
+            else:
+                self._settle()
 
-    def _open_shard_is_plain(self) -> bool:
-        existing = self.files.shards().get(self._shard)
-        return existing is None or existing.suffix != ".zst"
+    def _hand_over(self) -> deque[ItemLines]:
+        """What waits now, for the writing thread to take from."""
+        self._piece = deque[ItemLines](self._waiting)
+        self._handed = len(self._piece)
+        return self._piece
 
-    def _write(self, entries: Sequence[Entry], lines: Sequence[bytes]) -> None:
-        """In the writer thread: one item's lines, then its index entries."""
-        self._rotate_if_full()
-        assert self._rollouts is not None
-        place = os.fstat(self._rollouts).st_size
-        _write_all(self._rollouts, b"".join(lines))
-        for entry, line in zip(entries, lines, strict=True):
-            entry.shard, entry.start, entry.end = self._shard, place, place + len(line)
-            place = entry.end
-        _write_all(self._index, b"".join(map(_line, entries)))
-        self._lines_in_shard += len(lines)
-        self._dirty = True
-
-    def _rotate_if_full(self) -> None:
-        full = self._per_shard is not None and self._lines_in_shard >= self._per_shard
-        if self._rollouts is not None and not full:
-            return
-        if self._rollouts is not None:
-            _sync_and_close([self._rollouts])
-            finished = self.files.rollouts(self._shard)
-            self._rollouts = None
-            self.on_shard_complete(finished)
-        self._shard += 1
-        self._lines_in_shard = 0
-        self._rollouts = _open_append(self.files.rollouts(self._shard))
+    def _settle(self) -> None:
+        """Count what the thread has written, and tell who waits for it."""
+        while self._handed > len(self._piece):
+            self._handed -= 1
+            item = self._waiting.popleft()
+            for entry in item.entries:
+                self.ledger.add(entry, acknowledged=self._acked is None)
+            self.ledger.finish(item.entries[0].item_key)
+            if not item.written.done():
+                item.written.set_result(None)
 
     async def _patiently(self, write: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         give_up = loop.time() + DISK_FULL_DEADLINE_S
         while True:
             try:
-                await loop.run_in_executor(self._writer, write)
+                await loop.run_in_executor(self._thread, write)
             except OSError as error:
                 if loop.time() > give_up:
                     raise
@@ -165,38 +176,20 @@ class RolloutFiles:
                 return
 
 
-async def _uncancelled(work: Coroutine[Any, Any, T]) -> T:
-    """Wait for `work` to its end also when cancelled meanwhile, then pass the cancellation on."""
-    task = asyncio.ensure_future(work)
+@dataclass(slots=True, eq=False)
+class _Item(ItemLines):
+    """What waits to be written, and who waits for it."""
+
+    written: asyncio.Future[None]
+
+
+async def _uncancelled(done: asyncio.Future[None]) -> None:
+    """Wait for `done` to its end also when cancelled meanwhile, then pass the cancellation on."""
     try:
-        return await asyncio.shield(task)
+        await asyncio.shield(done)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        await asyncio.wait([done])
         raise
-
-
-def _open_append(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    """Append all of `data` or nothing of it."""
-    start = os.fstat(descriptor).st_size
-    rest = memoryview(data)
-    try:
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-    except OSError:
-        os.ftruncate(descriptor, start)
-        raise
-
-
-def _sync_and_close(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _lock(path: Path) -> int:
@@ -227,10 +220,6 @@ def _run_id(ledger: Ledger) -> str:
     if ledger.last and ledger.last.group_id.count("/") >= 2:
         return ledger.last.group_id.rsplit("/", 2)[0].rpartition("/")[2]
     return os.urandom(4).hex()
-
-
-def _line(entry: Entry) -> bytes:
-    return msgspec.json.encode(entry) + b"\n"
 
 
 def _jsonable(value: object) -> object:

@@ -125,7 +125,7 @@ class Run:
         if self.files:
             loop = asyncio.get_running_loop()
             self.files.on_wait = lambda what: self.progress.wait_for("disk", what)
-            self.files.on_shard_complete = lambda path: _later(loop, self.reports.add, path)
+            self.files.on_shard_complete(lambda path: _later(loop, self.reports.add, path))
 
     async def supervise(self, work: Coroutine[Any, Any, None]) -> Outcome:
         """Run `work` to its end with progress, deadlines and signals looked after; always closes the run.

@@ -1,5 +1,6 @@
 """Rollout files and their ledger: torn lines, lost indexes, shards, locks, disks that fill up."""
 
+import asyncio
 import json
 import os
 import random
@@ -122,7 +123,7 @@ async def test_shards_fill_up_and_compressed_ones_count(tmp_path):
     files = sharded(tmp_path)
     finished = []
     writer = open_run(files, per_shard=2)
-    writer.on_shard_complete = finished.append
+    writer.on_shard_complete(finished.append)
     for number in range(5):
         await writer.append([record(number, writer)])
     writer.close()
@@ -216,6 +217,57 @@ async def test_a_disk_that_stays_full_ends_with_an_error(tmp_path, monkeypatch):
             await writer.append([record(0, writer)])
     writer.close()
     assert (tmp_path / "o.jsonl").read_bytes() == b""
+
+
+async def test_groups_that_finish_together_are_written_in_one_piece(tmp_path, monkeypatch):
+    files = single(tmp_path)
+    writer = open_run(files)
+    pieces = []
+    real_write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: (pieces.append(bytes(data)), real_write(fd, data))[1])
+    await asyncio.gather(*(writer.append([record(number, writer)]) for number in range(20)))
+    writer.close()
+    lines = [piece for piece in pieces if piece.startswith(b'{"schema_version"')]
+    assert [piece.count(b"\n") for piece in lines] == [20]
+    assert open_run(files).ledger.done == {str(number) for number in range(20)}
+
+
+async def test_a_piece_is_spread_over_shards_as_single_groups_are(tmp_path):
+    writer = open_run(sharded(tmp_path), per_shard=3)
+    await asyncio.gather(*(writer.append([record(number, writer)]) for number in range(8)))
+    writer.close()
+    assert [path.read_bytes().count(b"\n") for path in sharded(tmp_path).shards().values()] == [3, 3, 2]
+    assert open_run(sharded(tmp_path)).ledger.done == set("01234567")
+
+
+async def test_an_index_without_room_is_caught_up_and_doubles_nothing(tmp_path, monkeypatch):
+    files = single(tmp_path)
+    writer = open_run(files)
+    real_write = os.write
+
+    def no_room_for_the_index(descriptor, data):
+        if bytes(data).startswith(b"["):
+            raise OSError(28, "No space left on device")
+        return real_write(descriptor, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", no_room_for_the_index)
+        await writer.append([record(0, writer)])
+    await writer.append([record(1, writer)])
+    writer.close()
+    index = [json.loads(line)[4] for line in files.beside("index").read_text().splitlines()]
+    lines = [json.loads(line)["item_key"] for line in files.single.read_text().splitlines()]
+    assert index == lines == ["0", "1"]
+
+
+async def test_what_still_waits_at_the_end_is_written_by_close(tmp_path):
+    files = single(tmp_path)
+    writer = open_run(files)
+    waiting = [asyncio.create_task(writer.append([record(number, writer)])) for number in range(3)]
+    await asyncio.sleep(0)
+    writer.close()
+    await asyncio.gather(*waiting)
+    assert [json.loads(line)["item_key"] for line in files.single.read_text().splitlines()] == ["0", "1", "2"]
 
 
 async def test_numpy_and_tuples_become_plain_json(tmp_path):
