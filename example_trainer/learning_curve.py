@@ -10,6 +10,7 @@ the same command goes on.
 import argparse
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -72,7 +73,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     changes = {key: json.loads(value) for key, _, value in (entry.partition("=") for entry in args.set)}
     base = {**read_recipe(args.recipe), "model_name": args.model, "training_steps": args.steps, "engine": args.engine}
     base |= changes
-    before = _scores(args.out / "before", check(RunConfig, base), args.model, args.problems)
     results: dict[str, list[Scores]] = {}
     for name in args.objectives:
         for seed in args.seeds:
@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             fields["environment_config"] = {**base["environment_config"], "seed": seed}
             config = check(RunConfig, fields)
             results.setdefault(name, []).append(_train_and_score(folder, config, args.problems))
+    before = _scores(args.out / "before", check(RunConfig, base), args.model, args.problems)
     print(table(before, results))
     (args.out / "table.md").write_text(table(before, results) + "\n", encoding="utf-8")
     plot(args.out, args.objectives, args.seeds)
@@ -131,13 +132,15 @@ def _train_and_score(folder: Path, config: RunConfig, problems: int) -> Scores:
 
 
 def _scores(folder: Path, config: RunConfig, model: str, problems: int) -> Scores:
-    """Evaluate once; later calls read the result."""
+    """Evaluate once, also when several commands ask at the same time; later calls read the result."""
     result = folder / "scores.json"
-    if not result.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with _engine(config.model_copy(update={"model_name": model}), folder) as url:
-            scores = asyncio.run(_evaluate(url, config, problems, folder))
-        result.write_text(json.dumps(vars(scores), indent=1), encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            with _engine(config.model_copy(update={"model_name": model}), folder) as url:
+                scores = asyncio.run(_evaluate(url, config, problems, folder))
+            result.write_text(json.dumps(vars(scores), indent=1), encoding="utf-8")
     return Scores(**json.loads(result.read_text(encoding="utf-8")))
 
 

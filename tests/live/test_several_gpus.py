@@ -1,6 +1,8 @@
 """One node, two GPUs: a model over both (TP 2), and a copy on each behind SGLang's router (DP 2), both discovered.
 
-export ATROPOS_SGLANG_MODEL=/path/of/model ATROPOS_SGLANG_ARGS='["--attention-backend", "triton"]'
+Skipped unless the machine has both and these are set:
+
+    export ATROPOS_SGLANG_MODEL=/path/of/model ATROPOS_SGLANG_ARGS='["--attention-backend", "triton"]'
     pytest -s tests/live/test_several_gpus.py
 """
 
