@@ -4,7 +4,8 @@
 
 Per problem k = 8 responses are sampled: mean@8 is the share that is right, pass@8 the share of problems with at least
 one right, distinct@8 the mean number of *different* right expressions per problem. A finished run is not repeated, so
-the same command goes on.
+the same command goes on; several commands with other seeds or objectives may share the folder, one for each GPU, and
+the one that names them all draws the table and the picture.
 """
 
 import argparse
