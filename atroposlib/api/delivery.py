@@ -1,15 +1,15 @@
-"""Whether a response really left: TCP connections as the service sees them, and the response that carries a batch.
+"""Whether a response really left: TCP connections as the service sees them.
 
-ASGI does not tell an application what became of its last bytes. `run-api` therefore serves with `tracked(protocol)`,
-which keeps a `Connection` per socket. Under another server there is none, and a response counts as sent when the
-server took it.
+ASGI does not tell an application what became of its last bytes. `run-api` therefore serves with `intake.py`, which
+keeps a `Connection` per socket. Under another server there is none, and a response counts as sent when the server
+took it.
 """
 
 import array
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -19,10 +19,17 @@ _TIOCOUTQ = 0x5411  # bytes in a socket's send queue that the peer has not ackno
 
 
 class Connection:
-    """One client connection. `requests` counts the requests it brought; `broken` is set when it ended in an error."""
+    """One client connection.
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    Attributes:
+        requests: how many requests it brought.
+        broken: it ended in an error.
+        receive_into: fills a buffer with the unread part of a request's body; False when the client left.
+    """
+
+    def __init__(self, transport: asyncio.Transport, receive_into: Callable[[memoryview], Awaitable[bool]]) -> None:
         self.transport = transport
+        self.receive_into = receive_into
         self.requests = 0
         self.broken = False
         self.closed = False
@@ -70,23 +77,3 @@ class Connection:
 
 Connections = dict[Any, Connection]
 """Open connections by peer address, as in an ASGI scope's `client`."""
-
-
-def tracked(protocol: type, connections: Connections) -> type:
-    """An HTTP protocol class for uvicorn that keeps `connections` up to date."""
-
-    class Tracked(protocol):
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            self._peer = tuple(transport.get_extra_info("peername") or ())[:2]
-            connections[self._peer] = Connection(transport)
-
-        def eof_received(self) -> None:
-            connections[self._peer].peer_closed()
-            super().eof_received()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            connections.pop(self._peer).lost(exc)
-            super().connection_lost(exc)
-
-    return Tracked

@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 RESERVE_BYTES = 4 << 20
 """Kept free for the index, so that a full disk stops new groups but never the delivery of old ones."""
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
 CREATE TABLE groups (number INTEGER PRIMARY KEY, env_id INTEGER, sequences INTEGER, buffered INTEGER,
-                     segment INTEGER, offset INTEGER, length INTEGER, crc INTEGER);
+                     segment INTEGER, offset INTEGER, length INTEGER, digest BLOB);
 CREATE TABLE group_ids (group_id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE batches (number INTEGER PRIMARY KEY, batch_id TEXT, expires REAL, groups TEXT);
 """
@@ -77,7 +77,7 @@ class DiskStore:
     # -- event loop ---------------------------------------------------------------------------------------------
 
     async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
-        size = sum(len(group.content) for group in groups)
+        size = sum(group.length for group in groups)
         if self._max_bytes is not None and self.bytes_used() + size > self._max_bytes:
             raise StorageFull(
                 f"groups take {self.bytes_used() / 1e6:.0f} of the {self._max_bytes / 1e6:.0f} MB of --max-queue-mb; "
@@ -257,7 +257,7 @@ class DiskStore:
     def _insert(self, rows: Iterable[tuple[tuple[Any, ...], str | None, Place]]) -> None:
         groups, ids, last, number = [], [], None, 0
         for values, group_id, place in rows:
-            groups.append((*values, place.segment, place.offset, place.length, place.crc))
+            groups.append((*values, place.segment, place.offset, place.length, place.digest))
             last, number = place, values[0]
             if group_id is not None:
                 ids.append((group_id,))
@@ -348,8 +348,8 @@ def _finish(job: _Job, *, result: Any = None, error: Exception | None = None) ->
         logger.debug("the event loop ended before a job did")
 
 
-def _columns(place: Place) -> tuple[int, int, int, int]:
-    return place.segment, place.offset, place.length, place.crc
+def _columns(place: Place) -> tuple[int, int, int, bytes]:
+    return place.segment, place.offset, place.length, place.digest
 
 
 def _open_index(path: Path) -> sqlite3.Connection:

@@ -11,11 +11,12 @@ import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
+import numpy as np
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from atroposlib.api import auth
-from atroposlib.api.delivery import Connections
+from atroposlib.api.delivery import Connection, Connections
 from atroposlib.api.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
+Body: TypeAlias = bytes | memoryview
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 DISCARD_FACTOR = 16
@@ -101,7 +103,7 @@ class BodyReader:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        body = await self._read(receive)
+        body = await self._read(receive, _declared_length(headers), scope.get(CONNECTION_KEY))
         if body is None:
             return  # the client left
         answer = self._refusal(headers, body) if body else None
@@ -123,21 +125,23 @@ class BodyReader:
 
         await self._app(scope, receive_whole, send)
 
-    async def _read(self, receive: Receive) -> bytes | None:
+    async def _read(self, receive: Receive, declared: int | None, connection: Connection | None) -> Body | None:
         """The body; cut just over the limit when too long; None when the client left in the middle."""
         chunks, size = [], 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            chunk = message.get("body", b"")
+            chunk, more = message.get("body", b""), message.get("more_body", False)
+            if more and not chunks and connection is not None and len(chunk) < (declared or 0) <= self._max_bytes:
+                return await _receive_whole(connection, chunk, declared or 0)
             size += len(chunk)
             if size <= self._max_bytes or not chunks or size - len(chunk) <= self._max_bytes:
                 chunks.append(chunk)
-            if not message.get("more_body", False) or size > self._max_bytes * DISCARD_FACTOR:
+            if not more or size > self._max_bytes * DISCARD_FACTOR:
                 return b"".join(chunks)
 
-    def _refusal(self, headers: Headers, body: bytes) -> Response | None:
+    def _refusal(self, headers: Headers, body: Body) -> Response | None:
         if len(body) > self._max_bytes:
             return self._too_large("the body")
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -148,7 +152,7 @@ class BodyReader:
             return refuse(415, f"Content-Encoding is {encoding[:80]!r}; expected gzip or none")
         return None
 
-    async def _inflate(self, body: bytes) -> bytes | Response:
+    async def _inflate(self, body: Body) -> bytes | Response:
         try:
             if len(body) > INFLATE_INLINE_BYTES:
                 return await asyncio.to_thread(gunzip, body, self._max_bytes)
@@ -164,7 +168,20 @@ class BodyReader:
         return answer
 
 
-def gunzip(body: bytes, max_bytes: int) -> bytes:
+async def _receive_whole(connection: Connection, first: bytes, length: int) -> Body | None:
+    """A body of `length` bytes that begins with `first`; None when the client left in the middle."""
+    body = np.empty(length, np.uint8).data  # memory that is not touched before the bytes come
+    body[: len(first)] = first
+    return body if await connection.receive_into(body[len(first) :]) else None
+
+
+def _declared_length(headers: Headers) -> int | None:
+    """Content-Length; None when absent (chunked)."""
+    text = headers.get("content-length", "")
+    return int(text) if text.isdecimal() and "transfer-encoding" not in headers else None
+
+
+def gunzip(body: Body, max_bytes: int) -> bytes:
     """Inflate all members of a gzip body.
 
     Raises:

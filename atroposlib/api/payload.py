@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import msgspec
 import numpy as np
+import xxhash
 
 from atroposlib.errors import GroupError
 
@@ -81,11 +82,15 @@ class Payload:
     Attributes:
         content: canonical JSON without its last member, `env_id`, and without the closing brace; in pieces that are
             parts of the request's body, which so is never copied before it is written.
+        digest: of the content, see `content_digest`.
+        length: bytes of the content.
         sequences: G.
         longest: tokens of its longest sequence.
     """
 
     content: Pieces
+    digest: bytes
+    length: int
     env_id: int | None
     group_id: str | None
     sequences: int
@@ -101,7 +106,18 @@ def env_id_suffix(env_id: int | None) -> bytes:
     return b',"env_id":%s}' % (b"null" if env_id is None else b"%d" % env_id)
 
 
-def split_list(body: bytes) -> list[RawGroup]:
+def content_digest(content: Pieces) -> bytes:
+    """16 bytes (XXH3-128) that equal contents share and others do not: finds torn writes and repeated groups.
+
+    0.02 ms for 1.1 MB, a tenth of CRC-32; not for contents that somebody makes collide on purpose.
+    """
+    digest = xxhash.xxh3_128()
+    for piece in content:
+        digest.update(piece)
+    return digest.digest()
+
+
+def split_list(body: bytes | memoryview) -> list[RawGroup]:
     """The elements of a `/scored_data_list` body, not yet checked.
 
     Raises:
@@ -110,7 +126,7 @@ def split_list(body: bytes) -> list[RawGroup]:
     return _parse(_decode_list, body, "a JSON array of scored groups")
 
 
-def split_group(body: bytes) -> RawGroup:
+def split_group(body: bytes | memoryview) -> RawGroup:
     """The fields of a `/scored_data` body, not yet checked; GroupError as `split_list`."""
     return _parse(_decode_group, body, "a JSON object with tokens, masks and scores")
 
@@ -140,7 +156,9 @@ def check_group(raw: RawGroup) -> Payload:
     _free_fields(raw, len(lengths))
     if raw.env_id is not None and raw.env_id < 0:
         raise GroupError(f"env_id is {raw.env_id}; expected the number that /register-env returned, 0 or above")
-    return Payload(_content(raw, scores), raw.env_id, raw.group_id, len(lengths), max(lengths))
+    content = _content(raw, scores)
+    size = sum(map(len, content))
+    return Payload(content, content_digest(content), size, raw.env_id, raw.group_id, len(lengths), max(lengths))
 
 
 def _content(raw: RawGroup, scores: bytes) -> Pieces:
@@ -372,7 +390,7 @@ def _same_shape(field: str, found: list[int], expected: list[int]) -> None:
         raise GroupError(f"{field}[{i}] has {found[i]} entries; expected {expected[i]}, as many as tokens[{i}]")
 
 
-def _parse(decode, text: bytes | msgspec.Raw, expected: str, field: str = "the body"):
+def _parse(decode, text: bytes | memoryview | msgspec.Raw, expected: str, field: str = "the body"):
     """`decode(text)`, with every way it can fail as a GroupError."""
     try:
         return decode(text)

@@ -16,12 +16,12 @@ from atroposlib.api.batching import EnvId, GroupClass, pick_batch
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):
-    """Where the stored content of a group lies: `length` bytes at `offset` of a segment file."""
+    """Where the stored content of a group lies: `length` bytes at `offset` of a segment file, with that `digest`."""
 
     segment: int
     offset: int
     length: int
-    crc: int
+    digest: bytes
 
 
 class Group(msgspec.Struct, frozen=True, gc=False):

@@ -7,7 +7,7 @@ restarted since. The same content over a connection that goes on is a new group.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atroposlib.api.delivery import Connection
@@ -24,38 +24,37 @@ LAST_GROUPS = 1000
 class _Open:
     """A stored group whose answer may not have arrived."""
 
-    group: Group
     connection: Connection | None
     requests: int
     until: float
 
 
 class RetryFinder:
-    """Remembers contents, by length and CRC, whose answers are not known to have arrived."""
+    """Remembers contents, by their digest, whose answers are not known to have arrived."""
 
     def __init__(self, stored_before: Sequence[Group]) -> None:
-        self._open: dict[tuple[int, int], list[_Open]] = {}
+        self._open: dict[bytes, list[_Open]] = {}
         self._next_sweep = 0.0
         until = time.monotonic() + WINDOW_S
         for group in stored_before[-LAST_GROUPS:]:
-            self._add(_Open(group, None, 0, until))
+            self._add(group.place.digest, _Open(None, 0, until))
 
     def remember(self, group: Group, connection: Connection | None) -> None:
         """A group was stored by the current request of `connection` (None: unknown, so no retry is looked for)."""
         if connection is not None:
-            self._add(_Open(group, connection, connection.requests, time.monotonic() + WINDOW_S))
+            until = time.monotonic() + WINDOW_S
+            self._add(group.place.digest, _Open(connection, connection.requests, until))
 
-    def candidates(self, length: int, crc: int, connection: Connection | None) -> Iterator[Group]:
-        """Groups that this content may be a retry of; compare the contents to be sure."""
-        for entry in list(self._open.get((length, crc), ())):
-            same_request = connection is not None and entry.connection is connection
-            if not same_request and self._is_open(entry):
-                yield entry.group
+    def may_repeat(self, digest: bytes, connection: Connection | None) -> bool:
+        """Whether a group of that content is stored and its sender may not know it."""
+        return any(
+            (connection is None or entry.connection is not connection) and self._is_open(entry)
+            for entry in self._open.get(digest, ())
+        )
 
-    def _add(self, entry: _Open) -> None:
+    def _add(self, digest: bytes, entry: _Open) -> None:
         self._sweep()
-        place = entry.group.place
-        self._open.setdefault((place.length, place.crc), []).append(entry)
+        self._open.setdefault(digest, []).append(entry)
 
     def _sweep(self) -> None:
         """Now and then forget what is settled, so that memory stays with the last minutes."""

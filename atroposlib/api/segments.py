@@ -11,8 +11,8 @@ So the bytes are kept as they came, past the page cache, into files whose blocks
 file system knows no O_DIRECT (tmpfs), the same code writes through the cache.
 
 A file is a row of *commits*, each starting at a multiple of 4096 and filled up with zeros; a commit is a row of
-records `header, meta, content`. Records carry ascending numbers and two CRCs, so that a scan knows where the last
-whole one ends. After a restart a new file is begun; old ones are only read.
+records `header, meta, content`. Records carry ascending numbers, a CRC and a digest, so that a scan knows where the
+last whole one ends. After a restart a new file is begun; old ones are only read.
 """
 
 import errno
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from atroposlib.api.payload import Pieces
+from atroposlib.api.payload import Pieces, content_digest
 from atroposlib.api.queue import Group, Place
 from atroposlib.api.store import GroupLost, NewGroup, StorageFull
 
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
 _BLOCK = 4096
 _BUFFER_BYTES = 1 << 20
-_HEADER = struct.Struct("<4sIIII")  # magic, meta length, content length, CRC of content, CRC of meta
-_MAGIC = b"ATG1"
+_HEADER = struct.Struct("<4sII16sI")  # magic, meta length, content length, digest of content, CRC of meta
+_MAGIC = b"ATG2"
 
 
 class Meta(msgspec.Struct):
@@ -92,7 +92,7 @@ class SegmentFiles:
             meta = msgspec.json.encode(
                 Meta(group.number, group.env_id, group.sequences, group.buffered, group.group_id)
             )
-            header = _HEADER.pack(_MAGIC, len(meta), group.length, group.crc, zlib.crc32(meta))
+            header = _HEADER.pack(_MAGIC, len(meta), group.length, group.digest, zlib.crc32(meta))
             pieces += (header, meta, *group.content)
             sizes.append((len(header) + len(meta), group.length))
         total = _aligned(sum(map(len, pieces)))
@@ -106,7 +106,7 @@ class SegmentFiles:
             raise
         places, position = [], segment.end
         for group, (before, length) in zip(groups, sizes, strict=True):
-            places.append(Place(self._last, position + before, length, group.crc))
+            places.append(Place(self._last, position + before, length, group.digest))
             position += before + length
         segment.end += total
         segment.live += len(groups)
@@ -130,7 +130,7 @@ class SegmentFiles:
                 content = os.pread(file.fileno(), place.length, place.offset)
         except OSError as error:
             raise GroupLost(group, str(error)) from error
-        if len(content) != place.length or zlib.crc32(content) != place.crc:
+        if len(content) != place.length or content_digest([content]) != place.digest:
             raise GroupLost(group, "its bytes have changed on disk")
         return content
 
@@ -233,7 +233,7 @@ class SegmentFiles:
                     return
                 meta, place, position = record
                 newest = meta.number
-                yield meta, Place(number, place.offset, place.length, place.crc)
+                yield meta, Place(number, place.offset, place.length, place.digest)
 
     def _delete(self, number: int) -> None:
         segment = self._segments.pop(number)
@@ -248,16 +248,16 @@ def _read_record(fd: int, position: int) -> tuple[Meta, Place, int] | None:
     header = os.pread(fd, _HEADER.size, position)
     if len(header) < _HEADER.size:
         return None
-    magic, meta_length, length, crc, meta_crc = _HEADER.unpack(header)
+    magic, meta_length, length, digest, meta_crc = _HEADER.unpack(header)
     if magic != _MAGIC:
         return None
     meta = os.pread(fd, meta_length, position + _HEADER.size)
     offset = position + _HEADER.size + meta_length
     content = os.pread(fd, length, offset)
-    if zlib.crc32(meta) != meta_crc or len(content) != length or zlib.crc32(content) != crc:
+    if zlib.crc32(meta) != meta_crc or len(content) != length or content_digest([content]) != digest:
         logger.warning("a record was cut off while it was written; it had not been acknowledged: offset=%d", position)
         return None
-    return msgspec.json.decode(meta, type=Meta), Place(0, offset, length, crc), offset + length
+    return msgspec.json.decode(meta, type=Meta), Place(0, offset, length, digest), offset + length
 
 
 def _open_for_writing(path: Path) -> int:

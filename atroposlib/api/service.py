@@ -21,15 +21,15 @@ from atroposlib.api.queue import Batch, Group, TrajectoryQueue
 from atroposlib.api.retries import RetryFinder
 from atroposlib.api.run import EnvRecord, Liveness, RunState
 from atroposlib.api.schemas import RegisterEnv, Registration
-from atroposlib.api.store import Change, GroupLost, NewGroup, Store, checksum
+from atroposlib.api.store import Change, GroupLost, NewGroup, Store
 from atroposlib.api.waiting import waiting_for
 from atroposlib.errors import ApiError
 
 logger = logging.getLogger(__name__)
 KEPT_ACKS = 1000
 
-StoringKey: TypeAlias = str | tuple[int, int]
-"""What a group being stored is known by: its id, else length and CRC of its content."""
+StoringKey: TypeAlias = str | bytes
+"""What a group being stored is known by: its id, else the digest of its content."""
 
 
 class Refused(ApiError):
@@ -236,9 +236,8 @@ class TrajectoryService:
         receipts = [Receipt(duplicate=True)] * len(payloads)
         fresh: list[tuple[int, NewGroup]] = []
         for i, payload in enumerate(payloads):
-            crc = checksum(payload.content)
-            if not await self._is_stored(payload, crc, [group for _, group in fresh], connection):
-                fresh.append((i, self._number(payload, crc, buffered[i])))
+            if not await self._is_stored(payload, [group for _, group in fresh], connection):
+                fresh.append((i, self._number(payload, buffered[i])))
         for (i, _), receipt in zip(fresh, await self._store([group for _, group in fresh], connection), strict=True):
             receipts[i] = receipt
         if fresh:
@@ -303,25 +302,17 @@ class TrajectoryService:
             f"{batch_size} can hold it. Send groups whose size divides {batch_size}",
         )
 
-    async def _is_stored(
-        self, payload: Payload, crc: int, earlier: Sequence[NewGroup], connection: Connection | None
-    ) -> bool:
+    async def _is_stored(self, payload: Payload, earlier: Sequence[NewGroup], connection: Connection | None) -> bool:
         """Whether this group was stored before, by its id or because it repeats a request whose answer got lost."""
         if payload.group_id is not None and any(group.group_id == payload.group_id for group in earlier):
             return True
-        while (storing := self._storing.get(payload.group_id or (_length(payload), crc))) is not None:
+        while (storing := self._storing.get(payload.group_id or payload.digest)) is not None:
             await asyncio.wait([storing])
         if payload.group_id is not None:
             return self.store.knows_group_id(payload.group_id)
-        for group in self._retries.candidates(_length(payload), crc, connection):
-            try:
-                if await self.store.read([group]) == [b"".join(payload.content)]:
-                    return True
-            except (GroupLost, KeyError):
-                continue
-        return False
+        return self._retries.may_repeat(payload.digest, connection)
 
-    def _number(self, payload: Payload, crc: int, buffered: bool) -> NewGroup:
+    def _number(self, payload: Payload, buffered: bool) -> NewGroup:
         number = self._next_number
         self._next_number += 1
         return NewGroup(
@@ -329,10 +320,10 @@ class TrajectoryService:
             payload.env_id,
             payload.sequences,
             payload.content,
-            _length(payload),
+            payload.length,
             payload.group_id,
             buffered,
-            crc,
+            payload.digest,
         )
 
     async def _store(self, groups: Sequence[NewGroup], connection: Connection | None) -> list[Receipt]:
@@ -340,7 +331,7 @@ class TrajectoryService:
         if not groups:
             return []
         run_id, stored = self.run.run_id, asyncio.get_running_loop().create_future()
-        keys: set[StoringKey] = {group.group_id or (group.length, group.crc) for group in groups}
+        keys: set[StoringKey] = {group.group_id or group.digest for group in groups}
         self._storing.update(dict.fromkeys(keys, stored))
         try:
             kept = await self.store.add(groups)
@@ -466,10 +457,6 @@ class TrajectoryService:
         for env_id, size in self.queue.pool.classes:
             sizes.setdefault(env_id, set()).add(size)
         return sizes
-
-
-def _length(payload: Payload) -> int:
-    return sum(map(len, payload.content))
 
 
 def _listed(sizes: set[int] | list[int]) -> str:

@@ -3,7 +3,6 @@
 The event loop calls `add` and `change`, in order; a group enters the queue only after its `add` returned.
 """
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -36,7 +35,7 @@ class NewGroup:
     length: int
     group_id: str | None
     buffered: bool
-    crc: int
+    digest: bytes
 
 
 @dataclass
@@ -135,7 +134,7 @@ class MemoryStore:
         self._bytes += size
         self._contents.update((group.number, b"".join(group.content)) for group in groups)
         self._ids.update(group.group_id for group in groups if group.group_id is not None)
-        return [Group(g.number, g.env_id, g.sequences, Place(0, 0, g.length, g.crc)) for g in groups]
+        return [Group(g.number, g.env_id, g.sequences, Place(0, 0, g.length, g.digest)) for g in groups]
 
     async def change(self, change: Change) -> None:
         pass
@@ -163,11 +162,3 @@ class MemoryStore:
 
     async def close(self) -> None:
         pass
-
-
-def checksum(content: Pieces) -> int:
-    """CRC-32 of a content: torn writes are seen by it, and equal groups are found by it."""
-    crc = 0
-    for piece in content:
-        crc = zlib.crc32(piece, crc)
-    return crc

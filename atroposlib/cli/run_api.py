@@ -91,13 +91,12 @@ def _listen(host: str, port: int) -> socket.socket:
 def _run(app, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT; afterwards everything is on disk."""
     import uvicorn
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-    from atroposlib.api.delivery import tracked
+    from atroposlib.api.intake import intake
 
     config = uvicorn.Config(
         app,
-        http=tracked(AutoHTTPProtocol, app.state.connections),
+        http=intake(app.state.connections),
         ws="none",
         access_log=False,
         log_config=None,

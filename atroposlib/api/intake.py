@@ -1,0 +1,97 @@
+"""How bytes come in: uvicorn's HTTP protocol behind a buffer that lets a large body arrive in one piece.
+
+Through the HTTP parser a body of 1.1 MB comes in dozens of pieces, each copied four times, and the socket is stopped
+and started for most of them. Here the parser sees the head of a request and what came with it; when the application
+then asks for the rest (`receive_into`), the kernel writes it straight to where it will be used. The parser is told
+nothing of it: it is replaced by a fresh one, as the next byte begins a new request.
+
+Between a head and the application's question nothing is read, so strangers cannot make the server hold their bodies.
+"""
+
+import asyncio
+from functools import partial
+from typing import Any, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from atroposlib.api.delivery import Connection, Connections
+
+HEAD_BYTES = 1 << 16
+
+
+class _Http(HttpToolsProtocol):
+    """uvicorn's protocol, which can be told that the application took the rest of a body itself."""
+
+    def awaits_body(self) -> bool:
+        """Whether the current request's body is unfinished and somebody may want it."""
+        return self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete
+
+    def body_was_taken(self) -> None:
+        """The current request is complete; the next byte belongs to another one."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
+
+
+class Intake(asyncio.BufferedProtocol):
+    """One client connection: bytes go to the HTTP parser, or into the buffer that the application gave."""
+
+    def __init__(self, connections: Connections, **uvicorn_settings: Any) -> None:
+        self._http = _Http(**uvicorn_settings)
+        self._connections = connections
+        self._head = memoryview(bytearray(HEAD_BYTES))
+        self._rest: memoryview | None = None
+        self._filled: asyncio.Future[bool] | None = None
+
+    async def receive_into(self, rest: memoryview) -> bool:
+        """Fill `rest`, the unread part of the current request's body; False when the client left before it was full."""
+        self._rest, self._filled = rest, asyncio.get_running_loop().create_future()
+        self._http.flow.resume_reading()
+        return await self._filled
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)
+        self._http.connection_made(transport)
+        self._peer = tuple(transport.get_extra_info("peername") or ())[:2]
+        self._connections[self._peer] = Connection(transport, self.receive_into)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._head if self._rest is None else self._rest
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._rest is None:
+            self._http.data_received(bytes(self._head[:nbytes]))
+            if self._http.awaits_body():
+                self._http.flow.pause_reading()  # until the application asks
+            return
+        self._rest = self._rest[nbytes:]
+        if not self._rest:
+            self._http.body_was_taken()
+            self._finish(True)
+
+    def eof_received(self) -> None:
+        self._connections[self._peer].peer_closed()
+        self._http.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.pop(self._peer).lost(exc)
+        self._http.connection_lost(exc)
+        self._finish(False)
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+    def _finish(self, complete: bool) -> None:
+        filled, self._rest, self._filled = self._filled, None, None
+        if filled is not None and not filled.done():
+            filled.set_result(complete)
+
+
+def intake(connections: Connections) -> partial[Intake]:
+    """A protocol factory for `uvicorn.Config(http=...)` that keeps `connections` up to date."""
+    return partial(Intake, connections)
