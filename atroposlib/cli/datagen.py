@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 
 from atroposlib.cli.boundary import command, run
-from atroposlib.launch.config import load_config
-from atroposlib.launch.datagen import run_datagen
+from atroposlib.launch.datagen import EXIT_WORK_REMAINS, Stopped, run_datagen
 from atroposlib.launch.display import Display
+from atroposlib.launch.load import load_config
 from atroposlib.launch.lock import keep_earlier
 from atroposlib.launch.preflight import preflight
 from atroposlib.launch.status import print_status
@@ -28,6 +28,10 @@ Examples:
   atropos datagen configs/quickstart.yaml --check
 
   atropos datagen configs/quickstart.yaml --run-dir runs/second --problems 8
+
+  atropos datagen configs/intern_bootcamp_r1.yaml --set engine.tp=2 --set engine.dp=4
+
+Exit codes: 0 done, 1 failed with a sentence, 75 stopped by a signal with work left.
 """
 
 
@@ -39,10 +43,14 @@ def datagen(
     ] = False,
     problems: Annotated[int | None, typer.Option(min=1, help="Instead of `problems` in the file.")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Instead of `run_dir` in the file.")] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Another setting, e.g. engine.tp=4; repeatable.", metavar="KEY=VALUE"),
+    ] = None,
 ) -> None:
-    settings = load_config(expand_path(config, what="CONFIG"), problems=problems, run_dir=run_dir)
+    settings = load_config(expand_path(config, what="CONFIG"), changes or (), problems=problems, run_dir=run_dir)
     if check:
-        model = preflight(settings)
+        model = preflight(settings, starts=False)
         print(f"{config}: nothing found that would stop it; model {model.name}, run_dir {settings.run_dir}")
         return
     if fresh and (kept := keep_earlier(Path(settings.run_dir))):
@@ -50,7 +58,11 @@ def datagen(
     with Display() as display:
         logging.basicConfig(level=logging.INFO, handlers=[display.log_handler()])
         logging.getLogger("gguf").setLevel(logging.WARNING)  # it tells of every file it writes
-        status = run_datagen(settings, display)
+        try:
+            status = run_datagen(settings, display)
+        except Stopped as stopped:
+            print(f"atropos datagen: {stopped}", file=sys.stderr)
+            raise typer.Exit(EXIT_WORK_REMAINS) from None
     print_status(status, Console())
 
 

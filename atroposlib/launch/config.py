@@ -1,18 +1,13 @@
 """The YAML of `atropos datagen`: one file says what a run makes, with which engine and environment.
 
-Every path may use `~`, `$VAR` and `${VAR}`. `environment.script` is looked up beside the YAML file, outputs
-(`run_dir`) in the current folder. Unknown keys are refused with the nearest known name.
+Every path may use `~`, `$VAR` and `${VAR}`; `load` expands them. `environment.script` and `environment.config` are
+looked up beside the YAML file, outputs (`run_dir`, `log_dir`) in the current folder.
 """
 
-import difflib
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
-
-from atroposlib.errors import ConfigError
-from atroposlib.paths import expand_path
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 
 class Section(BaseModel):
@@ -37,10 +32,14 @@ class EngineConfig(Section):
     tokenizer: str | None = Field(None, description="Tokenizer folder or hub name; null: the model's own.")
     port: PositiveInt | None = Field(None, description="Port on 127.0.0.1; null: a free one.")
     slots: PositiveInt = Field(32, description="embedded: sequences generated at the same time.")
-    context: PositiveInt = Field(1024, description="embedded: tokens of prompt plus answer per sequence.")
+    context: PositiveInt | None = Field(
+        None,
+        description="Tokens of prompt plus answer per sequence; null: 1024 (embedded) or the model's own (sglang).",
+    )
     threads: PositiveInt | None = Field(None, description="embedded: CPU threads; null: all cores.")
     tp: PositiveInt = Field(1, description="sglang: GPUs that share one copy of the model.")
     dp: PositiveInt = Field(1, description="sglang: copies of the model.")
+    router: bool = Field(False, description="sglang on several nodes: SGLang's router in front of all servers.")
     args: list[str] = Field([], description="Further flags, handed to the engine as they are.")
     ready_timeout_s: PositiveFloat = Field(1800, description="How long loading may take before the run gives up.")
 
@@ -49,6 +48,9 @@ class EnvironmentConfig(Section):
     """Which environment makes the problems and scores the answers."""
 
     script: str = Field(description="The environment's Python file, relative to this YAML file.")
+    config: str | None = Field(
+        None, description="The environment's own YAML; its `env:` and first `openai:` entry lie below the fields here."
+    )
     workers: PositiveInt = Field(16, description="Problems rolled out at the same time.")
     env: dict[str, Any] = Field({}, description="Fields of the environment's own config, as under `env:` in its YAML.")
     server: dict[str, Any] = Field({}, description="Fields of its engine client, as under `openai:`, e.g. timeout.")
@@ -76,6 +78,16 @@ class RestartConfig(Section):
     window_s: PositiveFloat = Field(600, description="... within this many seconds.")
 
 
+class ShareConfig(Section):
+    """Several processes, on one node or many, that share a run through a folder all of them see."""
+
+    member: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of this process among them; null: it is alone."
+    )
+    problems_per_lease: PositiveInt = Field(8, description="Problems that a member takes at a time.")
+    timeout_s: PositiveFloat = Field(120, description="Silence after which the others take over a member's problems.")
+
+
 class DatagenConfig(Section):
     """A whole run: `problems` x `responses`, recorded, scored and exported."""
 
@@ -86,67 +98,21 @@ class DatagenConfig(Section):
     expected_tokens: PositiveInt | None = Field(
         None, description="Mean tokens of a response, for the disk estimate; null: a quarter of max_token_length."
     )
+    max_prompt_tokens: PositiveInt = Field(1, description="Longest prompt; with the answer it must fit the context.")
+    log_dir: str | None = Field(None, description="Logs of the services; null: logs in run_dir.")
     engine: EngineConfig = EngineConfig()  # pyright: ignore[reportCallIssue]
     environment: EnvironmentConfig
     api: ApiConfig = ApiConfig()  # pyright: ignore[reportCallIssue]
     export: list[ExportConfig] = [ExportConfig()]  # pyright: ignore[reportCallIssue]
     restarts: RestartConfig = RestartConfig()  # pyright: ignore[reportCallIssue]
+    share: ShareConfig = ShareConfig()  # pyright: ignore[reportCallIssue]
 
+    @property
+    def work_dir(self) -> Path:
+        """Folder of this process: `run_dir`, or its own part of a shared one."""
+        return Path(self.run_dir, "members", self.share.member) if self.share.member else Path(self.run_dir)
 
-def load_config(path: Path, **overrides: Any) -> DatagenConfig:
-    """Read and check one YAML file; its script and run_dir come back as absolute paths.
-
-    Args:
-        overrides: top-level values that replace the file's; None keeps the file's.
-
-    Raises:
-        ConfigError: no such file, not YAML, an unknown key, a wrong type; one line per problem.
-        PathError: a path with an unset variable.
-    """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a datagen YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {type(content).__name__}, expected keys such as name, run_dir and problems")
-    content |= {key: value for key, value in overrides.items() if value is not None}
-    try:
-        config = DatagenConfig.model_validate(content)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: " + "; ".join(_sentence(entry) for entry in error.errors())) from None
-    script = expand_path(config.environment.script, what=f"{path}: environment.script")
-    return config.model_copy(
-        update={
-            "run_dir": str(expand_path(config.run_dir, what=f"{path}: run_dir").absolute()),
-            "environment": config.environment.model_copy(
-                update={"script": str((path.absolute().parent / script).resolve())}
-            ),
-        }
-    )
-
-
-def _sentence(entry: Any) -> str:
-    """One pydantic error in words: where, what was found, what was expected."""
-    where = ".".join(str(part) for part in entry["loc"])
-    if entry["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(entry["loc"][-1]), _known_keys(entry["loc"][:-1]), n=1)
-        return f"unknown key {where!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-    if entry["type"] == "missing":
-        return f"{where!r} is missing"
-    return f"{where} is {entry['input']!r}: {entry['msg']}"
-
-
-def _known_keys(location: tuple[Any, ...]) -> list[str]:
-    """Field names of the section that `location` points to."""
-    model: type[BaseModel] = DatagenConfig
-    for part in location:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        inner = getattr(annotation, "__args__", (annotation,))[0]
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return []
-        model = inner
-    return list(model.model_fields)
+    @property
+    def logs(self) -> Path:
+        """Folder of the services' logs."""
+        return Path(self.log_dir) if self.log_dir else self.work_dir / "logs"

@@ -23,8 +23,9 @@ from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.export import export_all
 from atroposlib.launch.lock import end_leftover, run_lock, start_time
+from atroposlib.launch.model_checks import Model
 from atroposlib.launch.plan import Plan, make_plan
-from atroposlib.launch.preflight import SETTINGS_FILE, Model, data_settings, preflight
+from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
 from atroposlib.launch.services import Service, Supervised, describe_exit, log_tail
 from atroposlib.launch.status import RUN_FILE, RunRecord, RunStatus, read_status
 from atroposlib.paths import write_text_atomic
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[RunStatus], None]
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_WORK_REMAINS = 75
+EXIT_WORK_REMAINS = 75
 
 
 class Stopped(LaunchError):
@@ -54,11 +55,11 @@ def run_datagen(config: DatagenConfig, on_progress: OnProgress) -> RunStatus:
         Stopped: SIGINT, SIGTERM or SIGUSR1 came; the same command continues.
     """
     model = preflight(config)
-    run_dir = Path(config.run_dir)
+    run_dir = config.work_dir
     with run_lock(run_dir):
         record = RunRecord.load(run_dir, name=config.name, problems=config.problems, responses=config.responses)
         _end_leftovers(record)
-        write_text_atomic(run_dir / SETTINGS_FILE, json.dumps(data_settings(config), indent=1))
+        write_text_atomic(Path(config.run_dir) / SETTINGS_FILE, json.dumps(data_settings(config), indent=1))
         record.pid, record.started = os.getpid(), start_time(os.getpid())
         record.last_error = None
         try:
@@ -82,7 +83,7 @@ class _Run:
         self._config = config
         self._record = record
         self._on_progress = on_progress
-        self._run_dir = Path(config.run_dir)
+        self._run_dir = config.work_dir
         self._services: list[Supervised] = []
 
     async def to_the_end(self, model: Model) -> None:
@@ -94,8 +95,7 @@ class _Run:
             try:
                 await self._until_stopped(self._work(plan))
             finally:
-                for service in reversed(self._services):
-                    await service.stop()
+                await self._stop()
                 ticker.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await ticker
@@ -119,9 +119,9 @@ class _Run:
         """Services up in order; the environment's end is the end."""
         async with asyncio.TaskGroup() as group:
             running = []
-            for service in filter(None, (plan.engine, plan.api)):
+            for service in (*plan.engines, plan.api):
                 running.append(group.create_task(self._supervise(service).run()))
-            await self._all_ready()
+            await self._api_and_an_engine_ready()
             running.append(group.create_task(self._supervise(plan.trainer).run()))
             environment = self._supervise(plan.environment)
             code = await environment.run()
@@ -135,16 +135,30 @@ class _Run:
         self._services.append(supervised)
         return supervised
 
-    async def _all_ready(self) -> None:
-        for service in self._services:
-            await service.ready.wait()
+    async def _api_and_an_engine_ready(self) -> None:
+        """Engines that come later are used as soon as they answer; a slow node holds nobody up."""
+        *engines, api = [asyncio.create_task(service.ready.wait()) for service in self._services]
+        try:
+            await api
+            if engines:
+                await asyncio.wait(engines, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiting in (*engines, api):
+                waiting.cancel()
 
     def _environment_failed(self, environment: Supervised, code: int) -> str:
         log = environment.service.log
-        if code == _WORK_REMAINS:
+        if code == EXIT_WORK_REMAINS:
             return f"the environment was stopped from outside with work left; the same command continues (log: {log})"
         lines = [line for line in log_tail(log, 20).splitlines() if line.strip()]
         return f"the environment ended with {describe_exit(code)}: {lines[-1] if lines else 'no output'} (log: {log})"
+
+    async def _stop(self) -> None:
+        """The environment first, as the others take what it still sends; these together."""
+        *others, last = self._services or [None]
+        if last is not None:
+            await last.stop()
+            await asyncio.gather(*(service.stop() for service in others if service))
 
     async def _tick(self) -> None:
         """Once a second: add up the time, write run.json, report."""

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from atroposlib.launch.config import DatagenConfig, ExportConfig
-from atroposlib.launch.preflight import Model
+from atroposlib.launch.model_checks import Model
 
 logger = logging.getLogger(__name__)
 

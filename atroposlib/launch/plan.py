@@ -1,16 +1,18 @@
-"""From a checked config to the four services of a datagen run: their commands, logs, probes and config files."""
+"""From a checked config to the services of a datagen run: their commands, logs, probes and config files."""
 
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import yaml
 
 from atroposlib.launch.config import DatagenConfig
-from atroposlib.launch.preflight import Model
-from atroposlib.launch.probes import answers, at_once, free_ports, trajectory_api
+from atroposlib.launch.engine_plan import EnginePlan, plan_engines
+from atroposlib.launch.model_checks import Model
+from atroposlib.launch.probes import at_once, free_ports, trajectory_api
 from atroposlib.launch.services import Probe, Service
 from atroposlib.launch.status import PROGRESS_FILE
 from atroposlib.paths import write_text_atomic
@@ -18,9 +20,9 @@ from atroposlib.paths import write_text_atomic
 
 @dataclass(frozen=True)
 class Plan:
-    """The services in the order in which they are needed; `engine` is None when it runs elsewhere."""
+    """The services in the order in which they are needed; no `engines` when they run elsewhere."""
 
-    engine: Service | None
+    engines: list[Service]
     api: Service
     trainer: Service
     environment: Service
@@ -28,24 +30,21 @@ class Plan:
 
 def make_plan(config: DatagenConfig, model: Model, session: aiohttp.ClientSession) -> Plan:
     """Choose ports, write the environment's YAML and describe the services."""
-    run_dir = Path(config.run_dir)
-    free = free_ports(2)
-    engine_port, api_port = config.engine.port or free[0], config.api.port or free[1]
-    engine_url = (config.engine.base_url or f"http://127.0.0.1:{engine_port}").removesuffix("/v1")
+    engines: EnginePlan = plan_engines(config, session)
+    api_port = config.api.port or free_ports(1)[0]
     api_url = f"http://127.0.0.1:{api_port}"
-    env_yaml = run_dir / "environment.yaml"
-    write_text_atomic(env_yaml, environment_yaml(config, model, engine_url, api_url))
+    env_yaml = config.work_dir / "environment.yaml"
+    write_text_atomic(env_yaml, environment_yaml(config, model, engines.urls, api_url))
     return Plan(
-        engine=None if config.engine.kind == "external" else _engine(config, model, engine_port, session),
-        api=trajectory_api(run_dir, api_port, session),
+        engines=engines.services,
+        api=trajectory_api(config.work_dir, api_port, session, logs=config.logs),
         trainer=_trainer(config, api_url),
         environment=_environment(config, env_yaml),
     )
 
 
-def environment_yaml(config: DatagenConfig, model: Model, engine_url: str, api_url: str) -> str:
+def environment_yaml(config: DatagenConfig, model: Model, engine_urls: list[str], api_url: str) -> str:
     """The file handed to the environment: the user's fields, and those that the run decides."""
-    run_dir = Path(config.run_dir)
     env = {
         "use_wandb": False,
         "ensure_scores_are_not_same": False,
@@ -61,9 +60,10 @@ def environment_yaml(config: DatagenConfig, model: Model, engine_url: str, api_u
         "tokenizer_name": model.tokenizer,
         "rollout_server_url": api_url,
         "dump_rollouts": True,
-        "rollouts_dir": str(run_dir / "rollouts"),
+        "rollouts_dir": str(config.work_dir / "rollouts"),
         "run_name": config.name,
-        "progress_path": str(run_dir / PROGRESS_FILE),
+        "progress_path": str(config.work_dir / PROGRESS_FILE),
+        **_lease_fields(config),
     }
     server = {
         "server_type": "sglang",
@@ -72,49 +72,36 @@ def environment_yaml(config: DatagenConfig, model: Model, engine_url: str, api_u
         **config.environment.server,
         "model_name": model.name,
         "tokenizer_name": model.tokenizer,
-        "base_url": f"{engine_url}/v1",
     }
-    return yaml.safe_dump({"env": env, "openai": [server]}, sort_keys=False)
+    servers = [{**server, "base_url": f"{url}/v1"} for url in engine_urls]
+    return yaml.safe_dump({"env": env, "openai": servers}, sort_keys=False)
 
 
-def engine_command(config: DatagenConfig, model: Model, port: int) -> list[str]:
-    """The engine's command line."""
-    engine = config.engine
-    if engine.kind == "sglang":
-        size = ["--tp", str(engine.tp), "--dp", str(engine.dp)]
-        server = [sys.executable, "-m", "sglang.launch_server", "--model-path", engine.model]
-        return [*server, "--host", "127.0.0.1", "--port", str(port), *size, "--enable-metrics", *engine.args]
-    sizes = ["--slots", str(engine.slots), "--context", str(engine.context)]
-    threads = ["--threads", str(engine.threads)] if engine.threads else []
-    command = [sys.executable, "-m", "atroposlib.cli.engine", "--model", engine.model, "--host", "127.0.0.1"]
-    return [*command, "--port", str(port), *sizes, *threads, *engine.args]
-
-
-def _engine(config: DatagenConfig, model: Model, port: int, session: aiohttp.ClientSession) -> Service:
-    url = f"http://127.0.0.1:{port}"
-    one_token = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-    return Service(
-        name="engine",
-        command=engine_command(config, model, port),
-        log=Path(config.run_dir) / "logs" / "engine.log",
-        ready=answers(session, "POST", f"{url}/generate", one_token),
-        healthy=answers(session, "GET", f"{url}/health"),
-        ready_timeout_s=config.engine.ready_timeout_s,
-    )
+def _lease_fields(config: DatagenConfig) -> dict[str, Any]:
+    """How the environment shares the problems with other members of the run."""
+    share = config.share
+    if share.member is None:
+        return {}
+    return {
+        "lease_dir": str(Path(config.run_dir) / "leases"),
+        "lease_owner": share.member,
+        "lease_items": share.problems_per_lease,
+        "lease_timeout": share.timeout_s,
+    }
 
 
 def _trainer(config: DatagenConfig, api_url: str) -> Service:
     module = [sys.executable, "-m", "example_trainer.fake_trainer", "--api-url", api_url]
     command = [*module, "--batch-size", str(config.responses)]
-    log = Path(config.run_dir) / "logs" / "fake_trainer.log"
-    return Service("fake_trainer", command, log, ready=at_once, ready_timeout_s=60)
+    return Service("fake_trainer", command, config.logs / "fake_trainer.log", ready=at_once, ready_timeout_s=60)
 
 
 def _environment(config: DatagenConfig, env_yaml: Path) -> Service:
-    progress = Path(config.run_dir) / PROGRESS_FILE
-    command = [sys.executable, config.environment.script, "serve", "--config", str(env_yaml)]
-    log = Path(config.run_dir) / "logs" / "environment.log"
-    return Service("environment", command, log, ready=_reports(progress), ready_timeout_s=600, is_job=True)
+    script = Path(config.environment.script)
+    command = [sys.executable, str(script), "serve", "--config", str(env_yaml)]
+    log = config.logs / f"{script.stem.removesuffix('_env')}.log"
+    ready = _reports(config.work_dir / PROGRESS_FILE)
+    return Service("environment", command, log, ready=ready, ready_timeout_s=600, is_job=True)
 
 
 def _reports(progress: Path) -> Probe:

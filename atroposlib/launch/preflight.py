@@ -4,34 +4,28 @@ Every check returns sentences; all of them are shown at once, so that one look a
 """
 
 import contextlib
-import importlib.util
 import json
+import os
 import shutil
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import AtroposError, LaunchError
 from atroposlib.launch.config import DatagenConfig, EngineConfig
+from atroposlib.launch.engine_checks import engine_problems
+from atroposlib.launch.model_checks import DEFAULT_TOKEN_LENGTH, Model, model_problems
 from atroposlib.paths import writable_dir
 
 SETTINGS_FILE = "settings.json"
 _BYTES_PER_TOKEN = 40  # id, mask and log-probability as JSON text, and the message text
-_DEFAULT_TOKEN_LENGTH = 2048  # of BaseEnvConfig
 
 
-@dataclass(frozen=True)
-class Model:
-    """The model as the run uses it."""
-
-    name: str
-    path: str
-    tokenizer: str
-
-
-def preflight(config: DatagenConfig) -> Model:
+def preflight(config: DatagenConfig, *, starts: bool = True) -> Model:
     """Check everything that can be checked; fetch the embedded model when it is not there yet.
+
+    Args:
+        starts: the run begins here and now, so its GPUs must be here.
 
     Raises:
         LaunchError: one line per problem, each with what to do.
@@ -40,17 +34,17 @@ def preflight(config: DatagenConfig) -> Model:
         *_script_problems(config),
         *_folder_problems(config),
         *_port_problems(config),
-        *_engine_problems(config.engine),
-        *_length_problems(config),
+        *engine_problems(config, os.environ, starts=starts),
         *_settings_problems(config),
     ]
     model = None
     if not problems:
         try:
             model = resolve(config.engine)
+            problems = model_problems(config, model)
         except AtroposError as error:
             problems.append(str(error))
-    if model is None:
+    if model is None or problems:
         raise LaunchError("; ".join(problems))
     return model
 
@@ -58,11 +52,12 @@ def preflight(config: DatagenConfig) -> Model:
 def resolve(engine: EngineConfig) -> Model:
     """Names and paths of the engine's model and tokenizer."""
     if engine.kind != "embedded":
-        return Model(engine.model, engine.model, engine.tokenizer or engine.model)
+        return Model(engine.model, engine.model, engine.tokenizer or engine.model, engine.model)
     from atroposlib.engines.models import resolve_model
 
     local = resolve_model(engine.model)
-    return Model(local.name, str(local.gguf), engine.tokenizer or str(local.tokenizer_dir))
+    own = str(local.tokenizer_dir)
+    return Model(local.name, str(local.gguf), engine.tokenizer or own, own)
 
 
 def data_settings(config: DatagenConfig) -> dict[str, Any]:
@@ -82,11 +77,16 @@ def _script_problems(config: DatagenConfig) -> list[str]:
 
 
 def _folder_problems(config: DatagenConfig) -> list[str]:
-    try:
-        folder = writable_dir(config.run_dir, what="run_dir")
-    except AtroposError as error:
-        return [str(error)]
-    tokens = config.expected_tokens or config.environment.env.get("max_token_length", _DEFAULT_TOKEN_LENGTH) // 4
+    problems = []
+    for what, path in (("run_dir", config.work_dir), ("log_dir", config.logs)):
+        try:
+            writable_dir(path, what=what)
+        except AtroposError as error:
+            problems.append(str(error))
+    if problems:
+        return problems
+    folder = Path(config.run_dir)
+    tokens = config.expected_tokens or config.environment.env.get("max_token_length", DEFAULT_TOKEN_LENGTH) // 4
     needed = config.problems * config.responses * tokens * _BYTES_PER_TOKEN
     free = shutil.disk_usage(folder).free
     if free >= needed:
@@ -111,26 +111,6 @@ def _port_problems(config: DatagenConfig) -> list[str]:
                     f"{what} {port} cannot be used ({error.strerror}); free it or leave {what} out for a free one"
                 )
     return found
-
-
-def _engine_problems(engine: EngineConfig) -> list[str]:
-    if engine.kind == "external" and not engine.base_url:
-        return ["engine.kind is external but engine.base_url is not set; give the address of the running engine"]
-    module, extra = {"embedded": ("xllamacpp", "local"), "sglang": ("sglang", "sglang")}.get(engine.kind, ("", ""))
-    if module and importlib.util.find_spec(module) is None:
-        return [f"engine.kind {engine.kind} needs the package {module}; run: pip install 'atroposlib[{extra}]'"]
-    return []
-
-
-def _length_problems(config: DatagenConfig) -> list[str]:
-    """An answer as long as allowed must fit the slot together with at least some prompt."""
-    limit = config.environment.env.get("max_token_length")
-    if config.engine.kind != "embedded" or not isinstance(limit, int) or limit < config.engine.context:
-        return []
-    return [
-        f"environment.env.max_token_length is {limit}, but engine.context is {config.engine.context} tokens for prompt "
-        "and answer together; lower the one or raise the other"
-    ]
 
 
 def _settings_problems(config: DatagenConfig) -> list[str]:

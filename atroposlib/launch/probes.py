@@ -40,9 +40,10 @@ async def at_once(pid: int) -> bool:
     return True
 
 
-def trajectory_api(run_dir: Path, port: int, session: aiohttp.ClientSession) -> Service:
-    """`run-api` with its state in the run's folder."""
+def trajectory_api(run_dir: Path, port: int, session: aiohttp.ClientSession, *, logs: Path | None = None) -> Service:
+    """`run-api` with its state in the run's folder, and its log too unless `logs` names another."""
     health = answers(session, "GET", f"http://127.0.0.1:{port}/health")
     where = ["--host", "127.0.0.1", "--port", str(port), "--state-dir", str(run_dir / "api")]
     command = [sys.executable, "-m", "atroposlib.cli.run_api", *where]
-    return Service("api", command, run_dir / "logs" / "api.log", ready=health, healthy=health, ready_timeout_s=60)
+    log = (logs or run_dir / "logs") / "api.log"
+    return Service("api", command, log, ready=health, healthy=health, ready_timeout_s=60)

@@ -2,10 +2,11 @@ import yaml
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.launch.config import DatagenConfig
-from atroposlib.launch.plan import engine_command, environment_yaml
-from atroposlib.launch.preflight import Model
+from atroposlib.launch.engine_plan import engine_command
+from atroposlib.launch.model_checks import Model
+from atroposlib.launch.plan import environment_yaml
 
-MODEL = Model("m", "/models/m", "/models/m/tokenizer")
+MODEL = Model("m", "/models/m", "/models/m/tokenizer", "/models/m/tokenizer")
 
 
 def config(**changes) -> DatagenConfig:
@@ -14,7 +15,7 @@ def config(**changes) -> DatagenConfig:
 
 
 def settings(**changes) -> dict:
-    return yaml.safe_load(environment_yaml(config(**changes), MODEL, "http://e:1", "http://a:2"))
+    return yaml.safe_load(environment_yaml(config(**changes), MODEL, ["http://e:1"], "http://a:2"))
 
 
 def test_the_environments_file_holds_only_settings_that_exist():
@@ -39,7 +40,7 @@ def test_the_run_decides_sizes_and_addresses_and_the_user_the_rest():
 
 def test_sglang_is_started_with_its_sizes_and_further_flags():
     engine = {"kind": "sglang", "model": "org/model", "tp": 4, "dp": 2, "args": ["--trust-remote-code"]}
-    command = engine_command(config(engine=engine), MODEL, 9000)
+    command = engine_command(config(engine=engine), 9000)
     assert command[1:5] == ["-m", "sglang.launch_server", "--model-path", "org/model"]
     assert command[command.index("--tp") + 1] == "4"
     assert command[command.index("--dp") + 1] == "2"

@@ -67,7 +67,7 @@ def test_a_missing_engine_package_says_what_to_install(tmp_path, monkeypatch):
 def test_answers_longer_than_the_engines_context_are_refused(tmp_path):
     environment = {"script": str(tmp_path / "env.py"), "env": {"max_token_length": 512}}
     message = complaint(config(tmp_path, engine={"kind": "embedded", "context": 512}, environment=environment))
-    assert "max_token_length is 512, but engine.context is 512" in message
+    assert "max_token_length is 512 and max_prompt_tokens is 1, together more than the context of 512" in message
 
 
 def test_every_problem_is_reported_at_once(tmp_path):

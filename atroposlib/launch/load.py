@@ -1,0 +1,139 @@
+"""Reading the YAML of a run: changes from the command line, paths expanded, mistakes as sentences.
+
+Unknown keys are refused with the nearest known name.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from atroposlib.errors import ConfigError
+from atroposlib.launch.config import DatagenConfig, EnvironmentConfig
+from atroposlib.paths import expand_path
+
+_PATH_KEYS = ("path", "dir", "folder", "file")
+"""How keys of an environment end whose values are paths."""
+
+
+def load_config(path: Path, changes: Sequence[str] = (), **overrides: Any) -> DatagenConfig:
+    """Read and check one YAML file; every path in it comes back expanded, script and run_dir absolute.
+
+    Args:
+        changes: `key.key=value` with a YAML value, later ones win, e.g. `engine.tp=4`.
+        overrides: top-level values that replace the file's; None keeps the file's.
+
+    Raises:
+        ConfigError: no such file, not YAML, an unknown key, a wrong type; one line per problem.
+        PathError: a path with an unset variable.
+    """
+    content = _read_yaml(path, "keys such as name, run_dir and problems")
+    for change in changes:
+        _apply(content, change)
+    content |= {key: value for key, value in overrides.items() if value is not None}
+    try:
+        config = DatagenConfig.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: " + "; ".join(_sentence(entry) for entry in error.errors())) from None
+    engine = config.engine
+    return config.model_copy(
+        update={
+            "run_dir": _absolute(config.run_dir, f"{path}: run_dir"),
+            "log_dir": config.log_dir and _absolute(config.log_dir, f"{path}: log_dir"),
+            "engine": engine.model_copy(
+                update={
+                    "model": _expanded(engine.model, f"{path}: engine.model"),
+                    "tokenizer": engine.tokenizer and _expanded(engine.tokenizer, f"{path}: engine.tokenizer"),
+                    "args": [_expanded(word, f"{path}: engine.args") for word in engine.args],
+                }
+            ),
+            "environment": _environment(config.environment, path),
+            "export": [
+                entry.model_copy(update={"path": str(expand_path(entry.path, what=f"{path}: export.path"))})
+                for entry in config.export
+            ],
+        }
+    )
+
+
+def _environment(section: EnvironmentConfig, path: Path) -> EnvironmentConfig:
+    """The section with the environment's own file merged in, below what is written here."""
+    beside = path.absolute().parent
+    script = beside / expand_path(section.script, what=f"{path}: environment.script")
+    own: dict[str, Any] = {}
+    if section.config:
+        config = beside / expand_path(section.config, what=f"{path}: environment.config")
+        own = _read_yaml(config, "env: and openai:")
+    servers = own.get("openai") or {}
+    server = servers[0] if isinstance(servers, list) else servers
+    env = {**(own.get("env") or {}), **section.env}
+    for key, value in env.items():
+        if isinstance(value, str) and key.endswith(_PATH_KEYS):
+            env[key] = str(expand_path(value, what=f"{path}: environment.env.{key}"))
+    return section.model_copy(
+        update={"script": str(script.resolve()), "env": env, "server": {**server, **section.server}}
+    )
+
+
+def _read_yaml(path: Path, expected: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {type(content).__name__}, expected {expected}")
+    return content
+
+
+def _apply(content: dict[str, Any], change: str) -> None:
+    """Set one value named by its dotted key; sections on the way are made."""
+    key, equals, text = change.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set is {change!r}; write it as KEY=VALUE, e.g. --set engine.tp=4")
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = content.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {change}: {section} is {inner!r} in the file, which has no keys")
+        content = inner
+    content[last] = yaml.safe_load(text)
+
+
+def _absolute(text: str, what: str) -> str:
+    return str(expand_path(text, what=what).absolute())
+
+
+def _expanded(text: str, what: str) -> str:
+    """Model names, flags and settings stay as they are; what a shell would have expanded as a path is expanded."""
+    looks_like_path = text.startswith(("~", "$")) or "/$" in text
+    return str(expand_path(text, what=what)) if looks_like_path else text
+
+
+def _sentence(entry: Mapping[str, Any]) -> str:
+    """One pydantic error in words: where, what was found, what was expected."""
+    where = ".".join(str(part) for part in entry["loc"])
+    if entry["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(entry["loc"][-1]), _known_keys(entry["loc"][:-1]), n=1)
+        return f"unknown key {where!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    if entry["type"] == "missing":
+        return f"{where!r} is missing"
+    return f"{where} is {entry['input']!r}: {entry['msg']}"
+
+
+def _known_keys(location: tuple[Any, ...]) -> list[str]:
+    """Field names of the section that `location` points to."""
+    model: type[BaseModel] = DatagenConfig
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        inner = getattr(annotation, "__args__", (annotation,))[0]
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        model = inner
+    return list(model.model_fields)
