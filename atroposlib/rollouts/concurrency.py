@@ -1,7 +1,8 @@
 """`max_num_workers: auto`: how many groups at once, found and followed from what the engine says or delivers.
 
-An engine that reports its queue is driven to a short queue, so it is never idle and hardly ever behind. For the others
-the number climbs while more of them finish per second, and steps back when more of them only wait.
+The number climbs while the engine's rate climbs with it, and steps back when more of them only wait. An engine that
+reports its load gives the rate (tokens per second), and a long queue, lost or full cache bring the number down at once;
+for the others the rate is groups finished per second.
 """
 
 import asyncio
@@ -37,6 +38,8 @@ class Load(Protocol):
     def token_usage(self) -> float | None: ...
     @property
     def retracted(self) -> int | None: ...
+    @property
+    def tokens_per_s(self) -> float | None: ...
 
 
 def limit_from_loads(limit: int, in_flight: int, loads: Sequence[Load]) -> int:
@@ -71,17 +74,17 @@ class RateClimber:
     def observe(self, rate: float) -> int:
         """Note the rate of an interval in which the limit was in use; the limit of the next interval."""
         if rate >= self.best_rate * GAIN and self.limit > self.best_limit:
-            self._settle(rate, self.limit)
+            self.settle(rate, self.limit)
             self.limit = math.ceil(self.limit * GROW)
         elif rate < self.best_rate * LOSS:
-            self._settle(rate, max(1, int(self.limit * LOSS)))
+            self.settle(rate, max(1, int(self.limit * LOSS)))
             self.limit = self.best_limit
         elif self.limit > self.best_limit:
-            self._settle(max(rate, self.best_rate), max(1, min(self.limit, math.ceil(self.best_limit * HEADROOM))))
+            self.settle(max(rate, self.best_rate), max(1, min(self.limit, math.ceil(self.best_limit * HEADROOM))))
             self.limit = self.best_limit
         elif self.limit < self.best_limit:
             if rate >= self.best_rate / GAIN:
-                self._settle(rate, self.limit)
+                self.settle(rate, self.limit)
             self.limit = self.best_limit
         else:
             self.best_rate += 0.3 * (rate - self.best_rate)
@@ -90,7 +93,8 @@ class RateClimber:
                 self._probe()
         return self.limit
 
-    def _settle(self, rate: float, limit: int) -> None:
+    def settle(self, rate: float, limit: int) -> None:
+        """Take this for the best known."""
         self.best_rate, self.best_limit, self._held = rate, limit, 0
 
     def _probe(self) -> None:
@@ -123,20 +127,34 @@ class AutoConcurrency:
         self._in_flight = in_flight
         self._completed = completed
         self._climber = RateClimber(start)
+        self._changed = False  # the limit did, since the loads before these
 
     async def follow(self, apply: Callable[[int], None]) -> None:
         """Adjust the limit for ever; `apply` gets every new one."""
         while True:
             loads = [load for load in await self._loads() if load.running is not None]
             if loads:
-                limit = limit_from_loads(self.limit, self._in_flight(), loads)
+                limit = self._from_loads(loads)
                 await asyncio.sleep(LOAD_EVERY_S)
             else:
                 limit = await self._measured()
-            if limit != self.limit:
+            self._changed = limit != self.limit
+            if self._changed:
                 logger.info("groups at once: %d -> %d", self.limit, limit)
                 self.limit = self._climber.limit = limit
             apply(self.limit)
+
+    def _from_loads(self, loads: Sequence[Load]) -> int:
+        """Down on pressure; up only where the step before brought more tokens per second."""
+        limit = limit_from_loads(self.limit, self._in_flight(), loads)
+        rates = [load.tokens_per_s for load in loads if load.tokens_per_s is not None]
+        if len(rates) < len(loads):
+            return limit
+        if limit < self.limit:
+            self._climber.settle(sum(rates), limit)
+        if limit <= self.limit or self._changed:  # a rate is that of a limit which was in use for a whole interval
+            return min(limit, self.limit)
+        return self._climber.observe(sum(rates))
 
     async def _measured(self) -> int:
         """One interval: long enough for all that is in flight to end once."""

@@ -21,6 +21,7 @@ class Engine:
     queued: int | None = None
     token_usage: float | None = None
     retracted: int | None = None
+    tokens_per_s: float | None = None
 
     def rate(self, in_flight):
         return min(in_flight, self.capacity) / LATENCY_S
@@ -103,6 +104,28 @@ async def test_an_engine_pool_is_followed_while_it_runs(monkeypatch):
             await asyncio.sleep(0.002)
     following.cancel()
     assert applied[:3] == [12, 18, 27]
+
+
+@pytest.mark.parametrize("knee", [20, 64, 200])
+async def test_an_engine_that_slows_down_without_a_queue_is_kept_at_its_knee(monkeypatch, knee):
+    """As SGLang above the batch sizes it has graphs for: everything runs, and the whole becomes slower."""
+    monkeypatch.setattr("atroposlib.rollouts.concurrency.LOAD_EVERY_S", 0.0005)
+    asked = []
+
+    async def loads():
+        asked.append(auto.limit)
+        rate = 100.0 * min(auto.limit, knee) * (0.7 if auto.limit > 1.3 * knee else 1.0)
+        return [Engine(10**6, running=auto.limit, queued=0, token_usage=0.1, tokens_per_s=rate)]
+
+    auto = AutoConcurrency(8, loads=loads, in_flight=lambda: auto.limit, completed=lambda: 0)
+    following = asyncio.create_task(auto.follow(lambda limit: None))
+    async with asyncio.timeout(10):
+        while len(asked) < 100:
+            await asyncio.sleep(0.001)
+    following.cancel()
+    assert max(limit for limit in asked[:30]) >= 0.9 * knee  # 30 intervals of two seconds
+    later = sorted(asked[30:])
+    assert 0.8 * knee <= later[len(later) // 2] <= 1.3 * knee
 
 
 async def test_nothing_is_learned_while_something_else_holds_the_rollouts_back(monkeypatch):
