@@ -10,8 +10,10 @@ import os
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -96,8 +98,12 @@ class FailureLog:
         self.path = path
         self._env, self._run = env, run
         self.counts: Counter[str] = Counter()
+        self.failed_before: set[str] = set()  # keys of items that an earlier process gave up
         if path and path.exists():
-            self.counts.update(_earlier_counts(path, env, run))
+            for failure in _earlier_failures(path, env, run):
+                self.counts[failure.get("class", "environment")] += 1
+                if failure.get("final"):
+                    self.failed_before.add(failure.get("item_key", ""))
             _end_last_line(path)
 
     def add(self, work: Work, error: BaseException, *, is_final: bool) -> None:
@@ -132,8 +138,7 @@ def _end_last_line(path: Path) -> None:
             stream.write(b"\n")
 
 
-def _earlier_counts(path: Path, env: str, run: str) -> Counter[str]:
-    counts: Counter[str] = Counter()
+def _earlier_failures(path: Path, env: str, run: str) -> Iterator[dict[str, Any]]:
     with path.open("rb") as stream:
         for line in stream:
             try:
@@ -141,5 +146,4 @@ def _earlier_counts(path: Path, env: str, run: str) -> Counter[str]:
             except orjson.JSONDecodeError:
                 continue  # the torn last line of a killed process
             if failure.get("env") == env and failure.get("run") == run:
-                counts[failure.get("class", "environment")] += 1
-    return counts
+                yield failure
