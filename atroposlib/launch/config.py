@@ -41,6 +41,11 @@ class EngineConfig(Section):
     dp: PositiveInt = Field(1, description="sglang: copies of the model.")
     router: bool = Field(False, description="sglang on several nodes: SGLang's router in front of all servers.")
     args: list[str] = Field([], description="Further flags, handed to the engine as they are.")
+    tune: bool = Field(True, description="sglang: add flags that were measured to be faster, unless args set them.")
+    ids_only: bool = Field(
+        False,
+        description="sglang, with tune: no text in replies, which is faster. Not with stop strings, grammars or /v1.",
+    )
     ready_timeout_s: PositiveFloat = Field(1800, description="How long loading may take before the run gives up.")
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from atroposlib.engines.sglang_flags import tuned_flags
 from atroposlib.envs.server_handling.discovery import FIRST_SLURM_PORT, slurm_base_urls
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.probes import answers, free_ports
@@ -65,10 +66,19 @@ def engine_command(config: DatagenConfig, port: int, host: str = "127.0.0.1") ->
         context = ["--context-length", str(engine.context)] if engine.context else []
         tokenizer = ["--tokenizer-path", engine.tokenizer] if engine.tokenizer else []
         server = [sys.executable, "-m", "sglang.launch_server", "--model-path", engine.model, *tokenizer]
-        return [*server, *at, *size, *context, "--enable-metrics", *engine.args]
+        return [*server, *at, *size, *context, "--enable-metrics", *engine.args, *_tuned(config)]
     sizes = ["--slots", str(engine.slots), "--context", str(engine.context or DEFAULT_CONTEXT)]
     threads = ["--threads", str(engine.threads)] if engine.threads else []
     return [sys.executable, "-m", "atroposlib.cli.engine", "--model", engine.model, *at, *sizes, *threads, *engine.args]
+
+
+def _tuned(config: DatagenConfig) -> list[str]:
+    """SGLang's flags for this run's number of sequences."""
+    engine = config.engine
+    if not engine.tune:
+        return []
+    in_flight = max(1, config.environment.workers * config.responses // engine.dp)
+    return tuned_flags(engine.args, in_flight=in_flight, one_gpu=engine.tp == 1, ids_only=engine.ids_only)
 
 
 def remote_command(config: DatagenConfig, url: str) -> list[str]:

@@ -39,9 +39,18 @@ def test_the_run_decides_sizes_and_addresses_and_the_user_the_rest():
 
 
 def test_sglang_is_started_with_its_sizes_and_further_flags():
-    engine = {"kind": "sglang", "model": "org/model", "tp": 4, "dp": 2, "args": ["--trust-remote-code"]}
+    engine = {"kind": "sglang", "model": "org/model", "tp": 4, "dp": 2, "args": ["--trust-remote-code"], "tune": False}
     command = engine_command(config(engine=engine), 9000)
     assert command[1:5] == ["-m", "sglang.launch_server", "--model-path", "org/model"]
     assert command[command.index("--tp") + 1] == "4"
     assert command[command.index("--dp") + 1] == "2"
     assert command[-1] == "--trust-remote-code"
+
+
+def test_sglang_on_one_gpu_gets_graphs_for_all_sequences_in_flight_and_no_text_that_nobody_reads():
+    engine = {"kind": "sglang", "model": "org/model", "ids_only": True, "args": ["--log-level-http=info"]}
+    environment = {"script": "env.py", "workers": 40}
+    command = engine_command(config(engine=engine, environment=environment, responses=16), 9000)
+    assert command[command.index("--cuda-graph-max-bs") + 1] == "1024"
+    assert "--skip-tokenizer-init" in command
+    assert "--log-level-http" not in command
