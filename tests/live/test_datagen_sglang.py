@@ -81,7 +81,7 @@ def test_two_thousand_problems_end_exact_although_the_engine_is_killed_midway(tm
     assert {len(group["tokens"]) for group in groups} == {responses}
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert next(service["restarts"] for service in record["services"] if service["name"] == "engine") == 1
-    log = (tmp_path / "run" / "logs" / "environment.log").read_text()
+    log = (tmp_path / "run" / "logs" / "intern_bootcamp.log").read_text()
     limits = re.findall(r"groups at once: (\d+) -> (\d+)", log)
     print(f"killed at {killed_at[0]} groups after {killed_at[1]:.0f} s; whole run {time.monotonic() - started:.0f} s")
     print("groups at once:", " ".join(["start", *(new for _, new in limits)]))
