@@ -42,7 +42,7 @@ def run_file(folder: Path) -> Path:
 
 
 def status(folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "atroposlib.cli.main", "status", str(folder / "run"), "--json"]
+    command = [sys.executable, "-m", "atroposlib.cli.status", str(folder / "run"), "--json"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return json.loads(found.stdout) if found.returncode == 0 else {}
 
@@ -56,7 +56,7 @@ def groups_done(folder: Path) -> int:
 
 def test_two_thousand_problems_end_exact_although_the_engine_is_killed_midway(tmp_path):
     problems, responses = 2000, 16
-    command = [sys.executable, "-m", "atroposlib.cli.main", "datagen", str(run_file(tmp_path))]
+    command = [sys.executable, "-m", "atroposlib.cli.datagen", str(run_file(tmp_path))]
     with (tmp_path / "out").open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
