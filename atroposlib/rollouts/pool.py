@@ -207,6 +207,6 @@ class RolloutPool:
             return
         self._settled(work.key)
         if work.key in self._failures.failed_before:
-            return  # such items come first after a restart, all in a row: that they fail again says nothing new
+            return  # such items come last, all in a row: that they fail again says nothing new
         if self._health.failed(work.task, kind, reason):
             logger.error("task set aside: task=%s reason=%s", work.task, self._health.set_aside[work.task])

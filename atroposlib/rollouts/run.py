@@ -167,9 +167,9 @@ class Run:
         env, done = self._env, self.files.ledger.done if self.files else set[str]()
         if self.files:
             env.backlog.extend(self.files.ledger.backlog)
-        indexed = self.files is not None and env.has_get_item
+        indexed, late = self.files is not None and env.has_get_item, self.failures.failed_before
         return ItemSource(
-            IndexedDraw(env.get_item, done) if indexed else StreamDraw(env.get_next_item),
+            IndexedDraw(env.get_item, done, late) if indexed else StreamDraw(env.get_next_item, late),
             is_done=done.__contains__,
             task_of=env.item_task,
             is_set_aside=self.health.set_aside.__contains__,

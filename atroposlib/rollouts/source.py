@@ -7,7 +7,7 @@ a hash of its content and how often that content came before. Items whose key is
 import asyncio
 import hashlib
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Collection, Container
 from typing import Protocol
 
 import orjson
@@ -103,31 +103,53 @@ class ItemSource:
 
 
 class IndexedDraw:
-    """Items by index, from 0; the index is the key. Indices that are done are not even asked for."""
+    """Items by index, from 0; the index is the key. Indices that are done are not even asked for.
 
-    def __init__(self, get_item: Callable[[int], Awaitable[Item | None]], done: Container[str]) -> None:
+    Those in `late` come after all others: as they failed before, a restart would begin with nothing but failures.
+    """
+
+    def __init__(
+        self, get_item: Callable[[int], Awaitable[Item | None]], done: Container[str], late: Collection[str] = ()
+    ) -> None:
         self._get_item = get_item
         self._done = done
+        self._late = late
         self._index = 0
+        self._at_the_end: deque[str] | None = None  # late keys that are left, once the others are drawn
 
     async def __call__(self) -> tuple[str, Item] | None:
-        while str(self._index) in self._done:
-            self._index += 1
-        index, self._index = self._index, self._index + 1  # an index whose item cannot be made is not asked again
-        item = await self._get_item(index)
-        return None if item is None else (str(index), item)
+        while self._at_the_end is None:
+            index, self._index = self._index, self._index + 1  # an index whose item cannot be made is not asked again
+            key = str(index)
+            if key not in self._done and key not in self._late:
+                item = await self._get_item(index)
+                if item is not None:
+                    return key, item
+                self._at_the_end = deque(sorted((key for key in self._late if key.isdecimal()), key=int))
+        while self._at_the_end:
+            key = self._at_the_end.popleft()
+            item = await self._get_item(int(key)) if key not in self._done else None
+            if item is not None:
+                return key, item
+        return None
 
 
 class StreamDraw:
-    """Items in whatever order `get_next_item` gives them; keyed by content and occurrence."""
+    """Items in whatever order `get_next_item` gives them, `late` ones last; keyed by content and occurrence."""
 
-    def __init__(self, get_next_item: Callable[[], Awaitable[Item | None]]) -> None:
+    def __init__(self, get_next_item: Callable[[], Awaitable[Item | None]], late: Container[str] = ()) -> None:
         self._get_next_item = get_next_item
+        self._late = late
+        self._kept: deque[tuple[str, Item]] = deque()  # late items that were drawn
         self._seen: Counter[str] = Counter()
 
     async def __call__(self) -> tuple[str, Item] | None:
-        item = await self._get_next_item()
-        return None if item is None else (content_key(item, self._seen), item)
+        while (item := await self._get_next_item()) is not None:
+            key = content_key(item, self._seen)
+            if key not in self._late:
+                return key, item
+            self._kept.append((key, item))
+        return self._kept.popleft() if self._kept else None
 
 
 def content_key(item: Item, seen: Counter[str]) -> str:

@@ -287,10 +287,12 @@ async def test_a_negative_number_means_until_the_items_end(tmp_path):
     assert (outcome.exit_code, outcome.groups) == (0, 7)
 
 
-async def test_items_that_failed_before_a_restart_do_not_set_their_task_aside_when_they_fail_again(tmp_path):
-    settings = {"fail_every": 3, "task_failure_limit": 2, "items": 400, "max_num_workers": 1}
-    assert (await process_env(tmp_path, total_steps=20, **settings).process_manager()).groups == 20
-    again = await process_env(tmp_path, total_steps=40, **settings).process_manager()
-    assert (again.exit_code, again.groups) == (0, 40)
-    failed = [line["item_key"] for line in rollouts(tmp_path / "failures.jsonl")]
-    assert failed[:10] == failed[10:20]
+@pytest.mark.parametrize("env_cls", [CountingEnv, StreamingEnv])
+async def test_items_that_failed_before_a_restart_come_last_and_do_not_set_their_task_aside(tmp_path, env_cls):
+    settings = {"fail_every": 3, "task_failure_limit": 2, "items": 45, "max_num_workers": 1}
+    assert (await process_env(tmp_path, env_cls, total_steps=20, **settings).process_manager()).groups == 20
+    env = process_env(tmp_path, env_cls, total_steps=100, **settings)
+    outcome = await env.process_manager()
+    assert (outcome.exit_code, outcome.groups) == (0, 30)
+    failed_before = list(range(0, 30, 3))
+    assert env.started == [*range(30, 45), *failed_before]
