@@ -1,37 +1,32 @@
 """One posted group: checked from the bytes that came in, kept as those bytes.
 
 The hot path of the whole API. A group of 16 x 2048 tokens is 1.1 MB of JSON and 100,000 numbers; turning those into
-Python objects costs 2.2 ms, and nobody here needs the numbers. So msgspec splits the object into raw fields (which
-also proves the JSON), and `number_rows` checks each matrix on its bytes with vector operations: shape, integers or
-floats, sign, magnitude. Whatever that quick look cannot prove good is decoded and looked at number by number, which
-also yields the exact place for the message.
+Python objects costs 2.2 ms, and nobody here needs the numbers. So every matrix that can be proven good is lifted out
+of the body (`lifting.py`), msgspec splits what is left into raw fields, and the matrices are put back. Whatever could
+not be proven stays in the body, is decoded and looked at number by number, which also yields the exact place for the
+message.
 
 The stored form is canonical: the 14 keys trainers rely on, in a fixed order, null where absent, each value as it came.
 """
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
-import numpy as np
 import xxhash
 
+from atroposlib.api.lifting import FLOAT_ROWS, INTEGER_ROWS, Body, Matrix, lift_matrices
 from atroposlib.errors import GroupError
 
 MAX_NESTING = 64
 """How deep free-form fields (messages, images, parameters) may nest; recursive readers fail at about 1000."""
 
 MAX_TOKEN_ID = 2**31 - 1
-_CHUNK = 1 << 15
 _JOINED_BYTES = 1 << 12
-_HIGH_HALVES = np.uint64(0xF0F0F0F0F0F0F0F0)
-_DIGITS = np.uint64(0x3030303030303030)
-_SPACE = b" \t\r\n"
 _NULL = msgspec.Raw(b"null")
-_FLOAT_ROWS = ("advantages", "ref_logprobs", "inference_logprobs")
 _PER_SEQUENCE = (
     "advantages",
     "ref_logprobs",
@@ -117,42 +112,84 @@ def content_digest(content: Pieces) -> bytes:
     return digest.digest()
 
 
-def split_list(body: bytes | memoryview) -> list[RawGroup]:
-    """The elements of a `/scored_data_list` body, not yet checked.
+def read_list(body: Body) -> list[Payload]:
+    """The groups of a `/scored_data_list` body.
 
     Raises:
-        GroupError: not JSON, not an array of objects, or a required key is missing.
+        GroupError: not a JSON array of objects, a required key is missing, or as `read_group` for one of the groups.
     """
-    return _parse(_decode_list, body, "a JSON array of scored groups")
+    payloads = []
+    for i, (raw, proven) in enumerate(_split(_decode_list, body, "a JSON array of scored groups")):
+        try:
+            payloads.append(_check(raw, proven))
+        except GroupError as error:
+            raise GroupError(f"group {i} of the list: {error}") from None
+    return payloads
 
 
-def split_group(body: bytes | memoryview) -> RawGroup:
-    """The fields of a `/scored_data` body, not yet checked; GroupError as `split_list`."""
-    return _parse(_decode_group, body, "a JSON object with tokens, masks and scores")
-
-
-def check_group(raw: RawGroup) -> Payload:
-    """The group as it will be stored.
+def read_group(body: Body) -> Payload:
+    """The group of a `/scored_data` body.
 
     Raises:
         GroupError: names the field, the index, what was found and what was expected.
     """
-    lengths = number_rows(raw.tokens, "tokens", integers=True, lowest=0)
+    ((raw, proven),) = _split(_decode_one, body, "a JSON object with tokens, masks and scores")
+    return _check(raw, proven)
+
+
+def _decode_one(text: Body) -> list[RawGroup]:
+    return [_decode_group(text)]
+
+
+def _split(
+    decode: Callable[[Body], list[RawGroup]], body: Body, expected: str
+) -> list[tuple[RawGroup, dict[str, Matrix]]]:
+    """The groups of a body with their fields as they came, and which of the fields are proven matrices."""
+    lifted = lift_matrices(body)
+    try:
+        groups = [(raw, _put_back(raw, lifted.matrices)) for raw in decode(lifted.rest)]
+    except msgspec.MsgspecError:
+        groups = []
+    if sum(len(proven) for _, proven in groups) == len(lifted.matrices) > 0:
+        return groups
+    # Something is wrong, or a matrix stands deeper, or under a repeated key: then the plain way is the right one.
+    return [(raw, {}) for raw in _parse(decode, body, expected)]
+
+
+def _put_back(raw: RawGroup, matrices: Mapping[bytes, Matrix]) -> dict[str, Matrix]:
+    """Give the fields that hold a mark their matrix again; returns those by field."""
+    proven = {}
+    for name in INTEGER_ROWS + FLOAT_ROWS:
+        value = memoryview(getattr(raw, name))
+        matrix = matrices.get(bytes(value)) if len(value) < _JOINED_BYTES else None
+        if matrix is not None:
+            proven[name] = matrix
+            setattr(raw, name, msgspec.Raw(matrix.text))
+    return proven
+
+
+def _check(raw: RawGroup, proven: Mapping[str, Matrix]) -> Payload:
+    """The group as it will be stored."""
+
+    def rows(name: str, *, lowest: int | None = None) -> list[int]:
+        if name in proven:
+            return proven[name].lengths
+        return _careful_rows(getattr(raw, name), name, integers=name in INTEGER_ROWS, lowest=lowest)
+
+    lengths = rows("tokens", lowest=0)
     if not lengths:
         raise GroupError("tokens is empty: a group needs at least one sequence; do not send groups without rollouts")
     if 0 in lengths:
         raise GroupError(f"tokens[{lengths.index(0)}] is empty: every sequence needs at least one token id")
-    _same_shape("masks", number_rows(raw.masks, "masks", integers=True), lengths)
+    _same_shape("masks", rows("masks"), lengths)
     scores = _scores(raw.scores, len(lengths))
-    for name in _FLOAT_ROWS:
-        value: msgspec.Raw = getattr(raw, name)
-        if value == _NULL or value == b"[]":
+    for name in FLOAT_ROWS:
+        if getattr(raw, name) in (_NULL, b"[]"):
             continue
-        rows = number_rows(value, name, integers=False)
         if name == "advantages":  # upstream trainers accept one advantage per sequence as well as one per token
-            _same_count(name, len(rows), len(lengths))
+            _same_count(name, len(rows(name)), len(lengths))
         else:
-            _same_shape(name, rows, lengths)
+            _same_shape(name, rows(name), lengths)
     _free_fields(raw, len(lengths))
     if raw.env_id is not None and raw.env_id < 0:
         raise GroupError(f"env_id is {raw.env_id}; expected the number that /register-env returned, 0 or above")
@@ -176,96 +213,8 @@ def _content(raw: RawGroup, scores: bytes) -> Pieces:
     return [*pieces, b"".join(small)]
 
 
-def number_rows(raw: msgspec.Raw, field: str, *, integers: bool, lowest: int | None = None) -> list[int]:
-    """Row lengths of a JSON matrix `[G][T]` after checking that every number is finite, whole, in range.
-
-    Raises:
-        GroupError: with the index of the first bad value.
-    """
-    text = bytes(raw)
-    lengths = _quick_rows(text, integers=integers, signed=lowest is None)
-    return _careful_rows(text, field, integers=integers, lowest=lowest) if lengths is None else lengths
-
-
-def _quick_rows(text: bytes, *, integers: bool, signed: bool) -> list[int] | None:
-    """Row lengths if `text`, valid JSON, is surely a matrix of good numbers; None when in doubt."""
-    if any(mark in text for mark in (b'"', b"{", b"t", b"f", b"n")):  # strings, objects, true, false, null
-        return None
-    if (integers and b"." in text) or (not signed and b"-" in text):
-        return None
-    codes = np.frombuffer(text, np.uint8)
-    if (b"e" in text or b"E" in text) and (integers or not _exponents_are_negative(codes)):
-        return None
-    if _has_ten_digits(codes) if integers else _has_many_digits(codes):
-        return None
-    return _row_lengths(text, codes)
-
-
-def _row_lengths(text: bytes, codes: np.ndarray) -> list[int] | None:
-    """Numbers per row; None unless arrays nest exactly twice. `text` holds only arrays and numbers."""
-    lengths, end = [], -1
-    opening = _skip_to(text, 0, b"[[")
-    while opening is not None:
-        end = text.find(b"]", opening)
-        inner = text.find(b"[", opening, end)
-        if inner >= 0:
-            return None
-        commas = int(np.count_nonzero(codes[opening:end] == ord(",")))
-        lengths.append(commas + 1 if commas or text[opening:end].strip() else 0)
-        opening = _skip_to(text, end + 1, b",[")
-    return lengths if lengths and text[end + 1 :].translate(None, _SPACE) == b"]" else None
-
-
-def _skip_to(text: bytes, start: int, marks: bytes) -> int | None:
-    """Where the text goes on after `marks`, which white space may separate; None when something else is there."""
-    position = text.find(b"[", start)
-    if len(marks) > 1 and marks[:1] == b"[":
-        position = text.find(b"[", position + 1)
-    found = text[start : position + 1] if position >= 0 else b""
-    return position + 1 if found.translate(None, _SPACE) == marks else None
-
-
-def _exponents_are_negative(codes: np.ndarray) -> bool:
-    """Whether every exponent has a minus: those can make a number 0, but not infinite."""
-    for chunk in _chunks(codes, overlap=1):
-        exponents = np.flatnonzero((chunk[:-1] | 32) == ord("e"))
-        if not (chunk[exponents + 1] == ord("-")).all():
-            return False
-    return True
-
-
-def _has_ten_digits(codes: np.ndarray) -> bool:
-    """Whether ten digits stand in a row: an integer that long may be out of range."""
-    for chunk in _chunks(codes, overlap=9):
-        pairs = chunk >= ord("0")
-        pairs = pairs[:-1] & pairs[1:]
-        fours = pairs[:-2] & pairs[2:]
-        eights = fours[:-4] & fours[4:]
-        if (eights[:-2] & pairs[8:]).any():
-            return True
-    return False
-
-
-def _has_many_digits(codes: np.ndarray) -> bool:
-    """True if 32 or more digits stand in a row, false if fewer than 24: a float that long may overflow.
-
-    Looks at words of eight characters; a digit is 0x30 to 0x39, and 0x3a to 0x3f do not occur among numbers.
-    """
-    for chunk in _chunks(codes[: codes.size // 8 * 8], overlap=24):
-        words = (chunk.view(np.uint64) & _HIGH_HALVES) == _DIGITS
-        if (words[:-2] & words[1:-1] & words[2:]).any():
-            return True
-    return False
-
-
-def _chunks(codes: np.ndarray, overlap: int) -> Iterator[np.ndarray]:
-    """Overlapping pieces: temporaries that fit in the cache cost a third of large ones, which are page faults."""
-    for start in range(0, codes.size, _CHUNK):
-        yield codes[start : start + _CHUNK + overlap]
-
-
-def _careful_rows(text: bytes, field: str, *, integers: bool, lowest: int | None) -> list[int]:
-    """As `number_rows`, value by value."""
+def _careful_rows(text: msgspec.Raw, field: str, *, integers: bool, lowest: int | None) -> list[int]:
+    """Row lengths of a JSON matrix `[G][T]`, value by value; GroupError with the index of the first bad one."""
     rows = _parse(_decode_any, text, "JSON", field)
     if not isinstance(rows, list):
         raise GroupError(f"{field} is {_show(rows)}; expected a list with one list of numbers per sequence")
@@ -390,7 +339,7 @@ def _same_shape(field: str, found: list[int], expected: list[int]) -> None:
         raise GroupError(f"{field}[{i}] has {found[i]} entries; expected {expected[i]}, as many as tokens[{i}]")
 
 
-def _parse(decode, text: bytes | memoryview | msgspec.Raw, expected: str, field: str = "the body"):
+def _parse(decode, text: Body | msgspec.Raw, expected: str, field: str = "the body"):
     """`decode(text)`, with every way it can fail as a GroupError."""
     try:
         return decode(text)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -21,8 +21,9 @@ from starlette.routing import BaseRoute
 from atroposlib.api import schemas
 from atroposlib.api.batch_response import BatchResponse, json_response
 from atroposlib.api.delivery import Connections
+from atroposlib.api.lifting import Body as RequestBody
 from atroposlib.api.middleware import BODY_KEY, CONNECTION_KEY, App, BodyReader, Gate, Receive, Scope, Send, refuse
-from atroposlib.api.payload import GROUP_KEYS, Payload, check_group, split_group, split_list
+from atroposlib.api.payload import GROUP_KEYS, Payload, read_group, read_list
 from atroposlib.api.service import Receipt, Refused, TrajectoryService
 from atroposlib.api.store import MemoryStore, StorageFull, Store
 from atroposlib.errors import GroupError
@@ -30,6 +31,11 @@ from atroposlib.errors import GroupError
 MEGABYTE = 1_000_000
 STATE_DIR_VARIABLE = "ATROPOS_STATE_DIR"
 RUN_HEADER = "X-Atropos-Run"
+SMALL_BODY_BYTES = 1 << 16
+LARGE_BODY_BYTES = 1 << 21
+"""From here on a body is read in a thread, which costs more CPU but holds up nobody."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     api = FastAPI(title="Atropos trajectory API", version="0.5.0", lifespan=lifespan)
     api.state.service = service
     api.state.connections = connections
+    api.state.reading = asyncio.Lock()
     raw_routes = _add_routes(api)
     _add_error_answers(api)
     api.add_middleware(DirectRoutes, api=api, routes=raw_routes)
@@ -209,7 +216,7 @@ def _add_group_routes(api: FastAPI) -> Sequence[BaseRoute]:
     @router.post("/scored_data", response_model=schemas.Received, openapi_extra=_takes({"$ref": _SCORED_DATA}))
     async def scored_data(request: Request) -> Response:
         """Store one group. The answer comes when it is on disk; 503 when there is no room: try again later."""
-        payload = check_group(split_group(request.scope[BODY_KEY]))
+        payload = await _in_turn(request, read_group)
         (receipt,) = await _store_groups(request, [payload])
         return json_response(_received(receipt))
 
@@ -220,17 +227,24 @@ def _add_group_routes(api: FastAPI) -> Sequence[BaseRoute]:
     )
     async def scored_data_list(request: Request) -> Response:
         """Store several groups, all or none."""
-        payloads = []
-        for i, raw in enumerate(split_list(request.scope[BODY_KEY])):
-            try:
-                payloads.append(check_group(raw))
-            except GroupError as error:
-                raise GroupError(f"group {i} of the list: {error}") from None
-            await asyncio.sleep(0)  # let others in between: a long list takes many milliseconds
+        payloads = await _in_turn(request, read_list)
         return json_response(_received_list(await _store_groups(request, payloads)))
 
     api.include_router(router)
     return router.routes
+
+
+async def _in_turn(request: Request, read: Callable[[RequestBody], T]) -> T:
+    """`read` the body without keeping other requests waiting: one body between two looks at the sockets."""
+    body: RequestBody = request.scope[BODY_KEY]
+    if len(body) < SMALL_BODY_BYTES:
+        return read(body)
+    async with request.app.state.reading:
+        if len(body) > LARGE_BODY_BYTES:
+            return await asyncio.to_thread(read, body)
+        result = read(body)
+        await asyncio.sleep(0)
+        return result
 
 
 async def _store_groups(request: Request, payloads: list[Payload]) -> list[Receipt]:
