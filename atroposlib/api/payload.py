@@ -148,7 +148,7 @@ def _split(
     lifted = lift_matrices(body)
     try:
         groups = [(raw, _put_back(raw, lifted.matrices)) for raw in decode(lifted.rest)]
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         groups = []
     if sum(len(proven) for _, proven in groups) == len(lifted.matrices) > 0:
         return groups
