@@ -18,24 +18,10 @@ from typing import Any
 
 import orjson
 
+from atroposlib.data.index import index_path
+
 PROMPT_TOKENS, LONGEST = 200, 3_000
-_WORDS = (
-    "the",
-    "sum",
-    "of",
-    "two",
-    "digits",
-    "is",
-    "carried",
-    "over",
-    "so",
-    "we",
-    "write",
-    "it",
-    "down",
-    "and",
-    "check",
-)
+_WORDS = ("the", "sum", "of", "two", "digits", "is", "carried", "so", "we", "write", "it", "down", "and", "check")
 
 
 def write_rollouts(path: Path, megabytes: int, *, with_ids: bool = True) -> None:
@@ -69,10 +55,16 @@ def _group(rng: random.Random, number: int, with_ids: bool) -> dict[str, Any]:
 
 
 def run_case(case: str, path: Path, tokenizer: str | None) -> None:
-    """One measurement in this process; prints a JSON line."""
+    """One measurement in this process; prints a JSON line. `<case>-again` measures the second of two runs."""
     out = path.parent / f"out-{case}.jsonl"
+    name = case.removesuffix("-again")
+    if name != case:
+        _CASES[name](path, out, tokenizer)
+        out.unlink()
+    else:
+        index_path(path).unlink(missing_ok=True)
     before = time.process_time() + _children_s()
-    work = _CASES[case](path, out, tokenizer)
+    work = _CASES[name](path, out, tokenizer)
     spent = time.process_time() + _children_s() - before
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({"case": case, "cpu_s": spent, "mb_per_cpu_s": work / 1e6 / spent, "rss_mb": peak}))
@@ -100,10 +92,11 @@ def _datasets(path: Path, out: Path, tokenizer: str | None) -> int:
         ]
         return {"messages": [pair[0] for pair in kept], "score": [pair[1] for pair in kept]}
 
-    with tempfile.TemporaryDirectory() as cache:
-        loaded = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=cache)
-        chosen = loaded.map(choose, batched=True, batch_size=16, remove_columns=loaded.column_names)
-        chosen.to_json(str(out))
+    loaded = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(path.parent / "cache"))
+    chosen = loaded.map(
+        choose, batched=True, batch_size=16, remove_columns=loaded.column_names, load_from_cache_file=False
+    )
+    chosen.to_json(str(out))
     return path.stat().st_size
 
 
@@ -193,6 +186,7 @@ _CASES = {
     "encode_batch": _encode_batch,
     "rerender": _rerender,
 }
+_NAMES = [*_CASES, "select-again", "tokens-again", "datasets-again"]
 
 
 def _children_s() -> float:
@@ -205,8 +199,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--tokenizer", help="Local folder with a chat template, for encode_batch and rerender.")
-    parser.add_argument("--cases", nargs="+", choices=list(_CASES), default=list(_CASES))
-    parser.add_argument("--one", choices=list(_CASES), help=argparse.SUPPRESS)
+    parser.add_argument("--cases", nargs="+", choices=_NAMES, default=_NAMES)
+    parser.add_argument("--one", choices=_NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

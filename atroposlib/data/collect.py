@@ -5,21 +5,23 @@ killed collection goes on with the same command. When there are enough, they are
 the raw groups are kept beside the output as `<output>.rollouts.jsonl`.
 """
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import orjson
 
-from atroposlib.api.client import EnvClient, TrainerClient
 from atroposlib.data.lazy import hash64
 from atroposlib.data.rollout_files import expand_input, read_lines
 from atroposlib.data.table import Table, scan_after
 from atroposlib.errors import ApiError, ConfigError, PathError
+
+if TYPE_CHECKING:
+    from atroposlib.api.client import TrainerClient
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ def collect(output: Path, plan: Collection, have: Callable[[Table], int]) -> Pat
     Raises:
         ApiError: the API belongs to another trainer, or refused.
     """
+    import asyncio  # with the API's client 0.25 CPU-s, which only live collections pay
+
     ledger = output.with_name(output.name + ".collecting.jsonl")
     try:
         asyncio.run(_collect(ledger, plan, have))
@@ -84,6 +88,10 @@ def keep_groups(ledger: Path, output: Path) -> Path:
 
 
 async def _collect(ledger: Path, plan: Collection, have: Callable[[Table], int]) -> None:
+    import asyncio
+
+    from atroposlib.api.client import TrainerClient
+
     seen = _repair(ledger)
     table = scan_after(ledger, None) if ledger.exists() else None
     if table is not None and have(table) >= plan.target:
@@ -111,7 +119,7 @@ async def _collect(ledger: Path, plan: Collection, have: Callable[[Table], int])
             logger.info("collected: groups=%d responses=%d", len(table.groups), rows)
 
 
-async def _register(client: TrainerClient, plan: Collection) -> None:
+async def _register(client: "TrainerClient", plan: Collection) -> None:
     """Register as the trainer; never resets the server, and leaves another trainer's run alone."""
     group = f"atropos_{plan.name}"
     owner = await _run_group(plan.api_url)
@@ -136,6 +144,8 @@ async def _register(client: TrainerClient, plan: Collection) -> None:
 
 async def _run_group(api_url: str) -> str | None:
     """wandb group of the trainer that registered last; None when there is none."""
+    from atroposlib.api.client import EnvClient
+
     async with EnvClient(api_url) as client:
         return (await client.wandb_info())["group"]
 
@@ -166,6 +176,6 @@ def _repair(ledger: Path) -> set[int]:
         for line in read_lines(ledger):
             if line.is_complete:
                 seen.add(hash64(line.data))
-                end = line.offset + len(line.data)
+                end = line.offset + line.size
         os.truncate(ledger, end)
     return seen

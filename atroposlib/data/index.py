@@ -65,7 +65,7 @@ def read_group(table: Table, row: int) -> tuple[Line, LazyGroup]:
     group = table.groups[row]
     path = table.files[group["file"]]
     line = next(read_lines(path, start=int(group["offset"]), first_number=int(group["line"])), None)
-    found = parse_lazily(line) if line is not None and len(line.data) == group["size"] else None
+    found = parse_lazily(line) if line is not None and line.size == group["size"] else None
     if line is None or found is None:
         raise DataError(f"{path}:{group['line']}: not as the index has it; delete {index_path(path)} and try again")
     return line, found

@@ -76,14 +76,16 @@ _PROMPT_MASK = re.compile(rb"\[\s*(?:-100\s*,?\s*)*")
 _decoder = msgspec.json.Decoder(LazyGroup)
 
 
-def parse_lazily(line: Line) -> LazyGroup | None:
+def parse_lazily(line: Line, *, has_lists: bool = True) -> LazyGroup | None:
     """The group of one line; None for a last line that was cut short.
+
+    `has_lists` False: the line is known to hold few numbers, so looking for them is no gain.
 
     Raises:
         DataError: not a group, a score that is not a finite number, or lists that differ in length.
     """
     try:
-        group = _skimmed(line.data) or _decoder.decode(line.data)
+        group = (_skimmed(line) if has_lists else None) or _decoder.decode(line.data)
     except msgspec.ValidationError as error:
         raise DataError(f"{line.where}: {_explain(str(error))}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -98,16 +100,16 @@ def parse_lazily(line: Line) -> LazyGroup | None:
     return group
 
 
-def _skimmed(data: bytes) -> LazyGroup | None:
+def _skimmed(line: Line) -> LazyGroup | None:
     """The group of a line in a usual layout; None when only decoding all of it can tell what it is."""
-    rest, lists, hole = skim(data)
+    rest, lists, hole = skim(line.block, line.start, line.start + line.size)
     try:
         group = _decoder.decode(rest)
-        group.tokens = _rows(data, group.tokens, lists)
-        group.masks = _rows(data, group.masks, lists)
+        group.tokens = _rows(line.block, group.tokens, lists)
+        group.masks = _rows(line.block, group.masks, lists)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
         return None
-    group.hole = hole
+    group.hole = (hole[0] - line.start, hole[1] - line.start)
     return group
 
 

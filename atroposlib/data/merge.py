@@ -44,7 +44,7 @@ def merge_rollouts(
         assert isinstance(writer, JsonlWriter)
         for path in files:
             for line in read_lines(path):
-                advance(len(line.data))
+                advance(line.size)
                 group = parse_lazily(line)
                 if group is None:
                     continue

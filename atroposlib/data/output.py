@@ -18,6 +18,7 @@ from atroposlib.errors import DataError, PathError
 from atroposlib.paths import expand_path
 
 _ROWS_PER_BLOCK = 512
+_BUFFER_BYTES = 1 << 20
 _encoder = msgspec.json.Encoder()
 
 
@@ -63,10 +64,10 @@ def written_whole(path: Path, *, append: bool = False) -> Iterator[RecordWriter]
             with _parquet_writer(beside) as writer:
                 yield writer
             return
-        with beside.open("wb") as raw:
+        with beside.open("wb", buffering=_BUFFER_BYTES) as raw:
             if append and path.exists():
                 with path.open("rb") as previous:
-                    shutil.copyfileobj(previous, raw, 1 << 20)
+                    shutil.copyfileobj(previous, raw, _BUFFER_BYTES)
             if path.suffix == ".zst":
                 with zstandard.ZstdCompressor().stream_writer(raw, closefd=False) as compressed:
                     yield JsonlWriter(cast(BinaryIO, compressed))

@@ -23,17 +23,30 @@ from atroposlib.type_definitions import RolloutRecord
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".jsonl.zst", ".json")
-_READ_BYTES = 1 << 23  # lines are about 1 MB; a smaller buffer copies them twice
+_READ_BYTES = 1 << 22
+_NEWLINE = ord("\n")
 
 
 class Line(NamedTuple):
-    """One line of a rollout file, without having been parsed."""
+    """One line of a rollout file, without having been parsed, and mostly without having been copied."""
 
     path: Path
     number: int  # from 1
     offset: int  # byte of the (decompressed) file it starts at
-    data: bytes
+    block: bytes  # read in one go: this line, or several
     is_complete: bool  # False: the file ends before its newline
+    start: int = 0  # of the line in `block`
+    end: int | None = None
+
+    @property
+    def data(self) -> bytes:
+        """The line itself."""
+        return self.block[self.start : self.end]
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return (len(self.block) if self.end is None else self.end) - self.start
 
     @property
     def where(self) -> str:
@@ -76,18 +89,31 @@ def find_rollout_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLik
 def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator[Line]:
     """The non-blank lines of one file, from byte `start` (which must begin line `first_number`)."""
     with _open(path) as stream:
-        if start:
-            _skip(stream, start)
-        offset = start
-        try:
-            for number, data in enumerate(stream, first_number):
-                if not data.isspace():
-                    yield Line(path, number, offset, data, data.endswith(b"\n"))
-                offset += len(data)
-        except zstandard.ZstdError as error:
-            raise DataError(
-                f"{path}: not readable as zstd ({error}); the file is damaged, take it from a copy"
-            ) from error
+        _skip(stream, start)
+        offset, number, rest = start, first_number, b""
+        while True:
+            data = _read(stream, path)
+            block, begin = rest + data if rest else data, 0
+            while begin < len(block):
+                end = block.find(b"\n", begin) + 1 or (0 if data else len(block))
+                if not end:
+                    break
+                if not (block[begin : begin + 1].isspace() and block[begin:end].isspace()):
+                    yield Line(path, number, offset, block, block[end - 1] == _NEWLINE, begin, end)
+                number, offset, begin = number + 1, offset + end - begin, end
+            if not data:
+                return
+            rest = block[begin:]
+            if rest and begin and stream.seekable():  # reading it again costs less than to copy what follows
+                stream.seek(-len(rest), os.SEEK_CUR)
+                rest = b""
+
+
+def _read(stream: BinaryIO, path: Path) -> bytes:
+    try:
+        return stream.read(_READ_BYTES)
+    except zstandard.ZstdError as error:
+        raise DataError(f"{path}: not readable as zstd ({error}); the file is damaged, take it from a copy") from error
 
 
 class SpanReader:
@@ -98,7 +124,7 @@ class SpanReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stream = _open(path, buffering=0)
+        self._stream = _open(path)
         self._at = 0
 
     def __enter__(self) -> Self:
@@ -138,7 +164,7 @@ def parse_line(line: Line) -> RolloutRecord | None:
 def torn_or_raise(line: Line, error: Exception) -> None:
     """Warn and return for a last line that was cut short; DataError with the reason for any other."""
     if not line.is_complete:
-        logger.warning("last line is cut short and skipped: %s (%d bytes)", line.where, len(line.data))
+        logger.warning("last line is cut short and skipped: %s (%d bytes)", line.where, line.size)
         return
     raise DataError(f"{line.where}: {_why_not_json(line.data, error)}") from error
 
@@ -211,20 +237,19 @@ def _misplaced_hint(path: Path) -> str:
     return ""
 
 
-def _open(path: Path, *, buffering: int = _READ_BYTES) -> BinaryIO:
+def _open(path: Path) -> BinaryIO:
     try:
-        raw = open(path, "rb", buffering=buffering)  # noqa: SIM115 - closed by the caller's `with`
+        raw = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by the caller's `with`
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     if not path.name.endswith(".zst"):
-        return raw
+        return raw  # type: ignore[return-value]
     reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=True)
     return io.BufferedReader(reader, _READ_BYTES)  # type: ignore[arg-type]
 
 
 def _skip(stream: BinaryIO, count: int) -> None:
-    raw = stream.raw if isinstance(stream, io.BufferedReader) else stream
-    if isinstance(raw, io.FileIO):
+    if stream.seekable():
         stream.seek(count, os.SEEK_CUR)
         return
     while count > 0:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 _KEY = re.compile(rb"\w+")
 _LONGEST_KEY = 64
 _AFTER_A_LIST = b", }\r\n"
+_ENOUGH = 0.8  # of a line: to decode the rest costs less than to search it
 _MARK = b"-1.0000000001e-"  # starts a number that no rollout file holds
 
 
@@ -18,7 +19,7 @@ class Skimmed(NamedTuple):
     """One line, taken apart."""
 
     rest: bytes  # the line's JSON; in place of each cut list stands a list of one number, see `cut_number`
-    lists: list[tuple[int, int]]  # where the cut lists start and end
+    lists: list[tuple[int, int]]  # where the cut lists start and end in `data`
     hole: tuple[int, int]  # likewise, the longest stretch of neighbouring ones
 
 
@@ -28,26 +29,26 @@ def cut_number(value: bytes) -> int | None:
     return int(value.removeprefix(_MARK)) if value.startswith(_MARK) else None
 
 
-def skim(data: bytes) -> Skimmed:
-    """Cut the nested lists without strings out of `data`, one JSON object.
+def skim(data: bytes, first: int, last: int) -> Skimmed:
+    """Cut the nested lists without strings out of the JSON object at `first` to `last` of `data`, until little is left.
 
     A quote that follows a word and precedes `:[[` closes a key, whatever stands before it, so text that looks like
-    a list is never cut. What is laid out in other ways is left in place.
+    a list is never cut. What is laid out in other ways, or small, is left in place.
     """
     view = memoryview(data)
-    opening = b": [[" if b'": ' in data[:_LONGEST_KEY] else b":[["
+    opening = b": [[" if b'": ' in data[first : first + _LONGEST_KEY] else b":[["
     pieces: list[bytes | memoryview] = []
     lists: list[tuple[int, int]] = []
-    hole = stretch = (0, 0)
-    kept = at = 0
-    while (colon := data.find(opening, at)) >= 0:
+    hole = stretch = (first, first)
+    kept = at = first
+    while hole[1] - hole[0] < _ENOUGH * (last - first) and (colon := data.find(opening, at, last)) >= 0:
         start = colon + len(opening) - 2
         at = start + 2
-        key = data.rfind(b'"', max(0, colon - _LONGEST_KEY), colon - 1)
+        key = data.rfind(b'"', max(first, colon - _LONGEST_KEY), colon - 1)
         if data[colon - 1] != ord('"') or key < 0 or not _KEY.fullmatch(data, key + 1, colon - 1):
             continue
-        quote = data.find(b'"', start)
-        quote = len(data) if quote < 0 else quote
+        quote = data.find(b'"', start, last)
+        quote = last if quote < 0 else quote
         end = data.rfind(b"]]", start, quote) + 2
         if end < 2 or data[end:quote].strip(_AFTER_A_LIST):
             continue
@@ -57,7 +58,7 @@ def skim(data: bytes) -> Skimmed:
         pieces += [view[kept:start], b"[%b%d]" % (_MARK, len(lists))]
         lists.append((start, end))
         kept = at = end
-    return Skimmed(b"".join([*pieces, view[kept:]]), lists, hole)
+    return Skimmed(b"".join([*pieces, view[kept:last]]), lists, hole)
 
 
 def split_rows(data: bytes, start: int, end: int) -> list[memoryview]:

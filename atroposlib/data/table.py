@@ -98,11 +98,11 @@ class Table:
                 with SpanReader(path) as reader:
                     for row in wanted:
                         advance(int(row["size"]))
-                        yield self._chosen(path, row, _read_json(reader, row, with_ids), keep)
+                        yield self._read_group(reader, path, row, keep, with_ids)
 
-    def _chosen(self, path: Path, row: Any, data: bytes, keep: Array) -> Chosen:
-        line = Line(path, int(row["line"]), int(row["offset"]), data, True)
-        group = parse_lazily(line)
+    def _read_group(self, reader: SpanReader, path: Path, row: Any, keep: Array, with_ids: bool) -> Chosen:
+        line = Line(path, int(row["line"]), int(row["offset"]), _read_json(reader, row, with_ids), True)
+        group = parse_lazily(line, has_lists=with_ids)
         if group is None or len(group.scores) != row["responses"]:
             raise DataError(f"{line.where}: changed while it was read; run the command again")
         first = int(row["first"])
@@ -137,7 +137,7 @@ class TableBuilder:
         task = self._tasks.setdefault(group.task or group.env or "", len(self._tasks))
         self._groups.append(
             (
-                *(len(self._files) - 1, task, line.number, line.offset, len(line.data)),
+                *(len(self._files) - 1, task, line.number, line.offset, line.size),
                 *(self._response_rows, len(group.scores), group.item_hash(), group.prompt_hash()),
                 *(group.hole[0], group.hole[1] - group.hole[0]),
             )
@@ -176,7 +176,7 @@ def scan_after(path: Path, table: Table | None, advance: Advance = ignore) -> Ta
         last = table.groups[-1]
         start, number = int(last["offset"] + last["size"]), int(last["line"]) + 1
     for line in read_lines(path, start=start, first_number=number):
-        advance(len(line.data))
+        advance(line.size)
         builder.add_line(line)
     added = builder.build()
     return concatenate([table, added]) if table is not None else added

@@ -44,7 +44,7 @@ def validate(
     for path in find_rollout_files(paths):
         try:
             for line in read_lines(path):
-                advance(len(line.data))
+                advance(line.size)
                 yield from _line_problems(line, vocabulary_size, seen)
         except DataError as error:  # a damaged zstd stream has no further lines
             yield Problem(str(path), str(error))
