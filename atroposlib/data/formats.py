@@ -3,7 +3,7 @@
 messages   {"messages": [...], "score": x}                    OpenAI chat
 sharegpt   {"conversations": [{"from", "value"}...], "score"}
 prefix     {"prefix": text, "completion": text, "score": x}   decoded, cut where the recorded mask starts
-tokens     {"input_ids", "attention_mask", "labels", "score"} the recorded ids; labels are -100 where masked
+tokens     {"input_ids", "attention_mask", "labels", "position_ids", "score"}   recorded ids; labels -100 where masked
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -82,7 +82,14 @@ def to_tokens(vocabulary_size: int | None) -> Converter:
 
 def token_record(ids: list[int], labels: list[int], score: float) -> Record:
     """One record of the `tokens` format."""
-    return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels, "score": score}
+    positions = list(range(len(ids)))
+    return {
+        "input_ids": ids,
+        "attention_mask": [1] * len(ids),
+        "labels": labels,
+        "position_ids": positions,
+        "score": score,
+    }
 
 
 def ids_and_labels(chosen: Chosen, index: int, vocabulary_size: int | None) -> tuple[list[int], list[int]]:

@@ -52,6 +52,7 @@ def test_tokens_are_the_recorded_ids_and_labels_the_recorded_masks(tmp_path):
     lines = lines_of(tmp_path / "o.jsonl")
     assert [line["input_ids"] for line in lines] == group["tokens"]
     assert [line["labels"] for line in lines] == group["masks"]
+    assert [line["position_ids"] for line in lines] == [list(range(len(ids))) for ids in group["tokens"]]
 
 
 def test_masks_in_the_middle_survive(tmp_path):

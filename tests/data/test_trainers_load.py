@@ -11,7 +11,7 @@ from atroposlib.data.sft import export_sft
 COLUMNS = {
     "messages": {"messages", "score"},
     "sharegpt": {"conversations", "score"},
-    "tokens": {"input_ids", "attention_mask", "labels", "score"},
+    "tokens": {"input_ids", "attention_mask", "labels", "position_ids", "score"},
 }
 
 pytestmark = pytest.mark.filterwarnings("default")  # third-party packages warn about each other
@@ -51,8 +51,8 @@ def test_the_seq2seq_collator_pads_labels_where_no_loss_is(rollouts, tmp_path, t
     export_sft(rollouts, tmp_path / "o.jsonl", options=SftOptions(format="tokens"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir)
     collate = transformers.DataCollatorForSeq2Seq(tokenizer, return_tensors="np")
-    rows = load(tmp_path / "o.jsonl", tmp_path).remove_columns("score")
-    batch = collate([rows[0], rows[1]])
+    rows = load(tmp_path / "o.jsonl", tmp_path).select_columns(["input_ids", "attention_mask", "labels"])
+    batch = collate([rows[0], rows[1]])  # this collator pads no other column
     labels = np.asarray(batch["labels"])
     ids = np.asarray(batch["input_ids"])
     assert labels.shape == ids.shape
@@ -65,10 +65,19 @@ def test_trl_collates_tokens_and_packed_rows(rollouts, tmp_path):
     trainer = pytest.importorskip("trl.trainer.sft_trainer")
     collate = trainer.DataCollatorForLanguageModeling(pad_token_id=0)
     export_sft(rollouts, tmp_path / "o.jsonl", options=SftOptions(format="tokens"))
-    rows = load(tmp_path / "o.jsonl", tmp_path).remove_columns(["score", "attention_mask"])
+    rows = load(tmp_path / "o.jsonl", tmp_path)
     batch = collate([rows[0], rows[1]])
     expected = [label for row in (rows[0], rows[1]) for label in row["labels"] if label != -100]
     assert batch["labels"][batch["labels"] != -100].tolist() == expected
+
+
+def test_a_flattening_collator_takes_token_rows(rollouts, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    collate = transformers.DataCollatorWithFlattening(return_tensors="np")
+    export_sft(rollouts, tmp_path / "o.jsonl", options=SftOptions(format="tokens"))
+    rows = load(tmp_path / "o.jsonl", tmp_path)
+    batch = collate([rows[0], rows[1]])
+    assert np.asarray(batch["position_ids"]).tolist() == [[*rows[0]["position_ids"], *rows[1]["position_ids"]]]
 
 
 def test_trl_knows_chats_and_pairs_as_conversational(rollouts, tmp_path):
