@@ -168,7 +168,7 @@ def make_optimizer(config: TrainingConfig, policy: Policy) -> torch.optim.Optimi
     """The optimizer by name; ConfigError when its package is not there."""
     parameters: list[Any] = policy.trainable
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
+        return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
     if config.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 

@@ -124,3 +124,15 @@ def test_advantages_with_the_sample_deviation_equal_trls_formula():
     expected = (table - table.mean(1, keepdim=True)) / (table.std(1, keepdim=True) + 1e-4)
     found = grpo(rewards, Groups.contiguous(6, 3), eps=1e-4, std_ddof=1)
     torch.testing.assert_close(found, expected.flatten(), atol=1e-7, rtol=0)
+
+
+def test_a_step_of_trls_trainer_has_the_gradient_of_ours(tiny_model):
+    from example_trainer.bench_step import WARM_UP, Work, make_rows, time_ours
+    from example_trainer.bench_trl import time_trl
+
+    work = Work(tiny_model, torch.device("cpu"), 8, group=4, prompt=12, completion=4, steps=1, objective="dr_grpo")
+    rows = make_rows(work, vocabulary=64)
+    theirs = time_trl(work, rows, batch=4)
+    assert theirs is not None
+    assert theirs.first_norm == pytest.approx(time_ours(work, rows, 64, share_prompts=True).first_norm, rel=1e-3)
+    assert len(theirs.seconds) == WARM_UP + work.steps
