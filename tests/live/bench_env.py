@@ -1,7 +1,8 @@
 """The environment of `bench_sglang.py`: fixed-length answers, no scoring to speak of.
 
 `python tests/live/bench_env.py process|serve --config FILE`; when it ends, `times_path` holds the start of the first
-request, the end of the last group (Unix time) and the CPU seconds of this process between the two.
+request, the end of the last group (Unix time), the CPU seconds of this process between the two, and the seconds that
+all groups took together. One short request beforehand pays for imports and connections.
 """
 
 import json
@@ -34,7 +35,10 @@ class BenchEnv(BaseEnv):
         return BenchConfig(group_size=16), [APIServerConfig(server_type="sglang", base_url="http://localhost:9000/v1")]
 
     async def setup(self) -> None:
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            await managed.chat_completion(messages=prompt(-1), n=1, max_tokens=1, temperature=1.0)
         self._start: tuple[float, float] | None = None
+        self._busy_s = 0.0
 
     async def get_item(self, index: int) -> list[Message]:
         return prompt(self.config.first + index)
@@ -42,6 +46,7 @@ class BenchEnv(BaseEnv):
     async def collect_trajectories(self, item: list[Message]) -> tuple[ScoredDataGroup, list[Any]]:
         if self._start is None:
             self._start = time.time(), time.process_time()
+        began = time.time()
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             await managed.chat_completion(
                 messages=item,
@@ -52,7 +57,9 @@ class BenchEnv(BaseEnv):
             )
             nodes = managed.get_state()["nodes"]
         start, cpu = self._start
-        times = {"start": start, "end": time.time(), "cpu_s": time.process_time() - cpu}
+        end = time.time()
+        self._busy_s += end - began
+        times = {"start": start, "end": end, "cpu_s": time.process_time() - cpu, "busy_s": self._busy_s}
         Path(self.config.times_path).write_text(json.dumps(times), encoding="utf-8")
         return {
             "tokens": [node.tokens for node in nodes],

@@ -4,7 +4,8 @@
 
 Every row: groups of 16 answers, `tokens` new tokens each (ignore_eos), log-probabilities on, at most `concurrency`
 sequences in flight, tokens per second from the first request to the end of the last group. The ratio is to the bare
-client (aiohttp, one request per group, replies parsed with orjson) of the same sitting. CPU: cores busy on average.
+client (aiohttp, one request per group, replies parsed with orjson) of the same sitting. Slots: share of the time in
+which a group was being generated. CPU: cores busy on average.
 """
 
 import argparse
@@ -43,6 +44,7 @@ class Row:
     new_tokens: int
     groups: int
     seconds: float
+    occupancy: float  # of the slots
     cores: dict[str, float]  # process -> cores busy
 
     @property
@@ -86,12 +88,13 @@ def line(row: Row, bare: float | None) -> str:
     """One row of the table."""
     ratio = f"{row.rate / bare:.3f}" if bare else "-"
     cores = ", ".join(f"{name} {busy:.2f}" for name, busy in row.cores.items())
-    return f"| {row.concurrency} | {row.new_tokens} | {row.way} | {row.rate:,.0f} | {ratio} | {cores} |"
+    conditions = f"{row.concurrency} | {row.new_tokens} | {row.way}"
+    return f"| {conditions} | {row.rate:,.0f} | {ratio} | {row.occupancy:.3f} | {cores} |"
 
 
 def table(rows: list[Row]) -> str:
     """Markdown."""
-    head = ["| sequences in flight | new tokens | way | tok/s | ratio | cores busy |", "|---|---|---|---|---|---|"]
+    head = ["| sequences in flight | new tokens | way | tok/s | ratio | slots | cores busy |", "|" + "---|" * 7]
     return "\n".join(head + [line(row, bare_rate(rows, row)) for row in rows])
 
 
@@ -101,15 +104,17 @@ def _measure(way: str, args: Any, concurrency: int, new_tokens: int, groups: int
     started = time.time()
     if way == "bare":
         cpu = time.process_time()
-        seconds = asyncio.run(_bare(args.url, args.model, concurrency, new_tokens, groups))
+        seconds, busy_s = asyncio.run(_bare(args.url, args.model, concurrency, new_tokens, groups))
         cores = {"client": (time.process_time() - cpu) / seconds}
     else:
-        seconds, cores = _framework(way, args, concurrency, new_tokens, groups)
-    busy = server.since()
-    return Row(way, concurrency, new_tokens, groups, seconds, cores | {"engine": busy / (time.time() - started)})
+        seconds, busy_s, cores = _framework(way, args, concurrency, new_tokens, groups)
+    cores |= {"engine": server.since() / (time.time() - started)}
+    occupancy = busy_s / seconds / max(1, concurrency // GROUP)
+    return Row(way, concurrency, new_tokens, groups, seconds, occupancy, cores)
 
 
-async def _bare(url: str, model: str, concurrency: int, new_tokens: int, groups: int) -> float:
+async def _bare(url: str, model: str, concurrency: int, new_tokens: int, groups: int) -> tuple[float, float]:
+    """Seconds of the whole, and of all groups together."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = [
         tokenizer.apply_chat_template(prompt(i), add_generation_prompt=True, return_dict=False) for i in range(groups)
@@ -117,22 +122,28 @@ async def _bare(url: str, model: str, concurrency: int, new_tokens: int, groups:
     sampling = {"temperature": 1.0, "max_new_tokens": new_tokens, "ignore_eos": True, "n": GROUP}
     gate = asyncio.Semaphore(max(1, concurrency // GROUP))
 
-    async def one(ids: Any) -> None:
+    async def one(ids: Any) -> float:
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
-        async with gate, session.post(f"{url}/generate", json=body) as reply:
-            found = orjson.loads(await reply.read())
+        async with gate:
+            began = time.perf_counter()
+            async with session.post(f"{url}/generate", json=body) as reply:
+                found = orjson.loads(await reply.read())
+            seconds = time.perf_counter() - began
         if [len(choice["output_ids"]) for choice in found] != [new_tokens] * GROUP:
             raise RuntimeError(f"{url} did not give {GROUP} answers of {new_tokens} tokens")
+        return seconds
 
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         started = time.perf_counter()
-        await asyncio.gather(*(one(ids) for ids in prompts))
-        return time.perf_counter() - started
+        busy = await asyncio.gather(*(one(ids) for ids in prompts))
+        return time.perf_counter() - started, sum(busy)
 
 
-def _framework(way: str, args: Any, concurrency: int, new_tokens: int, groups: int) -> tuple[float, dict[str, float]]:
-    """Seconds from the first request to the last group, and cores busy of each process."""
+def _framework(
+    way: str, args: Any, concurrency: int, new_tokens: int, groups: int
+) -> tuple[float, float, dict[str, float]]:
+    """Seconds from the first request to the last group, those of all groups together, cores busy of each process."""
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
         beside: dict[str, _CPU] = {}
@@ -141,10 +152,12 @@ def _framework(way: str, args: Any, concurrency: int, new_tokens: int, groups: i
             api_url = f"http://127.0.0.1:{free_ports(1)[0]}"
             port = api_url.rpartition(":")[2]
             api = ["-m", "atroposlib.cli.run_api", "--port", port, "--state-dir", str(folder / "api")]
-            beside["api"] = _CPU(stack.enter_context(_started(api, folder / "api.log")))
+            api_pid = stack.enter_context(_started(api, folder / "api.log"))
             _wait_for(f"{api_url}/health")
             trainer = ["-m", "example_trainer.fake_trainer", "--api-url", api_url, "--batch-size", "64"]
-            beside["trainer"] = _CPU(stack.enter_context(_started(trainer, folder / "trainer.log")))
+            trainer_pid = stack.enter_context(_started(trainer, folder / "trainer.log"))
+            _wait_for_text(folder / "trainer.log", "registered")
+            beside = {"api": _CPU(api_pid), "trainer": _CPU(trainer_pid)}
         share = groups // args.processes
         workers = max(1, concurrency // GROUP // args.processes)
         environments = []
@@ -161,7 +174,8 @@ def _framework(way: str, args: Any, concurrency: int, new_tokens: int, groups: i
         _check_complete(folder, share * args.processes)
         seconds = max(t["end"] for t in all_times) - min(t["start"] for t in all_times)
         cores = {"environment": sum(t["cpu_s"] for t in all_times) / seconds}
-        return seconds, cores | {name: cpu.since() / seconds for name, cpu in beside.items()}
+        busy_s = sum(t["busy_s"] for t in all_times)
+        return seconds, busy_s, cores | {name: cpu.since() / seconds for name, cpu in beside.items()}
 
 
 def _check_complete(folder: Path, groups: int) -> None:
@@ -241,6 +255,14 @@ def _wait_for(url: str, seconds: float = 60) -> None:
                 return
         time.sleep(0.1)
     raise RuntimeError(f"{url} did not answer within {seconds:.0f} s")
+
+
+def _wait_for_text(log: Path, text: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while text not in log.read_text():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{log.name} has no {text!r} after {seconds:.0f} s: {log.read_text()[-500:]}")
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 SMOKE = Path(__file__).parents[2] / "configs" / "sglang_smoke.yaml"
-DEADLINE_S = 280
+DEADLINE_S = 300
 MODEL = os.environ.get("ATROPOS_SGLANG_MODEL", "")
 
 pytestmark = pytest.mark.skipif(

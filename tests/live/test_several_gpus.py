@@ -1,4 +1,4 @@
-"""One node, two GPUs: a model over both (TP 2), and a copy on each behind SGLang's router (DP 2), both discovered.
+"""One node, two GPUs: a model over both (TP 2), and a copy on each (DP 2), found directly and behind SGLang's router.
 
 Skipped unless the machine has both and these are set:
 
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -44,33 +45,57 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@dataclass(frozen=True)
+class Server:
+    """One process and the address at which it answers."""
+
+    url: str
+    command: list[str]
+    gpus: str = ""
+
+
 @contextlib.contextmanager
-def running(command: list[str], url: str, log: Path, **environ: str) -> Iterator[str]:
-    """A process group that answers at `url`; ended afterwards."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env={**os.environ, **environ}, start_new_session=True
-        )
+def running(folder: Path, *servers: Server) -> Iterator[None]:
+    """All of them, started together and ready; their process groups are ended afterwards."""
+    processes = []
+    for server in servers:
+        with log_of(folder, server).open("wb") as output:
+            environ = {**os.environ, **({"CUDA_VISIBLE_DEVICES": server.gpus} if server.gpus else {})}
+            processes.append(
+                subprocess.Popen(server.command, stdout=output, stderr=output, env=environ, start_new_session=True)
+            )
     try:
         deadline = time.monotonic() + READY_S
-        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
-        while True:
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.post(f"{url}/generate", json=body, timeout=30).status_code == 200:
-                    break
-            time.sleep(0.5)
-        yield url
+        for server, process in zip(servers, processes, strict=True):
+            while not generates(server.url):
+                assert process.poll() is None, log_of(folder, server).read_text()[-3000:]
+                assert time.monotonic() < deadline, log_of(folder, server).read_text()[-3000:]
+                time.sleep(0.5)
+        yield
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-def server(host: str, port: int, *flags: str) -> list[str]:
-    module = [sys.executable, "-m", "sglang.launch_server", "--model-path", MODEL, "--enable-metrics"]
-    return [*module, "--host", host, "--port", str(port), *ARGS, *flags]
+def log_of(folder: Path, server: Server) -> Path:
+    return folder / f"{server.url.rpartition(':')[2]}.log"
+
+
+def generates(url: str) -> bool:
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+    try:
+        return httpx.post(f"{url}/generate", json=body, timeout=30).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def sglang(url: str, gpus: str, *flags: str, model: str = MODEL) -> Server:
+    """A server of `model` on the GPUs of these numbers."""
+    host, port = url.removeprefix("http://").split(":")
+    module = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--enable-metrics"]
+    return Server(url, [*module, "--host", host, "--port", port, *ARGS, *flags], gpus)
 
 
 def scores(url: str, ids: list[int]) -> list[float]:
@@ -109,20 +134,25 @@ def rolled_out(urls: list[str], requests: int) -> list[list[int]]:
     return asyncio.run(run())
 
 
+def even_model(folder: Path) -> str:
+    """A small Llama of random weights whose heads two GPUs can share; SmolLM2-135M has nine. MODEL's tokenizer."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(MODEL)
+    config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim = 512, 8, 4, 64
+    config.num_hidden_layers = 8
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    return str(folder)
+
+
 def test_tensor_parallel_and_single_gpu_give_the_same_logprobs(tmp_path):
-    one, two = free_ports(2)
+    single, both = (f"http://127.0.0.1:{port}" for port in free_ports(2))
     ids = [*PROMPT, *range(2000, 2100)]
-    with (
-        running(
-            server("127.0.0.1", one), f"http://127.0.0.1:{one}", tmp_path / "one", CUDA_VISIBLE_DEVICES="0"
-        ) as single,
-        running(
-            server("127.0.0.1", two, "--tp", "2", "--disable-custom-all-reduce"),
-            f"http://127.0.0.1:{two}",
-            tmp_path / "two",
-            CUDA_VISIBLE_DEVICES="0,1",
-        ) as both,
-    ):
+    model = even_model(tmp_path / "model")
+    flags = ["--tp", "2", "--disable-custom-all-reduce"]
+    with running(tmp_path, sglang(single, "0", model=model), sglang(both, "0,1", *flags, model=model)):
         apart = [abs(a - b) for a, b in zip(scores(single, ids), scores(both, ids), strict=True)]
         outputs = rolled_out([f"{both}/v1"], 32)
     print(f"TP 2 against one GPU: mean {sum(apart) / len(apart):.4f} nats apart, max {max(apart):.3f}")
@@ -137,24 +167,23 @@ def test_two_copies_are_discovered_and_shared_with_and_without_the_router(tmp_pa
     urls = slurm_base_urls(environ)
     monkeypatch.undo()
     assert urls == ["http://127.0.0.2:9000/v1", "http://127.0.0.2:9001/v1"]
-    first, second = (url.removesuffix("/v1") for url in urls)
-    router_port = free_ports(1)[0]
-    router = f"http://127.0.0.1:{router_port}"
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(router_port)]
-    with (
-        running(server("127.0.0.2", 9000), first, tmp_path / "first", CUDA_VISIBLE_DEVICES="0"),
-        running(server("127.0.0.2", 9001), second, tmp_path / "second", CUDA_VISIBLE_DEVICES="1"),
-    ):
-        before = finished_requests(first), finished_requests(second)
-        assert len(rolled_out(urls, 64)) == 256
-        direct = finished_requests(first) - before[0], finished_requests(second) - before[1]
-        assert min(direct) > 0.3 * sum(direct), direct
+    copies = [url.removesuffix("/v1") for url in urls]
+    with running(tmp_path, sglang(copies[0], "0"), sglang(copies[1], "1")):
+        direct = shares(copies, urls)
         if importlib.util.find_spec("sglang_router") is None:
             pytest.skip(f"without the router: {direct} requests; sglang-router is not installed")
-        workers = ["--worker-urls", first, second, "--policy", "round_robin"]
-        with running([*command, *workers], router, tmp_path / "router"):
-            before = finished_requests(first), finished_requests(second)
-            assert len(rolled_out([f"{router}/v1"], 64)) == 256
-            routed = finished_requests(first) - before[0], finished_requests(second) - before[1]
-            assert min(routed) > 0.3 * sum(routed), routed
+        (port,) = free_ports(1)
+        command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+        router = Server(f"http://127.0.0.1:{port}", [*command, "--worker-urls", *copies, "--policy", "round_robin"])
+        with running(tmp_path, router):
+            routed = shares(copies, [f"{router.url}/v1"])
     print(f"requests of the two copies: found directly {direct}, through the router {routed}")
+    assert min(direct) > 0.3 * sum(direct)
+    assert min(routed) > 0.3 * sum(routed)
+
+
+def shares(copies: list[str], urls: list[str]) -> list[float]:
+    """How many of 64 groups' requests each copy answers when they are sent to `urls`."""
+    before = [finished_requests(copy) for copy in copies]
+    assert len(rolled_out(urls, 64)) == 256
+    return [finished_requests(copy) - seen for copy, seen in zip(copies, before, strict=True)]
