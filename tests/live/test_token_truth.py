@@ -165,7 +165,7 @@ def test_random_conversations_keep_masks_and_logprobs_true(live_server, tokenize
             reply = await managed.chat_completion(
                 messages=turns, n=chance.randint(1, 4), max_tokens=chance.choice([2, 10]), temperature=1.3
             )
-            texts = {choice.message.content for choice in reply.choices}
+            texts = {choice.message.content or "" for choice in reply.choices}
             branches += [[*turns, {"role": "assistant", "content": text}] for text in sorted(texts)]
 
     assert_true(*converse(live_server, tokenizer, talk))
