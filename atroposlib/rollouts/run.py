@@ -16,6 +16,7 @@ from typing import Any
 
 from atroposlib.errors import AtroposError
 from atroposlib.paths import write_text_atomic
+from atroposlib.rollouts.collector import RareCollections
 from atroposlib.rollouts.concurrency import AutoConcurrency
 from atroposlib.rollouts.display import ProgressDisplay
 from atroposlib.rollouts.environment import Environment
@@ -120,6 +121,7 @@ class Run:
         )
         self.reports = Reports(env.write_html, compress=config.compress_rollouts and not (where and where.single))
         self._display = ProgressDisplay(self.progress)
+        self._collections = RareCollections()
         self._stop_requested = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         if self.files:
@@ -156,6 +158,7 @@ class Run:
     def mark_running(self, apply_limit: Callable[[int], None] = lambda limit: None) -> None:
         """Set-up is over, rollouts begin. `apply_limit` gets every new limit of `max_num_workers: auto`."""
         self.progress.state = "running"
+        self._collections.begin()
         if self.concurrency:
             self._following = asyncio.create_task(self.concurrency.follow(apply_limit))
 
@@ -245,6 +248,7 @@ class Run:
         if cancelled:
             logger.info("unfinished rollouts given up: %d", cancelled)
         self._release_signals()
+        self._collections.end()
         if self.journal:
             self.journal.close()
         if self.files:
