@@ -15,6 +15,7 @@ from atroposlib.envs.server_handling.openai_wire import (
     parse_completion,
     reply_facts,
     request_body,
+    warm_up,
 )
 from atroposlib.envs.server_handling.reasoning import OFFICIAL_OPENAI_HOST, ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer
@@ -142,6 +143,8 @@ class HttpServer(APIServer):
             self.health.requests_out -= 1
 
     def _start_health_task(self) -> None:
+        if not self.initialized:
+            warm_up()
         self.initialized = True
 
     async def _confirm_up(self) -> bool:

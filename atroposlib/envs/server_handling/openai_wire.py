@@ -1,6 +1,6 @@
 """Between OpenAI-style keyword arguments and the wire, and from reply bytes to OpenAI's result types.
 
-The `openai` package costs 0.6 s of CPU to import, so it is imported by the first reply.
+The `openai` package costs 0.6 s of CPU to import. It is imported while the first request is on its way.
 """
 
 import logging
@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import cache
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -67,6 +68,11 @@ def parse_completion(data: bytes) -> "Completion":
         if choice.get("text") is None:
             choice["text"] = ""
     return _build(_types()[1], parsed)
+
+
+def warm_up() -> None:
+    """Import and build the result types in a thread, so that the first reply finds them."""
+    Thread(target=lambda: (chat_of([("", "stop")], ""), completion_of([("", "stop")], "")), daemon=True).start()
 
 
 def chat_of(results: Sequence[tuple[str, Any]], model: str) -> "ChatCompletion":
