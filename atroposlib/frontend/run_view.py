@@ -55,19 +55,20 @@ class FileRollouts:
 
     def __init__(self) -> None:
         self._tables: list[Table] = []
-        self._joined: Table | None = None
+        self._joined: tuple[int, Table] = (0, concatenate([]))  # of so many files
         self.pending = ""
 
     def add(self, table: Table) -> None:
         """One more file is known. Called from the indexing thread."""
         self._tables.append(table)
-        self._joined = None
 
     def table(self) -> Table:
         """What is known so far."""
-        joined = self._joined
-        if joined is None:
-            joined = self._joined = concatenate(list(self._tables))
+        known = list(self._tables)
+        count, joined = self._joined
+        if count != len(known):
+            joined = concatenate(known)
+            self._joined = (len(known), joined)
         return joined
 
     def group(self, row: int) -> bytes:

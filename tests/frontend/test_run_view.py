@@ -4,6 +4,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from atroposlib.data.index import table_of
+from atroposlib.data.table import concatenate
+from atroposlib.frontend import run_view
 from atroposlib.frontend.run_view import MAX_TOKENS, FileRollouts, make_app
 
 HOSTILE = "<script>alert(1)</script>"
@@ -31,6 +33,22 @@ def client(tmp_path):
     rollouts = FileRollouts()
     rollouts.add(table_of(path))
     return TestClient(make_app(rollouts, decode=lambda ids: [f"t{token}" for token in ids]))
+
+
+def test_a_file_that_becomes_known_while_the_list_is_made_is_in_the_next_list(tmp_path, monkeypatch):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in paths:
+        path.write_text(json.dumps(group([1.0], "sums")) + "\n")
+    rollouts = FileRollouts()
+    rollouts.add(table_of(paths[0]))
+
+    def concatenate_meanwhile(tables):
+        monkeypatch.undo()
+        rollouts.add(table_of(paths[1]))
+        return concatenate(tables)
+
+    monkeypatch.setattr(run_view, "concatenate", concatenate_meanwhile)
+    assert [len(rollouts.table().groups) for _ in range(2)] == [1, 2]
 
 
 FILTERS = {
