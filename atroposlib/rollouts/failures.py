@@ -41,15 +41,28 @@ def describe_error(error: BaseException) -> str:
 
 @dataclass(slots=True)
 class TaskHealth:
-    """Which tasks still work. Pure bookkeeping."""
+    """Which tasks still work. Pure bookkeeping.
 
-    task_limit: int  # failures in a row after which a task is set aside
-    run_limit: int  # failures in a row, over all tasks, after which the run stops
+    Rollouts that run count as successes to come: refusals are quick and answers are slow, so that at the start of a
+    run many failures may come before the first success.
+    """
+
+    task_limit: int  # failures in a row, beyond the rollouts that run, after which a task is set aside
+    run_limit: int  # the same over all tasks, after which the run stops
     set_aside: dict[str, str] = field(default_factory=dict)  # task -> reason
     run_in_a_row: int = 0
     last_reason: str = ""
     _in_a_row: Counter[str] = field(default_factory=Counter)
+    _running: Counter[str] = field(default_factory=Counter)
     _healthy: set[str] = field(default_factory=set)
+
+    def started(self, task: str) -> None:
+        """A rollout of this task begins; `ended` follows."""
+        self._running[task] += 1
+
+    def ended(self, task: str) -> None:
+        """A rollout of this task is over, whatever came of it."""
+        self._running[task] -= 1
 
     def succeeded(self, task: str) -> None:
         """A rollout of this task came to an end without failing."""
@@ -67,7 +80,8 @@ class TaskHealth:
         if kind in RETRIED_CLASSES:
             return False
         self._in_a_row[task] += 1
-        if self._in_a_row[task] < self.task_limit or task in self.set_aside:
+        others = max(0, self._running[task] - 1)  # the one that failed is just ending
+        if self._in_a_row[task] < self.task_limit + others or task in self.set_aside:
             return False
         self.set_aside[task] = f"{self._in_a_row[task]} failures in a row, the last one: {reason}"
         return True
@@ -75,7 +89,7 @@ class TaskHealth:
     @property
     def nothing_works(self) -> bool:
         """So many failures in a row that going on is spinning."""
-        return self.run_in_a_row >= self.run_limit
+        return self.run_in_a_row >= self.run_limit + self._running.total()
 
     def summary(self) -> str:
         """Why nothing works, in one sentence."""

@@ -166,11 +166,13 @@ class RolloutPool:
         self._running_items[work.uuid] = {"item": work.item, "worker": task, "start_time": work.started_at}
         self._tasks.add(task)
         self._works[task] = work
+        self._health.started(work.task)
         task.add_done_callback(lambda done: self._ended(work, done))
 
     def _ended(self, work: Work, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._works.pop(task, None)
+        self._health.ended(work.task)
         entry = self._running_items.get(work.uuid)
         if entry is not None and entry["worker"] is task:  # a failed try may have been started again already
             del self._running_items[work.uuid]

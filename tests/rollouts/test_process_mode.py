@@ -62,11 +62,31 @@ async def test_failed_items_are_replaced_by_later_ones(tmp_path):
 
 
 async def test_when_everything_fails_the_run_stops_with_one_sentence(tmp_path):
-    env = process_env(tmp_path, fail_every=1, task_failure_limit=TASK_LIMIT)
+    env = process_env(tmp_path, fail_every=1, task_failure_limit=TASK_LIMIT, max_num_workers=1)
     with pytest.raises(AtroposError, match=r"every task was set aside \(counting: 4 failures in a row.*cannot score"):
         await env.process_manager()
     assert len(env.started) < 30
     assert json.loads((tmp_path / "counting_progress_main.json").read_text())["state"] == "failed"
+
+
+class SlowAnswersEnv(CountingEnv):
+    """Half of the items fail at once, before any of the others has its answer."""
+
+    async def collect_trajectories(self, item):
+        if item["number"] % 2:
+            raise VerifierFault("refused")
+        while len(self.started) < 10:
+            await asyncio.sleep(0)
+        return await super().collect_trajectories(item)
+
+    async def get_item(self, index):
+        self.started.append(index)
+        return await super().get_item(index)
+
+
+async def test_quick_failures_before_the_first_slow_answer_set_nothing_aside(tmp_path):
+    env = process_env(tmp_path, SlowAnswersEnv, total_steps=10, task_failure_limit=2, max_num_workers=6)
+    assert (await env.process_manager()).groups == 10
 
 
 class MixtureEnv(CountingEnv):
