@@ -49,13 +49,12 @@ class BatchResponse(Response):
         """The next batch in the form that the client accepts, or `{"batch":null}`."""
         while (batch := await service.next_batch(lease_s)) is not None:
             try:
-                groups = await service.contents(batch)
+                return cls(service, batch, *await _packed(request, batch, await service.contents(batch)))
             except GroupLost:
                 continue
             except BaseException:
                 await service.not_sent(batch)
                 raise
-            return cls(service, batch, *await _packed(request, batch, groups))
         return Response(b'{"batch":null}', media_type="application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,13 +104,16 @@ class BatchResponse(Response):
 
 
 async def _packed(request: Request, batch: Batch, groups: list[bytes]) -> tuple[list[bytes], dict[str, str]]:
-    """Body parts and headers: binary when accepted by name, gzip for other machines that want it, else plain JSON.
+    """Body parts and headers: binary when accepted by name and possible, gzip for others that want it, else plain JSON.
 
     On this machine gzip would cost seconds of CPU and save nothing.
     """
     batch_id = batch.batch_id if batch.expires is not None else None
     if BINARY_TYPE in request.headers.get("accept", ""):
-        return await asyncio.to_thread(encode_batch, groups, batch_id), {"content-type": BINARY_TYPE}
+        try:
+            return await asyncio.to_thread(encode_batch, groups, batch_id), {"content-type": BINARY_TYPE}
+        except OverflowError:
+            logger.info("batch goes as JSON, it has an integer of more than 64 bits: number=%d", batch.number)
     end = b"]}" if batch_id is None else b'],"batch_id":%s}' % msgspec.json.encode(batch_id)
     parts = [b'{"batch":[', groups[0]]
     for group in groups[1:]:

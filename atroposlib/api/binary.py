@@ -9,6 +9,7 @@ per sequence, that share the received buffer.
 """
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,14 +20,15 @@ BINARY_TYPE = "application/vnd.atropos.batch"
 _INT_ROWS, _FLOAT_ROWS = 1, 2
 _MATRICES = dict.fromkeys(("tokens", "masks"), _INT_ROWS)
 _MATRICES |= dict.fromkeys(("advantages", "ref_logprobs", "inference_logprobs"), _FLOAT_ROWS)
+_ABSENT = (msgspec.Raw(b"null"), msgspec.Raw(b"[]"))
+_encode = msgspec.msgpack.Encoder().encode
+_split = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _DTYPES = {_INT_ROWS: np.dtype("<i4"), _FLOAT_ROWS: np.dtype("<f4")}
 
 
 def encode_batch(groups: list[bytes], batch_id: str | None) -> list[bytes]:
-    """The body parts of a batch, from the groups' JSON."""
-    encoder = msgspec.msgpack.Encoder()
-    decoded = [_packed(msgspec.json.decode(group)) for group in groups]
-    return [encoder.encode({"batch": decoded, "batch_id": batch_id})]
+    """The body parts of a batch, from the groups' JSON; OverflowError when an integer needs more than 64 bits."""
+    return [_encode({"batch": [_packed(_split(group)) for group in groups], "batch_id": batch_id})]
 
 
 def decode_batch(body: bytes) -> dict[str, Any]:
@@ -34,16 +36,26 @@ def decode_batch(body: bytes) -> dict[str, Any]:
     return msgspec.msgpack.decode(body, ext_hook=_unpack_rows)
 
 
-def _packed(group: dict[str, Any]) -> dict[str, Any]:
-    for name, code in _MATRICES.items():
-        if group[name]:
-            group[name] = msgspec.msgpack.Ext(code, _pack_rows(group[name], _DTYPES[code]))
-    return group
+def _packed(group: dict[str, msgspec.Raw]) -> dict[str, Any]:
+    packed: dict[str, Any] = {}
+    for name, text in group.items():
+        code = _MATRICES.get(name)
+        if code is None or text in _ABSENT:
+            packed[name] = msgspec.json.decode(text)
+        else:
+            packed[name] = msgspec.msgpack.Ext(code, _pack_rows(_READERS[code](text), _DTYPES[code]))
+    return packed
 
 
-def _pack_rows(rows: list[list[float]], dtype: np.dtype) -> bytes:
+def _integer_rows(text: msgspec.Raw) -> list[np.ndarray]:
+    """The rows of a JSON matrix of integers, without making Python numbers."""
+    rows = bytes(text).strip()[1:-1].split(b"]")[:-1]
+    return [np.fromstring(row[row.index(b"[") + 1 :], np.int32, sep=",") for row in rows]
+
+
+def _pack_rows(rows: Sequence[Sequence[float] | np.ndarray], dtype: np.dtype) -> bytes:
     header = struct.pack(f"<{len(rows) + 1}I", len(rows), *map(len, rows))
-    return header + b"".join([np.array(row, dtype=dtype).tobytes() for row in rows])
+    return header + b"".join([np.asarray(row, dtype).tobytes() for row in rows])
 
 
 def _unpack_rows(code: int, data: memoryview) -> list[np.ndarray]:
@@ -52,3 +64,6 @@ def _unpack_rows(code: int, data: memoryview) -> list[np.ndarray]:
     values = np.frombuffer(data, dtype=_DTYPES[code], offset=4 * (count + 1))
     ends = np.cumsum(lengths)
     return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+_READERS = {_INT_ROWS: _integer_rows, _FLOAT_ROWS: msgspec.json.Decoder(list[list[float]]).decode}

@@ -23,7 +23,7 @@ import msgspec
 
 from atroposlib.api.queue import Batch, Group, Place
 from atroposlib.api.segments import SegmentFiles
-from atroposlib.api.store import Change, NewGroup, Snapshot, StorageFull
+from atroposlib.api.store import Change, NewGroup, Snapshot, StorageFull, over_limit
 from atroposlib.errors import ConfigError
 from atroposlib.paths import writable_dir
 
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 RESERVE_BYTES = 4 << 20
 """Kept free for the index, so that a full disk stops new groups but never the delivery of old ones."""
+
+ROOM_BYTES = 1 << 20
+"""A disk with less room than this is called full before a group meets its end."""
 
 _SCHEMA_VERSION = 2
 _SCHEMA = """
@@ -78,11 +81,8 @@ class DiskStore:
 
     async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
         size = sum(group.length for group in groups)
-        if self._max_bytes is not None and self.bytes_used() + size > self._max_bytes:
-            raise StorageFull(
-                f"groups take {self.bytes_used() / 1e6:.0f} of the {self._max_bytes / 1e6:.0f} MB of --max-queue-mb; "
-                "they are taken again when the trainer has taken batches"
-            )
+        if (reason := over_limit(self.bytes_used() + size, self._max_bytes)) is not None:
+            raise StorageFull(reason)
         return await self._submit(_Job(groups=groups))
 
     async def change(self, change: Change) -> None:
@@ -112,6 +112,15 @@ class DiskStore:
 
     def bytes_used(self) -> int:
         return self._segments.bytes_used()
+
+    def why_full(self) -> str | None:
+        if (reason := over_limit(self.bytes_used() + 1, self._max_bytes)) is not None:
+            return reason
+        missing_reserve = 0 if self._reserve.exists() else RESERVE_BYTES
+        return None if self._segments.has_room(ROOM_BYTES, spare=missing_reserve) else _no_space(self.folder)
+
+    def is_stuck(self) -> bool:
+        return not self._thread.is_alive()
 
     async def close(self) -> None:
         self._jobs.put(_Job())
@@ -321,10 +330,14 @@ class DiskStore:
         except OSError as error:
             self._reserve.unlink()
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StorageFull(f"no space left in {self.folder}; groups are taken again when there is") from error
+                raise StorageFull(_no_space(self.folder)) from error
             raise
         finally:
             os.close(fd)
+
+
+def _no_space(folder: Path) -> str:
+    return f"no space left in {folder}; groups are taken again when there is"
 
 
 def _finish(job: _Job, *, result: Any = None, error: Exception | None = None) -> None:

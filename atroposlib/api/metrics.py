@@ -81,6 +81,8 @@ class _State(Collector):
         yield _gauge("atropos_leased_batches", "Batches on lease.", len(queue.leased))
         yield _gauge("atropos_returned_batches", "Formed batches that came back.", len(queue.returned))
         yield _gauge("atropos_store_bytes", "Bytes that stored groups take.", service.store.bytes_used())
+        full = service.store.why_full() is not None
+        yield _gauge("atropos_storage_full", "1 while groups are refused for want of room.", full)
         per_env = GaugeMetricFamily(
             "atropos_env_queue_sequences", "Sequences that wait, per environment.", labels=["env"]
         )

@@ -27,6 +27,7 @@ MAX_NESTING = 64
 MAX_TOKEN_ID = 2**31 - 1
 _JOINED_BYTES = 1 << 12
 _NULL = msgspec.Raw(b"null")
+_EMPTY = msgspec.Raw(b"[]")
 _PER_SEQUENCE = (
     "advantages",
     "ref_logprobs",
@@ -184,7 +185,7 @@ def _check(raw: RawGroup, proven: Mapping[str, Matrix]) -> Payload:
     _same_shape("masks", rows("masks"), lengths)
     scores = _scores(raw.scores, len(lengths))
     for name in FLOAT_ROWS:
-        if getattr(raw, name) in (_NULL, b"[]"):
+        if getattr(raw, name) in (_NULL, _EMPTY):
             continue
         if name == "advantages":  # upstream trainers accept one advantage per sequence as well as one per token
             _same_count(name, len(rows(name)), len(lengths))

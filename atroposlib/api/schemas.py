@@ -228,7 +228,7 @@ class BatchAnswer(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether groups can be stored now."""
+    """Whether the server lives and can store groups."""
 
-    status: str = Field(description="`ok`, or `storage full`.")
-    detail: str | None = None
+    status: str = Field(description="`ok`, `storage full` (passes by itself), or `stuck` (restart it).")
+    detail: str | None = Field(None, description="Why it is not `ok`.")

@@ -80,6 +80,14 @@ class SegmentFiles:
         """Bytes written to files that exist."""
         return sum(segment.end for segment in list(self._segments.values()))
 
+    def has_room(self, size: int, *, spare: int) -> bool:
+        """Whether `size` more bytes fit: where blocks are held already, or on the disk besides `spare` for others."""
+        used = self._segments.get(self._last)
+        if self._fd >= 0 and used is not None and used.end + size <= self._capacity and not spare:
+            return True
+        disk = os.statvfs(self._folder)
+        return disk.f_bavail * disk.f_frsize >= size + spare
+
     def append(self, groups: Sequence[NewGroup]) -> list[Place]:
         """Write groups as one commit; they are on disk when this returns.
 

@@ -325,10 +325,23 @@ def _add_common_routes(api: FastAPI) -> None:
         await service.reset()
         return PlainTextResponse("Reset successful")
 
-    @api.get("/health", response_model=schemas.Health)
-    async def health() -> dict[str, str]:
-        """Answers while the server lives. Needs no token."""
-        return {"status": "ok"}
+    @api.get(
+        "/health",
+        response_model=schemas.Health,
+        response_model_exclude_none=True,
+        responses={503: {"model": schemas.Health, "description": "Only a restart helps."}},
+    )
+    async def health(service: Service) -> Response:
+        """Whether the server lives, and whether it can store groups. Needs no token.
+
+        200 with `storage full` while groups are answered 503 for want of room: batches go on, it passes by itself,
+        and a restart would not help. 503 with `stuck` when only a restart helps.
+        """
+        if service.store.is_stuck():
+            return JSONResponse({"status": "stuck", "detail": "the writing thread has ended"}, status_code=503)
+        if (reason := service.store.why_full()) is not None:
+            return JSONResponse({"status": "storage full", "detail": reason})
+        return JSONResponse({"status": "ok"})
 
     @api.get("/metrics", response_class=PlainTextResponse)
     async def metrics(service: Service) -> Response:

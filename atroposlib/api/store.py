@@ -110,9 +110,27 @@ class Store(Protocol):
         """Bytes that groups take up now."""
         ...
 
+    def why_full(self) -> str | None:
+        """Why a group that came now would meet StorageFull, in a sentence; None when there is room. Cheap."""
+        ...
+
+    def is_stuck(self) -> bool:
+        """Whether nothing can be written any more until the process starts again."""
+        ...
+
     async def close(self) -> None:
         """Write out what is pending and let go of files."""
         ...
+
+
+def over_limit(used: int, max_bytes: int | None) -> str | None:
+    """What to say when `used` bytes of at most `max_bytes` wait; None when that is allowed."""
+    if max_bytes is None or used <= max_bytes:
+        return None
+    return (
+        f"groups take {used / 1e6:.1f} of the {max_bytes / 1e6:.1f} MB of --max-queue-mb; "
+        "they are taken again when the trainer has taken batches"
+    )
 
 
 class MemoryStore:
@@ -129,8 +147,8 @@ class MemoryStore:
 
     async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
         size = sum(group.length for group in groups)
-        if self.max_bytes is not None and self._bytes + size > self.max_bytes:
-            raise StorageFull(f"{self._bytes} bytes are queued of at most {self.max_bytes}; the trainer must take some")
+        if (reason := over_limit(self._bytes + size, self.max_bytes)) is not None:
+            raise StorageFull(reason)
         self._bytes += size
         self._contents.update((group.number, b"".join(group.content)) for group in groups)
         self._ids.update(group.group_id for group in groups if group.group_id is not None)
@@ -159,6 +177,12 @@ class MemoryStore:
 
     def bytes_used(self) -> int:
         return self._bytes
+
+    def why_full(self) -> str | None:
+        return over_limit(self._bytes + 1, self.max_bytes)
+
+    def is_stuck(self) -> bool:
+        return False
 
     async def close(self) -> None:
         pass

@@ -1,6 +1,7 @@
 """Our clients against a real server, which is killed and reset under them."""
 
 import asyncio
+import json
 import logging
 
 import numpy as np
@@ -39,6 +40,18 @@ async def test_groups_go_in_and_come_out_as_json_and_as_arrays(server):
         await trainer.ack(compact.batch_id)
         assert (await trainer.status())["current_step"] == 2
         await env.disconnect()
+
+
+async def test_what_the_binary_form_cannot_hold_comes_as_json(server):
+    async with EnvClient(server.url) as env, TrainerClient(server.url) as trainer:
+        await trainer.register({**REGISTRATION, "batch_size": 4})
+        await trainer.batch()
+        await env.register(ENV)
+        body = json.dumps(make_group(1, generation_params={"seed": 2**70})).encode()
+        await env._call("POST", "/scored_data", body=body)
+        batch = await trainer.batch(binary=True)
+        assert batch.groups[0]["generation_params"] == {"seed": 2**70}
+        assert batch.groups[0]["tokens"] == make_group(1)["tokens"]
 
 
 async def test_clients_register_again_by_themselves_after_a_reset(server):

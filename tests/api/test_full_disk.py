@@ -47,6 +47,10 @@ async def test_a_full_disk_answers_503_loses_nothing_and_goes_on_when_there_is_r
         client = await started(app)
         stored = await fill(client)
         assert len(stored) >= 8
+        full = await client.get("/health")
+        assert (full.status_code, full.json()["status"]) == (200, "storage full")
+        assert "no space left" in full.json()["detail"]
+        assert "atropos_storage_full 1.0" in (await client.get("/metrics")).text
         taken = []
         while (batch := uids(await client.get("/batch"))) is not None:
             taken += batch
@@ -56,6 +60,7 @@ async def test_a_full_disk_answers_503_loses_nothing_and_goes_on_when_there_is_r
         assert stored[: len(taken)] == taken
         assert len(stored) - len(taken) < 2
         assert len(taken) >= 12
+        assert (await client.get("/health")).json() == {"status": "ok"}
         await app.state.service.store.close()
 
 
@@ -75,3 +80,17 @@ async def test_a_full_disk_after_a_restart_still_has_everything(tmp_path, monkey
     again = create_app(ApiSettings(state_dir=tmp_path / "state"))
     assert uids(await client_of(again).get("/batch")) == [1, 3]
     await again.state.service.store.close()
+
+
+async def test_health_names_a_reached_queue_limit_and_a_server_that_only_a_restart_can_help(tmp_path):
+    app = create_app(ApiSettings(state_dir=tmp_path / "state", max_queue_mb=0.01))
+    client = await started(app)
+    assert (await client.get("/health")).json() == {"status": "ok"}
+    while (await client.post("/scored_data", json=make_group(1))).status_code == 200:
+        pass
+    full = await client.get("/health")
+    assert full.status_code == 200
+    assert "--max-queue-mb" in full.json()["detail"]
+    await app.state.service.store.close()
+    assert (await client.get("/health")).json() == {"status": "stuck", "detail": "the writing thread has ended"}
+    assert (await client.get("/health")).status_code == 503
