@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from atroposlib.envs.kept_evaluation import kept_responses
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EnvironmentFault
-from atroposlib.paths import expand_path, write_text_atomic
+from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 from atroposlib.utils.display import display_metrics_table
 from atroposlib.utils.eval_statistics import (
     Interval,
@@ -156,7 +157,7 @@ class EvalBase(ABC):
         return await server.chat_completion(messages=messages, **self.get_generation_params())
 
     async def __call__(self, server_manager: ServerManager) -> dict[str, float]:
-        """Run every item and write the results.
+        """Run every item and write the results; with an `eval_dir`, finished responses outlive a kill.
 
         A failed item counts in `failed_items` and in no other metric; its traceback is logged.
 
@@ -164,7 +165,7 @@ class EvalBase(ABC):
             EnvironmentFault: every item failed, or there are none.
         """
         start = time.time()
-        outcomes = await self._run_items(server_manager)
+        outcomes = await self._run_kept(server_manager)
         done = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
         metrics = _averages([item_metrics for item_metrics, _ in done])
         if len(done) < len(outcomes):
@@ -182,6 +183,13 @@ class EvalBase(ABC):
             verbose=self.verbose,
         )
         return metrics
+
+    async def _run_kept(self, server_manager: ServerManager) -> list[tuple[dict[str, float], Any] | BaseException]:
+        if self.eval_dir is None:
+            return await self._run_items(server_manager)
+        folder = writable_dir(self.eval_dir, what="eval_dir")
+        with kept_responses(server_manager, folder):
+            return await self._run_items(server_manager)
 
     async def _run_items(self, server_manager: ServerManager) -> list[tuple[dict[str, float], Any] | BaseException]:
         slots = asyncio.Semaphore(self.max_concurrent)

@@ -7,7 +7,6 @@ once a second.
 """
 
 import asyncio
-import fcntl
 import logging
 import os
 from collections import deque
@@ -19,9 +18,9 @@ from typing import Any
 
 import orjson
 
-from atroposlib.errors import LaunchError
 from atroposlib.rollouts.ledger import REJECTED, Entry, Ledger, describe, read_ledger, read_line
 from atroposlib.rollouts.locations import RunFiles
+from atroposlib.rollouts.lock import take_lock
 from atroposlib.rollouts.shards import ItemLines, ShardWriter, open_append, sync_and_close, write_all
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class RolloutFiles:
         self.files = files
         self._accept_score = accept_score
         files.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(files.beside("lock"))
+        self._lock = take_lock(files.beside("lock"), otherwise="give this run another --env.run_name")
         _remove_packed(files)
         self.ledger: Ledger = read_ledger(files, accept_score=accept_score, keep_unacknowledged=sends)
         self.run_id = _run_id(self.ledger)
@@ -190,22 +189,6 @@ async def _uncancelled(done: asyncio.Future[None]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([done])
         raise
-
-
-def _lock(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        pid = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
-        raise LaunchError(
-            f"{path.with_suffix('')} is being written by process {pid}; wait for it, stop it, or give this run "
-            "another --env.run_name"
-        ) from None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
-    return descriptor
 
 
 def _remove_packed(files: RunFiles) -> None:

@@ -116,6 +116,8 @@ class ResponseJournal:
         place = _Place(self._number, self._size - len(payload), len(payload))
         self._places.setdefault(piece.item_key, {}).setdefault(piece.sample, []).append(place)
         self._living[self._number] += 1
+        if piece.reply is not None:
+            del drafts[piece.sample]  # nothing more will come
 
     def close(self) -> None:
         """Close the segment, and remove it when nothing in it is needed."""

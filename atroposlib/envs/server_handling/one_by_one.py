@@ -42,20 +42,23 @@ class Asker(Protocol):
 class OneByOne:
     """Asks for responses one by one and keeps them in the journal of the run."""
 
-    def __init__(self, journal: ResponseJournal, *, streams: bool, seed: int | None) -> None:
+    def __init__(self, journal: ResponseJournal, *, streams: bool, seed: int | None, evaluations: bool = False) -> None:
         """
         Args:
             streams: journal responses in the making, where the engine can continue them.
             seed: every response gets its own seed, derived from this and its name; None: no seed is sent unless the
                 caller gives one.
+            evaluations: keep the responses of evaluations, too.
         """
         self._journal = journal
         self._streams = streams
         self._seed = seed
+        self._evaluations = evaluations
 
     def applies(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a request belongs to a rollout, so that its responses are kept; evaluations do not."""
-        return kwargs.get("split", "train") == "train" and current_work.get() is not None
+        """Whether a request belongs to something whose responses are kept."""
+        is_kept = self._evaluations or kwargs.get("split", "train") == "train"
+        return is_kept and current_work.get() is not None
 
     async def chat(self, server: Asker, kwargs: dict[str, Any]) -> "ChatCompletion":
         """As `APIServer.chat_completion`."""

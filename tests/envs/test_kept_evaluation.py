@@ -1,0 +1,126 @@
+"""evaluate, killed and started again."""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from evaluating_env import QUESTIONS
+
+from atroposlib.envs.eval import EvalBase
+from atroposlib.envs.kept_evaluation import kept_responses
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import LaunchError
+from tests.fake_engine import FakeEngine, running_engine
+
+SCRIPT = Path(__file__).with_name("evaluating_env.py")
+TESTS = SCRIPT.parent.parent
+
+
+@pytest.fixture
+async def engine():
+    async with running_engine() as started:
+        started.held = asyncio.Event()
+        started.held.set()
+        yield started
+
+
+async def start(engine: FakeEngine, folder: Path, *extra: str) -> asyncio.subprocess.Process:
+    arguments = [
+        "evaluate",
+        "--env.data_dir_to_save_evals",
+        str(folder),
+        "--openai.base_url",
+        f"{engine.url}/v1",
+        *extra,
+    ]
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+    return await asyncio.create_subprocess_exec(
+        sys.executable, str(SCRIPT), *arguments, env=environment, stderr=asyncio.subprocess.PIPE
+    )
+
+
+async def killed_in_the_middle(engine: FakeEngine, folder: Path) -> int:
+    """Kill an evaluation while one request hangs; how many were answered."""
+    assert engine.held is not None
+    process = await start(engine, folder)
+    async with asyncio.timeout(60):
+        while len(engine.requests) < 4:
+            await asyncio.sleep(0.001)
+        engine.held.clear()
+        asked = -1
+        while asked != len(engine.requests) or not engine.running:
+            asked = len(engine.requests)
+            await asyncio.sleep(0.05)
+    process.kill()
+    await process.communicate()
+    engine.held.set()
+    return len(engine.requests) - 1
+
+
+def results(folder: Path) -> tuple[float, list[int]]:
+    metrics = json.loads((folder / "metrics.json").read_text())["results"]["all"]
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return metrics["eval/accuracy"], [sample["number"] for sample in samples]
+
+
+@pytest.mark.parametrize("extra", [[], ["--fresh"]], ids=["goes on", "starts anew with --fresh"])
+async def test_an_evaluation_killed_in_the_middle(engine, tmp_path, extra):
+    answered = await killed_in_the_middle(engine, tmp_path)
+    assert 0 < answered < QUESTIONS
+    assert not (tmp_path / "metrics.json").exists()
+    engine.requests.clear()
+    process = await start(engine, tmp_path, *extra)
+    _, log = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, log
+    assert results(tmp_path) == (1.0, list(range(QUESTIONS)))
+    asked = [body["messages"][0]["content"] for _, body in engine.requests]
+    first = 0 if extra else answered
+    assert asked == [f"question {number}" for number in range(first, QUESTIONS)]
+    assert list(tmp_path.glob("evaluate.journal.*")) == []
+
+
+async def test_an_evaluation_that_ended_well_is_made_anew(engine, tmp_path):
+    for _ in range(2):
+        process = await start(engine, tmp_path)
+        _, log = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 0, log
+    assert len(engine.requests) == 2 * QUESTIONS
+
+
+class Two(EvalBase):
+    def setup_data(self):
+        return ["one", "two"]
+
+    async def run_item(self, server, data_item):
+        reply = await self.chat_completion(server, [{"role": "user", "content": data_item}])
+        return {"choices": float(len(reply.choices))}, data_item
+
+
+async def test_a_benchmark_that_is_stopped_goes_on_choice_by_choice(engine, tmp_path):
+    manager = ServerManager([APIServerConfig(model_name="fake", base_url=f"{engine.url}/v1")])
+    benchmark = Two(pass_at_n=3, eval_dir=str(tmp_path), max_concurrent=1)
+
+    async def stopped():
+        with kept_responses(manager, tmp_path):
+            await benchmark.run_item(manager, "one")
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        await stopped()
+    assert await benchmark(manager) == {"choices": 3.0}
+    assert [body["messages"][0]["content"] for _, body in engine.requests] == ["one"] * 3 + ["two"] * 3
+    await manager.close()
+
+
+async def test_two_evaluations_do_not_share_a_folder(tmp_path):
+    manager = ServerManager([APIServerConfig(model_name="fake", base_url="http://127.0.0.1:1/v1")])
+    with (
+        kept_responses(manager, tmp_path),
+        pytest.raises(LaunchError, match=f"written by process {os.getpid()}; .* another folder"),
+        kept_responses(manager, tmp_path),
+    ):
+        pass
