@@ -307,11 +307,19 @@ class BaseEnv(TrainerSide):
         return await run_process(self)
 
     async def _run_evaluate(self) -> None:
-        if self.config.data_dir_to_save_evals and self.settings_text:
-            folder = writable_dir(self.config.data_dir_to_save_evals, what="env.data_dir_to_save_evals")
+        """`setup` and `evaluate`; with a folder for the results, the same command goes on after a kill."""
+        if not self.config.data_dir_to_save_evals:
+            await self.setup()
+            await self.evaluate()
+            return
+        from atroposlib.envs.kept_evaluation import kept_responses
+
+        folder = writable_dir(self.config.data_dir_to_save_evals, what="env.data_dir_to_save_evals")
+        if self.settings_text:
             write_text_atomic(folder / "evaluate_config.yaml", self.settings_text)
-        await self.setup()
-        await self.evaluate()
+        with kept_responses(self.server, folder, fresh=self.fresh):
+            await self.setup()
+            await self.evaluate()
 
     # -- one rollout -----------------------------------------------------------------------------------------------
 

@@ -122,8 +122,8 @@ class ServerManager:
         """Log-probabilities of a given prompt, see `APIServer.get_logprobs`."""
         return await pick_server(self.servers, kwargs.get("split", "train")).get_logprobs(**kwargs)
 
-    def keep_responses(self, one_by_one: OneByOne) -> None:
-        """From now on ask for the responses of rollouts one by one, and keep each."""
+    def keep_responses(self, one_by_one: OneByOne | None) -> None:
+        """From now on ask for the responses of rollouts one by one, and keep each; None: not any more."""
         for server in self.servers:
             if isinstance(server, APIServer):
                 server.one_by_one = one_by_one
