@@ -43,6 +43,9 @@ class SftOptions(BaseModel):
         default=None, description="Folder, .gguf, embedded model or hub name; needed for prefix."
     )
     pack: PositiveInt | None = Field(default=None, description="tokens only: fill rows of up to this many tokens.")
+    by_item: bool = Field(
+        default=False, description="In the order of the problems, whichever was finished first; else as recorded."
+    )
     append: bool = Field(default=False, description="Add to an existing output.")
     overwrite: bool = Field(default=False, description="Replace an existing output.")
 

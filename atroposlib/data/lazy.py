@@ -53,10 +53,16 @@ class LazyGroup(msgspec.Struct):
         return total, total - int(np.count_nonzero(mask == ord("-")))  # only -100 is negative
 
     def item_hash(self) -> int:
-        """64 bits naming the item: its recorded key, else its prompt, else its responses."""
+        """64 bits naming the item: its recorded key, else its prompt, else its responses.
+
+        Items with a number for a key sort by it, before all others.
+        """
         if self.item_key is None:
             return self.prompt_hash() or hash64(b"".join(map(bytes, self.tokens or self.messages or [])))
-        return hash64(f"{self.env or ''}\0{self.task or ''}\0{self.item_key}".encode())
+        whose = f"{self.env or ''}\0{self.task or ''}\0"
+        if self.item_key.isdecimal() and len(self.item_key) < _NUMBER_DIGITS:
+            return int(self.item_key) << 24 | hash64(whose.encode()) >> 40
+        return hash64((whose + self.item_key).encode()) | 1 << 63
 
     def prompt_hash(self) -> int:
         """64 bits naming the first response's prompt: the ids before the first trained one, else its messages.
@@ -71,6 +77,8 @@ class LazyGroup(msgspec.Struct):
         prompt = _prompt_messages(bytes(self.messages[0])) if self.messages else b""
         return hash64(prompt) if prompt else 0
 
+
+_NUMBER_DIGITS = 12  # 39 bits
 
 _PROMPT_MASK = re.compile(rb"\[\s*(?:-100\s*,?\s*)*")
 _decoder = msgspec.json.Decoder(LazyGroup)

@@ -117,9 +117,9 @@ def _read(stream: BinaryIO, path: Path) -> bytes:
 
 
 class SpanReader:
-    """Reads stretches of one file, each behind the last, without what lies between (zstd: decompressed, but dropped).
+    """Reads stretches of one file without what lies between (zstd: decompressed, but dropped).
 
-    A context manager.
+    Going back costs nothing, but begins anew in a zstd file. A context manager.
     """
 
     def __init__(self, path: Path) -> None:
@@ -131,6 +131,10 @@ class SpanReader:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
         self._stream.close()
 
     def read(self, start: int, end: int) -> bytes:
@@ -139,6 +143,9 @@ class SpanReader:
         Raises:
             DataError: the file ends before.
         """
+        if start < self._at and not self._stream.seekable():
+            self._stream.close()
+            self._stream, self._at = _open(self._path), 0
         _skip(self._stream, start - self._at)
         data = self._stream.read(end - start)
         self._at = end

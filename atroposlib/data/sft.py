@@ -45,7 +45,9 @@ def export_sft(
     selection = select(table, policy)
     require_survivors(table, selection.steps)
     converter.check_tokenizer(table, selection.keep)
-    records = converter.records(table.read(selection.keep, advance, with_ids=converter.needs_ids))
+    records = converter.records(
+        table.read(selection.keep, advance, with_ids=converter.needs_ids, by_item=options.by_item)
+    )
     count = 0
     with written_whole(target, append=options.append) as writer:
         for record in pack(records, options.pack) if options.pack else records:

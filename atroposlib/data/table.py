@@ -19,6 +19,8 @@ from atroposlib.type_definitions import Array
 FINISH_REASONS = ("unknown", "stop", "length", "abort", "tool_calls")
 UNKNOWN_LENGTH = -1
 
+_OPEN_FILES = 16
+
 GROUP = np.dtype(
     [
         ("file", "u2"),  # index into Table.files
@@ -81,24 +83,35 @@ class Table:
         group = self.groups[response["group"]]
         return f"{self.files[group['file']]}:{group['line']}[{response['index']}]"
 
-    def read(self, keep: Array, advance: Advance = ignore, *, with_ids: bool = True) -> Iterator[Chosen]:
+    def read(
+        self, keep: Array, advance: Advance = ignore, *, with_ids: bool = True, by_item: bool = False
+    ) -> Iterator[Chosen]:
         """The groups with at least one response in `keep` ([responses] of bool), in order; no other line is read.
 
         Args:
             advance: told the bytes of every line gone past.
             with_ids: False: `tokens` and `masks` may be missing, which saves reading most of the file.
+            by_item: in the order of the items, which does not depend on which of them was finished first, instead of
+                the order of the files.
 
         Raises:
             DataError: a file has changed since it was scanned.
         """
-        groups = np.unique(self.responses["group"][keep])
-        for file, path in enumerate(self.files):
-            wanted = self.groups[groups[self.groups["file"][groups] == file]]
-            if len(wanted):
-                with SpanReader(path) as reader:
-                    for row in wanted:
-                        advance(int(row["size"]))
-                        yield self._read_group(reader, path, row, keep, with_ids)
+        wanted = self.groups[np.unique(self.responses["group"][keep])]
+        if by_item:
+            wanted = wanted[np.argsort(wanted["item"], kind="stable")]
+        readers: dict[int, SpanReader] = {}  # by file, the one used last at the end
+        try:
+            for row in wanted:
+                file = int(row["file"])
+                if file not in readers and len(readers) >= _OPEN_FILES:
+                    readers.pop(next(iter(readers))).close()
+                readers[file] = reader = readers.pop(file, None) or SpanReader(self.files[file])
+                advance(int(row["size"]))
+                yield self._read_group(reader, self.files[file], row, keep, with_ids)
+        finally:
+            for reader in readers.values():
+                reader.close()
 
     def _read_group(self, reader: SpanReader, path: Path, row: Any, keep: Array, with_ids: bool) -> Chosen:
         line = Line(path, int(row["line"]), int(row["offset"]), _read_json(reader, row, with_ids), True)

@@ -20,7 +20,7 @@ def _export(entry: ExportConfig, run_dir: Path, model: Model) -> Path | None:
     from atroposlib.data.sft import SftOptions, export_sft, simple_policy
 
     policy = simple_policy(above=entry.above_score, top_n=entry.top_n_per_problem)
-    options = SftOptions(format=entry.format, tokenizer=model.tokenizer, overwrite=True)
+    options = SftOptions(format=entry.format, tokenizer=model.tokenizer, overwrite=True, by_item=True)
     output = run_dir / entry.path
     try:
         report = export_sft(run_dir / "rollouts", output, policy, options)
