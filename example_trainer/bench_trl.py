@@ -122,6 +122,7 @@ class _Watch:
         self.timing = Timing(f"TRL, {batch} sequences per forward pass")
         self._device = work.device
         self._spent: Counter[str] = Counter()
+        self._started = 0.0
 
     def attach(self, trainer: Any) -> None:
         """Wrap the trainer's methods, and follow its steps."""

@@ -22,6 +22,7 @@ class FakeEngine:
         requests: (path, body) of every generation.
         ignores_n: give one choice whatever n is.
         ready: health says 503 while False.
+        has_generate: False leaves `/generate` out, as stock vLLM does; set it before the start.
         text: what every choice says; a stream goes on where the prompt already ends in a part of it.
     """
 
@@ -33,6 +34,7 @@ class FakeEngine:
         self.health_probes = 0
         self.ignores_n = False
         self.ready = True
+        self.has_generate = True
         self.loads: dict[str, Any] | None = None
         self.metrics: str | None = None
         self.held: asyncio.Event | None = None  # generations wait for it
@@ -53,7 +55,8 @@ class FakeEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_post("/generate", self._generate)
+        if self.has_generate:
+            app.router.add_post("/generate", self._generate)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)

@@ -4,6 +4,7 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import RequestFault
 from atroposlib.rollouts.trace import tracing
+from tests.fake_engine import FakeEngine
 from tests.fakes import FakeTokenizer
 
 
@@ -87,3 +88,60 @@ async def test_unknown_sampling_keys_are_not_sent(server, engine):
         await server.tokens_and_logprobs_completion(input_ids=[1], temprature=1)
 
     assert engine.requests == []
+
+
+@pytest.fixture
+async def stock():
+    """A vLLM without `/generate`, and its client."""
+    engine = FakeEngine()
+    engine.has_generate = False
+    await engine.start()
+    server = VLLMServer(APIServerConfig(base_url=f"{engine.url}/v1", model_name="policy", api_key="k"))
+    server.tokenizer = FakeTokenizer(add_bos=True)
+    yield engine, server
+    await server.close()
+    await engine.stop()
+
+
+def completion(ids, logprobs, reason="stop", **extra):
+    return {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason, **extra}
+
+
+async def test_stock_vllm_is_asked_with_ids_and_answers_with_ids(stock):
+    engine, server = stock
+    span = {"version": "7", "start": 0, "end": 2}
+    choices = [
+        completion([65, 66], [-0.5, -0.25], "length", weight_versions=[span, {**span, "version": "8"}]),
+        completion([67], [-1.0]),
+    ]
+    engine.scripted = [(200, {"choices": choices})]
+
+    with tracing() as trace:
+        result = await server.tokens_and_logprobs_completion(prompt="x", n=2, max_tokens=2, temperature=0.7)
+
+    assert result == ([256, 120], [[65, 66], [67]], [[-0.5, -0.25], [-1.0]], ["length", "stop"])
+    path, body = engine.requests[0]
+    assert path == "/v1/completions"
+    assert body == {
+        "model": "policy", "prompt": [256, 120], "n": 2, "max_tokens": 2, "temperature": 0.7, "logprobs": 0,
+        "return_token_ids": True, "return_weight_versions": True,
+    }  # fmt: skip
+    assert trace.engine["weight_version_start"] == "7"
+
+
+async def test_stock_vllm_gives_prompt_logprobs(stock):
+    engine, server = stock
+    positions = [None, {"7": {"logprob": -0.5, "rank": 2}, "8": {"logprob": -0.1, "rank": 1}}]
+    engine.scripted = [(200, {"choices": [{"prompt_logprobs": positions}]})]
+
+    result = await server.get_logprobs(input_ids=[5, 8], top_k=1)
+
+    assert (result["prompt_topk_token_ids"], result["prompt_topk_logprobs"]) == ([[], [8]], [[], [-0.1]])
+
+
+async def test_a_vllm_too_old_to_return_ids_is_a_value_error(stock):
+    engine, server = stock
+    engine.scripted = [(200, {"choices": [{"text": "a", "logprobs": {"token_logprobs": [-1.0]}}]})]
+
+    with pytest.raises(ValueError, match="no 'token_ids' list"):
+        await server.tokens_and_logprobs_completion(input_ids=[5], max_tokens=1)
