@@ -6,9 +6,10 @@ import time
 import pytest
 
 from atroposlib.envs.server_handling import health, http_server, server_baseline
+from atroposlib.envs.server_handling.deadline import generation_deadline_s
 from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavailable
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.server_handling.transport import KEEPALIVE_S, generation_deadline_s
+from atroposlib.envs.server_handling.transport import KEEPALIVE_S
 from atroposlib.errors import EngineFault, RequestFault
 from tests.fake_engine import running_engine
 from tests.server_handling.conftest import sglang_server

@@ -7,10 +7,12 @@ that hangs accepts connections and never answers), `recover` once it is known to
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.server_handling.faults import EndpointUnavailable
-from atroposlib.envs.server_handling.transport import Transport
+
+if TYPE_CHECKING:
+    from atroposlib.envs.server_handling.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ HUNG_AFTER_PROBES = 6
 class EndpointHealth:
     """Up means: `url` answers with a status below 500. `set_up` is told about every change."""
 
-    def __init__(self, transport: Transport, url: str, set_up: Callable[[bool], None]) -> None:
+    def __init__(self, transport: "Transport", url: str, set_up: Callable[[bool], None]) -> None:
         self._transport = transport
         self._url = url
         self._set_up = set_up

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from atroposlib.envs.server_handling.deadline import generation_deadline_s
 from atroposlib.envs.server_handling.fan_out import all_or_none
 from atroposlib.envs.server_handling.health import EndpointHealth
 from atroposlib.envs.server_handling.openai_wire import (
@@ -20,7 +21,6 @@ from atroposlib.envs.server_handling.openai_wire import (
 from atroposlib.envs.server_handling.reasoning import OFFICIAL_OPENAI_HOST, ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.transport import Transport, generation_deadline_s
 from atroposlib.errors import RequestFault
 from atroposlib.rollouts.trace import same_prompt
 
@@ -37,6 +37,8 @@ class HttpServer(APIServer):
     """One endpoint reached over HTTP."""
 
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
+        from atroposlib.envs.server_handling.transport import Transport  # loads aiohttp, 0.2 CPU-s
+
         super().__init__(config, reasoning_config)
         self.root_url, self.openai_url = endpoint_urls(config)
         self.api_key = config.api_key or (os.environ.get("OPENAI_API_KEY") if not config.base_url else None)

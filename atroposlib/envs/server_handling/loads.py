@@ -1,12 +1,14 @@
 """How busy an engine is, by its own account: SGLang's `/v1/loads`, or the Prometheus gauges of SGLang and vLLM."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from atroposlib.envs.server_handling.faults import EndpointUnavailable
-from atroposlib.envs.server_handling.transport import Transport
+
+if TYPE_CHECKING:
+    from atroposlib.envs.server_handling.transport import Transport
 
 LOAD_TIMEOUT_S = 5.0
 
@@ -36,7 +38,7 @@ class EngineLoad:
         return self.running is not None
 
 
-async def engine_load(transport: Transport, root_url: str) -> EngineLoad:
+async def engine_load(transport: "Transport", root_url: str) -> EngineLoad:
     """Ask one engine; an empty EngineLoad when it does not answer or has no such route."""
     for path, read in (("/v1/loads", _from_loads), ("/metrics", _from_metrics)):
         try:

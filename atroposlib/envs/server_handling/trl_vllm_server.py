@@ -9,6 +9,7 @@ import aiohttp
 import orjson
 from transformers import AutoTokenizer
 
+from atroposlib.envs.server_handling.deadline import generation_deadline_s
 from atroposlib.envs.server_handling.openai_wire import max_tokens_of
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer, TokensAndLogprobs
@@ -17,7 +18,6 @@ from atroposlib.envs.server_handling.transport import (
     bearer,
     connection_faults,
     fault_of_status,
-    generation_deadline_s,
 )
 from atroposlib.rollouts.trace import EngineReply
 
