@@ -333,7 +333,7 @@ class BaseEnv(TrainerSide):
             if result:
                 result = await self.postprocess_histories(result)
             if work:
-                work.backlog, work.is_rolled_out = list(backlog or []), True
+                work.rolled_out(backlog or [])
             self.backlog.extend(backlog or [])
             stored = await self.handle_send_to_api(
                 result,

@@ -5,6 +5,7 @@ down and the item's fate decided; the others go on.
 """
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -65,6 +66,7 @@ class RolloutPool:
         self._running_items = running_items
         self._settled = settled
         self._works: dict[asyncio.Task[None], Work] = {}
+        self._storing: set[asyncio.Task[None]] = set()
         self._limit = 0
         self._starts_left: int | None = 0
         self._changed = asyncio.Event()
@@ -77,10 +79,16 @@ class RolloutPool:
         """Rollouts running now, those waiting to be stored included."""
         return len(self._tasks)
 
-    def pace(self, limit: int, room: int | None = None) -> None:
-        """Run at most `limit` at once; with `room`, end up with at most so many in flight or ended from now on.
+    @property
+    def rolling(self) -> int:
+        """Rollouts that may need the engine now."""
+        return len(self._tasks) - len(self._storing)
 
-        `room` makes an exact count possible although rollouts end between two calls. Nothing is cancelled.
+    def pace(self, limit: int, room: int | None = None) -> None:
+        """Roll out at most `limit` at once, while at most as many others are being stored.
+
+        With `room`, end up with at most so many in flight or ended from now on, which makes an exact count
+        possible although rollouts end between two calls. Nothing is cancelled.
         """
         self._limit = limit
         self._starts_left = None if room is None else room - len(self._tasks)
@@ -138,8 +146,10 @@ class RolloutPool:
         return is_finished() or self._source.is_exhausted
 
     def _is_full(self) -> bool:
-        no_more = self._starts_left is not None and self._starts_left <= 0
-        return no_more or len(self._tasks) >= self._limit or not self._may_start(len(self._tasks))
+        if self._starts_left is not None and self._starts_left <= 0:
+            return True
+        is_full = max(self.rolling, len(self._storing)) >= self._limit
+        return is_full or not self._may_start(len(self._tasks))
 
     async def _next_work(self) -> Work | None:
         try:
@@ -166,11 +176,17 @@ class RolloutPool:
         self._running_items[work.uuid] = {"item": work.item, "worker": task, "start_time": work.started_at}
         self._tasks.add(task)
         self._works[task] = work
+        work.on_rolled_out = functools.partial(self._rolled_out, task)
         self._health.started(work.task)
         task.add_done_callback(lambda done: self._ended(work, done))
 
+    def _rolled_out(self, task: asyncio.Task[None]) -> None:
+        self._storing.add(task)
+        self._changed.set()
+
     def _ended(self, work: Work, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._storing.discard(task)
         self._works.pop(task, None)
         self._health.ended(work.task)
         entry = self._running_items.get(work.uuid)

@@ -104,7 +104,7 @@ class Run:
             AutoConcurrency(
                 env.first_worker_count(),
                 loads=env.server.engine_loads,
-                in_flight=lambda: self.pool.in_flight,
+                in_flight=lambda: self.pool.rolling,
                 completed=lambda: self.pool.completed,
             )
             if config.max_num_workers == "auto"

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -25,6 +26,12 @@ class Work:
     asked: Counter[bytes] = field(default_factory=Counter)  # responses of this try by what was asked, see `OneByOne`
     trace: RolloutTrace = field(default_factory=RolloutTrace)
     backlog: list[Item] = field(default_factory=list)  # items this rollout asked for
+    on_rolled_out: Callable[[], None] = lambda: None
+
+    def rolled_out(self, backlog: Sequence[Item]) -> None:
+        """The engine is not needed any more; its place is free for another item."""
+        self.backlog, self.is_rolled_out = list(backlog), True
+        self.on_rolled_out()
 
 
 current_work: ContextVar[Work | None] = ContextVar("current_work", default=None)

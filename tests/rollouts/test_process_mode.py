@@ -286,16 +286,20 @@ async def test_the_number_of_workers_may_follow_the_engine(tmp_path, monkeypatch
     monkeypatch.setattr("atroposlib.rollouts.concurrency.LOAD_EVERY_S", 0.01)
 
     class BusyEnv(CountingEnv):
-        most = 0
+        now = most = 0
 
         async def collect_trajectories(self, item):
-            BusyEnv.most = max(BusyEnv.most, len(self.workers))
-            return await super().collect_trajectories(item)
+            BusyEnv.now += 1
+            BusyEnv.most = max(BusyEnv.most, BusyEnv.now)
+            try:
+                return await super().collect_trajectories(item)
+            finally:
+                BusyEnv.now -= 1
 
     env = process_env(tmp_path, BusyEnv, max_num_workers="auto", total_steps=400, seconds=0.02)
 
     async def loads():
-        return [EngineLoad("http://e", running=min(len(env.workers), 30), queued=max(0, len(env.workers) - 30))]
+        return [EngineLoad("http://e", running=min(BusyEnv.now, 30), queued=max(0, BusyEnv.now - 30))]
 
     env.server.engine_loads = loads
     await env.process_manager()

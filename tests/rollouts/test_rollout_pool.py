@@ -3,7 +3,7 @@ import asyncio
 from atroposlib.errors import EngineFault
 from atroposlib.rollouts.failures import FailureLog, TaskHealth
 from atroposlib.rollouts.pool import RolloutPool
-from atroposlib.rollouts.work import Work
+from atroposlib.rollouts.work import Work, current_work
 
 
 class EagerSource:
@@ -52,3 +52,54 @@ async def test_a_try_that_starts_while_the_failed_one_is_still_ending_keeps_its_
     assert items_seen == [{"n": 1}, {"n": 1}]
     assert running_items == {}
     assert failures.counts["environment"] == 0
+
+
+class ManyItems:
+    """As many items as are asked for."""
+
+    is_exhausted = False
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    async def next(self) -> Work:
+        self.given += 1
+        return Work(item={"n": self.given}, key=str(self.given), task="t")
+
+
+async def test_an_item_that_is_being_stored_does_not_keep_the_engine_from_the_next_one():
+    source, generated, stored = ManyItems(), asyncio.Event(), asyncio.Event()
+    storing = 0
+
+    async def roll_out(uuid: str) -> None:
+        nonlocal storing
+        work = current_work.get()
+        assert work is not None
+        if work.key == "2":
+            await generated.wait()  # a long answer
+        work.rolled_out([])
+        storing += 1
+        await stored.wait()  # a slow disk
+
+    pool = RolloutPool(
+        source,  # pyright: ignore[reportArgumentType]
+        roll_out,
+        may_start=lambda in_flight: source.given < 8,
+        failures=FailureLog(None, env="e", run="r"),
+        health=TaskHealth(5, run_limit=30),
+        tasks=set(),
+        running_items={},
+    )
+    pool.pace(2)
+    running = asyncio.create_task(pool.run(lambda: pool.completed == 8))
+    async with asyncio.timeout(5):
+        while storing < 2:
+            await asyncio.sleep(0)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert source.given == 3  # the third took the place of the first; no more may wait for the disk
+    generated.set()
+    stored.set()
+    async with asyncio.timeout(5):
+        await running
+    assert source.given == 8
