@@ -1,6 +1,6 @@
 PYTHON ?= python
 
-.PHONY: check format test test-compat
+.PHONY: check format test test-compat bench-scale
 
 check: ## style, lint and types
 	$(PYTHON) -m ruff format --check .
@@ -16,3 +16,6 @@ test-compat: ## our parts against those of upstream 0.4.0, which pip installs in
 
 test: ## every test; loopback only
 	$(PYTHON) -m pytest
+
+bench-scale: ## 50,000 x 16 through a mock engine, with kills and faults: an hour; SCALE="--problems 2000" for less
+	$(PYTHON) -m tests.scale $(SCALE)

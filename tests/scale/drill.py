@@ -23,7 +23,7 @@ import yaml
 from atroposlib.launch.probes import free_ports
 
 ROOT = Path(__file__).parents[2]
-VICTIMS = ("engine", "api", "environment", "fake_trainer", "supervisor", "everything")
+VICTIMS = ("everything", "environment", "engine", "api", "supervisor", "fake_trainer")
 POLL_S = 0.1
 
 
