@@ -21,9 +21,10 @@ from typing import Any
 
 import msgspec
 
+from atroposlib.api.compaction import worth_rewriting
 from atroposlib.api.queue import Batch, Group, Place
-from atroposlib.api.segments import SegmentFiles
-from atroposlib.api.store import Change, NewGroup, Snapshot, StorageFull, over_limit
+from atroposlib.api.segments import SEGMENT_BYTES, SegmentFiles
+from atroposlib.api.store import Change, GroupLost, NewGroup, Snapshot, StorageFull, over_limit
 from atroposlib.errors import ConfigError
 from atroposlib.paths import writable_dir
 
@@ -34,6 +35,9 @@ RESERVE_BYTES = 4 << 20
 
 ROOM_BYTES = 1 << 20
 """A disk with less room than this is called full before a group meets its end."""
+
+SLACK_BYTES = 2 * SEGMENT_BYTES
+"""Consumed groups may hold so much of the disk before files are rewritten."""
 
 _SCHEMA_VERSION = 2
 _SCHEMA = """
@@ -66,6 +70,7 @@ class DiskStore:
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         self.folder = writable_dir(folder, what="--state-dir")
         self._max_bytes = max_bytes
+        self._slack = SLACK_BYTES if max_bytes is None else min(SLACK_BYTES, max_bytes // 4)
         self._lock = _lock_folder(self.folder)
         self._segments = SegmentFiles(self.folder / "segments")
         self._index = _open_index(self.folder / "index.sqlite")
@@ -105,7 +110,11 @@ class DiskStore:
         return await asyncio.to_thread(lambda: [self._segments.read(group) for group in groups])
 
     def release(self, groups: Sequence[Group]) -> None:
-        self._jobs.put(_Job(call=lambda: self._segments.free([group.place for group in groups])))
+        def free() -> None:
+            self._segments.free(groups)
+            self._compact()
+
+        self._jobs.put(_Job(call=free))
 
     def knows_group_id(self, group_id: str) -> bool:
         return bool(self._lookup.execute("SELECT 1 FROM group_ids WHERE group_id = ?", (group_id,)).fetchall())
@@ -185,8 +194,9 @@ class DiskStore:
         return step
 
     def _adopt_tail(self) -> None:
-        segment, end, _ = self._indexed()
-        adopted = list(self._segments.scan(segment, end))
+        segment, end, next_number = self._indexed()
+        # lower numbers are in files that a compaction wrote: the index knows those groups, or that they are consumed
+        adopted = [found for found in self._segments.scan(segment, end) if found[0].number >= next_number]
         if adopted:
             logger.warning("groups found that the index had not seen yet: %d", len(adopted))
             self._insert(
@@ -267,7 +277,7 @@ class DiskStore:
         groups, ids, last, number = [], [], None, 0
         for values, group_id, place in rows:
             groups.append((*values, place.segment, place.offset, place.length, place.digest))
-            last, number = place, values[0]
+            last, number = place, max(number, values[0])
             if group_id is not None:
                 ids.append((group_id,))
         assert last is not None
@@ -295,7 +305,10 @@ class DiskStore:
                     "DELETE FROM groups WHERE number = ?", [(group.number,) for group in change.consumed]
                 )
             if change.restored:
-                rows = [(g.number, g.env_id, g.sequences, False, *_columns(g.place)) for g in change.restored]
+                places = [_columns(self._segments.place_of(group)) for group in change.restored]
+                rows = [
+                    (g.number, g.env_id, g.sequences, False, *p) for g, p in zip(change.restored, places, strict=True)
+                ]
                 self._index.executemany("INSERT OR REPLACE INTO groups VALUES (?,?,?,?,?,?,?,?)", rows)
             if change.completed:
                 self._index.executemany(
@@ -309,6 +322,32 @@ class DiskStore:
                 self._index.executemany(
                     "DELETE FROM batches WHERE number = ?", [(number,) for number in change.settled]
                 )
+
+    def _compact(self) -> None:
+        """Rewrite files of which little is needed any more.
+
+        Killed at any point of it: before the index is committed the new file is one that nobody needs, after it the
+        old one is, and both go at the next start. The index is synced before the old file goes, for power cuts.
+        """
+        for number in worth_rewriting(self._segments.usages(), self._slack):
+            rows = self._index.execute("SELECT * FROM groups WHERE segment = ? ORDER BY number", (number,)).fetchall()
+            groups = [(Group(n, env_id, size, Place(*place)), bool(held)) for n, env_id, size, held, *place in rows]
+            if len(groups) < self._segments.live(number):
+                continue  # some are on their way to a trainer and may come back
+            try:
+                places = self._segments.rewrite(groups)
+            except (StorageFull, GroupLost) as error:
+                logger.warning("segment %d is not compacted: %s", number, error)
+                continue
+            self._index.execute("PRAGMA synchronous = FULL")
+            with self._index:
+                self._index.executemany(
+                    "UPDATE groups SET segment = ?, offset = ? WHERE number = ?",
+                    [(p.segment, p.offset, group.number) for (group, _), p in zip(groups, places, strict=True)],
+                )
+            self._index.execute("PRAGMA synchronous = NORMAL")
+            self._segments.moved([group for group, _ in groups], places)
+            logger.info("segment compacted: segment=%d groups=%d", number, len(groups))
 
     def _reset(self, run: bytes) -> None:
         with self._index:

@@ -12,52 +12,50 @@ file system knows no O_DIRECT (tmpfs), the same code writes through the cache.
 
 A file is a row of *commits*, each starting at a multiple of 4096 and filled up with zeros; a commit is a row of
 records `header, meta, content`. Records carry ascending numbers, a CRC and a digest, so that a scan knows where the
-last whole one ends. After a restart a new file is begun; old ones are only read.
+last whole one ends. After a restart a new file is begun; old ones are only read, and rewritten when `compaction.py`
+says so.
 """
 
 import errno
-import logging
 import mmap
 import os
-import struct
-import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
+from atroposlib.api.compaction import Usage
+from atroposlib.api.direct_io import BLOCK, aligned, allocate, open_for_writing, sync_folder, write_all
 from atroposlib.api.payload import Pieces, content_digest
 from atroposlib.api.queue import Group, Place
+from atroposlib.api.records import Meta, read_record
 from atroposlib.api.store import GroupLost, NewGroup, StorageFull
 
-logger = logging.getLogger(__name__)
-
 SEGMENT_BYTES = 64 << 20
-_BLOCK = 4096
 _BUFFER_BYTES = 1 << 20
-_HEADER = struct.Struct("<4sII16sI")  # magic, meta length, content length, digest of content, CRC of meta
-_MAGIC = b"ATG2"
-
-
-class Meta(msgspec.Struct):
-    """What the index knows about a record, so that the index can be rebuilt from it."""
-
-    number: int
-    env_id: int | None
-    sequences: int
-    buffered: bool
-    group_id: str | None
+_HEAD_BYTES = 256  # about
 
 
 @dataclass(slots=True)
 class _Segment:
-    """One file: its use so far, how many of its groups are still needed, and the end of the last such group."""
+    """One file.
+
+    Attributes:
+        end: bytes used so far.
+        live, live_bytes: how many of its groups are still needed, and what they would take in a file of their own.
+        needed: end of the last group that was needed at opening.
+    """
 
     path: Path
     end: int = 0
     live: int = 0
+    live_bytes: int = 0
     needed: int = 0
+
+    def count(self, length: int, groups: int = 1) -> None:
+        """One more group of `length` bytes is needed; with -1, one fewer."""
+        self.live += groups
+        self.live_bytes += groups * aligned(length + _HEAD_BYTES)
 
 
 class SegmentFiles:
@@ -71,6 +69,7 @@ class SegmentFiles:
         for segment in self._segments.values():
             segment.end = segment.path.stat().st_size
         self._last = found[-1] if found else 0
+        self._moved: dict[int, Place] = {}  # where groups are that lie no longer where their `place` says
         self._current: int | None = None
         self._fd = -1
         self._capacity = 0
@@ -82,8 +81,8 @@ class SegmentFiles:
 
     def has_room(self, size: int, *, spare: int) -> bool:
         """Whether `size` more bytes fit: where blocks are held already, or on the disk besides `spare` for others."""
-        used = self._segments.get(self._last)
-        if self._fd >= 0 and used is not None and used.end + size <= self._capacity and not spare:
+        current = self._segments.get(self._current or 0)
+        if current is not None and current.end + size <= self._capacity and not spare:
             return True
         disk = os.statvfs(self._folder)
         return disk.f_bavail * disk.f_frsize >= size + spare
@@ -95,36 +94,31 @@ class SegmentFiles:
             StorageFull: no room; nothing was written that counts.
         """
         pieces: list[bytes | memoryview] = []
-        sizes: list[tuple[int, int]] = []  # of header with meta, of content
+        sizes: list[tuple[int, int]] = []  # of head, of content
         for group in groups:
-            meta = msgspec.json.encode(
-                Meta(group.number, group.env_id, group.sequences, group.buffered, group.group_id)
-            )
-            header = _HEADER.pack(_MAGIC, len(meta), group.length, group.digest, zlib.crc32(meta))
-            pieces += (header, meta, *group.content)
-            sizes.append((len(header) + len(meta), group.length))
-        total = _aligned(sum(map(len, pieces)))
-        try:
-            segment = self._room_for(total)
-            self._write(pieces, segment.end)
+            meta = Meta(group.number, group.env_id, group.sequences, group.buffered, group.group_id)
+            head = meta.head(group.length, group.digest)
+            pieces += (head, *group.content)
+            sizes.append((len(head), group.length))
+        total = aligned(sum(map(len, pieces)))
+        with self._full_disk_as_storage_full():
+            number, segment = self._room_for(total)
+            self._write(self._fd, pieces, segment.end)
             os.fdatasync(self._fd)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StorageFull(f"no space left in {self._folder}; groups are taken again when there is") from error
-            raise
         places, position = [], segment.end
         for group, (before, length) in zip(groups, sizes, strict=True):
-            places.append(Place(self._last, position + before, length, group.digest))
+            places.append(Place(number, position + before, length, group.digest))
             position += before + length
+            segment.count(length)
         segment.end += total
-        segment.live += len(groups)
         return places
 
     def undo(self, places: Sequence[Place]) -> None:
         """Take back the commit just made: the next one is written over it."""
         segment = self._segments[places[0].segment]
-        segment.end = places[0].offset // _BLOCK * _BLOCK
-        segment.live -= len(places)
+        segment.end = places[0].offset // BLOCK * BLOCK
+        for place in places:
+            segment.count(place.length, -1)
 
     def read(self, group: Group) -> bytes:
         """The content of a group.
@@ -132,11 +126,13 @@ class SegmentFiles:
         Raises:
             GroupLost: it is not there, or not as it was written.
         """
-        place = group.place
+        place = self.place_of(group)
         try:
             with open(self._path(place.segment), "rb", buffering=0) as file:
                 content = os.pread(file.fileno(), place.length, place.offset)
         except OSError as error:
+            if self.place_of(group) != place:  # moved at this very moment
+                return self.read(group)
             raise GroupLost(group, str(error)) from error
         if len(content) != place.length or content_digest([content]) != place.digest:
             raise GroupLost(group, "its bytes have changed on disk")
@@ -147,18 +143,76 @@ class SegmentFiles:
         segment, end = self._segments.get(place.segment), place.offset + place.length
         if segment is None or end > segment.end:
             return False
-        segment.live += 1
+        segment.count(place.length)
         segment.needed = max(segment.needed, end)
         return True
 
-    def free(self, places: Sequence[Place]) -> None:
+    def free(self, groups: Sequence[Group]) -> None:
         """These groups are not needed any more; files without needed groups go."""
-        for place in places:
+        for group in groups:
+            place = self.place_of(group)
+            self._moved.pop(group.number, None)
             segment = self._segments.get(place.segment)
             if segment is not None:
-                segment.live -= 1
+                segment.count(place.length, -1)
                 if segment.live <= 0 and place.segment != self._current:
                     self._delete(place.segment)
+
+    def place_of(self, group: Group) -> Place:
+        """Where the group lies now."""
+        return self._moved.get(group.number, group.place)
+
+    def live(self, number: int) -> int:
+        """How many groups of a file are needed."""
+        return self._segments[number].live
+
+    def usages(self) -> list[Usage]:
+        """How full of needed groups each file is that is only read any more."""
+        return [
+            Usage(number, segment.live_bytes, segment.end)
+            for number, segment in self._segments.items()
+            if number != self._current
+        ]
+
+    def rewrite(self, groups: Sequence[tuple[Group, bool]]) -> list[Place]:
+        """Write needed groups (and whether they are buffered) once more, to a file of their own; on disk on return.
+
+        It counts only after `moved`; until then a restart deletes it. The records carry no `group_id`.
+
+        Raises:
+            StorageFull: no room.
+            GroupLost: one cannot be read.
+        """
+        number, places, end = self._last + 1, list[Place](), 0
+        with self._full_disk_as_storage_full():
+            fd = open_for_writing(self._path(number))
+            try:
+                for group, buffered in groups:
+                    content = self.read(group)
+                    meta = Meta(group.number, group.env_id, group.sequences, buffered, group_id=None)
+                    head = meta.head(len(content), group.place.digest)
+                    self._write(fd, (head, content), end)
+                    places.append(Place(number, end + len(head), len(content), group.place.digest))
+                    end = aligned(places[-1].offset + len(content))
+                os.fdatasync(fd)
+            except BaseException:
+                self._path(number).unlink()
+                raise
+            finally:
+                os.close(fd)
+        sync_folder(self._folder)
+        self._last, self._segments[number] = number, _Segment(self._path(number), end)
+        return places
+
+    def moved(self, groups: Sequence[Group], places: Sequence[Place]) -> None:
+        """These groups are now where `rewrite` put them, and the index says so; their old file goes."""
+        for group, place in zip(groups, places, strict=True):
+            old = self.place_of(group)
+            self._segments[place.segment].count(place.length)
+            self._moved[group.number] = place
+            self._segments[old.segment].count(old.length, -1)
+            if self._segments[old.segment].live <= 0:
+                self._delete(old.segment)
 
     def tidy(self, last: int) -> None:
         """After opening: delete unneeded files, cut what was allocated ahead; file numbers go on after `last`."""
@@ -166,8 +220,8 @@ class SegmentFiles:
         for number, segment in list(self._segments.items()):
             if segment.live <= 0:
                 self._delete(number)
-            elif segment.end > _aligned(segment.needed):
-                segment.end = _aligned(segment.needed)
+            elif segment.end > aligned(segment.needed):
+                segment.end = aligned(segment.needed)
                 os.truncate(segment.path, segment.end)
 
     def drop_all(self) -> None:
@@ -175,6 +229,7 @@ class SegmentFiles:
         self.close()
         for number in list(self._segments):
             self._delete(number)
+        self._moved.clear()
 
     def scan(self, segment_number: int, start: int) -> Iterator[tuple[Meta, Place]]:
         """Whole records of the files from `segment_number` on, from byte `start` of that one, in order of writing."""
@@ -190,27 +245,36 @@ class SegmentFiles:
             if self._segments[number].live <= 0:
                 self._delete(number)
 
-    def _room_for(self, size: int) -> _Segment:
+    @contextmanager
+    def _full_disk_as_storage_full(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFull(f"no space left in {self._folder}; groups are taken again when there is") from error
+            raise
+
+    def _room_for(self, size: int) -> tuple[int, _Segment]:
         if self._current is not None:
             segment = self._segments[self._current]
             if segment.end + size <= self._capacity:
-                return segment
+                return self._current, segment
             self.close()
         number = self._last + 1
         path = self._path(number)
-        fd = _open_for_writing(path)
+        fd = open_for_writing(path)
         try:
-            capacity = _allocate(fd, (max(SEGMENT_BYTES, size), size))
+            capacity = allocate(fd, (max(SEGMENT_BYTES, size), size))
         except OSError:
             os.close(fd)
             path.unlink()
             raise
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         self._fd, self._current, self._last, self._capacity = fd, number, number, capacity
         self._segments[number] = _Segment(path)
-        return self._segments[number]
+        return number, self._segments[number]
 
-    def _write(self, pieces: Pieces, offset: int) -> None:
+    def _write(self, fd: int, pieces: Pieces, offset: int) -> None:
         """Copy pieces through the aligned buffer into the file, padded with zeros to a whole block."""
         buffer, filled = self._buffer, 0
         for piece in pieces:
@@ -221,21 +285,21 @@ class SegmentFiles:
                 filled += len(part)
                 view = view[len(part) :]
                 if filled == _BUFFER_BYTES:
-                    offset += _write_all(self._fd, buffer, filled, offset)
+                    offset += write_all(fd, buffer, filled, offset)
                     filled = 0
         if filled:
-            padded = _aligned(filled)
+            padded = aligned(filled)
             buffer[filled:padded] = bytes(padded - filled)
-            _write_all(self._fd, buffer, padded, offset)
+            write_all(fd, buffer, padded, offset)
 
     def _scan_file(self, number: int, start: int) -> Iterator[tuple[Meta, Place]]:
         newest = -1
         with open(self._path(number), "rb") as file:
             position = start
             while True:
-                record = _read_record(file.fileno(), position)
-                if record is None and position % _BLOCK:
-                    position = _aligned(position)  # the end of a commit
+                record = read_record(file.fileno(), position)
+                if record is None and position % BLOCK:
+                    position = aligned(position)  # the end of a commit
                     continue
                 if record is None or record[0].number <= newest:
                     return
@@ -249,64 +313,3 @@ class SegmentFiles:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.seg"
-
-
-def _read_record(fd: int, position: int) -> tuple[Meta, Place, int] | None:
-    """Meta, place (segment 0) and end of the whole record at `position`; None when there is none."""
-    header = os.pread(fd, _HEADER.size, position)
-    if len(header) < _HEADER.size:
-        return None
-    magic, meta_length, length, digest, meta_crc = _HEADER.unpack(header)
-    if magic != _MAGIC:
-        return None
-    meta = os.pread(fd, meta_length, position + _HEADER.size)
-    offset = position + _HEADER.size + meta_length
-    content = os.pread(fd, length, offset)
-    if zlib.crc32(meta) != meta_crc or len(content) != length or content_digest([content]) != digest:
-        logger.warning("a record was cut off while it was written; it had not been acknowledged: offset=%d", position)
-        return None
-    return msgspec.json.decode(meta, type=Meta), Place(0, offset, length, digest), offset + length
-
-
-def _open_for_writing(path: Path) -> int:
-    flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_TRUNC
-    try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags, 0o600)  # this file system has no O_DIRECT
-
-
-def _allocate(fd: int, sizes: Sequence[int]) -> int:
-    """Give the file blocks for the first of `sizes` that there is room for; returns it."""
-    for size in sizes[:-1]:
-        try:
-            os.posix_fallocate(fd, 0, size)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            os.ftruncate(fd, 0)
-        else:
-            return size
-    os.posix_fallocate(fd, 0, sizes[-1])
-    return sizes[-1]
-
-
-def _write_all(fd: int, buffer: mmap.mmap, length: int, offset: int) -> int:
-    view, done = memoryview(buffer), 0
-    while done < length:
-        done += os.pwrite(fd, view[done:length], offset + done)
-    return length
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _BLOCK) * _BLOCK

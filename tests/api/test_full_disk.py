@@ -73,7 +73,7 @@ async def test_a_full_disk_after_a_restart_still_has_everything(tmp_path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(segments, "_write_all", no_room)
+        patch.setattr(segments, "write_all", no_room)
         assert (await client.post("/scored_data", json=make_group(2))).status_code == 503
     assert (await client.post("/scored_data", json=make_group(3))).status_code == 200
     await app.state.service.store.close()
