@@ -4,6 +4,8 @@ An author writes `setup`, `get_next_item` (or `get_item`), `collect_trajectories
 """
 
 import asyncio
+import atexit
+import gc
 import json
 import logging
 import sys
@@ -272,6 +274,7 @@ class BaseEnv(TrainerSide):
         """The command line of this environment: serve, process and evaluate."""
         from atroposlib.envs.cli import main
 
+        atexit.register(gc.freeze)  # else the interpreter walks a million objects twice before it ends
         sys.exit(main(cls))
 
     @classmethod

@@ -1,12 +1,13 @@
 """What is made of a finished rollout file: its HTML twin, and a compressed copy in its place when asked for.
 
-Both are made in a thread. Neither can lose anything: the twin is derived, and a shard is removed only after its
-compressed copy is complete and synced.
+Both are made in a thread that the end of the process does not wait for. Neither can lose anything: the twin is derived,
+and a shard is removed only after its compressed copy is complete and synced.
 """
 
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -39,12 +40,38 @@ class Reports:
                 await self._report(path, is_complete=False)
 
     async def _report(self, path: Path, *, is_complete: bool) -> None:
+        twin = html_twin(path)
         try:
-            await asyncio.to_thread(self._write_html, str(path), str(html_twin(path)))
+            for stale in twin.parent.glob(f".{twin.name}.*"):
+                stale.unlink()  # of a process that was stopped while it made the page
+            await _in_thread(lambda: self._write_html(str(path), str(twin)))
             if is_complete and self._compress:
-                await asyncio.to_thread(compress, path)
+                await _in_thread(lambda: compress(path))
         except Exception as error:
             logger.error("report not written: file=%s error=%s", path, describe_error(error))
+
+
+async def _in_thread(call: Callable[[], object]) -> None:
+    """As `asyncio.to_thread`, but a stopping process leaves the thread behind: a report may take minutes."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def end(error: BaseException | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error else done.set_result(None)
+
+    def work() -> None:
+        problem: BaseException | None = None
+        try:
+            call()
+        except BaseException as error:
+            problem = error  # raised where the report is awaited
+        try:
+            loop.call_soon_threadsafe(end, problem)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits any more
+
+    threading.Thread(target=work, name="report", daemon=True).start()
+    await done
 
 
 def html_twin(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ class CountingConfig(BaseEnvConfig):
     fail_every: int = 0  # item numbers divisible by it raise; 0: none
     seconds: float = 0.0
     groups_per_item: int = 1
+    html_seconds: float = 0.0
     note_starts_in: str | None = None  # a file that gets one line per started rollout
 
 
@@ -34,6 +36,10 @@ class CountingEnv(BaseEnv):
 
     async def setup(self) -> None:
         self.started: list[int] = []
+
+    def write_html(self, rollouts: str, output: str) -> None:
+        time.sleep(self.config.html_seconds)
+        super().write_html(rollouts, output)
 
     async def get_item(self, index: int) -> dict[str, int] | None:
         return {"number": index} if index < self.config.items else None

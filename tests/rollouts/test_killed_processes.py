@@ -77,6 +77,15 @@ def test_after_a_signal_everything_is_on_disk_within_two_seconds_and_the_same_co
     assert len({json.loads(line)["item_key"] for line in lines(tmp_path)}) == len(lines(tmp_path)) == GROUPS
 
 
+def test_a_stopping_process_does_not_wait_for_its_reports(tmp_path):
+    process = start(tmp_path, "--env.html_seconds", "600")
+    wait_for_lines(tmp_path, 60, process)  # the first shard is complete
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert list(tmp_path.glob("*.html")) == []
+
+
 def test_a_run_in_which_everything_fails_ends_with_code_1_and_one_sentence(tmp_path):
     process = start(tmp_path, "--env.fail_every", "1")
     _, log = process.communicate(timeout=60)
