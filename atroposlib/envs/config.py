@@ -97,6 +97,16 @@ class BaseEnvConfig(BaseModel):
         default=10, ge=1, description="Failures of a task in a row after which the task is set aside."
     )
 
+    # a run shared by several processes
+    lease_dir: str | None = Field(
+        default=None, description="Folder seen by all processes that share a run; null: this one is alone."
+    )
+    lease_owner: str = Field(default="main", description="Name of this process among them, the same after a restart.")
+    lease_items: int = Field(default=8, ge=1, description="Items that a process takes at a time.")
+    lease_timeout: float = Field(
+        default=120, gt=0, description="Seconds of silence after which the others take over a process's items."
+    )
+
     # logging
     use_wandb: bool = Field(default=True, description="Log to Weights & Biases; offline when there are no credentials.")
     wandb_name: str | None = Field(default=None, description="Start of the run's name; null: the environment's name.")

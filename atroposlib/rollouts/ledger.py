@@ -44,6 +44,7 @@ class Entry(msgspec.Struct, array_like=True):
     completion_tokens: int = 0
     length_stops: int = 0
     backlog: list[Any] = msgspec.field(default_factory=list)
+    length_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -65,6 +66,8 @@ class Totals:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     length_stops: int = 0
+    length_tokens: int = 0  # in responses that the length limit cut off
+    rejected_tokens: int = 0  # in groups that left no line
     tasks: dict[str, TaskCount] = field(default_factory=dict)
 
     def add(self, entry: Entry) -> None:
@@ -75,6 +78,7 @@ class Totals:
         self.prompt_tokens += entry.prompt_tokens
         self.completion_tokens += entry.completion_tokens
         self.length_stops += entry.length_stops
+        self.length_tokens += entry.length_tokens
         task = self.tasks.setdefault(entry.task, TaskCount())
         task.groups += 1
         task.responses += entry.responses
@@ -97,6 +101,7 @@ class Ledger:
         """Count one entry of the index or one line just written."""
         if entry.shard == REJECTED:
             self.done.add(entry.item_key)
+            self.totals.rejected_tokens += entry.completion_tokens
             return
         self.totals.add(entry)
         self.groups_in_shard[entry.shard] += 1
@@ -123,31 +128,23 @@ def read_ledger(files: RunFiles, *, accept_score: float, keep_unacknowledged: bo
         accept_score: a response is accepted when its score is above.
         keep_unacknowledged: remember groups that are not in the file of acknowledged ids.
     """
-    entries, damaged = _read_index(files.beside("index"))
-    shards = files.shards()
-    trusted = [e for e in entries if e.shard == REJECTED or e.shard in shards]
-    covered = dict.fromkeys(shards, 0)  # shard -> bytes the index knows of
-    for entry in trusted:
-        if entry.shard != REJECTED and entry.end > covered[entry.shard]:
-            covered[entry.shard] = entry.end
-    for shard, path in shards.items():
-        if path.suffix != ".zst" and not _ends_a_line(path, covered[shard]):
-            logger.warning("index does not fit %s: reading the file instead", path)
-            trusted = [e for e in trusted if e.shard != shard]
-            covered[shard] = 0
-    found = [
-        entry
-        for shard, path in shards.items()
-        if path.suffix != ".zst" or not covered[shard]
-        for entry in _scan(path, shard, covered[shard], accept_score)
-    ]
-    if damaged or found or len(trusted) != len(entries):
-        _rewrite_index(files.beside("index"), [*trusted, *found])
+    entries, index_is_whole = _entries(files, accept_score, repair=True)
+    if not index_is_whole:
+        _rewrite_index(files.beside("index"), entries)
     acked = read_acknowledged(files.beside("acked")) if keep_unacknowledged else None
     ledger = Ledger()
-    for entry in sorted([*trusted, *found], key=lambda e: (e.shard, e.start)):
+    for entry in sorted(entries, key=lambda e: (e.shard, e.start)):
         ledger.add(entry, acknowledged=acked is None or entry.group_id in acked)
     return ledger
+
+
+def recorded_items(files: RunFiles) -> set[str]:
+    """Keys of the items that have all their lines in files of another process; nothing is changed there."""
+    ledger = Ledger()
+    for entry in _entries(files, accept_score=0.0, repair=False)[0]:
+        if entry.shard != REJECTED:
+            ledger.add(entry, acknowledged=True)
+    return ledger.done
 
 
 def read_acknowledged(path: Path) -> set[str]:
@@ -191,6 +188,7 @@ def describe(record: Mapping[str, Any], accept_score: float) -> Entry:
         completion_tokens=usage.get("completion_tokens") or 0,
         length_stops=(record.get("finish_reasons") or []).count("length"),
         backlog=record.get("backlog") or [],
+        length_tokens=usage.get("length_tokens") or 0,
     )
 
 
@@ -206,6 +204,29 @@ class _LineFacts(msgspec.Struct):
     finish_reasons: list[str] | None = None
     usage: dict[str, int] | None = None
     backlog: list[Any] | None = None
+
+
+def _entries(files: RunFiles, accept_score: float, *, repair: bool) -> tuple[list[Entry], bool]:
+    """What the index knows and what it does not; False: the index must be written anew."""
+    entries, damaged = _read_index(files.beside("index"))
+    shards = files.shards()
+    trusted = [e for e in entries if e.shard == REJECTED or e.shard in shards]
+    covered = dict.fromkeys(shards, 0)  # shard -> bytes the index knows of
+    for entry in trusted:
+        if entry.shard != REJECTED and entry.end > covered[entry.shard]:
+            covered[entry.shard] = entry.end
+    for shard, path in shards.items():
+        if path.suffix != ".zst" and not _ends_a_line(path, covered[shard]):
+            logger.warning("index does not fit %s: reading the file instead", path)
+            trusted = [e for e in trusted if e.shard != shard]
+            covered[shard] = 0
+    found = [
+        entry
+        for shard, path in shards.items()
+        if path.suffix != ".zst" or not covered[shard]
+        for entry in _scan(path, shard, covered[shard], accept_score, repair=repair)
+    ]
+    return [*trusted, *found], not (damaged or found or len(trusted) != len(entries))
 
 
 def _read_index(path: Path) -> tuple[list[Entry], bool]:
@@ -239,12 +260,14 @@ def _ends_a_line(path: Path, at: int) -> bool:
         return at == 0 or (stream.seek(at - 1) >= 0 and stream.read(1) == b"\n")
 
 
-def _scan(path: Path, shard: int, start: int, accept_score: float) -> Iterator[Entry]:
-    """Entries of the complete lines from byte `start` on; a torn last line is cut off the file."""
+def _scan(path: Path, shard: int, start: int, accept_score: float, *, repair: bool) -> Iterator[Entry]:
+    """Entries of the complete lines from byte `start` on; with `repair` a torn last line is cut off the file."""
     decoder = msgspec.json.Decoder(_LineFacts)
     end = start
     with open_rollouts(path, at=start) as stream:
         for line in stream:
+            if not (repair or line.endswith(b"\n")):
+                return  # being written
             try:
                 facts = decoder.decode(line)
             except msgspec.DecodeError as error:
@@ -262,6 +285,6 @@ def _scan(path: Path, shard: int, start: int, accept_score: float) -> Iterator[E
                 with path.open("ab") as tail:
                     tail.write(b"\n")
                 break
-    if path.suffix != ".zst" and path.stat().st_size > end:
+    if repair and path.suffix != ".zst" and path.stat().st_size > end:
         logger.warning("torn last line cut off: file=%s bytes=%d", path, path.stat().st_size - end)
         os.truncate(path, end)

@@ -6,6 +6,7 @@ within two seconds), or an error that the caller shows.
 
 import asyncio
 import logging
+import math
 import signal
 import time
 from collections import Counter
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atroposlib.errors import AtroposError
-from atroposlib.paths import write_text_atomic
+from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.rollouts.collector import RareCollections
 from atroposlib.rollouts.concurrency import AutoConcurrency
 from atroposlib.rollouts.display import ProgressDisplay
@@ -23,10 +24,12 @@ from atroposlib.rollouts.environment import Environment
 from atroposlib.rollouts.failures import FailureLog, TaskHealth, describe_error
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.journal import ResponseJournal
+from atroposlib.rollouts.leases import Leases
 from atroposlib.rollouts.locations import RunFiles, choose_run
 from atroposlib.rollouts.pool import RolloutPool
 from atroposlib.rollouts.progress import Progress
 from atroposlib.rollouts.reports import Reports, html_twin
+from atroposlib.rollouts.shared_draw import SharedDraw
 from atroposlib.rollouts.sink import Sender, Sink
 from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw
 
@@ -89,6 +92,7 @@ class Run:
         self.sink = Sink(
             env=label, run=run, files=self.files, sender=sender, total=total, accept_score=config.accept_score
         )
+        self.shared = self._make_shared_draw(total) if config.lease_dir else None
         self.source = self._make_source(ends=mode == "process")
         self.pool = RolloutPool(
             self.source,
@@ -98,7 +102,7 @@ class Run:
             health=self.health,
             tasks=env.workers,
             running_items=env.running_items,
-            settled=self.journal.settle if self.journal else lambda item_key: None,
+            settled=self._settled,
         )
         self.concurrency = (
             AutoConcurrency(
@@ -137,6 +141,8 @@ class Run:
             Whatever `work` raises.
         """
         self._catch_signals()
+        if self.shared:
+            self.shared.start()
         self._display.start()
         main, watch = asyncio.create_task(work), asyncio.create_task(self._watch())
         stop = asyncio.create_task(self._stop_requested.wait())
@@ -172,13 +178,47 @@ class Run:
             env.backlog.extend(self.files.ledger.backlog)
         indexed, late = self.files is not None and env.has_get_item, self.failures.failed_before
         return ItemSource(
-            IndexedDraw(env.get_item, done, late) if indexed else StreamDraw(env.get_next_item, late),
+            self.shared or (IndexedDraw(env.get_item, done, late) if indexed else StreamDraw(env.get_next_item, late)),
             is_done=done.__contains__,
             task_of=env.item_task,
             is_set_aside=self.health.set_aside.__contains__,
             backlog=lambda: env.backlog,
-            ends=ends or indexed,
+            ends=(ends or indexed) and self.shared is None,
         )
+
+    def _make_shared_draw(self, total: int | None) -> SharedDraw:
+        """ConfigError when this environment or run cannot be shared."""
+        env, config = self._env, self._env.config
+        if self.files is None or total is None or not env.has_get_item:
+            raise ConfigError(
+                "env.lease_dir shares a run of a fixed number of groups that is written to files, and needs an "
+                "environment with get_item(index); set env.total_groups and dump_rollouts, or leave lease_dir out"
+            )
+        draw = SharedDraw(
+            env.get_item,
+            Leases(
+                expand_path(config.lease_dir, what="env.lease_dir"),
+                config.lease_owner,
+                blocks=math.ceil(total / config.lease_items),
+                timeout_s=config.lease_timeout,
+                rollouts=self.files.files.folder.absolute(),
+            ),
+            seats=total,
+            seats_per_block=config.lease_items,
+            files=self.files.files,
+            done=self.files.ledger.done,
+            skips=lambda item: env.item_task(item) in self.health.set_aside,
+            on_end=lambda is_over: setattr(self.source, "drawn_out", is_over),
+        )
+        self.sink.may_store = draw.may_store
+        return draw
+
+    def _settled(self, item_key: str) -> None:
+        """Nothing more happens with an item."""
+        if self.journal:
+            self.journal.settle(item_key)
+        if self.shared:
+            self.shared.settled(item_key)
 
     async def _watch(self) -> None:
         """Everything that happens by the clock; ends only with an error."""
@@ -210,6 +250,8 @@ class Run:
         total, groups = self.progress.groups_total, self.progress.totals.groups
         if total is not None and groups >= total:
             return
+        if self.shared and not self.health.all_set_aside:
+            return  # the others have the rest
         if self.source.is_exhausted and self.health.all_set_aside:
             raise AtroposError(f"{self.health.summary()}; {groups} groups are done; {self._where_to_look()}")
         if total is not None:
@@ -253,6 +295,8 @@ class Run:
             self.journal.close()
         if self.files:
             self.files.close()
+            if self.shared:
+                self.shared.close()
             self.progress.rollouts = list(self.files.files.shards().values())
             self.progress.html = [twin for path in self.progress.rollouts if (twin := html_twin(path)).exists()]
         self.progress.in_flight = 0

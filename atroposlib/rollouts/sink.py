@@ -6,7 +6,7 @@ carries the same `group_id` every time it is sent, so that the API can store it 
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from atroposlib.errors import ApiError, EnvironmentFault
@@ -51,6 +51,7 @@ class Sink:
         self._run_id = files.run_id if files else os.urandom(4).hex()
         self.totals = files.ledger.totals if files else Totals()
         self._taken = self.totals.groups  # stored, or being stored
+        self.may_store: Callable[[str], bool] = lambda item_key: True  # asked right before its groups are written
 
     def may_start(self, in_flight: int) -> bool:
         """Would one more rollout still find room if each in flight gives one group?"""
@@ -86,7 +87,7 @@ class Sink:
             )
             for part in wanted
         ]
-        if not records:
+        if not records or not self.may_store(work.key):
             return 0
         self._taken += len(records)
         await self._write(records)
@@ -98,7 +99,7 @@ class Sink:
     async def reject(self, work: Work) -> None:
         """The item is done without a usable group."""
         if self._files:
-            await self._files.reject(work.key)
+            await self._files.reject(work.key, work.trace.usage["completion_tokens"])
 
     async def resend(self) -> int:
         """Send what an earlier process stored and the API did not acknowledge; how many groups."""

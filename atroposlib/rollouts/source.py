@@ -98,7 +98,7 @@ class ItemSource:
             return None
         drawn = await self._draw()
         if drawn is None:
-            self.drawn_out = self._ends
+            self.drawn_out |= self._ends
         return drawn
 
 

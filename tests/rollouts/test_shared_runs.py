@@ -1,0 +1,176 @@
+"""Several processes share a run through lease files: every seat is filled once, whoever is slow, stops or dies."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from counting_env import CountingEnv, StreamingEnv, make_env
+
+from atroposlib.errors import ConfigError
+from atroposlib.rollouts import shared_draw
+from atroposlib.rollouts.leases import Leases
+
+SEATS = 20
+
+
+@pytest.fixture(autouse=True)
+def _no_wait_after_a_takeover(monkeypatch):
+    monkeypatch.setattr(shared_draw, "SETTLE_S", 0.0)
+
+
+def settings(folder: Path, name: str, **changes) -> dict:
+    return {
+        "data_path_to_save_groups": str(folder / name / "groups.jsonl"),
+        "total_steps": SEATS,
+        "max_num_workers": 2,
+        "lease_dir": str(folder / "leases"),
+        "lease_owner": name,
+        "lease_items": 2,
+        "lease_timeout": 0.6,
+        **changes,
+    }
+
+
+def member(folder: Path, name: str, env_cls=CountingEnv, **changes) -> CountingEnv:
+    return make_env(env_cls, **settings(folder, name, **changes))
+
+
+def leases(folder: Path, name: str, timeout_s: float = 60) -> Leases:
+    return Leases(folder / "leases", name, blocks=SEATS // 2, timeout_s=timeout_s, rollouts=folder / name)
+
+
+def recorded(folder: Path) -> dict[str, list[int]]:
+    """Item numbers by member."""
+    return {
+        path.parent.name: [int(json.loads(line)["item_key"]) for line in path.read_text().splitlines()]
+        for path in folder.glob("*/groups.jsonl")
+    }
+
+
+def everything(folder: Path) -> list[int]:
+    return sorted(number for numbers in recorded(folder).values() for number in numbers)
+
+
+async def test_members_fill_every_seat_once_and_a_slow_one_gets_less(tmp_path):
+    slow = member(tmp_path, "slow", seconds=0.5)
+    quick = [member(tmp_path, name, seconds=0.02) for name in ("a", "b")]
+    outcomes = await asyncio.gather(*(env.process_manager() for env in (slow, *quick)))
+    assert {outcome.exit_code for outcome in outcomes} == {0}
+    assert everything(tmp_path) == list(range(SEATS))
+    by_member = recorded(tmp_path)
+    assert len(by_member["slow"]) <= 4 < min(len(by_member["a"]), len(by_member["b"]))
+
+
+async def test_what_fails_for_good_is_replaced_so_that_every_seat_is_filled(tmp_path):
+    envs = [member(tmp_path, name, fail_every=7, task_failure_limit=1000) for name in ("a", "b")]
+    await asyncio.gather(*(env.process_manager() for env in envs))
+    numbers = everything(tmp_path)
+    assert sorted(number % SEATS for number in numbers) == list(range(SEATS))
+    assert not [number for number in numbers if number % 7 == 0]
+
+
+async def test_groups_that_are_rejected_are_replaced_too(tmp_path):
+    class Picky(CountingEnv):
+        async def collect_trajectories(self, item):
+            group, more = await super().collect_trajectories(item)
+            return ({**group, "scores": [1.0, 1.0]} if item["number"] == 3 else group), more
+
+    await member(tmp_path, "a", Picky, ensure_scores_are_not_same=True).process_manager()
+    assert everything(tmp_path) == sorted({*range(SEATS), 3 + SEATS} - {3})
+
+
+async def test_a_restarted_member_goes_on_with_its_own_blocks(tmp_path):
+    first = asyncio.create_task(member(tmp_path, "a", seconds=0.1).process_manager())
+    while len(recorded(tmp_path).get("a", [])) < 4:
+        await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.wait([first])
+    before = recorded(tmp_path)["a"]
+    again = member(tmp_path, "a")
+    await again.process_manager()
+    assert everything(tmp_path) == list(range(SEATS))
+    assert not set(again.started) & set(before)
+
+
+async def test_what_a_stopped_member_left_is_taken_over_at_once(tmp_path):
+    gone = leases(tmp_path, "gone")
+    gone.start()
+    assert [gone.take_new() for _ in range(3)] == [0, 1, 2]
+    gone.close()
+    (tmp_path / "gone").mkdir()
+    await member(tmp_path, "a", lease_timeout=30).process_manager()
+    assert everything(tmp_path) == list(range(SEATS))
+
+
+def test_what_a_killed_member_left_is_taken_over_and_its_groups_are_kept(tmp_path):
+    killed = start_member(tmp_path, "killed", seconds=0.2)
+    wait_until(lambda: len(recorded(tmp_path).get("killed", [])) >= 4, killed)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    kept = recorded(tmp_path)["killed"]
+    survivor = start_member(tmp_path, "survivor")
+    assert survivor.wait(60) == 0
+    assert everything(tmp_path) == list(range(SEATS))
+    assert recorded(tmp_path)["killed"] == kept
+
+
+def test_a_member_that_was_frozen_drops_what_others_took_over(tmp_path):
+    frozen = start_member(tmp_path, "frozen", seconds=0.3)
+    wait_until(lambda: len(recorded(tmp_path).get("frozen", [])) >= 2, frozen)
+    frozen.send_signal(signal.SIGSTOP)
+    try:
+        assert start_member(tmp_path, "other").wait(60) == 0
+        assert everything(tmp_path) == list(range(SEATS))
+    finally:
+        frozen.send_signal(signal.SIGCONT)
+    assert frozen.wait(60) == 0
+    assert everything(tmp_path) == list(range(SEATS))
+
+
+def test_a_block_has_one_holder_however_many_want_it(tmp_path):
+    members = [leases(tmp_path, name) for name in "abc"]
+    assert [each.take(7, term=1) for each in members] == [True, False, False]
+    assert members[1].take(7, term=2)
+    assert not members[0].holds(7, 1)
+    assert members[2].holders()[7].member == "b"
+
+
+def test_a_member_is_silent_only_after_the_timeout_of_the_watcher(tmp_path):
+    quiet, watcher = leases(tmp_path, "quiet"), leases(tmp_path, "watcher", timeout_s=0.2)
+    quiet.start()
+    assert not watcher.is_silent("quiet")
+    assert not watcher.is_alive("quiet")  # nothing was seen to change yet
+    wait_until(lambda: watcher.is_silent("quiet"))
+    quiet.close()
+    assert leases(tmp_path, "other").is_silent("quiet")
+
+
+async def test_an_environment_without_get_item_cannot_share_a_run(tmp_path):
+    with pytest.raises(ConfigError, match="get_item"):
+        await member(tmp_path, "a", StreamingEnv).process_manager()
+
+
+def start_member(folder: Path, name: str, **changes) -> subprocess.Popen:
+    """The environment as its own process."""
+    config = folder / f"{name}.yaml"
+    env = settings(folder, name, group_size=2, use_wandb=False, **changes)
+    config.write_text(yaml.safe_dump({"env": env}))
+    script = Path(__file__).with_name("counting_env.py")
+    command = [sys.executable, str(script), "process", "--config", str(config)]
+    path = {"PYTHONPATH": str(script.parents[1])}
+    return subprocess.Popen(command, env={**os.environ, **path}, stderr=subprocess.DEVNULL)
+
+
+def wait_until(condition, process: subprocess.Popen | None = None, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process is None or process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
