@@ -59,6 +59,14 @@ class _Job:
     done: asyncio.Future[Any] | None = None
 
 
+class _Note(msgspec.Struct, omit_defaults=True):
+    """What happened to a batch, and the run's step after it, until the index has it."""
+
+    step: int
+    delivered: list[int] = []
+    restored: list[Group] = []
+
+
 class DiskStore:
     """Keeps a run in a folder that only one server may use at a time.
 
@@ -99,8 +107,19 @@ class DiskStore:
 
     def note_delivered(self, groups: Sequence[Group], step: int) -> None:
         """One small write into the page cache: between delivery and this lie microseconds, not a commit."""
-        note = msgspec.json.encode({"groups": [group.number for group in groups], "step": step})
-        os.write(self._notes, note + b"\n")
+        self._note(_Note(step, delivered=[group.number for group in groups]))
+
+    def note_restored(self, groups: Sequence[Group], step: int) -> None:
+        """Between the end of a connection and this lie microseconds too."""
+        places = map(self._segments.place_of, groups)
+        self._note(
+            _Note(
+                step, restored=[Group(g.number, g.env_id, g.sequences, p) for g, p in zip(groups, places, strict=True)]
+            )
+        )
+
+    def _note(self, note: "_Note") -> None:
+        os.write(self._notes, msgspec.json.encode(note) + b"\n")
         self._noted += 1
 
     async def reset(self, run: bytes) -> None:
@@ -180,16 +199,17 @@ class DiskStore:
         )
 
     def _apply_notes(self) -> int | None:
-        """Remove groups that were delivered just before the process died; the step of the last such delivery."""
+        """Do what was noted just before the process died and not written any more; the step after the last of it."""
         step = None
         for line in os.pread(self._notes, os.fstat(self._notes).st_size, 0).splitlines():
             try:
-                note = msgspec.json.decode(line)
-            except msgspec.DecodeError:
+                note = msgspec.json.decode(line, type=_Note)
+            except msgspec.MsgspecError:
                 break  # cut off by a power failure
             with self._index:
-                gone = self._index.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in note["groups"]])
-            step = note["step"] if gone.rowcount > 0 else step
+                gone = self._index.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in note.delivered])
+                self._restore(note.restored)
+            step = note.step if gone.rowcount > 0 or note.restored else step
         os.ftruncate(self._notes, 0)
         return step
 
@@ -305,11 +325,7 @@ class DiskStore:
                     "DELETE FROM groups WHERE number = ?", [(group.number,) for group in change.consumed]
                 )
             if change.restored:
-                places = [_columns(self._segments.place_of(group)) for group in change.restored]
-                rows = [
-                    (g.number, g.env_id, g.sequences, False, *p) for g, p in zip(change.restored, places, strict=True)
-                ]
-                self._index.executemany("INSERT OR REPLACE INTO groups VALUES (?,?,?,?,?,?,?,?)", rows)
+                self._restore(change.restored)
             if change.completed:
                 self._index.executemany(
                     "UPDATE groups SET buffered = 0 WHERE number = ?", [(n,) for n in change.completed]
@@ -322,6 +338,11 @@ class DiskStore:
                 self._index.executemany(
                     "DELETE FROM batches WHERE number = ?", [(number,) for number in change.settled]
                 )
+
+    def _restore(self, groups: Sequence[Group]) -> None:
+        places = [_columns(self._segments.place_of(group)) for group in groups]
+        rows = [(g.number, g.env_id, g.sequences, False, *place) for g, place in zip(groups, places, strict=True)]
+        self._index.executemany("INSERT OR REPLACE INTO groups VALUES (?,?,?,?,?,?,?,?)", rows)
 
     def _compact(self) -> None:
         """Rewrite files of which little is needed any more.

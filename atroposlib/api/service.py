@@ -9,7 +9,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -154,11 +154,20 @@ class TrajectoryService:
         self._uncount(batch)
         self._give_back(batch)
 
-    async def recall(self, batch: Batch) -> None:
-        """After `sent` it turned out that the connection broke: as `not_sent`. Not for leases, which have their end."""
-        await self.store.change(Change(restored=batch.groups))
-        await self.not_sent(batch)
-        await self.store.change(Change(run=self.run.to_json()))
+    def recall(self, batch: Batch) -> Coroutine[None, None, None]:
+        """After `sent` it turned out that the connection broke: as `not_sent`. Not for leases, which have their end.
+
+        From the call on no death of the process can lose the batch; await what it returns for the rest.
+        """
+        self._uncount(batch)
+        self.store.note_restored(batch.groups, self.run.step)
+        change = Change(run=self.run.to_json(), restored=batch.groups, noted=True)
+
+        async def give_back() -> None:
+            await self.store.change(change)
+            await self.not_sent(batch)
+
+        return give_back()
 
     async def ack(self, batch_id: str) -> None:
         """The trainer has the leased batch. May be repeated; Refused for an id that never was."""

@@ -44,16 +44,17 @@ class Change:
 
     Attributes:
         run: the new `RunState.to_json`, when it changed.
-        consumed: groups that have reached a trainer; `noted` when `note_delivered` was called for them.
+        consumed: groups that have reached a trainer.
         restored: consumed groups whose delivery turned out to have failed.
+        noted: `note_delivered` or `note_restored` was called for these groups.
         completed: numbers of groups that left a buffer for the queue.
         leased / settled: leases that began; numbers of those that ended.
     """
 
     run: bytes | None = None
     consumed: Sequence[Group] = ()
-    noted: bool = False
     restored: Sequence[Group] = ()
+    noted: bool = False
     completed: Sequence[int] = ()
     leased: Sequence[Batch] = ()
     settled: Sequence[int] = ()
@@ -68,7 +69,7 @@ class Snapshot:
     buffered: list[Group] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
     next_number: int = 1
-    step: int | None = None  # of the last delivery, when `run` was not written any more after it
+    step: int | None = None  # after the last delivery or recall, when `run` was not written any more after it
 
 
 class Store(Protocol):
@@ -88,6 +89,10 @@ class Store(Protocol):
 
     def note_delivered(self, groups: Sequence[Group], step: int) -> None:
         """Survives the death of the process from now on; the `change` that consumes these groups follows."""
+        ...
+
+    def note_restored(self, groups: Sequence[Group], step: int) -> None:
+        """As `note_delivered`, for the `change` that restores these groups."""
         ...
 
     async def read(self, groups: Sequence[Group]) -> list[bytes]:
@@ -158,6 +163,9 @@ class MemoryStore:
         pass
 
     def note_delivered(self, groups: Sequence[Group], step: int) -> None:
+        pass
+
+    def note_restored(self, groups: Sequence[Group], step: int) -> None:
         pass
 
     async def read(self, groups: Sequence[Group]) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import socket
 import threading
@@ -11,7 +12,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from api_testing import ENV, ServerRefused, make_group, register_run, server_process, uids
+from api_testing import ENV, ServerRefused, client_of, make_group, register_run, server_process, started, uids
+
+from atroposlib.api.server import ApiSettings, create_app
 
 
 def take_all(client: httpx.Client) -> list[int]:
@@ -246,3 +249,25 @@ def test_environment_ids_stay_valid_over_a_restart(tmp_path):
         with httpx.Client(base_url=server.url) as client:
             assert client.post("/scored_data", json=make_group(1, env_id=0)).status_code == 200
             assert client.post("/register-env", json=ENV).json()["wandb_name"] == "sums_1"
+
+
+async def test_a_batch_whose_connection_broke_is_there_after_a_death_at_any_moment_of_taking_it_back(tmp_path):
+    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    client = await started(app)
+    await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
+    service = app.state.service
+    batch = await service.next_batch()
+    await service.sent(batch, time.monotonic())
+    assert service.run.step == 1
+    taking_back = service.recall(batch)
+    shutil.copytree(tmp_path / "state", tmp_path / "died")
+    await taking_back
+    shutil.copytree(tmp_path / "state", tmp_path / "died later")
+    await service.store.close()
+    for folder in ("died", "died later", "state"):
+        again = create_app(ApiSettings(state_dir=tmp_path / folder))
+        client = client_of(again)
+        assert (await client.get("/status")).json()["current_step"] == 0
+        assert uids(await client.get("/batch")) == [1, 2]
+        assert (await client.get("/status")).json()["current_step"] == 1
+        await again.state.service.store.close()
