@@ -9,10 +9,10 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel
 
@@ -27,7 +27,7 @@ from atroposlib.envs.server_handling.server_baseline import (
     ServerBaseline,
 )
 from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
-from atroposlib.envs.trainer_side import TrainerSide
+from atroposlib.envs.trainer_side import TrainerSide, logged
 from atroposlib.errors import ConfigError
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 from atroposlib.rollouts import groups as group_checks
@@ -66,6 +66,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
 Trajectories = ScoredDataGroup | list[ScoredDataGroup | None] | None
 
@@ -91,8 +92,8 @@ class BaseEnv(TrainerSide):
     """One environment: items in, scored groups out.
 
     Hooks: `config_init`, `setup`, `get_next_item` / `get_item`, `item_task`, `collect_trajectory` or
-    `collect_trajectories`, `postprocess_histories`, `evaluate`, `wandb_log`, `cleanup`. Every hook may raise: the
-    rollout counts as failed, the others go on.
+    `collect_trajectories`, `postprocess_histories`, `evaluate`, `wandb_log`, `cleanup`, `teardown`. Every hook
+    may raise: the rollout counts as failed, the others go on.
     """
 
     name: str | None = None
@@ -207,6 +208,12 @@ class BaseEnv(TrainerSide):
     async def cleanup(self) -> None:
         """Optional: called after every rollout."""
 
+    async def teardown(self) -> None:
+        """Optional: free what `setup` made (sandboxes, clients); called once at the end of every mode.
+
+        Also after an error, a signal, or when `setup` failed or was not needed, because the run was complete already.
+        """
+
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Keep `data` (attribute name -> JSON value) for `load_checkpoint`; subclasses add keys, then call this."""
         if data is not None:
@@ -300,16 +307,19 @@ class BaseEnv(TrainerSide):
 
     async def env_manager(self) -> Outcome:
         """Serve a trainer until it has what it wants; see `atroposlib.rollouts.serve`."""
-        return await run_serve(self)
+        return await self._torn_down(run_serve(self))
 
     async def process_manager(self) -> Outcome:
         """Write `total_steps` groups to files; see `atroposlib.rollouts.process`."""
         self.process_mode = True
         self.n_groups_to_process = self.config.total_steps
         self.group_size_to_process = self.config.group_size
-        return await run_process(self)
+        return await self._torn_down(run_process(self))
 
     async def _run_evaluate(self) -> None:
+        await self._torn_down(self._evaluate_once())
+
+    async def _evaluate_once(self) -> None:
         """`setup` and `evaluate`; with a folder for the results, the same command goes on after a kill."""
         if not self.config.data_dir_to_save_evals:
             await self.setup()
@@ -323,6 +333,14 @@ class BaseEnv(TrainerSide):
         with kept_responses(self.server, folder, fresh=self.fresh):
             await self.setup()
             await self.evaluate()
+
+    async def _torn_down(self, mode: Awaitable[T]) -> T:
+        """`mode` to its end, then `teardown`, whose failure takes nothing away from what was done."""
+        try:
+            return await mode
+        finally:
+            with logged("teardown failed"):
+                await self.teardown()
 
     # -- one rollout -----------------------------------------------------------------------------------------------
 

@@ -110,7 +110,7 @@ class TrainerSide(WandbSide):
         if pacing.crossed(before, step, self.config.steps_per_eval):
             self._start_evaluation()
         if pacing.crossed(before, step, self.checkpoint_interval):
-            with _logged("checkpoint not saved"):
+            with logged("checkpoint not saved"):
                 self.save_checkpoint(step // self.checkpoint_interval * self.checkpoint_interval)
         if self.items_sent_this_step >= self.config.min_items_sent_before_logging:
             await self.log_now()
@@ -118,7 +118,7 @@ class TrainerSide(WandbSide):
 
     async def log_now(self) -> None:
         """Call `wandb_log`; a failure there is reported and costs only that report."""
-        with _logged("metrics not logged"):
+        with logged("metrics not logged"):
             await self.wandb_log({})
 
     async def add_train_workers(self) -> None:
@@ -210,7 +210,7 @@ class TrainerSide(WandbSide):
 
 
 @contextmanager
-def _logged(what: str) -> Iterator[None]:
+def logged(what: str) -> Iterator[None]:
     """An author's hook beside the rollouts: its failure must not end a run of days."""
     try:
         yield

@@ -302,3 +302,51 @@ async def test_the_project_is_the_trainers_and_its_absence_is_waited_for(wandb, 
     await env.setup_wandb()
     assert (wandb.started[0]["project"], wandb.started[0]["group"]) == (None, None)
     assert next(answers, None) is None
+
+
+class Torn(SingleEnv):
+    """Counts its teardowns; `fails` names the hook that raises."""
+
+    fails = ""
+    torn_down = 0
+
+    async def setup(self):
+        if self.fails == "setup":
+            raise KeyError("data")
+
+    async def get_next_item(self):
+        return {}
+
+    async def evaluate(self, *args, **kwargs):
+        pass
+
+    async def teardown(self):
+        self.torn_down += 1
+        if self.fails == "teardown":
+            raise OSError("sandbox is gone")
+
+
+def torn(folder):
+    return make(Torn, data_path_to_save_groups=str(folder / "o.jsonl"), total_steps=3)
+
+
+@pytest.mark.parametrize("mode", ["process_manager", "_run_evaluate"])
+async def test_teardown_comes_once_at_the_end_of_a_mode(tmp_path, mode):
+    env = torn(tmp_path)
+    await getattr(env, mode)()
+    assert env.torn_down == 1
+
+
+async def test_teardown_comes_after_a_failed_setup_too(tmp_path):
+    env = torn(tmp_path)
+    env.fails = "setup"
+    with pytest.raises(KeyError, match="data"):
+        await env.process_manager()
+    assert env.torn_down == 1
+
+
+async def test_a_failing_teardown_takes_nothing_away(tmp_path, caplog):
+    env = torn(tmp_path)
+    env.fails = "teardown"
+    assert (await env.process_manager()).groups == 3
+    assert "sandbox is gone" in caplog.text
