@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,8 @@ from atroposlib.errors import AtroposError, ConfigError
 from example_trainer.config import TrainingConfig
 from example_trainer.data import Row
 from example_trainer.learner import Learner
-from example_trainer.policy import model_folder, pick_device
+from example_trainer.model_folder import model_folder
+from example_trainer.policy import pick_device
 
 PARTS = ("forward", "backward", "optimizer")
 WARM_UP = 2
@@ -196,13 +197,24 @@ def measure(args: argparse.Namespace) -> str:
     names = ("sequences", "group", "prompt", "completion", "steps", "objective")
     work = Work(model_folder(args.model), pick_device(args.device), **{name: getattr(args, name) for name in names})
     rows = make_rows(work, _vocabulary(work.folder))
-    timings = [time_ours(work, rows, args.micro_batch_tokens, share_prompts=share) for share in (True, False)]
+    timings: list[Timing] = []
+    for timing in _sides(args, work, rows):
+        print(timing.row(work), file=sys.stderr, flush=True)
+        timings.append(timing)
+    return table(work, timings)
+
+
+def _sides(args: argparse.Namespace, work: Work, rows: Sequence[Row]) -> Iterator[Timing]:
+    """One after the other, each gone from memory before the next."""
+    for share in (True, False):
+        yield time_ours(work, rows, args.micro_batch_tokens, share_prompts=share)
     if args.trl:
         from example_trainer.bench_trl import time_trl
 
-        batches = [batch for batch in args.trl_batches if args.sequences % batch == 0]
-        timings += [timing for batch in batches if (timing := time_trl(work, rows, batch)) is not None]
-    return table(work, timings)
+        for batch in args.trl_batches:
+            timing = time_trl(work, rows, batch) if args.sequences % batch == 0 else None
+            if timing is not None:
+                yield timing
 
 
 def _vocabulary(folder: Path | str) -> int:

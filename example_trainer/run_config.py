@@ -25,7 +25,10 @@ class EngineSettings(Settings):
 class EnvironmentSettings(Settings):
     """What makes the problems and scores the answers: a script, or data sets with a reward."""
 
-    environment: str | None = Field(None, description="The environment's Python file; null: `datasets`.")
+    environment: str | None = Field(
+        None,
+        description="The environment's Python file, beside the recipe or in the current folder; null: `datasets`.",
+    )
     environment_config: dict[str, Any] = Field({}, description="Fields of the environment's config, as JSON or YAML.")
     environment_workers: PositiveInt = Field(8, description="Problems rolled out at the same time.")
     datasets: list[Source] = Field([], description="Mixture of problem sets with columns problem and answer.")

@@ -14,9 +14,12 @@ from atroposlib.launch.probes import answers, at_once, free_ports, trajectory_ap
 from atroposlib.launch.services import Service
 from atroposlib.paths import expand_path, write_text_atomic
 from example_trainer.config import TrainingConfig
+from example_trainer.exports import exports_folder, first_link
+from example_trainer.model_folder import local_folder, model_folder
 from example_trainer.run_config import RunConfig
 
 _VLLM_SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _DATASET_ENV = Path(__file__).with_name("dataset_env.py")
 
 
@@ -43,8 +46,9 @@ def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) 
     trainer = [sys.executable, "-m", "example_trainer.grpo", "--config", str(trainer_yaml)]
     script = str(_script(config))
     environment = [sys.executable, script, "serve", "--config", str(environment_yaml)]
+    weights = _weights(config, run_dir)
     return RunPlan(
-        servers=[*_engine(config, engine_port, logs, session), api],
+        servers=[*_engine(config, engine_port, weights, logs, session), api],
         trainer=Service(
             "trainer", trainer, logs / "trainer.log", at_once, 60, env=_gpus("ATROPOS_TRAINER_GPUS"), is_job=True
         ),
@@ -62,7 +66,7 @@ def trainer_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], a
         **own,
         "engine_urls": engine_urls,
         "atropos_url": api_url,
-        "save_path": str(run_dir / "checkpoints"),
+        "save_path": str(_checkpoints(run_dir)),
         "log_dir": str(run_dir / "metrics"),
     }
 
@@ -110,8 +114,12 @@ def environment_settings(config: RunConfig, run_dir: Path, engine_urls: list[str
     return {"env": env, "openai": servers}
 
 
-def engine_command(config: RunConfig, port: int) -> list[str]:
-    """The engine's command line."""
+def engine_command(config: RunConfig, port: int, weights: Path | str | None = None) -> list[str]:
+    """The engine's command line.
+
+    Args:
+        weights: Hugging Face folder to start from; None: the model's. The embedded engine has its own files.
+    """
     at = ["--host", "127.0.0.1", "--port", str(port)]
     context = str(config.seq_len)
     if config.engine == "embedded":
@@ -119,19 +127,38 @@ def engine_command(config: RunConfig, port: int) -> list[str]:
         sizes = ["--slots", str(config.engine_slots), "--context", context, *threads]
         module = [sys.executable, "-m", "atroposlib.cli.engine", "--model", config.model_name]
         return [*module, *at, *sizes, *config.engine_args]
-    tp = str(config.vllm_tp_size)
+    model, tp = str(weights or model_folder(config.model_name)), str(config.vllm_tp_size)
     memory = str(config.gpu_memory_utilization)
     if config.engine == "sglang":
-        module = [sys.executable, "-m", "sglang.launch_server", "--model-path", config.model_name]
+        module = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
         sizes = ["--tp", tp, "--mem-fraction-static", memory, "--context-length", context]
         return [*module, *at, *sizes, "--enable-metrics", *config.engine_args]
     sizes = ["--tensor-parallel-size", tp, "--gpu-memory-utilization", memory, "--max-model-len", context]
-    update = ["--enable-lora", "--max-lora-rank", str(config.lora_r)] if config.use_lora else ["--enable-sleep-mode"]
-    module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model_name]
-    return [*module, *at, *sizes, *update, *config.engine_args]
+    update = ["--enable-lora", "--max-lora-rank", _lora_rank(config)] if config.use_lora else ["--enable-sleep-mode"]
+    name = config.model_name if config.use_lora else _model_names(config)[0]  # the adapter has a name of its own
+    replies = ["--served-model-name", name, "--logprobs-mode", "processed_logprobs"]  # after temperature
+    module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [*module, *at, *sizes, *update, *replies, *config.engine_args]
 
 
-def _engine(config: RunConfig, port: int, logs: Path, session: aiohttp.ClientSession) -> list[Service]:
+def _weights(config: RunConfig, run_dir: Path) -> Path | None:
+    """What vLLM is started from: a link to the newest weights, so that a restarted one does not serve the first."""
+    if config.engine != "vllm" or config.use_lora:
+        return None
+    return first_link(exports_folder(_checkpoints(run_dir)), local_folder(config.model_name))
+
+
+def _lora_rank(config: RunConfig) -> str:
+    """vLLM's `--max-lora-rank`, which is one of a few sizes."""
+    for rank in _VLLM_RANKS:
+        if rank >= config.lora_r:
+            return str(rank)
+    raise ConfigError(f"lora_r is {config.lora_r}, but vLLM serves adapters up to rank {_VLLM_RANKS[-1]}; lower it")
+
+
+def _engine(
+    config: RunConfig, port: int, weights: Path | None, logs: Path, session: aiohttp.ClientSession
+) -> list[Service]:
     if config.engine == "external":
         return []
     url = f"http://127.0.0.1:{port}"
@@ -139,7 +166,7 @@ def _engine(config: RunConfig, port: int, logs: Path, session: aiohttp.ClientSes
     return [
         Service(
             name="engine",
-            command=engine_command(config, port),
+            command=engine_command(config, port, weights),
             log=logs / "engine.log",
             ready=answers(session, "GET", url + ready),
             healthy=answers(session, "GET", f"{url}/health"),
@@ -149,13 +176,19 @@ def _engine(config: RunConfig, port: int, logs: Path, session: aiohttp.ClientSes
     ]
 
 
+def _checkpoints(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
 def _script(config: RunConfig) -> Path:
     """The environment's file; ConfigError when it is not there."""
     if config.environment is None:
         return _DATASET_ENV
     script = expand_path(config.environment, what="environment").absolute()
     if not script.is_file():
-        raise ConfigError(f"environment {script} does not exist; give a Python file, relative to the current folder")
+        raise ConfigError(
+            f"environment {script} does not exist; give a Python file, relative to the recipe or to the current folder"
+        )
     return script
 
 
@@ -168,8 +201,8 @@ def _model_names(config: RunConfig) -> tuple[str, str]:
     """Names of the model and of its tokenizer, as the environment uses them."""
     from atroposlib.engines.models import CATALOG, resolve_model
 
-    if config.model_name in CATALOG or config.model_name.endswith(".gguf"):
-        local = resolve_model(config.model_name)
-        return local.name, str(local.tokenizer_dir)
-    name = "policy" if config.engine == "vllm" and config.use_lora else config.model_name
-    return name, config.model_name
+    name = tokenizer = config.model_name
+    if name in CATALOG or name.endswith(".gguf"):
+        local = resolve_model(name)
+        name, tokenizer = local.name, str(local.tokenizer_dir)
+    return "policy" if config.engine == "vllm" and config.use_lora else name, tokenizer

@@ -2,14 +2,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 import yaml
 
 from atroposlib.errors import ConfigError
 from example_trainer.config import TrainingConfig
+from example_trainer.exports import replace_link
 from example_trainer.recipe import build, check, read_recipe
 from example_trainer.run_config import RunConfig
-from example_trainer.run_plan import engine_command, environment_settings, trainer_settings
+from example_trainer.run_plan import engine_command, environment_settings, make_plan, trainer_settings
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "trainer").glob("*.yaml"))
@@ -67,6 +69,37 @@ def test_vllm_sizes_come_from_its_environment_variables(tmp_path):
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.8"
 
 
+def test_vllm_is_asked_for_logprobs_after_temperature_under_the_models_name():
+    command = engine_command(make_run(engine="vllm"), 9001, "/somewhere/current")
+    assert command[command.index("--model") + 1] == "/somewhere/current"
+    assert command[command.index("--served-model-name") + 1] == "m"
+    assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert "--enable-sleep-mode" in command
+
+
+RANKS = {1: "1", 4: "8", 16: "16", 48: "64"}
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_an_adapters_rank_is_rounded_up_to_one_that_vllm_knows(rank):
+    command = engine_command(make_run(engine="vllm", use_lora=True, lora_r=rank), 9001)
+    assert command[command.index("--max-lora-rank") + 1] == RANKS[rank]
+
+
+async def test_vllm_starts_from_the_newest_weights_of_the_run(tiny_model, tmp_path):
+    config = make_run(model_name=str(tiny_model), environment=str(Path(__file__)), engine="vllm")
+    async with aiohttp.ClientSession() as session:
+        command = make_plan(config, tmp_path, session).servers[0].command
+        served = Path(command[command.index("--model") + 1])
+        assert served.resolve() == tiny_model.resolve()
+
+        pushed = tmp_path / "checkpoints" / "engine" / "weights_00000001"
+        pushed.mkdir()
+        replace_link(served, pushed)
+        assert make_plan(config, tmp_path, session).servers[0].command[:5] == command[:5]
+    assert served.resolve() == pushed.resolve()
+
+
 REFUSED = {
     "nothing to train on": ({"environment": None}, "give either environment"),
     "two things to train on": ({"datasets": [{"id": "d.jsonl"}]}, "give either environment"),
@@ -107,6 +140,24 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path):
     (tmp_path / "r.yaml").write_text("- a\n")
     with pytest.raises(ConfigError, match="holds list, expected config fields"):
         read_recipe(tmp_path / "r.yaml")
+
+
+def test_files_named_in_a_recipe_lie_beside_it_or_in_the_current_folder(tmp_path, monkeypatch):
+    recipes, here = tmp_path / "recipes", tmp_path / "here"
+    for folder, name in ((recipes, "both.py"), (here, "both.py"), (here, "only_here.py"), (recipes, "problems.jsonl")):
+        folder.mkdir(exist_ok=True)
+        (folder / name).touch()
+    monkeypatch.chdir(here)
+
+    def read(**content):
+        (recipes / "r.yaml").write_text(yaml.safe_dump(content))
+        return read_recipe(recipes / "r.yaml")
+
+    assert read(environment="both.py") == {"environment": str(recipes / "both.py")}
+    assert read(environment="only_here.py") == {"environment": "only_here.py"}
+    assert read(datasets=[{"id": "problems.jsonl"}, {"id": "hub/name"}]) == {
+        "datasets": [{"id": str(recipes / "problems.jsonl")}, {"id": "hub/name"}]
+    }
 
 
 def test_the_slurm_script_has_its_directives_before_any_command():

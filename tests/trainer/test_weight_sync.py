@@ -5,11 +5,14 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from tiny_model import make_config
 
-from example_trainer.weight_sync import WeightSyncError, make_sync
+from example_trainer.engine_requests import WeightSyncError
+from example_trainer.exports import first_link
+from example_trainer.weight_sync import make_sync
 
 
 class FakeEngine:
@@ -17,16 +20,16 @@ class FakeEngine:
 
     def __init__(self):
         self.status, self.body, self.seen = 200, {"success": True}, []
-        self.failing = ""
+        self.failing = self.lacking = ""  # a part of the path that answers 400, or 404
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 engine.seen.append((self.path, json.loads(content) if content else None))
-                fails = engine.failing and engine.failing in self.path
-                reply = json.dumps({"success": False, "message": "no such folder"} if fails else engine.body).encode()
-                self.send_response(400 if fails else engine.status)
+                status, body = engine.answer(*engine.seen[-1])
+                reply = json.dumps(body).encode()
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(reply)))
                 self.end_headers()
                 self.wfile.write(reply)
@@ -38,6 +41,16 @@ class FakeEngine:
         self.thread = threading.Thread(target=self.server.serve_forever)
         self.thread.start()
         self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def answer(self, path, body):
+        if self.failing and self.failing in path:
+            return 400, {"success": False, "message": "no such folder"}
+        if self.lacking and self.lacking in path:
+            return 404, {"detail": "Not Found"}
+        return self.reply(path, body)
+
+    def reply(self, path, body):
+        return self.status, self.body
 
     @property
     def paths(self):
@@ -59,7 +72,12 @@ def engine():
 class FakePolicy:
     """Writes a marker where the weights would be."""
 
-    model = None
+    @property
+    def model(self):
+        return self
+
+    def save_pretrained(self, folder):
+        (folder / "adapter_model.safetensors").write_bytes(b"adapter")
 
     def save_merged(self, folder):
         (folder / "model.safetensors").write_bytes(b"weights")
@@ -117,17 +135,79 @@ def test_an_engine_that_is_not_there_is_an_error(sync_of, engine):
         sync_of("sglang", ["http://127.0.0.1:9"]).push(FakePolicy(), 1)
 
 
-def test_vllm_sleeps_reloads_and_wakes_from_a_path_that_stays(sync_of, engine, tmp_path):
-    sync = sync_of("vllm", [engine.url])
-    sync.push(FakePolicy(), 1)
-    sync.push(FakePolicy(), 2)
-    assert engine.paths[:4] == [
-        "/sleep?level=2",
-        "/wake_up?tags=weights",
-        "/collective_rpc",
-        "/wake_up?tags=kv_cache",
-    ]
-    assert (tmp_path / "engine" / "current").resolve().name == "weights_00000002"
+class FakeVLLM(FakeEngine):
+    """Serves what the folder it was started from holds, and reloads only as vLLM does: while its weights are awake."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.awake = folder, {"weights", "kv_cache"}
+        self.serves = self.read(folder)
+        self.version = "default"
+
+    def read(self, folder):
+        return (folder / "model.safetensors").read_bytes()
+
+    def reply(self, path, body):
+        route, _, query = path.partition("?")
+        if route == "/sleep":
+            self.awake = set()
+            self.serves = None
+        elif route == "/wake_up":
+            self.awake.add(query.removeprefix("tags="))
+        elif route == "/update_weight_version":
+            self.version = body["new_version"]
+        elif route == "/collective_rpc":
+            if self.awake != {"weights"} or body["method"] != "reload_weights":
+                return 500, {"error": "not the moment"}
+            self.serves = self.read(Path(body["kwargs"]["weights_path"]))
+        return 200, {}
+
+
+@pytest.fixture
+def vllm(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"first")
+    fake = FakeVLLM(first_link(tmp_path / "engine", tmp_path / "model"))
+    yield fake
+    fake.close()
+
+
+def test_vllm_serves_the_new_weights_and_names_them(sync_of, vllm, tmp_path):
+    assert vllm.serves == b"first"
+    sync_of("vllm", [vllm.url]).push(FakePolicy(), 1)
+    assert vllm.paths[0] == "/sleep?level=2&mode=wait"
+    assert (vllm.serves, vllm.version, vllm.awake) == (b"weights", "1", {"weights", "kv_cache"})
+    assert vllm.read(tmp_path / "engine" / "current") == b"weights"  # what a restarted one would load
+
+
+PAUSES = {"drain": "wait", "abort": "abort", "keep": "keep"}
+
+
+@pytest.mark.parametrize("mode", PAUSES)
+def test_the_sync_mode_says_what_vllm_does_with_running_requests(sync_of, vllm, mode):
+    sync_of("vllm", [vllm.url], sync_mode=mode).push(FakePolicy(), 1)
+    assert vllm.paths[0].endswith(f"mode={PAUSES[mode]}")
+
+
+def test_a_vllm_that_cannot_name_versions_is_updated_all_the_same(sync_of, vllm):
+    vllm.lacking = "/update_weight_version"
+    sync_of("vllm", [vllm.url]).push(FakePolicy(), 1)
+    assert (vllm.serves, vllm.version) == (b"weights", "default")
+
+
+def test_a_vllm_that_does_not_reload_is_an_error(sync_of, vllm):
+    vllm.failing = "collective_rpc"
+    with pytest.raises(WeightSyncError, match="collective_rpc answered 400"):
+        sync_of("vllm", [vllm.url]).push(FakePolicy(), 1)
+
+
+def test_a_lora_adapter_is_swapped_in_place_from_a_path_of_its_own(sync_of, engine, tmp_path):
+    sync = sync_of("vllm_lora", [engine.url], use_lora=True)
+    for version in (1, 2):
+        sync.push(FakePolicy(), version)
+    loads = [body for path, body in engine.seen if path == "/v1/load_lora_adapter"]
+    assert [(body["lora_name"], body["load_inplace"]) for body in loads] == [("policy", True)] * 2
+    assert [Path(body["lora_path"]).name for body in loads] == ["adapter_00000001", "adapter_00000002"]
 
 
 def test_old_exports_are_deleted(sync_of, engine, tmp_path):

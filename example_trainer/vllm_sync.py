@@ -1,0 +1,68 @@
+"""Weights into vLLM: all of them through sleep and reload, or a LoRA adapter swapped by name.
+
+Written against the routes of vLLM 0.33.
+"""
+
+from pathlib import Path
+
+from example_trainer.config import TrainingConfig
+from example_trainer.engine_requests import Engines
+from example_trainer.exports import current_link, keep_newest, replace_link, save_folder, write_whole
+from example_trainer.policy import Policy
+
+_PAUSE = {"drain": "wait", "abort": "abort", "keep": "keep"}
+"""vLLM's names of our `sync_mode`."""
+
+
+class VLLMSync:
+    """vLLM with `--enable-sleep-mode` and VLLM_SERVER_DEV_MODE=1.
+
+    Requests in flight are finished, aborted, or kept and recomputed under the new weights (`sync_mode`); its prefix
+    cache is dropped with the old weights. A version whose `reload_weights` takes no path answers 500: the push fails.
+    """
+
+    def __init__(self, config: TrainingConfig, folder: Path) -> None:
+        self._engines = Engines(config)
+        self._folder = folder
+        self._pause = _PAUSE[config.sync_mode]
+
+    def push(self, policy: Policy, version: int) -> None:
+        """Save, sleep (weights and cache are dropped), reload, name the version, wake."""
+        written = save_folder(policy, self._folder, version)
+        replace_link(current_link(self._folder), written)
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(written.resolve())}}
+        self._engines.post(f"/sleep?level=2&mode={self._pause}", None)
+        self._engines.post("/wake_up?tags=weights", None)
+        self._engines.post("/collective_rpc", reload)
+        self._engines.post("/update_weight_version", {"new_version": str(version)}, optional=True)
+        self._engines.post("/wake_up?tags=kv_cache", None)
+        keep_newest(self._folder, "weights_*")
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._engines.close()
+
+
+class VLLMLoraSync:
+    """vLLM with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: swap the adapter called `policy`.
+
+    Running requests go on with the new adapter. Each version has a path of its own, as vLLM keeps the prefix cache of
+    an adapter by its path.
+    """
+
+    def __init__(self, config: TrainingConfig, folder: Path) -> None:
+        self._engines = Engines(config)
+        self._folder = folder
+
+    def push(self, policy: Policy, version: int) -> None:
+        """Save the adapter and load it over the old one."""
+        target = self._folder / f"adapter_{version:08d}"
+        write_whole(target, lambda folder: policy.model.save_pretrained(folder))  # pyright: ignore
+        body = {"lora_name": "policy", "lora_path": str(target.resolve()), "load_inplace": True}
+        self._engines.post("/v1/load_lora_adapter", body)
+        self._engines.post("/update_weight_version", {"new_version": str(version)}, optional=True)
+        keep_newest(self._folder, "adapter_*")
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._engines.close()
