@@ -3,7 +3,7 @@
 Shapes: G = sequences of a group, T = tokens of one sequence (differs between sequences).
 """
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
     pass
@@ -108,6 +108,7 @@ class Usage(TypedDict):
 
     prompt_tokens: int
     completion_tokens: int
+    length_tokens: NotRequired[int]  # of these, in responses that the length limit cut off
 
 
 class EngineInfo(TypedDict, total=False):

@@ -112,37 +112,46 @@ class FailureLog:
         self.path = path
         self._env, self._run = env, run
         self.counts: Counter[str] = Counter()
+        self.wasted: Counter[str] = Counter()  # cause -> tokens that the engine had replied with before a try failed
+        self.last: dict[str, Any] | None = None  # class, item_key, error and time of the newest failure
         self.failed_before: set[str] = set()  # keys of items that an earlier process gave up
         if path and path.exists():
             for failure in _earlier_failures(path, env, run):
-                self.counts[failure.get("class", "environment")] += 1
+                self._count(failure)
                 if failure.get("final"):
                     self.failed_before.add(failure.get("item_key", ""))
             _end_last_line(path)
 
     def add(self, work: Work, error: BaseException, *, is_final: bool) -> None:
         """Count and write one failed try."""
-        kind = failure_class(error)
-        self.counts[kind] += 1
-        if self.path is None:
-            return
         line = {
             "env": self._env,
             "run": self._run,
             "item_key": work.key,
             "task": work.task,
-            "class": kind,
+            "class": failure_class(error),
             "error": describe_error(error),
             "try": work.tries,
             "final": is_final,
+            "tokens": work.trace.usage["completion_tokens"],
             "at": time.time(),
             "traceback": "".join(traceback.format_exception(error)),
         }
+        self._count(line)
+        if self.path is None:
+            return
         try:
             with self.path.open("ab", buffering=0) as stream:
                 stream.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
         except OSError as problem:  # the failure is counted and logged; a full disk must not make it worse
             logger.warning("failure not written: file=%s error=%s", self.path, problem)
+
+    def _count(self, line: dict[str, Any]) -> None:
+        kind = line.get("class", "environment")
+        self.counts[kind] += 1
+        cause = "kill" if kind == "kill" else "rejected" if line.get("final") else "retry"
+        self.wasted[cause] += line.get("tokens", 0)
+        self.last = {key: line.get(key) for key in ("class", "item_key", "error", "at")}
 
 
 def _end_last_line(path: Path) -> None:

@@ -86,9 +86,13 @@ class RolloutFiles:
         await _uncancelled(item.written)
         return entries
 
-    async def reject(self, item_key: str) -> None:
-        """Remember that this item gave no usable group, so that a restart does not roll it out again."""
-        entry = Entry(shard=REJECTED, item_key=item_key)
+    async def reject(self, item_key: str, tokens: int) -> None:
+        """Remember that this item gave no usable group, so that a restart does not roll it out again.
+
+        Args:
+            tokens: generated for it.
+        """
+        entry = Entry(shard=REJECTED, item_key=item_key, completion_tokens=tokens)
         self.ledger.add(entry, acknowledged=True)
         await self._patiently(lambda: self._shards.write_index([entry]))
 

@@ -123,7 +123,11 @@ def to_record(
 ) -> dict[str, Any]:
     """The `RolloutRecord` of a group: a line of a rollout file. Where it came from stands first."""
     trace = work.trace
-    one_choice_each = len(trace.finish_reasons) == len(group["tokens"])
+    reasons = list(trace.finish_reasons) if len(trace.finish_reasons) == len(group["tokens"]) and parts == 1 else None
+    usage = dict(trace.usage) if trace.replies and part == 0 else None
+    if usage and reasons and "length" in reasons:
+        lengths = unmasked_lengths(group)
+        usage["length_tokens"] = sum(n for n, reason in zip(lengths, reasons, strict=True) if reason == "length")
     facts = {
         "schema_version": ROLLOUT_SCHEMA_VERSION,
         "env": env,
@@ -135,8 +139,8 @@ def to_record(
         "task": group.get("task") or work.task,
         "created_at": time.time(),
         "duration_s": round(time.time() - work.started_at, 3),
-        "finish_reasons": list(trace.finish_reasons) if one_choice_each and parts == 1 else None,
-        "usage": dict(trace.usage) if trace.replies and part == 0 else None,
+        "finish_reasons": reasons,
+        "usage": usage,
         "engine": dict(trace.engine) or None,
         "sampling": trace.sampling or None,
     }

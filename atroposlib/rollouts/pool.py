@@ -84,6 +84,11 @@ class RolloutPool:
         """Rollouts that may need the engine now."""
         return len(self._tasks) - len(self._storing)
 
+    @property
+    def reply_tokens(self) -> int:
+        """Tokens the engines have replied with to the rollouts that run now."""
+        return sum(work.trace.usage["completion_tokens"] for work in self._works.values())
+
     def pace(self, limit: int, room: int | None = None) -> None:
         """Roll out at most `limit` at once, while at most as many others are being stored.
 

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,15 @@ logger = logging.getLogger(__name__)
 State = Literal["starting", "waiting", "running", "parked", "done", "stopped", "failed"]
 
 RATE_WINDOW_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """What all engines together say. `slots` is the most that has run at once, so that a busy engine is at 1."""
+
+    running: int
+    queued: int
+    slots: int
 
 
 @dataclass(slots=True)
@@ -41,12 +50,22 @@ class Progress:
     state: State = "starting"
     last_error: str | None = None
     in_flight: int = 0
+    in_flight_tokens: int = 0  # generated for unfinished groups; lost when the process is killed
+    engines: EngineUse | None = None  # None: the engines do not say
+    reused_responses: int = 0  # from the response journal, this process only
+    reused_tokens: int = 0
     rejected: int = 0  # groups of no use (wrong size, equal scores), this process only
     started_at: float = field(default_factory=time.time)
+    _killed_tokens: int = 0  # in flight when earlier processes ended
     _waits: dict[str, str] = field(default_factory=dict)  # by counterpart: "engine", "disk", "api"
     _samples: deque[tuple[float, int, int, int]] = field(
         default_factory=deque
     )  # monotonic s, groups, responses, tokens
+
+    def __post_init__(self) -> None:
+        """Take over what an earlier process lost."""
+        earlier = _read(self.path)
+        self._killed_tokens = earlier.get("killed_tokens", 0) + earlier.get("in_flight_tokens", 0)
 
     def wait_for(self, kind: str, what: str | None) -> None:
         """Note that the run waits for something (`kind` names the counterpart); None: not any more."""
@@ -69,6 +88,16 @@ class Progress:
         counts = dict(self.failures.counts)
         return {**counts, "length": self.totals.length_stops} if self.totals.length_stops else counts
 
+    def wasted(self) -> dict[str, int]:
+        """Generated tokens that are of no use, by cause, as far as the engines had replied with them."""
+        counts = self.failures.wasted
+        return {
+            "retry": counts["retry"],
+            "kill": counts["kill"] + self._killed_tokens,
+            "truncation": self.totals.length_tokens,
+            "rejected": counts["rejected"] + self.totals.rejected_tokens,
+        }
+
     def snapshot(self) -> dict[str, Any]:
         """What stands in the progress file."""
         tasks = {
@@ -88,6 +117,13 @@ class Progress:
             "prompt_tokens": self.totals.prompt_tokens,
             "completion_tokens": self.totals.completion_tokens,
             "in_flight": self.in_flight,
+            "in_flight_tokens": self.in_flight_tokens,
+            "killed_tokens": self._killed_tokens,
+            "reused_responses": self.reused_responses,
+            "reused_tokens": self.reused_tokens,
+            "rates": dict(zip(("groups_s", "responses_s", "tokens_s"), self.rates(), strict=True)),
+            "engines": asdict(self.engines) if self.engines else None,
+            "wasted": self.wasted(),
             "rejected": self.rejected,
             "started_at": self.started_at,
             "updated_at": time.time(),
@@ -107,6 +143,7 @@ class Progress:
                 "html": [str(path) for path in self.html],
             },
             "last_error": self.last_error,
+            "last_failure": self.failures.last,
         }
 
     def write(self) -> None:
@@ -160,6 +197,13 @@ class Progress:
         if self.waiting_for:
             parts.append(f"waiting for {self.waiting_for}")
         return " | ".join(parts)
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    try:
+        return orjson.loads(path.read_bytes()) if path else {}
+    except (OSError, ValueError):
+        return {}
 
 
 def duration(seconds: float) -> str:

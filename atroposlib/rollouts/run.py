@@ -27,7 +27,7 @@ from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.leases import Leases
 from atroposlib.rollouts.locations import RunFiles, choose_run
 from atroposlib.rollouts.pool import RolloutPool
-from atroposlib.rollouts.progress import Progress
+from atroposlib.rollouts.progress import EngineUse, Progress
 from atroposlib.rollouts.reports import Reports, html_twin
 from atroposlib.rollouts.shared_draw import SharedDraw
 from atroposlib.rollouts.sink import Sender, Sink
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 SYNC_EVERY_S = 1.0
+ENGINES_EVERY_S = 5.0
 STOP_TIMEOUT_S = 1.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -128,6 +129,7 @@ class Run:
         self._collections = RareCollections()
         self._stop_requested = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
         if self.files:
             loop = asyncio.get_running_loop()
             self.files.on_wait = lambda what: self.progress.wait_for("disk", what)
@@ -165,6 +167,7 @@ class Run:
         """Set-up is over, rollouts begin. `apply_limit` gets every new limit of `max_num_workers: auto`."""
         self.progress.state = "running"
         self._collections.begin()
+        self._asking = asyncio.create_task(self._ask_engines())
         if self.concurrency:
             self._following = asyncio.create_task(self.concurrency.follow(apply_limit))
 
@@ -236,8 +239,27 @@ class Run:
                 synced_at = now
                 await self._save()
 
-    async def _save(self) -> None:
+    async def _ask_engines(self) -> None:
+        """Note now and then how busy the engines are."""
+        slots = 0
+        while True:
+            loads = [load for load in await self._env.server.engine_loads() if load.is_known]
+            running = sum(load.running or 0 for load in loads)
+            queued = sum(load.queued or 0 for load in loads)
+            slots = max(slots, running)
+            self.progress.engines = EngineUse(running, queued, slots) if loads else None
+            await asyncio.sleep(ENGINES_EVERY_S)
+
+    def _note_in_flight(self) -> None:
         self.progress.in_flight = self.pool.in_flight
+        if self.journal:
+            self.progress.reused_responses = self.journal.reused_responses
+            self.progress.reused_tokens = self.journal.reused_tokens
+        else:
+            self.progress.in_flight_tokens = self.pool.reply_tokens
+
+    async def _save(self) -> None:
+        self._note_in_flight()
         self.progress.rollouts = list(self.files.files.shards().values()) if self.files else []
         self.progress.sample()
         self._display.update()
@@ -282,9 +304,10 @@ class Run:
                 return
 
     async def _close(self, tasks: list[asyncio.Task[Any]]) -> None:
-        tasks += [self._following] if self._following else []
+        tasks += [task for task in (self._following, self._asking) if task]
         for task in tasks:
             task.cancel()
+        self._note_in_flight()
         cancelled = await self.pool.close(STOP_TIMEOUT_S)
         await asyncio.wait(tasks, timeout=STOP_TIMEOUT_S)
         if cancelled:

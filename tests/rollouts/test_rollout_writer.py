@@ -166,11 +166,11 @@ async def test_only_what_the_api_did_not_acknowledge_is_sent_again(tmp_path):
 
 async def test_rejected_items_are_remembered(tmp_path):
     writer = open_run(single(tmp_path))
-    await writer.reject("7")
+    await writer.reject("7", tokens=12)
     writer.close()
     again = open_run(single(tmp_path))
     assert again.ledger.done == {"7"}
-    assert again.ledger.totals.groups == 0
+    assert (again.ledger.totals.groups, again.ledger.totals.rejected_tokens) == (0, 12)
     again.close()
 
 

@@ -109,7 +109,7 @@ def test_a_record_tells_where_the_group_came_from_and_what_the_engine_did():
     record = to_record(make_group(7), work, env="counting", run="main", group_id="g", part=0, parts=1)
     assert list(record)[:3] == ["schema_version", "env", "run"]
     assert record["finish_reasons"] == ["stop", "length"]
-    assert record["usage"] == {"prompt_tokens": 10, "completion_tokens": 20}
+    assert record["usage"] == {"prompt_tokens": 10, "completion_tokens": 20, "length_tokens": 2}
     assert (record["task"], record["item_key"], record["sampling"]) == ("sorting", "7", {"n": 2})
     assert record["engine"]["weight_version_end"] == "w1"
 

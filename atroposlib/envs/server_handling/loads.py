@@ -31,6 +31,7 @@ class EngineLoad:
     token_usage: float | None = None  # share of the KV cache in use, 0 to 1
     retracted: int | None = None  # requests that lost their KV cache and wait to start again
     tokens_per_s: float | None = None  # generated
+    slots: int | None = None  # requests that may run at once
 
     @property
     def is_known(self) -> bool:
@@ -61,6 +62,7 @@ def _from_loads(base_url: str, body: bytes) -> EngineLoad | None:
             token_usage=max(rank["token_usage"] for rank in ranks),
             retracted=sum(rank.get("queues", {}).get("retracted", 0) for rank in ranks),
             tokens_per_s=sum(rank["gen_throughput"] for rank in ranks),
+            slots=sum(rank.get("max_running_requests") or 0 for rank in ranks) or None,
         )
     except (ValueError, KeyError, TypeError):
         return None  # another engine's idea of this route
