@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from atroposlib.data.index import index_path
 from atroposlib.data.lazy import hash64
+from atroposlib.data.report import ExportReport, finished_report
 from atroposlib.data.rollout_files import expand_input, read_lines
 from atroposlib.data.table import Table, scan_after
 from atroposlib.errors import ApiError, ConfigError, PathError
+from atroposlib.paths import expand_path
 
 if TYPE_CHECKING:
     from atroposlib.api.client import TrainerClient
@@ -51,7 +54,8 @@ def is_live_call(rollouts: list[str], output: str | None, *, append: bool) -> bo
     """
     if output is not None:
         return False
-    exists = len(rollouts) == 1 and expand_input(rollouts[0]).exists()
+    path = expand_input(rollouts[0])
+    exists = len(rollouts) == 1 and path.exists() and not _ledger(path).exists()
     if len(rollouts) != 1 or (exists and not append):
         raise ConfigError(
             f"give --output for the dataset made from {' '.join(rollouts)}"
@@ -72,7 +76,7 @@ def collect(output: Path, plan: Collection, have: Callable[[Table], int]) -> Pat
     """
     import asyncio  # with the API's client 0.25 CPU-s, which only live collections pay
 
-    ledger = output.with_name(output.name + ".collecting.jsonl")
+    ledger = _ledger(output)
     try:
         asyncio.run(_collect(ledger, plan, have))
     except KeyboardInterrupt:
@@ -81,9 +85,20 @@ def collect(output: Path, plan: Collection, have: Callable[[Table], int]) -> Pat
     return ledger
 
 
+def finish_earlier(output: str | Path) -> ExportReport | None:
+    """The report of a collection that was killed after its dataset was there; its groups are put away."""
+    target = expand_path(output, what="--output")
+    ledger = _ledger(target)
+    report = finished_report(target, ledger) if ledger.exists() else None
+    if report is not None:
+        keep_groups(ledger, target)
+    return report
+
+
 def keep_groups(ledger: Path, output: Path) -> Path:
     """Rename the collected groups to a free `<output>.rollouts[_n].jsonl`."""
     names = (output.with_name(f"{output.name}.rollouts{f'_{n}' if n else ''}.jsonl") for n in count())
+    index_path(ledger).unlink(missing_ok=True)
     return ledger.rename(next(name for name in names if not name.exists()))
 
 
@@ -148,6 +163,10 @@ async def _run_group(api_url: str) -> str | None:
 
     async with EnvClient(api_url) as client:
         return (await client.wandb_info())["group"]
+
+
+def _ledger(output: Path) -> Path:
+    return output.with_name(output.name + ".collecting.jsonl")
 
 
 def _append(ledger: Path, groups: list[dict], seen: set[int]) -> None:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.data.collect import Collection, collect, keep_groups
+from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups
 from atroposlib.data.formats import chat, decode_batch, ids_and_labels, messages_of, prefix_length
 from atroposlib.data.index import open_table
 from atroposlib.data.output import check_output, written_whole
 from atroposlib.data.pairs import PairRules, preference_pairs
-from atroposlib.data.policy import Policy, StepResult, select
-from atroposlib.data.report import ExportReport, NothingKept, describe_inputs, require_survivors, write_meta
+from atroposlib.data.policy import Policy, select
+from atroposlib.data.report import ExportReport, NothingKept, describe_export, require_survivors, write_meta
 from atroposlib.data.steps import priorities
 from atroposlib.data.table import Advance, Chosen, Table, ignore
 from atroposlib.data.tokenizers import load_tokenizer
@@ -77,7 +77,20 @@ def export_dpo(
     keep = np.zeros_like(selection.keep)
     keep[[row for each in pairs.values() for pair in each for row in pair]] = True
     count = differing = 0
-    with written_whole(target, append=options.append) as writer:
+
+    def report(size: int) -> ExportReport:
+        return describe_export(
+            target,
+            *(table, policy, selection, keep),
+            format=options.format,
+            tokenizer=options.tokenizer,
+            records=count,
+            size=size,
+        )
+
+    with written_whole(
+        target, append=options.append, before_rename=lambda size: write_meta(target, report(size))
+    ) as writer:
         for chosen in table.read(keep, advance):
             first = chosen.rows[0] - chosen.indices[0]
             for better, worse in pairs[int(table.responses["group"][first])]:
@@ -93,15 +106,15 @@ def export_dpo(
             )
     if differing:
         logger.warning("pairs left out because their prompts differ: %d", differing)
-    report = _report(target, options, table, policy, selection.steps, keep, count)
-    write_meta(target, report)
-    return report
+    return report(target.stat().st_size)
 
 
 def collect_dpo(
     output: str | Path, rules: PairRules, options: DpoOptions, plan: Collection, policy: Policy | None = None
 ) -> ExportReport:
     """Collect groups from a running API until they give `plan.target` pairs, then write exactly so many."""
+    if done := finish_earlier(output):
+        return done
     target = check_output(output, append=options.append, overwrite=options.overwrite)
     _converter(options)
     seed = policy.seed if policy else 0
@@ -202,23 +215,3 @@ def _split_prompt(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
     roles = [message.get("role") for message in messages]
     at = next((at for at, role in enumerate(roles) if role in ("assistant", "agent")), len(messages))
     return messages[:at], messages[at:]
-
-
-def _report(
-    target: Path, options: DpoOptions, table: Table, policy: Policy, steps: list[StepResult], keep: Array, count: int
-) -> ExportReport:
-    task = Counter(table.column("task")[keep].tolist())
-    return ExportReport(
-        output=str(target),
-        format=options.format,
-        records=count,
-        responses=len(table.responses),
-        kept=int(keep.sum()),
-        groups=len(table.groups),
-        rerendered=0,
-        steps=steps,
-        policy=policy.model_dump(),
-        inputs=describe_inputs(table.files),
-        tokenizer=options.tokenizer,
-        tasks={table.tasks[code]: number for code, number in sorted(task.items())},
-    )

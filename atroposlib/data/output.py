@@ -3,10 +3,11 @@
 `.parquet` in the name chooses parquet (needs `pyarrow`), anything else JSON lines; `.zst` compresses JSON lines.
 """
 
+import glob
 import importlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
@@ -53,8 +54,13 @@ def check_output(text: str | os.PathLike[str], *, append: bool = False, overwrit
 
 
 @contextmanager
-def written_whole(path: Path, *, append: bool = False) -> Iterator[RecordWriter]:
+def written_whole(
+    path: Path, *, append: bool = False, before_rename: Callable[[int], object] = lambda size: None
+) -> Iterator[RecordWriter]:
     """A writer whose records appear at `path` together when the block ends, and not at all when it raises.
+
+    Args:
+        before_rename: called with the bytes of the finished file while it still has another name.
 
     Raises:
         PathError: the disk is full or the folder not writable; nothing is left behind.
@@ -63,6 +69,7 @@ def written_whole(path: Path, *, append: bool = False) -> Iterator[RecordWriter]
         if path.suffix == ".parquet":
             with _parquet_writer(beside) as writer:
                 yield writer
+            before_rename(beside.stat().st_size)
             return
         with beside.open("wb", buffering=_BUFFER_BYTES) as raw:
             if append and path.exists():
@@ -75,6 +82,7 @@ def written_whole(path: Path, *, append: bool = False) -> Iterator[RecordWriter]
                 yield JsonlWriter(raw)
             raw.flush()
             os.fsync(raw.fileno())
+        before_rename(beside.stat().st_size)
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -147,6 +155,7 @@ def _parquet_writer(path: Path) -> Iterator[ParquetWriter]:
 def _beside(path: Path) -> Iterator[Path]:
     """A path in the same folder that replaces `path` when the block ends well and is removed otherwise."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    _remove_abandoned(path)
     try:
         yield beside
         os.replace(beside, path)
@@ -154,3 +163,11 @@ def _beside(path: Path) -> Iterator[Path]:
         raise PathError(f"{path} was not written: {error.strerror or error}; nothing was changed") from error
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Delete what killed processes left half-written beside `path`."""
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        process = part.name.split(".")[-2]
+        if process.isdigit() and not Path("/proc", process).exists() and Path("/proc/self").exists():
+            part.unlink(missing_ok=True)

@@ -1,18 +1,21 @@
 """What an export did: returned to the caller and recorded beside the output as `<output>.meta.json`."""
 
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from atroposlib.data.contents import Contamination
 from atroposlib.data.output import write_whole
-from atroposlib.data.policy import StepResult
+from atroposlib.data.policy import Policy, Selection, StepResult
 from atroposlib.data.table import Table
 from atroposlib.errors import DataError
+from atroposlib.type_definitions import Array
 
 
 class NothingKept(DataError):
@@ -33,6 +36,7 @@ class ExportReport:
     steps: list[StepResult]
     policy: dict[str, Any]
     inputs: list[dict[str, Any]]
+    output_bytes: int  # of the whole file, what was there before included
     tokenizer: str | None = None
     tasks: dict[str, int] = field(default_factory=dict)  # responses kept per task
     contamination: list[Contamination] = field(default_factory=list)
@@ -40,12 +44,47 @@ class ExportReport:
     created_at: float = field(default_factory=time.time)
 
 
+def describe_export(
+    output: Path,
+    table: Table,
+    policy: Policy,
+    selection: Selection,
+    keep: Array,
+    *,
+    format: str,
+    tokenizer: str | None,
+    records: int,
+    size: int,
+    rerendered: int = 0,
+) -> ExportReport:
+    """The report of one export: `records` lines from the responses in `keep`; the output has `size` bytes."""
+    tasks = Counter(table.column("task")[keep].tolist())
+    return ExportReport(
+        output=str(output),
+        format=format,
+        records=records,
+        responses=len(table.responses),
+        kept=int(keep.sum()),
+        groups=len(table.groups),
+        rerendered=rerendered,
+        steps=selection.steps,
+        policy=policy.model_dump(),
+        inputs=[
+            {"path": str(path), "bytes": path.stat().st_size, "modified": path.stat().st_mtime} for path in table.files
+        ],
+        output_bytes=size,
+        tokenizer=tokenizer,
+        tasks={table.tasks[code]: count for code, count in sorted(tasks.items())},
+        contamination=selection.contamination,
+    )
+
+
 def write_meta(output: Path, report: ExportReport) -> Path:
     """Record beside the output how it was made; returns the path.
 
     What a decontamination step found goes to `<output>.contamination.jsonl`, one response a line.
     """
-    path = output.with_name(output.name + ".meta.json")
+    path = _meta_path(output)
     facts = asdict(report)
     hits = facts.pop("contamination")
     if hits:
@@ -55,9 +94,20 @@ def write_meta(output: Path, report: ExportReport) -> Path:
     return path
 
 
-def describe_inputs(files: list[Path]) -> list[dict[str, Any]]:
-    """Path, size and modification time of each file."""
-    return [{"path": str(path), "bytes": path.stat().st_size, "modified": path.stat().st_mtime} for path in files]
+def finished_report(output: Path, rollouts: Path) -> ExportReport | None:
+    """What is recorded of the export of `rollouts` to `output`; None unless it was carried out to its end."""
+    try:
+        report = msgspec.json.decode(_meta_path(output).read_bytes(), type=ExportReport)
+        (source,) = report.inputs
+        recorded = (report.output_bytes, source["path"], source["bytes"])
+        is_finished = recorded == (output.stat().st_size, str(rollouts), rollouts.stat().st_size)
+    except (OSError, ValueError, KeyError, msgspec.DecodeError):
+        return None
+    return report if is_finished else None
+
+
+def _meta_path(output: Path) -> Path:
+    return output.with_name(output.name + ".meta.json")
 
 
 def require_survivors(table: Table, steps: list[StepResult]) -> None:

@@ -1,16 +1,15 @@
 """Rollout files to a supervised fine-tuning set: scan, select, convert, write whole or not at all."""
 
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from atroposlib.data.collect import Collection, collect, keep_groups
+from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups
 from atroposlib.data.conversion import Conversion, SftOptions
 from atroposlib.data.index import open_table
 from atroposlib.data.output import check_output, written_whole
 from atroposlib.data.packing import pack
 from atroposlib.data.policy import Policy, select, simple_policy
-from atroposlib.data.report import ExportReport, describe_inputs, require_survivors, write_meta
+from atroposlib.data.report import ExportReport, describe_export, require_survivors, write_meta
 from atroposlib.data.steps import TargetStep
 from atroposlib.data.table import Advance, ignore
 
@@ -49,28 +48,25 @@ def export_sft(
         table.read(selection.keep, advance, with_ids=converter.needs_ids, by_item=options.by_item)
     )
     count = 0
-    with written_whole(target, append=options.append) as writer:
+
+    def report(size: int) -> ExportReport:
+        return describe_export(
+            target,
+            *(table, policy, selection, selection.keep),
+            format=options.format,
+            tokenizer=options.tokenizer,
+            records=count,
+            size=size,
+            rerendered=converter.rerendered,
+        )
+
+    with written_whole(
+        target, append=options.append, before_rename=lambda size: write_meta(target, report(size))
+    ) as writer:
         for record in pack(records, options.pack) if options.pack else records:
             writer.write(record)
             count += 1
-    task = Counter(table.column("task")[selection.keep].tolist())
-    report = ExportReport(
-        output=str(target),
-        format=options.format,
-        records=count,
-        responses=len(table.responses),
-        kept=int(selection.keep.sum()),
-        groups=len(table.groups),
-        rerendered=converter.rerendered,
-        steps=selection.steps,
-        policy=policy.model_dump(),
-        inputs=describe_inputs(table.files),
-        tokenizer=options.tokenizer,
-        tasks={table.tasks[code]: count for code, count in sorted(task.items())},
-        contamination=selection.contamination,
-    )
-    write_meta(target, report)
-    return report
+    return report(target.stat().st_size)
 
 
 def collect_sft(output: str | Path, policy: Policy, options: SftOptions, plan: Collection) -> ExportReport:
@@ -80,6 +76,8 @@ def collect_sft(output: str | Path, policy: Policy, options: SftOptions, plan: C
         PathError: the output exists; found before the API is asked for anything.
         ApiError: the API belongs to another trainer, or refused.
     """
+    if done := finish_earlier(output):
+        return done
     target = check_output(output, append=options.append, overwrite=options.overwrite)
     Conversion(options)
     collected = collect(target, plan, lambda table: int(select(table, policy).keep.sum()))
