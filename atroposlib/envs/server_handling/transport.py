@@ -1,7 +1,7 @@
 """HTTP to one inference server: JSON bytes out, reply bytes in, every failure as one of our faults.
 
 One connection pool per event loop, without a cap on connections: how many requests run is decided by semaphores
-and the rollout pool. Pools close themselves when their event loop ends.
+and the rollout pool. Pools close themselves when their event loop ends. Plain POSTs take the short way of `plain_http`.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 
 from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavailable, ReplyFault
+from atroposlib.envs.server_handling.plain_http import ConnectError, PlainConnections, PlainReply
 from atroposlib.errors import RequestFault, RolloutFault
 
 CONNECT_TIMEOUT_S = 10.0
@@ -28,6 +29,7 @@ class Transport:
 
     def __init__(self, api_key: str | None = None) -> None:
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **bearer(api_key)}
+        self._header_lines = "".join(f"{name}: {value}\r\n" for name, value in self._headers.items()).encode()
         self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
 
     async def post(
@@ -39,14 +41,33 @@ class Transport:
             RequestFault: the server refused the request (4xx), with its words.
             EndpointUnavailable, ReplyFault, DeadlineFault: see there.
         """
-        session = await self._session()
-        timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_TIMEOUT_S)
+        pool, data = await self._pool(), orjson.dumps(payload)
+        is_plain = headers is None and url.startswith("http://") and "@" not in url
         with connection_faults(url, deadline_s):
-            async with session.post(url, data=orjson.dumps(payload), headers=headers, timeout=timeout) as reply:
-                body = await reply.read()
+            if not is_plain:
+                reply = await self._post_any(pool.session, url, data, deadline_s=deadline_s, headers=headers)
+            else:
+                reply = await pool.plain.post(url, data, header_lines=self._header_lines, deadline_s=deadline_s)
+                if 300 <= reply.status < 400:
+                    reply = await self._post_any(pool.session, url, data, deadline_s=deadline_s, headers=headers)
         if reply.status >= 300:
-            raise fault_of_status(url, reply.status, body, reply.headers.get("Retry-After"))
-        return body
+            raise fault_of_status(url, reply.status, reply.body, reply.headers.get(b"retry-after", b"").decode())
+        return reply.body
+
+    async def _post_any(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        data: bytes,
+        *,
+        deadline_s: float,
+        headers: dict[str, str] | None,
+    ) -> PlainReply:
+        """With TLS, redirects, credentials in the address and whatever else a request may need."""
+        timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_TIMEOUT_S)
+        async with session.post(url, data=data, headers=headers, timeout=timeout) as reply:
+            raw = {name.lower(): value for name, value in reply.raw_headers}
+            return PlainReply(reply.status, raw, await reply.read())
 
     async def stream(
         self,
@@ -58,7 +79,7 @@ class Transport:
         headers: dict[str, str] | None = None,
     ) -> None:
         """Hand the data of each server-sent event of the reply to `on_event`, as it comes; faults as `post`."""
-        session = await self._session()
+        session = (await self._pool()).session
         timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_TIMEOUT_S)
         with connection_faults(url, deadline_s):
             async with session.post(url, data=orjson.dumps(payload), headers=headers, timeout=timeout) as reply:
@@ -74,7 +95,7 @@ class Transport:
 
     async def get(self, url: str, *, timeout_s: float) -> tuple[int, bytes]:
         """Status and body; EndpointUnavailable when nothing answers in time."""
-        session = await self._session()
+        session = (await self._pool()).session
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
         try:
             async with session.get(url, timeout=timeout) as reply:
@@ -85,30 +106,37 @@ class Transport:
     async def close(self) -> None:
         """Close this loop's pool; requests in flight fail with ReplyFault, later ones open a new pool."""
         pool = self._pools.pop(asyncio.get_running_loop(), None)
-        if pool is not None:
+        if pool is not None and pool.owner is not None:
             await pool.owner.aclose()
 
-    async def _session(self) -> aiohttp.ClientSession:
+    async def _pool(self) -> "_Pool":
         loop = asyncio.get_running_loop()
         pool = self._pools.get(loop)
         if pool is None:
             self._pools = {known: kept for known, kept in self._pools.items() if not known.is_closed()}
-            owner = _own_session(self._headers)
-            pool = self._pools[loop] = _Pool(owner, await anext(owner))
-        return pool.session
+            owner = _own_pool(self._headers)
+            pool = self._pools[loop] = await anext(owner)
+            pool.owner = owner
+        return pool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pool:
-    owner: AsyncGenerator[aiohttp.ClientSession, None]
     session: aiohttp.ClientSession
+    plain: PlainConnections
+    owner: AsyncGenerator["_Pool", None] | None = None
 
 
-async def _own_session(headers: dict[str, str]) -> AsyncGenerator[aiohttp.ClientSession, None]:
-    """Yields one session. As a generator it is closed by the event loop's own shutdown, whoever forgets to."""
+async def _own_pool(headers: dict[str, str]) -> AsyncGenerator[_Pool, None]:
+    """Yields one pool. As a generator it is closed by the event loop's own shutdown, whoever forgets to."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
-        yield session
+    plain = PlainConnections(connect_timeout_s=CONNECT_TIMEOUT_S, keepalive_s=KEEPALIVE_S)
+    try:
+        async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+            yield _Pool(session, plain)
+    finally:
+        plain.close()
+        await asyncio.sleep(0)  # for the transports to close
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
@@ -121,14 +149,14 @@ def connection_faults(url: str, deadline_s: float) -> Iterator[None]:
     """Turn what aiohttp raises inside the block into our faults."""
     try:
         yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+    except (ConnectError, aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise EndpointUnavailable(f"cannot connect to {url}: {error}") from error
     except TimeoutError as error:
         raise DeadlineFault(
             f"POST {url} gave no reply within its deadline of {deadline_s:.0f} s; if the engine is only slow, "
             "raise the server config's timeout or lower max_num_workers"
         ) from error
-    except (aiohttp.ClientError, ConnectionResetError, BrokenPipeError) as error:
+    except (aiohttp.ClientError, ConnectionError) as error:
         raise ReplyFault(f"POST {url} lost its connection: {error!r}") from error
 
 
