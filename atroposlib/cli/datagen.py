@@ -14,7 +14,7 @@ from atroposlib.launch.display import Display
 from atroposlib.launch.load import load_config
 from atroposlib.launch.lock import keep_earlier
 from atroposlib.launch.preflight import preflight
-from atroposlib.launch.status import print_status
+from atroposlib.launch.status_table import print_status
 from atroposlib.paths import expand_path
 
 HELP = """Run engine, trajectory API, environment and trainer as one supervised job, then export the dataset.

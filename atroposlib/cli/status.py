@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.live import Live
 
 from atroposlib.cli.boundary import command, run
-from atroposlib.launch.status import print_status, read_status, render
+from atroposlib.launch.status import read_status
+from atroposlib.launch.status_page import write_page
+from atroposlib.launch.status_table import print_status, render
 from atroposlib.paths import expand_path
 
 HELP = """Show what a run has done: problems, accepted share by task, tokens, failures, restarts, files.
@@ -21,6 +23,8 @@ Examples:
   atropos status runs/quickstart --watch
 
   atropos status runs/quickstart --json | jq .groups_done
+
+  xdg-open runs/quickstart/status.html    # the same with plots; a run keeps it up to date
 """
 
 
@@ -28,11 +32,15 @@ def status(
     run_dir: Annotated[str, typer.Argument(help="The run's folder.", metavar="RUN_DIR")],
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until the run ends.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    html: Annotated[bool, typer.Option("--html", help="Write the run's status.html anew and print its path.")] = False,
 ) -> None:
     folder = expand_path(run_dir, what="RUN_DIR")
     current = read_status(folder)
     if as_json:
         print(json.dumps(current.as_json(), indent=1))
+        return
+    if html:
+        print(write_page(current, folder))
         return
     if watch:
         with Live(console=Console(), auto_refresh=False) as live:

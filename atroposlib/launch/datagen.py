@@ -28,6 +28,7 @@ from atroposlib.launch.plan import Plan, make_plan
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
 from atroposlib.launch.services import Service, Supervised, describe_exit, log_tail
 from atroposlib.launch.status import RUN_FILE, RunRecord, RunStatus, read_status
+from atroposlib.launch.status_page import StatusPage, write_last_page
 from atroposlib.paths import write_text_atomic
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ def run_datagen(config: DatagenConfig, on_progress: OnProgress) -> RunStatus:
             record.last_error = None if stopped else str(error) or type(error).__name__
             _save(record, run_dir, "stopped" if stopped else "failed")
             raise
+        finally:
+            write_last_page(run_dir)
         return read_status(run_dir)
 
 
@@ -84,6 +87,7 @@ class _Run:
         self._record = record
         self._on_progress = on_progress
         self._run_dir = config.work_dir
+        self._page = StatusPage(self._run_dir)
         self._services: list[Supervised] = []
 
     async def to_the_end(self, model: Model) -> None:
@@ -183,7 +187,9 @@ class _Run:
         ]
         with contextlib.suppress(OSError):  # a full disk must not end the run; the next second tries again
             _save(self._record, self._run_dir, "running")
-            self._on_progress(read_status(self._run_dir))
+            status = read_status(self._run_dir)
+            self._page.update(status)
+            self._on_progress(status)
 
 
 @contextlib.contextmanager
@@ -217,7 +223,7 @@ def _end_leftovers(record: RunRecord) -> None:
     for service in record.services:
         if service["pid"] and service["started"] and end_leftover(service["pid"], service["started"]):
             logger.warning("ended a leftover of the last start: name=%s pid=%d", service["name"], service["pid"])
-    record.services = []
+    record.forget_services()
 
 
 def _save(record: RunRecord, run_dir: Path, state: str) -> None:

@@ -1,18 +1,17 @@
 """What a run has done so far, read from its folder: while it runs, after it ended, after a crash.
 
 `run.json` (written by the supervisor) says who runs; the progress file (written by the environment, rebuilt from
-the rollout files at every start) says what is done. Both are replaced as a whole, so a reader never sees a part.
+the rollout files at every start) says what is done. Both are replaced as a whole, so a reader never sees a part. A
+shared run is the sum of its members, each with a folder of its own.
 """
 
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
 
 from atroposlib.errors import LaunchError
 from atroposlib.launch.lock import start_time
@@ -20,11 +19,13 @@ from atroposlib.launch.lock import start_time
 RUN_FILE = "run.json"
 PROGRESS_FILE = "progress.json"
 FAILURE_CLASSES = ("request", "engine", "kill", "length", "verifier", "environment")
+WASTE_CAUSES = ("retry", "kill", "truncation", "rejected")
+_ENDED = {"done", "stopped", "failed"}
 
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """One supervised process."""
+    """One supervised process; restarts since the command was started."""
 
     name: str
     pid: int | None
@@ -55,16 +56,25 @@ class RunStatus:
     responses_per_problem: int
     elapsed_s: float = 0.0
     starts: int = 0
+    updated_at: float = 0.0  # seconds since the epoch
     groups_done: int = 0
     responses: int = 0
     accepted: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    tokens_per_s_now: float = 0.0  # over the last minute; 0 when nothing runs
     in_flight: int = 0
+    engine_running: int = 0  # requests, as the engines say
+    engine_queued: int = 0
+    engine_slots: int = 0  # the most that ever ran at once; 0: the engines do not say
+    reused_tokens: int = 0  # taken from the response journal since the last start
+    wasted: dict[str, int] = field(default_factory=dict)  # cause -> tokens
     waiting_for: str | None = None
     last_error: str | None = None
+    last_failure: dict[str, Any] | None = None  # class, item_key, error, at of the newest failed rollout
     tasks: dict[str, TaskStatus] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
+    restarts: dict[str, int] = field(default_factory=dict)  # service -> restarts over all starts
     services: list[ServiceStatus] = field(default_factory=list)
     outputs: dict[str, list[str]] = field(default_factory=dict)
 
@@ -79,6 +89,24 @@ class RunStatus:
         return self.completion_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
     @property
+    def occupancy(self) -> float | None:
+        """Requests that run over the most that ever ran at once; None when no engine says so."""
+        return self.engine_running / self.engine_slots if self.engine_slots else None
+
+    @property
+    def wasted_share(self) -> float:
+        """Wasted tokens over all that were generated, 0 to 1; truncated responses are recorded all the same."""
+        generated = self.completion_tokens + sum(self.wasted.values()) - self.wasted.get("truncation", 0)
+        return sum(self.wasted.values()) / generated if generated else 0.0
+
+    @property
+    def tokens_left(self) -> int | None:
+        """Tokens to generate if the missing problems are as long as those so far; None before the first one."""
+        if not self.groups_done:
+            return None
+        return round(self.completion_tokens / self.groups_done * max(0, self.problems - self.groups_done))
+
+    @property
     def eta_s(self) -> float | None:
         """Seconds until the last problem at the pace so far; None before the first one."""
         if not self.groups_done:
@@ -91,118 +119,114 @@ class RunStatus:
             **asdict(self),
             "accepted_share": round(self.accepted_share, 4),
             "tokens_per_s": round(self.tokens_per_s, 1),
+            "occupancy": None if self.occupancy is None else round(self.occupancy, 4),
+            "wasted_share": round(self.wasted_share, 4),
+            "tokens_left": self.tokens_left,
             "eta_s": None if self.eta_s is None else round(self.eta_s, 1),
         }
 
 
 def read_status(run_dir: Path) -> RunStatus:
-    """The status of the run in `run_dir`.
+    """The status of the run in `run_dir`, all members of a shared one together.
 
     Raises:
         LaunchError: the folder holds no run.
     """
     run = _read_json(run_dir / RUN_FILE)
-    if run is None:
+    if run is not None:
+        return _status(run_dir, run)
+    members = [
+        _status(folder, record)
+        for folder in sorted(run_dir.glob("members/*"))
+        if (record := _read_json(folder / RUN_FILE)) is not None
+    ]
+    if not members:
         raise LaunchError(f"{run_dir} holds no run ({RUN_FILE} is missing); give the run_dir of a datagen YAML file")
+    return sum_of(members, run_dir)
+
+
+def sum_of(members: list[RunStatus], run_dir: Path) -> RunStatus:
+    """The members of a shared run as one; its time is that of the member that ran longest."""
+    running = [member for member in members if member.running]
+    newest = max(members, key=lambda member: member.updated_at)
+    tasks: dict[str, TaskStatus] = {}
+    for name, task in (entry for member in members for entry in member.tasks.items()):
+        known = tasks.get(name, TaskStatus())
+        tasks[name] = TaskStatus(
+            known.groups + task.groups,
+            known.responses + task.responses,
+            known.accepted + task.accepted,
+            known.set_aside or task.set_aside,
+        )
+    facts = [asdict(member) for member in members]
+    counted = (
+        *("groups_done", "responses", "accepted", "prompt_tokens", "completion_tokens", "tokens_per_s_now"),
+        *("in_flight", "engine_running", "engine_queued", "engine_slots", "reused_tokens", "starts"),
+    )
+    return replace(
+        newest,
+        run_dir=str(run_dir),
+        state=running[0].state if running else newest.state,
+        running=bool(running),
+        elapsed_s=max(member.elapsed_s for member in members),
+        **{name: sum(fact[name] for fact in facts) for name in counted},
+        **{name: _added(fact[name] for fact in facts) for name in ("wasted", "failures", "restarts")},
+        waiting_for=next((member.waiting_for for member in running if member.waiting_for), None),
+        last_error=next((member.last_error for member in members if member.last_error), None),
+        tasks=tasks,
+        services=[
+            replace(service, name=f"{Path(member.run_dir).name}/{service.name}")
+            for member in members
+            for service in member.services
+        ],
+        outputs={
+            kind: sorted({path for member in members for path in member.outputs.get(kind, ())})
+            for kind in {kind for member in members for kind in member.outputs}
+        },
+    )
+
+
+def _status(run_dir: Path, run: dict[str, Any]) -> RunStatus:
     progress = _read_json(run_dir / PROGRESS_FILE) or {}
     running = run.get("pid") is not None and start_time(run["pid"]) == run.get("started")
+    engines = (progress.get("engines") or {}) if running else {}
+    services = [ServiceStatus(**entry) for entry in run.get("services", [])]
     return RunStatus(
         name=run["name"],
         run_dir=str(run_dir),
-        state=run["state"] if running or run["state"] in {"done", "stopped", "failed"} else "killed",
+        state=run["state"] if running or run["state"] in _ENDED else "killed",
         running=running,
         problems=run["problems"],
         responses_per_problem=run["responses"],
         elapsed_s=run.get("elapsed_s", 0.0),
         starts=run.get("starts", 0),
+        updated_at=run.get("updated_at", 0.0),
         groups_done=progress.get("groups_done", 0),
         responses=progress.get("responses", 0),
         accepted=progress.get("accepted", 0),
         prompt_tokens=progress.get("prompt_tokens", 0),
         completion_tokens=progress.get("completion_tokens", 0),
+        tokens_per_s_now=progress.get("rates", {}).get("tokens_s", 0.0) if running else 0.0,
         in_flight=progress.get("in_flight", 0) if running else 0,
+        engine_running=engines.get("running", 0),
+        engine_queued=engines.get("queued", 0),
+        engine_slots=engines.get("slots", 0),
+        reused_tokens=progress.get("reused_tokens", 0),
+        wasted={cause: progress.get("wasted", {}).get(cause, 0) for cause in WASTE_CAUSES},
         waiting_for=progress.get("waiting_for") if running else None,
         last_error=run.get("last_error") or progress.get("last_error"),
+        last_failure=progress.get("last_failure"),
         tasks={name: TaskStatus(**counts) for name, counts in progress.get("tasks", {}).items()},
         failures={name: progress.get("failures", {}).get(name, 0) for name in FAILURE_CLASSES},
-        services=[ServiceStatus(**entry) for entry in run.get("services", [])],
+        restarts=_added([run.get("restarts", {}), {service.name: service.restarts for service in services}]),
+        services=services,
         outputs=_outputs(progress.get("outputs", {}), run.get("exports", []), run_dir),
     )
 
 
-def render(status: RunStatus) -> Group:
-    """For a terminal: the line of totals, counts by task, failures, outputs."""
-    tasks = Table()
-    for column in ("task", "problems", "responses", "accepted", "share"):
-        tasks.add_column(column, justify="left" if column == "task" else "right")
-    for name, task in sorted(status.tasks.items()):
-        label = f"{name} (set aside: {task.set_aside})" if task.set_aside else name
-        share = f"{task.accepted / task.responses:.1%}" if task.responses else "-"
-        tasks.add_row(label, str(task.groups), str(task.responses), str(task.accepted), share)
-    tasks.add_section()
-    tasks.add_row(
-        "all",
-        f"{status.groups_done} / {status.problems}",
-        str(status.responses),
-        str(status.accepted),
-        f"{status.accepted_share:.1%}",
-    )
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row("failures", "  ".join(f"{name} {status.failures.get(name, 0)}" for name in FAILURE_CLASSES))
-    facts.add_row(
-        "tokens",
-        f"{status.completion_tokens:,} generated, {status.prompt_tokens:,} prompt, {status.tokens_per_s:.0f} tok/s",
-    )
-    facts.add_row("seconds", f"{status.elapsed_s:.0f} in {status.starts} start{'s' if status.starts != 1 else ''}")
-    restarts = "  ".join(f"{service.name} {service.restarts}" for service in status.services)
-    facts.add_row("restarts", restarts or "-")
-    for kind, paths in status.outputs.items():
-        facts.add_row(kind, Text("\n".join(paths), overflow="fold"))
-    if status.last_error:
-        facts.add_row("last error", Text(status.last_error, overflow="fold"))
-    return Group(Text(f"{status.name}: {headline(status)}"), tasks, facts)
-
-
-def headline(status: RunStatus) -> str:
-    """One line: state, progress, pace, ETA."""
-    parts = [
-        status.state,
-        f"{status.groups_done}/{status.problems} problems",
-        f"{status.responses} responses",
-        f"{status.accepted_share:.0%} accepted",
-        f"{status.tokens_per_s:.0f} tok/s",
-    ]
-    if status.eta_s is not None and status.groups_done < status.problems:
-        parts.append(f"ETA {duration(status.eta_s)}")
-    if status.waiting_for:
-        parts.append(f"waiting for {status.waiting_for}")
-    return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """`42 s`, `3 min 10 s`, `2 h 5 min`.
-
-    >>> duration(190)
-    '3 min 10 s'
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def print_status(status: RunStatus, console: Console) -> None:
-    """The tables; a pipe or a file gets every path on one line."""
-    if not console.is_terminal:
-        console.width = 400
-    console.print(render(status))
-
-
 @dataclass
 class RunRecord:
-    """What the supervisor keeps in `run.json`; `elapsed_s` and `starts` go on over restarts."""
+    """What the supervisor keeps in `run.json`; `elapsed_s`, `starts` and `restarts` go on over starts."""
 
     name: str
     problems: int
@@ -214,6 +238,7 @@ class RunRecord:
     elapsed_s: float = 0.0
     last_error: str | None = None
     services: list[dict[str, Any]] = field(default_factory=list)
+    restarts: dict[str, int] = field(default_factory=dict)  # of earlier starts
     exports: list[str] = field(default_factory=list)
     updated_at: float = 0.0
 
@@ -223,9 +248,22 @@ class RunRecord:
         known = {**(_read_json(run_dir / RUN_FILE) or {}), **current}
         return cls(**{name: value for name, value in known.items() if name in cls.__dataclass_fields__})
 
+    def forget_services(self) -> None:
+        """A new start begins: the services of the last one are gone, their restarts are remembered."""
+        ended = {service["name"]: service["restarts"] for service in self.services}
+        self.restarts = _added([self.restarts, ended])
+        self.services = []
+
     def to_json(self) -> str:
         """The text of `run.json`."""
         return json.dumps({**asdict(self), "updated_at": round(time.time(), 3)}, indent=1)
+
+
+def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return dict(total)
 
 
 def _outputs(files: dict[str, Any], exports: list[str], run_dir: Path) -> dict[str, list[str]]:

@@ -1,0 +1,100 @@
+"""A run's status for a terminal or a log: one line, or tables."""
+
+import time
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from atroposlib.launch.status import FAILURE_CLASSES, RunStatus
+
+_PATHS_SHOWN = 3
+
+
+def render(status: RunStatus) -> Group:
+    """The line of totals, counts by task, and everything else that `RunStatus` knows."""
+    tasks = Table()
+    for column in ("task", "problems", "responses", "accepted", "share"):
+        tasks.add_column(column, justify="left" if column == "task" else "right")
+    for name, task in sorted(status.tasks.items()):
+        label = f"{name} (set aside: {task.set_aside})" if task.set_aside else name
+        share = f"{task.accepted / task.responses:.1%}" if task.responses else "-"
+        tasks.add_row(label, str(task.groups), str(task.responses), str(task.accepted), share)
+    tasks.add_section()
+    tasks.add_row(
+        "all",
+        f"{status.groups_done} / {status.problems}",
+        str(status.responses),
+        str(status.accepted),
+        f"{status.accepted_share:.1%}",
+    )
+    facts = Table.grid(padding=(0, 2))
+    for name, value in facts_of(status):
+        facts.add_row(name, Text(value, overflow="fold"))
+    for kind, paths in status.outputs.items():
+        shown = paths if len(paths) <= _PATHS_SHOWN else [*paths[:1], f"... {len(paths) - 2} more", paths[-1]]
+        facts.add_row(kind, Text("\n".join(shown), overflow="fold"))
+    return Group(Text(f"{status.name}: {headline(status)}"), tasks, facts)
+
+
+def facts_of(status: RunStatus) -> list[tuple[str, str]]:
+    """What a reader wants to know besides the counts by task, as (name, value)."""
+    tokens = f"{status.completion_tokens:,} generated, {status.prompt_tokens:,} prompt, {status.tokens_per_s:.0f} tok/s"
+    facts = [("failures", ", ".join(f"{name} {status.failures.get(name, 0)}" for name in FAILURE_CLASSES))]
+    facts.append(("tokens", tokens + (f", {status.tokens_per_s_now:.0f} now" if status.running else "")))
+    if status.tokens_left and status.eta_s is not None:
+        facts.append(("left", f"{status.tokens_left:,} tokens, {duration(status.eta_s)} ({status.eta_s / 3600:.1f} h)"))
+    if status.occupancy is not None:
+        busy = f"{status.occupancy:.0%}: {status.engine_running} of {status.engine_slots} requests run"
+        facts.append(("slots in use", f"{busy}, {status.engine_queued} wait"))
+    causes = ", ".join(f"{cause} {tokens:,}" for cause, tokens in status.wasted.items())
+    facts.append(("wasted tokens", f"{causes} ({status.wasted_share:.1%})"))
+    if status.reused_tokens:
+        facts.append(("reused tokens", f"{status.reused_tokens:,} from the response journal since the last start"))
+    starts = f"{status.starts} start{'s' if status.starts != 1 else ''}"
+    facts.append(("time", f"{duration(status.elapsed_s)} in {starts}"))
+    facts.append(("restarts", ", ".join(f"{name} {count}" for name, count in status.restarts.items()) or "-"))
+    if status.last_failure:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.last_failure.get("at") or 0))
+        what = f"{status.last_failure.get('class')}, item {status.last_failure.get('item_key')}"
+        facts.append(("last failure", f"{at} {what}: {status.last_failure.get('error')}"))
+    if status.last_error:
+        facts.append(("last error", status.last_error))
+    return facts
+
+
+def headline(status: RunStatus) -> str:
+    """One line: state, progress, pace, ETA."""
+    parts = [
+        status.state,
+        f"{status.groups_done}/{status.problems} problems",
+        f"{status.responses} responses",
+        f"{status.accepted_share:.0%} accepted",
+        f"{status.tokens_per_s:.0f} tok/s",
+    ]
+    if status.eta_s is not None and status.groups_done < status.problems:
+        parts.append(f"ETA {duration(status.eta_s)}")
+    if status.waiting_for:
+        parts.append(f"waiting for {status.waiting_for}")
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 10 s`, `2 h 5 min`.
+
+    >>> duration(190)
+    '3 min 10 s'
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def print_status(status: RunStatus, console: Console) -> None:
+    """The tables; a pipe or a file gets every path on one line."""
+    if not console.is_terminal:
+        console.width = 400
+    console.print(render(status))

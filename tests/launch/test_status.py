@@ -1,0 +1,151 @@
+"""What `atropos status` and the page say of a run: running, ended, killed, shared; nothing on the page is trusted."""
+
+import json
+import os
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from atroposlib.cli.boundary import command
+from atroposlib.cli.status import HELP
+from atroposlib.cli.status import status as status_command
+from atroposlib.errors import LaunchError
+from atroposlib.launch.charts import line_chart
+from atroposlib.launch.history import FIRST_INTERVAL_S, MOST_POINTS, History, Point
+from atroposlib.launch.lock import start_time
+from atroposlib.launch.status import RunRecord, read_status
+from atroposlib.launch.status_page import StatusPage, page, write_last_page, write_page
+from atroposlib.launch.status_table import facts_of
+
+HOSTILE = '<script>alert("x")</script>'
+PROGRESS = {
+    "groups_done": 10,
+    "responses": 40,
+    "accepted": 10,
+    "prompt_tokens": 50,
+    "completion_tokens": 4000,
+    "in_flight": 3,
+    "rates": {"groups_s": 0.1, "responses_s": 0.4, "tokens_s": 40.0},
+    "engines": {"running": 12, "queued": 5, "slots": 16},
+    "wasted": {"retry": 100, "kill": 200, "truncation": 400, "rejected": 300},
+    "failures": {"verifier": 2},
+    "tasks": {"sums": {"groups": 10, "responses": 40, "accepted": 10, "set_aside": None}},
+    "last_failure": {"class": "verifier", "item_key": "7", "error": HOSTILE, "at": 0},
+    "outputs": {"rollouts": ["/r/a.jsonl", "/r/b.jsonl"], "failures": "/r/failures.jsonl"},
+}
+
+
+def make_run(folder, *, pid=None, state="running", progress=PROGRESS, **record):
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"name": "r1", "problems": 40, "responses": 4, "elapsed_s": 100.0, "starts": 2, **record}
+    run = RunRecord(**facts, state=state, pid=pid, started=start_time(pid) if pid else None)
+    (folder / "run.json").write_text(run.to_json())
+    (folder / "progress.json").write_text(json.dumps(progress))
+    return folder
+
+
+def facts(folder):
+    return dict(facts_of(read_status(folder)))
+
+
+def test_a_running_run_says_what_is_done_left_busy_and_wasted(tmp_path):
+    status = read_status(make_run(tmp_path, pid=os.getpid()))
+    assert (status.state, status.running, status.in_flight) == ("running", True, 3)
+    assert (status.accepted_share, status.tokens_per_s, status.tokens_per_s_now) == (0.25, 40.0, 40.0)
+    assert (status.tokens_left, status.eta_s) == (12000, 300.0)
+    assert status.occupancy == 0.75
+    assert status.wasted_share == pytest.approx(1000 / 4600)
+    assert "12,000 tokens, 5 min 0 s (0.1 h)" in facts(tmp_path)["left"]
+    assert facts(tmp_path)["slots in use"] == "75%: 12 of 16 requests run, 5 wait"
+    assert facts(tmp_path)["wasted tokens"].startswith("retry 100, kill 200, truncation 400, rejected 300 (21.7%)")
+
+
+@pytest.mark.parametrize(("state", "expected"), [("running", "killed"), ("exporting", "killed"), ("done", "done")])
+def test_a_run_whose_supervisor_is_gone_was_killed_unless_it_had_ended(tmp_path, state, expected):
+    status = read_status(make_run(tmp_path, pid=None, state=state))
+    assert (status.state, status.running, status.in_flight, status.occupancy) == (expected, False, 0, None)
+    assert status.groups_done == 10
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(LaunchError, match=r"holds no run \(run.json is missing\)"):
+        read_status(tmp_path)
+
+
+def test_restarts_of_services_are_added_up_over_starts(tmp_path):
+    services = [{"name": "api", "pid": 1, "state": "ready", "restarts": 2, "started": 5}]
+    make_run(tmp_path, services=services, restarts={"api": 1, "engine": 4})
+    assert read_status(tmp_path).restarts == {"api": 3, "engine": 4}
+    record = RunRecord.load(tmp_path)
+    record.forget_services()
+    assert (record.restarts, record.services) == ({"api": 3, "engine": 4}, [])
+
+
+def test_the_members_of_a_shared_run_are_one_run(tmp_path):
+    make_run(tmp_path / "members" / "a", pid=os.getpid())
+    make_run(tmp_path / "members" / "b", state="done", elapsed_s=70.0, last_error="boom")
+    status = read_status(tmp_path)
+    assert (status.state, status.running, status.problems, status.groups_done) == ("running", True, 40, 20)
+    assert (status.elapsed_s, status.completion_tokens, status.wasted["kill"]) == (100.0, 8000, 400)
+    assert (status.tasks["sums"].responses, status.failures["verifier"], status.last_error) == (80, 4, "boom")
+    assert status.run_dir == str(tmp_path)
+
+
+def test_the_page_stands_alone_and_trusts_nothing(tmp_path):
+    make_run(tmp_path, pid=os.getpid(), last_error=HOSTILE)
+    text = write_page(read_status(tmp_path), tmp_path).read_text()
+    assert HOSTILE not in text
+    assert "&lt;script&gt;" in text
+    assert "default-src 'none'" in text
+    assert 'http-equiv="refresh"' in text
+    assert not re.search(r"(src|href)=", text)
+
+
+def test_the_page_of_an_ended_run_is_not_refreshed(tmp_path):
+    make_run(tmp_path, state="failed")
+    write_last_page(tmp_path)
+    assert 'http-equiv="refresh"' not in (tmp_path / "status.html").read_text()
+
+
+def test_the_page_goes_on_with_the_history_of_earlier_starts(tmp_path):
+    make_run(tmp_path, pid=os.getpid())
+    History(points=[Point(10.0, 1), Point(20.0, 2)]).save(tmp_path)
+    StatusPage(tmp_path).update(read_status(tmp_path))
+    assert [point.groups for point in History.load(tmp_path).points] == [1, 2, 10]
+    assert "<polyline" in (tmp_path / "status.html").read_text()
+
+
+def test_a_history_of_any_length_has_few_points(tmp_path):
+    status, history = read_status(make_run(tmp_path)), History()
+    for step in range(5 * MOST_POINTS):
+        history.add(status, step * FIRST_INTERVAL_S)
+    assert MOST_POINTS // 2 < len(history.points) <= MOST_POINTS
+    assert history.points[0].at == 0.0
+    assert history.interval_s > FIRST_INTERVAL_S
+    history.save(tmp_path)
+    assert History.load(tmp_path) == history
+
+
+def test_time_in_which_nothing_ran_is_a_gap(tmp_path):
+    status = read_status(make_run(tmp_path))
+    points = [Point(at, at, at, at, 100 * at, 1, 2) for at in (0, 10, 20, 30, 500, 510, 520)]
+    drawn = {part.split('class="title">')[1].split("<")[0]: part for part in page(status, points).split("<svg")[1:]}
+    assert {title: text.count("<polyline") for title, text in drawn.items()} == {
+        "problems recorded": 1,
+        "tokens per second": 2,
+        "slots in use": 2,
+        "accepted": 2,
+    }
+
+
+def test_a_chart_of_one_point_says_so():
+    assert "not enough to draw yet" in line_chart("t", [(0.0, 1.0)])
+
+
+def test_the_command_prints_json_and_writes_the_page(tmp_path):
+    make_run(tmp_path, pid=os.getpid())
+    app = command(status_command, HELP)
+    shown = CliRunner().invoke(app, [str(tmp_path), "--json"])
+    assert json.loads(shown.stdout)["tokens_left"] == 12000
+    assert CliRunner().invoke(app, [str(tmp_path), "--html"]).stdout.strip() == str(tmp_path / "status.html")
