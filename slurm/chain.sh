@@ -2,7 +2,8 @@
 #
 #   the command ends          its exit code is the job's, and the chain is over
 #   USR1 before a time limit  the command gets USR1 and stops; unless it was done, the same job is queued again
-#   TERM (scancel)            the command gets TERM and stops; nothing is queued
+#   TERM (scancel)            the command gets TERM and stops; nothing is queued, unless TERM came from the time
+#                             limit itself, as when USR1 was lost: then the job is queued again first
 #
 # A failed node or a preemption queues the job again by itself (#SBATCH --requeue). USR1 may come at any moment, also
 # before the command can take it: then it ends the command, which loses nothing.
@@ -15,7 +16,7 @@ run_chained() {
     "$@" &
     run=$!
     trap 'usr1=yes; kill -USR1 "$run" 2>/dev/null' USR1
-    trap 'kill -TERM "$run" 2>/dev/null' TERM
+    trap 'kill -TERM "$run" 2>/dev/null; ! past_time_limit || queue_again' TERM
     [ -z "$usr1" ] || kill -USR1 "$run"
 
     # `wait` returns early when a signal arrives
@@ -27,6 +28,10 @@ run_chained() {
         queue_again
     fi
     return "$code"
+}
+
+past_time_limit() {
+    scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null | grep -q 'Reason=TimeLimit'
 }
 
 # Until the time limit ends the job: the controller may be restarting just now.

@@ -27,6 +27,7 @@ from atroposlib.launch.model_checks import Model
 from atroposlib.launch.plan import Plan, make_plan
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
 from atroposlib.launch.services import Service, Supervised, describe_exit, log_tail
+from atroposlib.launch.sharing import groups_missing
 from atroposlib.launch.status import RUN_FILE, RunRecord, RunStatus, read_status
 from atroposlib.launch.status_page import StatusPage, write_last_page
 from atroposlib.paths import write_text_atomic
@@ -66,8 +67,11 @@ def run_datagen(config: DatagenConfig, on_progress: OnProgress) -> RunStatus:
         try:
             if not _is_complete(config):
                 asyncio.run(_Run(config, record, on_progress).to_the_end(model))
-            _save(record, run_dir, "exporting")
-            record.exports = [str(path) for path in export_all(config, model)]
+            if config.share.member and (missing := groups_missing(config)):
+                logger.info("this member is done; others have the last problems: missing=%d", missing)
+            else:
+                _save(record, run_dir, "exporting")
+                record.exports = [str(path) for path in export_all(config, model)]
             _save(record, run_dir, "done")
         except BaseException as error:
             stopped = isinstance(error, Stopped)
@@ -120,19 +124,29 @@ class _Run:
             task.result()
 
     async def _work(self, plan: Plan) -> None:
-        """Services up in order; the environment's end is the end."""
+        """Services up in order; the environment's end is the end.
+
+        Raises:
+            LaunchError: the environment failed, or a service did so for good.
+        """
+        try:
+            code = await self._until_environment_ends(plan)
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None  # the first failure; it cancelled the others
+        if code != 0:
+            raise LaunchError(self._environment_failed(code))
+
+    async def _until_environment_ends(self, plan: Plan) -> int:
         async with asyncio.TaskGroup() as group:
             running = []
             for service in (*plan.engines, plan.api):
                 running.append(group.create_task(self._supervise(service).run()))
             await self._api_and_an_engine_ready()
             running.append(group.create_task(self._supervise(plan.trainer).run()))
-            environment = self._supervise(plan.environment)
-            code = await environment.run()
+            code = await self._supervise(plan.environment).run()
             for task in running:
                 task.cancel()
-        if code != 0:
-            raise LaunchError(self._environment_failed(environment, code))
+        return code
 
     def _supervise(self, service: Service) -> Supervised:
         supervised = Supervised(service, self._config.restarts)
@@ -150,8 +164,8 @@ class _Run:
             for waiting in (*engines, api):
                 waiting.cancel()
 
-    def _environment_failed(self, environment: Supervised, code: int) -> str:
-        log = environment.service.log
+    def _environment_failed(self, code: int) -> str:
+        log = self._services[-1].service.log
         if code == EXIT_WORK_REMAINS:
             return f"the environment was stopped from outside with work left; the same command continues (log: {log})"
         lines = [line for line in log_tail(log, 20).splitlines() if line.strip()]
@@ -211,6 +225,8 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: "asyncio.Future[str]") -> It
 
 def _is_complete(config: DatagenConfig) -> bool:
     """True when the environment has said that every problem is on disk."""
+    if config.share.member:
+        return groups_missing(config) == 0
     run_dir = Path(config.run_dir)
     if not (run_dir / RUN_FILE).exists():
         return False

@@ -5,25 +5,26 @@ from pathlib import Path
 
 from atroposlib.launch.config import DatagenConfig, ExportConfig
 from atroposlib.launch.model_checks import Model
+from atroposlib.launch.sharing import rollout_folders
 
 logger = logging.getLogger(__name__)
 
 
 def export_all(config: DatagenConfig, model: Model) -> list[Path]:
     """Write every export anew from all rollouts of the run; the paths written."""
-    return [path for entry in config.export if (path := _export(entry, Path(config.run_dir), model)) is not None]
+    return [path for entry in config.export if (path := _export(entry, config, model)) is not None]
 
 
-def _export(entry: ExportConfig, run_dir: Path, model: Model) -> Path | None:
+def _export(entry: ExportConfig, config: DatagenConfig, model: Model) -> Path | None:
     """One dataset; None, with a warning, when no response was good enough: the rollouts are still there."""
     from atroposlib.data.report import NothingKept
     from atroposlib.data.sft import SftOptions, export_sft, simple_policy
 
     policy = simple_policy(above=entry.above_score, top_n=entry.top_n_per_problem)
     options = SftOptions(format=entry.format, tokenizer=model.tokenizer, overwrite=True, by_item=True)
-    output = run_dir / entry.path
+    output = Path(config.run_dir, entry.path)
     try:
-        report = export_sft(run_dir / "rollouts", output, policy, options)
+        report = export_sft(rollout_folders(config), output, policy, options)
     except NothingKept as error:
         logger.warning("no dataset written: %s", error)
         return None

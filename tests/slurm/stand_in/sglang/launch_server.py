@@ -1,7 +1,7 @@
 """`python -m sglang.launch_server` with the flags that our scripts use, and answers of nothing in particular.
 
 Answers depend on the prompt alone. STAND_IN_SECONDS is how long one takes, STAND_IN_LOAD_S how long loading takes,
-STAND_IN_JOURNAL a file that gets a line for every prompt.
+STAND_IN_JOURNAL a file that gets a line for every finished request: how many answers, and to which prompt.
 """
 
 import argparse
@@ -18,9 +18,11 @@ from aiohttp import web
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for flag in ("--model-path", "--tokenizer-path", "--host", "--grammar-backend", "--attention-backend"):
+    for flag in ("--model-path", "--tokenizer-path", "--host", "--log-level-http"):
         parser.add_argument(flag)
-    for flag in ("--port", "--tp", "--dp", "--base-gpu-id", "--context-length"):
+    parser.add_argument("--grammar-backend", choices=["xgrammar"])
+    parser.add_argument("--attention-backend", choices=["triton"])
+    for flag in ("--port", "--tp", "--dp", "--base-gpu-id", "--context-length", "--cuda-graph-max-bs"):
         parser.add_argument(flag, type=int)
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--enable-metrics", action="store_true")
@@ -40,10 +42,9 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = await request.json()
     prompt, sampling = body["input_ids"], body["sampling_params"]
     digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()
-    if (journal := os.environ.get("STAND_IN_JOURNAL")) and len(prompt) > 1:
-        with Path(journal).open("a", encoding="utf-8") as lines:
-            lines.write(f"{digest}\n")
     await asyncio.sleep(float(os.environ.get("STAND_IN_SECONDS", "0.2")))
+    if (journal := os.environ.get("STAND_IN_JOURNAL")) and len(prompt) > 1:
+        note(journal, f"{sampling.get('n', 1)} {digest}")
     rng = random.Random(digest)
     replies = [reply(rng, len(prompt), sampling) for _ in range(sampling.get("n", 1))]
     if not body.get("stream"):
@@ -54,6 +55,12 @@ async def generate(request: web.Request) -> web.StreamResponse:
         await response.write(b"data: " + json.dumps({**one, "index": index}).encode() + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     return response
+
+
+def note(path: str, line: str) -> None:
+    """Append one line."""
+    with Path(path).open("a", encoding="utf-8") as lines:
+        lines.write(line + "\n")
 
 
 def reply(rng: random.Random, prompt_tokens: int, sampling: dict) -> dict:

@@ -1,0 +1,32 @@
+"""What the members of a shared run (`share.member`) have recorded together."""
+
+import logging
+from collections import Counter
+from pathlib import Path
+
+from atroposlib.launch.config import DatagenConfig
+from atroposlib.rollouts.ledger import recorded_items
+from atroposlib.rollouts.locations import RunFiles
+
+logger = logging.getLogger(__name__)
+
+
+def rollout_folders(config: DatagenConfig) -> list[Path]:
+    """The folders that hold the run's rollouts: one, or one of each member."""
+    run_dir = Path(config.run_dir)
+    return sorted(run_dir.glob("members/*/rollouts")) if config.share.member else [run_dir / "rollouts"]
+
+
+def groups_missing(config: DatagenConfig) -> int:
+    """Problems of a shared run that no member has recorded yet; the files are only read."""
+    seats = Counter(
+        int(key) % config.problems
+        for folder in rollout_folders(config)
+        for index in folder.glob(f"*_rollouts_{config.name}.index")
+        for key in recorded_items(RunFiles(folder, index.stem, env="", run=config.name))
+        if key.isdecimal()
+    )
+    twice = [seat for seat, groups in seats.items() if groups > 1]
+    if twice:
+        logger.warning("problems recorded by two members: %s; a member was frozen while it wrote", sorted(twice))
+    return config.problems - len(seats)

@@ -1,0 +1,140 @@
+"""slurm/intern_bootcamp_datagen.slurm on a real SLURM, with a stand-in for SGLang: nothing breaks the chain of jobs."""
+
+import os
+import signal
+
+import pytest
+
+from tests.slurm.conftest import PROBLEMS, RESPONSES, SlurmRun
+
+SERVICES = ("engine", "api", "fake_trainer", "environment")
+
+
+@pytest.mark.short
+def test_a_job_requeued_midway_goes_on_and_a_finished_run_ends_the_chain(run: SlurmRun):
+    job = run.submit()
+    run.wait_groups(4)
+    before = {group["group_id"] for group in run.groups()}
+    run.slurm("scontrol", "requeue", job)
+    run.wait(job, "COMPLETED")
+    run.assert_exact()
+    assert before <= {group["group_id"] for group in run.groups()}
+    assert run.job(job)["Restarts"] == "1"
+    logs = {path.name for path in (run.folder / "logs" / job).iterdir()}
+    assert logs == {"api.log", "sglang.log", "intern_bootcamp.log", "fake_trainer.log"}
+    run.wait_services_gone()
+
+    again = run.submit()
+    run.wait(again, "COMPLETED")
+    run.assert_exact()
+    assert f"done, {PROBLEMS}/{PROBLEMS} problems" in run.output(again)
+
+
+@pytest.mark.short
+def test_usr1_requeues_the_job_and_scancel_ends_it_for_good(run: SlurmRun):
+    job = run.submit()
+    run.wait_groups(3)
+    run.slurm("scancel", "--batch", "--signal=USR1", job)
+    run.until(lambda: run.job(job)["Restarts"] == "1", lambda: run.output(job))
+    run.wait(job, "RUNNING")
+    kept = {group["group_id"] for group in run.groups()}
+    run.wait_groups(len(kept) + 3)
+    run.slurm("scancel", job)
+    run.wait(job, "CANCELLED")
+    run.wait_services_gone()
+    assert run.job(job)["Restarts"] == "1"
+    assert len(run.groups()) < PROBLEMS
+    assert kept <= {group["group_id"] for group in run.groups()}
+
+    last = run.submit()
+    run.wait(last, "COMPLETED")
+    run.assert_exact()
+
+
+@pytest.mark.short
+def test_three_array_tasks_share_the_run_and_repeat_nothing(run: SlurmRun):
+    job = run.submit("--array=0-2", "--gpus-per-node=2", arguments=("--set", "share.problems_per_lease=2"), TP="2")
+    run.wait(job, "COMPLETED")
+    run.assert_exact()
+    assert set(run.generated().values()) == {RESPONSES}
+    assert len(run.generated()) == PROBLEMS
+    assert len(list(run.data.glob("members/*/rollouts"))) == 3
+
+
+def test_a_killed_array_task_holds_nobody_up(run: SlurmRun):
+    lease = ("--set", "share.timeout_s=6", "--set", "share.problems_per_lease=2")
+    job = run.submit("--array=0-2", "--gpus-per-node=2", arguments=lease, TP="2")
+    run.wait_groups(4)
+    os.kill(run.record("members/task1")["pid"], signal.SIGKILL)
+    run.wait(job, "COMPLETED", "FAILED")
+    run.assert_exact()
+    assert sorted(run.states(job)) == ["COMPLETED", "COMPLETED", "FAILED"]
+
+
+@pytest.mark.parametrize("seconds", ["0", "1.5"])
+def test_usr1_while_the_job_starts_does_not_break_the_chain(run: SlurmRun, seconds):
+    job = run.submit(STAND_IN_LOAD_S="6")
+    run.wait(job, "RUNNING")
+    run.slurm("sleep", seconds)
+    run.slurm("scancel", "--batch", "--signal=USR1", job)
+    run.until(lambda: run.job(job)["Restarts"] == "1", lambda: run.output(job))
+    run.wait(job, "COMPLETED")
+    run.assert_exact()
+
+
+def test_a_time_limit_chains_the_job(run: SlurmRun):
+    job = run.submit("--time=1", "--signal=B:USR1@40", STAND_IN_SECONDS="4")
+    run.until(lambda: int(run.job(job)["Restarts"]) >= 1, lambda: run.output(job))
+    assert "stopped by SIGUSR1" in run.output(job)
+    run.wait(job, "COMPLETED")
+    run.assert_exact()
+
+
+def test_a_time_limit_whose_warning_was_lost_chains_the_job_too(run: SlurmRun):
+    job = run.submit("--time=1", "--signal=B:WINCH@1", STAND_IN_SECONDS="8")
+    run.until(lambda: int(run.job(job)["Restarts"]) >= 1, lambda: run.output(job))
+    assert "DUE TO TIME LIMIT" in run.output(job)
+    run.wait(job, "COMPLETED")
+    run.assert_exact()
+
+
+def test_every_service_may_be_killed(run: SlurmRun):
+    job = run.submit()
+    for count, name in enumerate(SERVICES):
+        run.wait_groups(2 + 3 * count)
+        os.kill(run.pid_of(name), signal.SIGKILL)
+        run.until(lambda name=name: run.restarts()[name] == 1, lambda: run.output(job))
+    run.wait(job, "COMPLETED")
+    run.assert_exact()
+    assert run.job(job)["Restarts"] == "0"
+
+
+def test_a_failed_node_requeues_the_job(run: SlurmRun):
+    job = run.submit()
+    run.wait_groups(3)
+    node = run.job(job)["BatchHost"]
+    run.slurm("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
+    run.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    run.wait(job, "COMPLETED")
+    run.assert_exact()
+    assert run.job(job)["Restarts"] == "1"
+
+
+def test_a_killed_supervisor_fails_the_job_and_the_same_command_goes_on(run: SlurmRun):
+    job = run.submit()
+    run.wait_groups(3)
+    os.kill(run.record()["pid"], signal.SIGKILL)
+    run.wait(job, "FAILED")
+    run.wait_services_gone()
+    again = run.submit()
+    run.wait(again, "COMPLETED")
+    run.assert_exact()
+
+
+def test_an_engine_that_never_starts_ends_the_chain_with_the_end_of_its_log(run: SlurmRun):
+    flags = ("--set", "engine.args=[--no-such-flag]", "--set", "restarts.limit=2")
+    job = run.submit(arguments=flags)
+    run.wait(job, "FAILED")
+    assert "engine ended 3 times within 600 s" in run.output(job)
+    assert "unrecognized arguments: --no-such-flag" in run.output(job)
+    assert run.job(job)["Restarts"] == "0"
