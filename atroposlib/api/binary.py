@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from atroposlib.api.lifting import FLOAT_ROWS, INTEGER_ROWS
+
 BINARY_TYPE = "application/vnd.atropos.batch"
 
 _INT_ROWS, _FLOAT_ROWS = 1, 2
-_MATRICES = dict.fromkeys(("tokens", "masks"), _INT_ROWS)
-_MATRICES |= dict.fromkeys(("advantages", "ref_logprobs", "inference_logprobs"), _FLOAT_ROWS)
+_MATRICES: dict[str, int] = dict.fromkeys(INTEGER_ROWS, _INT_ROWS) | dict.fromkeys(FLOAT_ROWS, _FLOAT_ROWS)
 _ABSENT = (msgspec.Raw(b"null"), msgspec.Raw(b"[]"))
 _encode = msgspec.msgpack.Encoder().encode
 _split = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

@@ -92,6 +92,6 @@ class Intake(asyncio.BufferedProtocol):
             filled.set_result(complete)
 
 
-def intake(connections: Connections) -> partial[Intake]:
-    """A protocol factory for `uvicorn.Config(http=...)` that keeps `connections` up to date."""
-    return partial(Intake, connections)
+def intake(connections: Connections) -> type[asyncio.Protocol]:
+    """For `uvicorn.Config(http=...)`, which only calls it: makes protocols that keep `connections` up to date."""
+    return cast(type[asyncio.Protocol], partial(Intake, connections))

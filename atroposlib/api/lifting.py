@@ -15,8 +15,8 @@ from atroposlib.api.number_rows import proven_rows
 
 Body: TypeAlias = bytes | memoryview
 
-INTEGER_ROWS = ("tokens", "masks")
-FLOAT_ROWS = ("advantages", "ref_logprobs", "inference_logprobs")
+INTEGER_ROWS: tuple[str, ...] = ("tokens", "masks")
+FLOAT_ROWS: tuple[str, ...] = ("advantages", "ref_logprobs", "inference_logprobs")
 _KEY = re.compile(rb'"(%s)"\s*:\s*(?=\[\[)' % "|".join(INTEGER_ROWS + FLOAT_ROWS).encode())
 _SEARCHED = 1 << 16
 _TAIL = 64  # between the end of a matrix and the next key lie a few characters
