@@ -1,6 +1,6 @@
 PYTHON ?= python
 
-.PHONY: check format test test-compat bench-scale
+.PHONY: test-slurm test-slurm-short check format test test-compat bench-scale
 
 check: ## style, lint and types
 	$(PYTHON) -m ruff format --check .
@@ -19,3 +19,9 @@ test: ## every test; loopback only
 
 bench-scale: ## 50,000 x 16 through a mock engine, with kills and faults: an hour; SCALE="--problems 2000" for less
 	$(PYTHON) -m tests.scale $(SCALE)
+
+test-slurm: ## the SLURM scripts on a one-node SLURM that the tests start; root on Debian, about seven minutes
+	ATROPOS_SLURM=long $(PYTHON) -m pytest tests/slurm
+
+test-slurm-short: ## the part of it that CI runs, under two minutes
+	ATROPOS_SLURM=short $(PYTHON) -m pytest tests/slurm

@@ -77,7 +77,7 @@ class SlurmRun:
             **self.environ,
             "VIRTUAL_ENV": sys.prefix,
             "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
-            "PYTHONPATH": str(HERE / "stand_in"),
+            "PYTHONPATH": f"{HERE / 'stand_in'}:{REPOSITORY}",
             "MODEL": str(self.folder / "model"),
             "DATA": str(self.folder / "data"),
             "NAME": "r1",
@@ -134,14 +134,11 @@ class SlurmRun:
 
     def groups(self) -> list[dict]:
         """Every whole line of every rollout file, shards of all members included."""
-        found = []
-        for path in sorted(self.data.glob("**/rollouts/*.jsonl*")):
-            if path.name.startswith("failures"):
-                continue
-            whole = path.with_suffix("").exists() and path.suffix == ".zst"  # both while a shard is compressed
-            if not whole:
-                found += [json.loads(line) for line in read(path).split(b"\n")[:-1]]
-        return found
+        packed = list(self.data.glob("**/rollouts/*_rollouts_r1_*.jsonl.zst"))
+        plain = list(self.data.glob("**/rollouts/*_rollouts_r1_*.jsonl"))
+        both = {path.with_suffix("") for path in packed} & set(plain)  # while a shard is compressed
+        files = [path for path in sorted([*packed, *plain]) if path.with_suffix("") not in both]
+        return [json.loads(line) for path in files for line in read(path).split(b"\n")[:-1]]
 
     def generated(self) -> Counter[str]:
         """Answers by prompt, over all engines of the run."""
