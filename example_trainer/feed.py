@@ -7,7 +7,7 @@ again; one that comes twice is recognised by its id. What is lost is time, never
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from atroposlib.api.client import Batch, TrainerClient
@@ -127,3 +127,15 @@ def staleness(group: Mapping[str, Any], version: int) -> int | None:
     params = group.get("generation_params") or {}
     first = str(params.get("weight_version_start", params.get("weight_version")))
     return version - int(first) if first.isdigit() else None
+
+
+def generate_times(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How long the batch's groups were rolled out, scoring included: metrics; empty when no group tells.
+
+    Groups are rolled out side by side and while the trainer computes, so these seconds are no part of a step's.
+    """
+    seconds = [(group.get("generation_params") or {}).get("duration_s") for group in groups]
+    known = [float(value) for value in seconds if value is not None]
+    if not known:
+        return {}
+    return {"time/generate_mean_s": sum(known) / len(known), "time/generate_max_s": max(known)}

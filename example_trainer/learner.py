@@ -19,6 +19,8 @@ from example_trainer.policy import Policy
 from example_trainer.ranks import Ranks
 from example_trainer.stats import StepStats
 
+_PARTS = ("reference", "forward", "backward", "optimizer")
+
 
 class TrainingError(AtroposError, ArithmeticError):
     """The loss or the gradient is not a finite number; the weights were not changed."""
@@ -29,16 +31,15 @@ class _Clock:
     """Seconds spent per part of the step; on a GPU the parts are waited for."""
 
     device: torch.device
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
     _last: float = field(default_factory=time.perf_counter)
 
-    def lap(self, part: str | None) -> None:
+    def lap(self, part: str) -> None:
         """Book the time since the last call under `part`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
-        if part:
-            self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self.seconds[part] += now - self._last
         self._last = now
 
 

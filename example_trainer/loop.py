@@ -25,7 +25,7 @@ from atroposlib.paths import expand_path, writable_dir
 from example_trainer import checkpoint as checkpoints
 from example_trainer.config import TrainingConfig
 from example_trainer.data import Row, rows_of
-from example_trainer.feed import BatchFeed, staleness
+from example_trainer.feed import BatchFeed, generate_times, staleness
 from example_trainer.learner import Learner
 from example_trainer.report import Report
 from example_trainer.weight_sync import WeightSync, make_sync
@@ -135,7 +135,7 @@ class _Run:
             return False
         arrived = time.perf_counter()
         groups, facts = fresh_groups(batch.groups, learner.step, self.config.max_staleness)
-        metrics: dict[str, float] = dict(facts)
+        metrics: dict[str, float] = {**facts, **generate_times(groups)}
         rows = rows_of(groups, seq_len=self.config.seq_len, temperature=self.config.temperature)
         self.feed.note_trained(batch)
         if not rows:
@@ -151,6 +151,7 @@ class _Run:
             "time/train_s": trained - arrived,
             "time/sync_s": done - trained,
             "time/step_s": done - started,
+            "time/tokens_per_s": sum(len(row.tokens) for row in rows) / (done - started),
         }
         self.report.step(learner.step, metrics)
         self.report.samples(learner.step, rows, learner.policy.tokenizer)

@@ -29,9 +29,12 @@ _LINE = {
     "zero_signal": "batch/zero_signal_groups",
     "staleness": "batch/staleness_max",
     "tokens": "batch/tokens",
+    "generate_s": "time/generate_mean_s",
     "wait_s": "time/wait_s",
-    "train_s": "time/train_s",
+    "forward_s": "time/forward_s",
+    "backward_s": "time/backward_s",
     "sync_s": "time/sync_s",
+    "tokens_per_s": "time/tokens_per_s",
 }
 
 

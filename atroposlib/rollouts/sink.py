@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from atroposlib.errors import ApiError, EnvironmentFault
+from atroposlib.rollouts.early_stop import Limits
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.groups import to_record
 from atroposlib.rollouts.ledger import Totals, describe
@@ -42,7 +43,10 @@ class Sink:
         sender: Sender | None,
         total: int | None,
         accept_score: float,
+        accepted: int | None = None,
+        tokens: int | None = None,
     ) -> None:
+        self._limits = Limits(total, accepted, tokens)
         self._env, self._run = env, run
         self._files = files
         self._sender = sender
@@ -55,12 +59,12 @@ class Sink:
 
     def may_start(self, in_flight: int) -> bool:
         """Would one more rollout still find room if each in flight gives one group?"""
-        return self._total is None or self.totals.groups + in_flight < self._total
+        return self._limits.may_start(self.totals, in_flight)
 
     @property
     def is_full(self) -> bool:
-        """The asked number of groups is stored."""
-        return self._total is not None and self.totals.groups >= self._total
+        """The asked number of groups or accepted responses is stored, or the tokens are spent."""
+        return self._limits.is_reached(self.totals)
 
     @property
     def unsent(self) -> int:
@@ -146,9 +150,12 @@ class Sink:
 def _for_api(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record as a trainer can use it: the API passes `generation_params` on, but not `sampling` and `engine`.
 
-    A trainer needs the temperature for its logits and the weight versions for the staleness of a batch.
+    A trainer needs the temperature for its logits, the weight versions for the staleness of a batch, and the seconds
+    that the group took for the split of its step.
     """
     engine = record.get("engine") or {}
-    versions = {key: engine[key] for key in ("weight_version_start", "weight_version_end") if engine.get(key)}
-    params = {**(record.get("sampling") or {}), **versions, **(record.get("generation_params") or {})}
+    facts = {key: engine[key] for key in ("weight_version_start", "weight_version_end") if engine.get(key)}
+    if engine and record.get("duration_s") is not None:
+        facts["duration_s"] = record["duration_s"]
+    params = {**(record.get("sampling") or {}), **facts, **(record.get("generation_params") or {})}
     return {**record, "generation_params": params or None}

@@ -45,7 +45,7 @@ async def test_a_run_of_total_groups_ends_by_itself_with_everything_acknowledged
     assert acked == sent
 
 
-async def test_the_trainer_learns_temperature_and_weight_versions_from_the_group(tmp_path):
+async def test_the_trainer_learns_temperature_weight_versions_and_duration_from_the_group(tmp_path):
     class Generating(CountingEnv):
         async def collect_trajectories(self, item):
             for version in ("7", "8"):
@@ -56,11 +56,13 @@ async def test_the_trainer_learns_temperature_and_weight_versions_from_the_group
 
     env, api = serving(Generating, total_groups=1, rollouts_dir=str(tmp_path), max_batches_offpolicy=0)
     await env.env_manager()
-    assert api.received[0]["generation_params"] == {
+    group = api.received[0]
+    assert group["generation_params"] == {
         "temperature": 0.9,  # what the environment says goes first
         "max_new_tokens": 16,
         "weight_version_start": "7",
         "weight_version_end": "8",
+        "duration_s": group["duration_s"],
     }
 
 

@@ -3,7 +3,7 @@ from tiny_model import make_config, make_group
 
 from atroposlib.api.client import Batch
 from example_trainer import feed as feeds
-from example_trainer.feed import BatchFeed, staleness
+from example_trainer.feed import BatchFeed, generate_times, staleness
 
 
 class ScriptedClient:
@@ -86,3 +86,13 @@ def test_waiting_ends_when_the_run_is_asked_to_stop(client, config):
 )
 def test_staleness_counts_updates_since_the_first_token(params, age):
     assert staleness({"generation_params": params}, 7) == age
+
+
+def test_how_long_groups_were_rolled_out_is_a_mean_and_a_maximum_over_those_that_tell():
+    groups = [
+        {"generation_params": {"duration_s": 2}},
+        {"generation_params": None},
+        {"generation_params": {"duration_s": 4}},
+    ]
+    assert generate_times(groups) == {"time/generate_mean_s": 3.0, "time/generate_max_s": 4.0}
+    assert generate_times(groups[1:2]) == {}

@@ -28,13 +28,15 @@ def api(tmp_path):
     with (tmp_path / "api.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
     assert process.stdout is not None
-    url = next(word for word in process.stdout.readline().split() if word.startswith("http://"))
-    with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
-        assert client.get(f"{url}/health").status_code == 200
-    yield url
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    try:
+        url = next(word for word in process.stdout.readline().split() if word.startswith("http://"))
+        with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
+            assert client.get(f"{url}/health").status_code == 200
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def post_groups(api, numbers):
@@ -90,6 +92,8 @@ def test_a_run_takes_its_batches_and_ends_with_weights_anyone_can_load(tiny_mode
     assert (result.step, result.finished) == (3, True)
     assert [line["step"] for line in metrics_of(config)] == [1, 2, 3]
     assert all(line["train/loss"] == line["train/loss"] for line in metrics_of(config))
+    times = {"wait_s", "reference_s", "forward_s", "backward_s", "optimizer_s", "sync_s", "step_s", "tokens_per_s"}
+    assert times <= {key.removeprefix("time/") for key in metrics_of(config)[0]}
     status = httpx.get(f"{api}/status").json()
     assert (status["queue_size"], status["leased_batches"]) == (0, 0)
     from transformers import AutoModelForCausalLM
