@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) 
     write_text_atomic(environment_yaml, yaml.safe_dump(environment_settings(config, run_dir, engine_urls, api_url)))
     logs = run_dir / "logs"
     api = trajectory_api(run_dir, api_port, session)
-    trainer = [sys.executable, "-m", "example_trainer.grpo", "--config", str(trainer_yaml)]
+    trainer = [*trainer_launcher(os.environ), "example_trainer.grpo", "--config", str(trainer_yaml)]
     script = str(_script(config))
     environment = [sys.executable, script, "serve", "--config", str(environment_yaml)]
     weights = _weights(config, run_dir)
@@ -54,6 +55,17 @@ def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) 
         ),
         environment=Service("environment", environment, logs / "environment.log", at_once, 60, is_job=True),
     )
+
+
+def trainer_launcher(environ: Mapping[str, str]) -> list[str]:
+    """How the trainer's module is started: as one process, or as one for each of several GPUs.
+
+    >>> trainer_launcher({"ATROPOS_TRAINER_GPUS": "1,2,3"})[1:]
+    ['-m', 'accelerate.commands.launch', '--num_processes', '3', '-m']
+    """
+    gpus = environ.get("ATROPOS_TRAINER_GPUS", "").count(",") + 1
+    launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(gpus)] if gpus > 1 else []
+    return [sys.executable, *launcher, "-m"]
 
 
 def trainer_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], api_url: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from example_trainer.config import TrainingConfig
 from example_trainer.exports import replace_link
 from example_trainer.recipe import build, check, read_recipe
 from example_trainer.run_config import RunConfig
-from example_trainer.run_plan import engine_command, environment_settings, make_plan, trainer_settings
+from example_trainer.run_plan import engine_command, environment_settings, make_plan, trainer_launcher, trainer_settings
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "trainer").glob("*.yaml"))
@@ -35,6 +35,11 @@ def test_the_trainers_recipe_is_one_that_the_trainer_reads(tmp_path):
     assert (trainer.lr, trainer.temperature, trainer.weight_sync) == (3e-6, 0.7, "embedded")
     assert (trainer.engine_urls, trainer.atropos_url) == (["http://e"], "http://a")
     assert trainer.save_path == str(tmp_path / "checkpoints")
+
+
+def test_the_trainer_gets_one_process_for_each_of_its_gpus():
+    assert trainer_launcher({"ATROPOS_TRAINER_GPUS": "1,2,3"})[-3:] == ["--num_processes", "3", "-m"]
+    assert trainer_launcher({"ATROPOS_TRAINER_GPUS": "1"}) == trainer_launcher({}) == [sys.executable, "-m"]
 
 
 SYNCS = {("sglang", False): "sglang", ("vllm", False): "vllm", ("vllm", True): "vllm_lora", ("external", False): "none"}
