@@ -31,6 +31,7 @@ from atroposlib.envs.trainer_side import TrainerSide, logged
 from atroposlib.errors import ConfigError
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 from atroposlib.rollouts import groups as group_checks
+from atroposlib.rollouts.early_stop import EarlyStop, sample_until
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.process import run_process
 from atroposlib.rollouts.run import Outcome, Run
@@ -179,15 +180,24 @@ class BaseEnv(TrainerSide):
         Raises:
             ValueError: `collect_trajectory` gave something that is not one scored rollout.
         """
-        results = await asyncio.gather(
-            *(self.collect_trajectory(item) for _ in range(self.config.group_size)), return_exceptions=True
-        )
-        failed = [result for result in results if isinstance(result, BaseException)]
-        if failed:
-            raise failed[0]
+        config = self.config
+
+        async def ask(size: int) -> list[tuple[ScoredDataItem | None, list[Item]]]:
+            tries = (self.collect_trajectory(item) for _ in range(size))
+            results = await asyncio.gather(*tries, return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            return [result for result in results if not isinstance(result, BaseException)]
+
         backlog: list[Item] = []
         rollouts: list[ScoredDataItem] = []
-        for rollout, more in (result for result in results if not isinstance(result, BaseException)):
+        for rollout, more in await sample_until(
+            self.early_stop,
+            config.group_size,
+            ask,
+            lambda each: bool(each[0] and each[0]["scores"] > config.accept_score),
+        ):
             if not isinstance(rollout, dict):
                 raise ValueError(
                     f"collect_trajectory returned {type(rollout).__name__} for one of {self.config.group_size} "
@@ -195,7 +205,19 @@ class BaseEnv(TrainerSide):
                 )
             rollouts.append(rollout)
             backlog.extend(more)
-        return group_checks.merge_items(rollouts), backlog
+        return self.sized(group_checks.merge_items(rollouts)), backlog
+
+    @property
+    def early_stop(self) -> EarlyStop:
+        """When to stop sampling one item, for `sample_until`."""
+        return EarlyStop(self.config.stop_after_accepted, self.config.hopeless_rate)
+
+    def sized(self, group: ScoredDataGroup) -> ScoredDataGroup:
+        """The group, marked as whole when it was stopped early."""
+        size = len(group.get("scores", ()))
+        if self.early_stop.is_on and size != self.config.group_size:
+            group["group_overrides"] = {**(group.get("group_overrides") or {}), "group_size": size}
+        return group
 
     async def postprocess_histories(self, trajectories: Trajectories) -> Trajectories:
         """Optional: change the groups of one item before they are checked and stored."""
@@ -437,7 +459,9 @@ class BaseEnv(TrainerSide):
         )
 
     def _fits(self, group: ScoredDataGroup, abort_when_too_long: bool) -> bool:
-        """Whether the trainer takes sequences this long; unknown counts as yes."""
+        """Whether the trainer takes a group of this size with sequences this long; unknown counts as yes."""
+        if self.early_stop.is_on and len(group["scores"]) != self.config.group_size:
+            return False
         longest = group_checks.longest_sequence(group)
         if self.max_token_len <= 0 or longest < self.max_token_len or not abort_when_too_long:
             return True

@@ -82,6 +82,24 @@ class BaseEnvConfig(BaseModel):
     )
     groups_per_shard: int = Field(default=100, ge=1, description="Groups per rollout shard.")
     compress_rollouts: bool = Field(default=False, description="Compress each complete shard to .jsonl.zst.")
+    stop_after_accepted: int | None = Field(
+        default=None,
+        ge=1,
+        description="For datasets: sample an item in rounds until so many responses are accepted; null: whole groups.",
+    )
+    hopeless_rate: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="For datasets: sample an item in rounds, and no more once its rate of accepted responses is below "
+        "this with 95% confidence (Wilson's interval); null: never.",
+    )
+    total_accepted: int | None = Field(
+        default=None, ge=1, description="Stop when so many responses are accepted, also before all groups are stored."
+    )
+    token_budget: int | None = Field(
+        default=None, ge=1, description="Stop when so many tokens have been generated for stored and rejected groups."
+    )
     response_journal: Literal["off", "responses", "tokens"] = Field(
         default="off",
         description="Keep what unfinished groups have so far, for a restart: finished responses, or with tokens also "

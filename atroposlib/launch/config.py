@@ -74,6 +74,7 @@ class ExportConfig(Section):
     format: Literal["messages", "sharegpt", "prefix", "tokens"] = "messages"
     above_score: float = Field(0.0, description="Responses are kept when their score is above this.")
     top_n_per_problem: PositiveInt | None = Field(None, description="Keep the best n of a problem; null: all.")
+    rows: PositiveInt | None = Field(None, description="Write exactly so many responses; null: all that are kept.")
 
 
 class RestartConfig(Section):

@@ -19,8 +19,12 @@ def _export(entry: ExportConfig, config: DatagenConfig, model: Model) -> Path | 
     """One dataset; None, with a warning, when no response was good enough: the rollouts are still there."""
     from atroposlib.data.report import NothingKept
     from atroposlib.data.sft import SftOptions, export_sft, simple_policy
+    from atroposlib.data.steps import TargetStep
 
     policy = simple_policy(above=entry.above_score, top_n=entry.top_n_per_problem)
+    if entry.rows:
+        exact = TargetStep(step="target", count=entry.rows, allow_fewer=True)
+        policy = policy.model_copy(update={"steps": [*policy.steps, exact]})
     options = SftOptions(format=entry.format, tokenizer=model.tokenizer, overwrite=True, by_item=True)
     output = Path(config.run_dir, entry.path)
     try:
@@ -28,5 +32,7 @@ def _export(entry: ExportConfig, config: DatagenConfig, model: Model) -> Path | 
     except NothingKept as error:
         logger.warning("no dataset written: %s", error)
         return None
+    if entry.rows and report.records < entry.rows:
+        logger.warning("%s: %d rows were asked for, only %d are there", output, entry.rows, report.records)
     logger.info("dataset written: path=%s records=%d", output, report.records)
     return output

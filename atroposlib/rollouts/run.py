@@ -91,7 +91,14 @@ class Run:
         self.failures = FailureLog(where.failures if where else None, env=label, run=run)
         self.health = TaskHealth(config.task_failure_limit, run_limit=3 * max(config.task_failure_limit, 10))
         self.sink = Sink(
-            env=label, run=run, files=self.files, sender=sender, total=total, accept_score=config.accept_score
+            env=label,
+            run=run,
+            files=self.files,
+            sender=sender,
+            total=total,
+            accept_score=config.accept_score,
+            accepted=config.total_accepted,
+            tokens=config.token_budget,
         )
         self.shared = self._make_shared_draw(total) if config.lease_dir else None
         self.source = self._make_source(ends=mode == "process")
@@ -270,7 +277,7 @@ class Run:
     def _complain_if_short(self) -> None:
         """The items ended before the asked number of groups: an error only when every task was set aside."""
         total, groups = self.progress.groups_total, self.progress.totals.groups
-        if total is not None and groups >= total:
+        if self.sink.is_full:
             return
         if self.shared and not self.health.all_set_aside:
             return  # the others have the rest

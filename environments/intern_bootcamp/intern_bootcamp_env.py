@@ -11,6 +11,7 @@ from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
 from atroposlib.errors import EnvironmentFault, RolloutFault
+from atroposlib.rollouts.early_stop import sample_until
 from environments.cut_off import overrides_of
 from environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
 from environments.intern_bootcamp.problems import Problem, ProblemSource
@@ -57,16 +58,26 @@ class InternBootcampEnv(SandboxedEnv):
         if "fault" in meta:
             raise EnvironmentFault(meta["fault"])
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            reply = await managed.chat_completion(
-                messages=messages,
-                n=self.config.group_size,
-                max_tokens=self.config.max_token_length,
-                temperature=self.config.temperature,
-                top_p=self.config.top_p,
+
+            async def ask(size: int) -> list[tuple[str, float]]:
+                reply = await managed.chat_completion(
+                    messages=messages,
+                    n=size,
+                    max_tokens=self.config.max_token_length,
+                    temperature=self.config.temperature,
+                    top_p=self.config.top_p,
+                )
+                texts = [choice.message.content or "" for choice in reply.choices]
+                return [(text, await self.problems.verify(text, meta)) for text in texts]
+
+            answers = await sample_until(
+                self.early_stop,
+                self.config.group_size,
+                ask,
+                lambda answer: self.score(answer[1]) > self.config.accept_score,
             )
             nodes = managed.get_state()["nodes"]
-        texts = [choice.message.content or "" for choice in reply.choices]
-        verdicts = [await self.problems.verify(text, meta) for text in texts]
+        texts, verdicts = [text for text, _ in answers], [verdict for _, verdict in answers]
         self.count(meta["task_name"], verdicts)
         group: dict[str, Any] = {
             "task": meta["task_name"],
@@ -77,7 +88,7 @@ class InternBootcampEnv(SandboxedEnv):
             "overrides": overrides_of(nodes, [verdict >= 1 for verdict in verdicts]),
             "messages": [[*messages, {"role": "assistant", "content": text}] for text in texts],
         }
-        return group, []  # pyright: ignore[reportReturnType]  # a group may carry its task
+        return self.sized(group), []  # pyright: ignore[reportArgumentType]  # a group may carry its task
 
     def score(self, verdict: float) -> float:
         """Reward of one verdict."""
