@@ -58,8 +58,10 @@ def is_live_call(rollouts: list[str], output: str | None, *, append: bool) -> bo
     exists = len(rollouts) == 1 and path.exists() and not _ledger(path).exists()
     if len(rollouts) != 1 or (exists and not append):
         raise ConfigError(
-            f"give --output for the dataset made from {' '.join(rollouts)}"
-            + ("; or --append-to-previous to collect more into it from a running API" if exists else "")
+            f"{path} exists: to make a dataset from it give --output, to collect more into it from a running API "
+            "give --append-to-previous"
+            if exists
+            else f"give --output for the dataset made from {' '.join(rollouts)}"
         )
     return True
 

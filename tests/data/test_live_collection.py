@@ -1,5 +1,10 @@
+import errno
 import json
+import os
+import subprocess
+import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import httpx
@@ -8,6 +13,7 @@ import uvicorn
 from rollout_factory import make_group, write_groups
 
 from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.data import sft
 from atroposlib.data.collect import Collection
 from atroposlib.data.conversion import SftOptions
 from atroposlib.data.dpo import DpoOptions, collect_dpo
@@ -116,6 +122,63 @@ def test_pairs_are_collected_too(api, tmp_path):
     report = collect_dpo(tmp_path / "o.jsonl", PairRules(), DpoOptions(format="messages"), plan(api, 2))
     assert report.records == 2
     assert set(lines_of(tmp_path / "o.jsonl")[0]) == {"pos", "score", "neg"}
+
+
+def test_a_collector_killed_again_and_again_loses_and_doubles_nothing(api, tmp_path):
+    send(api, 0, 100)
+    output = tmp_path / "o.jsonl"
+    ledger = tmp_path / "o.jsonl.collecting.jsonl"
+    arguments = [str(output), "--save-messages", "--api-url", api, "--tasks-per-step", "1", "--num-seqs-to-save", "100"]
+    command = [sys.executable, "-c", "from atroposlib.cli.sft import main; main()", *arguments]
+    for _ in range(3):
+        collected = ledger.stat().st_size if ledger.exists() else 0
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as collector:
+            deadline = time.monotonic() + 30
+            while (not ledger.exists() or ledger.stat().st_size == collected) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            collector.kill()
+        assert not output.exists()
+        assert ledger.stat().st_size > collected
+    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    questions = [line["messages"][0]["content"] for line in lines_of(output)]
+    assert sorted(questions) == sorted(f"question {number}" for number in range(100))
+    assert len(lines_of(tmp_path / "o.jsonl.rollouts.jsonl")) == 100
+    assert not ledger.exists()
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_dataset_that_was_written_before_the_kill_is_not_written_again(api, tmp_path, monkeypatch, append):
+    send(api, 0, 4)
+    output = tmp_path / "o.jsonl"
+    output.write_text('{"mine": 1}\n' * append)
+    options = SftOptions(append=append, overwrite=not append)
+
+    def killed(ledger, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sft, "keep_groups", killed)
+        with pytest.raises(KeyboardInterrupt):
+            collect_sft(output, simple_policy(), options, plan(api, 3))
+    written = output.read_bytes()
+    report = collect_sft(output, simple_policy(), SftOptions(append=append), plan("http://127.0.0.1:1", 3))
+    assert report.records == 3
+    assert output.read_bytes() == written
+    assert len(lines_of(output)) == 3 + append
+    assert [path.name for path in tmp_path.glob("*.rollouts.jsonl")] == ["o.jsonl.rollouts.jsonl"]
+
+
+def test_a_full_disk_while_collecting_is_said_and_nothing_is_acknowledged(api, tmp_path, monkeypatch):
+    send(api, 0, 2)
+
+    def no_space(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", no_space)
+        with pytest.raises(PathError, match=r"No space left .* was not acknowledged"):
+            collect_sft(tmp_path / "o.jsonl", simple_policy(), SftOptions(), plan(api, 2))
+    assert collect_sft(tmp_path / "o.jsonl", simple_policy(), SftOptions(), plan(api, 2)).records == 2
 
 
 def test_the_live_view_keeps_each_group_once():
