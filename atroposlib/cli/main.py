@@ -6,6 +6,7 @@ import sys
 COMMANDS = {
     "datagen": ("atroposlib.cli.datagen", "run engine, API, environment and export as one supervised job"),
     "status": ("atroposlib.cli.status", "show the progress of a run, running or not"),
+    "cluster": ("atroposlib.cli.cluster", "queue jobs on a SLURM cluster over ssh, watch them, bring the data back"),
     "engine": ("atroposlib.cli.engine", "serve a model on CPU with SGLang's wire protocol"),
     "data": ("atroposlib.cli.data", "validate, count, compare, split, merge, describe and show rollout files"),
 }

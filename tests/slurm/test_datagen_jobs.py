@@ -91,7 +91,7 @@ def test_a_time_limit_chains_the_job(run: SlurmRun):
 
 
 def test_a_time_limit_whose_warning_was_lost_chains_the_job_too(run: SlurmRun):
-    job = run.submit("--time=1", "--signal=B:WINCH@1", STAND_IN_SECONDS="8")
+    job = run.submit("--time=1", "--signal=B:CONT@1", STAND_IN_SECONDS="8")
     run.until(lambda: int(run.job(job)["Restarts"]) >= 1, lambda: run.output(job))
     assert "DUE TO TIME LIMIT" in run.output(job)
     run.wait(job, "COMPLETED")

@@ -1,4 +1,4 @@
-"""slurm/train.slurm on a real SLURM: which GPUs go where, signals, exit codes, and a chain of collecting and training."""
+"""slurm/train.slurm on a real SLURM: which GPUs go where, signals, exit codes, and training after collecting."""
 
 import os
 import subprocess

@@ -1,0 +1,117 @@
+"""A cluster reached over ssh: the commands that send code there, queue jobs, watch them and bring the data back.
+
+`Cluster` only makes command lines, `Shell` runs them. Remote paths may begin with `~/`.
+"""
+
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atroposlib.errors import LaunchError
+
+SSH = ["ssh", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
+RSYNC = ["rsync", "--archive", "--compress", "--partial", "--timeout=120", "--rsh", shlex.join(SSH)]
+LOST_CONNECTION = {10, 12, 30, 35, 255}
+"""Exit codes of rsync and ssh after which the same command may succeed."""
+_NOT_CODE = [".git", ".venv", "__pycache__", "runs", "logs"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A login node, and the folder there that holds this repository."""
+
+    host: str
+    folder: str
+
+    def push(self, source: str) -> list[str]:
+        """Send the repository; files that git ignores stay here, nothing is deleted there."""
+        excludes = [f"--exclude={name}" for name in _NOT_CODE]
+        return [*RSYNC, "--filter=:- .gitignore", *excludes, f"{source.rstrip('/')}/", f"{self.host}:{self.folder}/"]
+
+    def submit(self, script: Sequence[str], options: Sequence[str], after: str | None) -> list[str]:
+        """Queue a script with its arguments; prints the job's number."""
+        waits = [f"--dependency=afterok:{after}"] if after else []
+        return self._in_folder(shlex.join(["sbatch", "--parsable", *options, *waits, *script]))
+
+    def queue(self) -> list[str]:
+        """Our jobs in the queue."""
+        return self._in_folder("squeue --me --format='%.18i %.9P %.30j %.8T %.12M %.12l %.6D %R'")
+
+    def run_status(self, run_dir: str) -> list[str]:
+        """`atropos status` of a run there."""
+        return self._in_folder(f'PATH="$PWD/.venv/bin:$PATH" atropos status {remote_path(run_dir)}')
+
+    def pull(self, run_dir: str, target: str) -> list[str]:
+        """Bring a run folder here; goes on where an earlier try was cut off. The queue's state stays there."""
+        there, here = f"{self.host}:{run_dir.rstrip('/')}/", f"{target.rstrip('/')}/"
+        return [*RSYNC, "--exclude=api/", "--exclude=.lock", there, here]
+
+    def logs(self, job: str, *, lines: int, follow: bool) -> list[str]:
+        """The end of a job's output and of its services' logs."""
+        how = f"tail -n {lines}{' -F' if follow else ''}"
+        return self._in_folder(f"{how} ./*-{shlex.quote(job)}.out logs/{shlex.quote(job)}/*.log")
+
+    def _in_folder(self, command: str) -> list[str]:
+        """In a login shell: many clusters only put SLURM in the PATH there."""
+        return [*SSH, self.host, f"bash -lc {shlex.quote(f'cd {remote_path(self.folder)} && {command}')}"]
+
+
+class Shell:
+    """Runs commands, or with `dry_run` only prints them, one a line, ready to be pasted."""
+
+    def __init__(self, *, dry_run: bool, tries: int = 6, first_wait_s: float = 2.0) -> None:
+        self._dry_run = dry_run
+        self._tries = tries
+        self._first_wait_s = first_wait_s
+
+    def show(self, command: Sequence[str]) -> None:
+        """Run a command whose output is for the user; a lost connection is tried again.
+
+        Raises:
+            LaunchError: it failed for good.
+        """
+        self._run(command, capture=False)
+
+    def answer(self, command: Sequence[str], unknown: str) -> str:
+        """The last line that a command prints; `unknown` in a dry run. It is not tried again, as it may have worked.
+
+        Raises:
+            LaunchError: it failed.
+        """
+        output = self._run(command, capture=True, tries=1)
+        return output.split()[-1].partition(";")[0] if output.split() else unknown
+
+    def _run(self, command: Sequence[str], *, capture: bool, tries: int | None = None) -> str:
+        if self._dry_run:
+            print(shlex.join(command))
+            return ""
+        for attempt in range(tries or self._tries):
+            if attempt:
+                wait_s = self._first_wait_s * 2 ** (attempt - 1)
+                print(f"connection lost; going on in {wait_s:.0f} s", file=sys.stderr)
+                time.sleep(wait_s)
+            done = self._once(command, capture)
+            if done.returncode == 0:
+                return done.stdout or ""
+            if done.returncode not in LOST_CONNECTION:
+                break
+        raise LaunchError(f"{command[0]} ended with exit code {done.returncode}: {shlex.join(command)}")
+
+    @staticmethod
+    def _once(command: Sequence[str], capture: bool) -> "subprocess.CompletedProcess[str]":
+        try:
+            return subprocess.run(command, stdout=subprocess.PIPE if capture else None, text=True, check=False)
+        except FileNotFoundError as error:
+            raise LaunchError(f"the program {command[0]} is not installed here; install it") from error
+
+
+def remote_path(path: str) -> str:
+    """Quoted for the shell over there, which still expands a leading `~/`.
+
+    >>> remote_path("~/my runs/r1")
+    "~/'my runs/r1'"
+    """
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") and len(path) > 2 else shlex.quote(path)
