@@ -28,7 +28,7 @@ def engine_problems(config: DatagenConfig, environ: Mapping[str, str], *, starts
     """Sentences about the engine's settings, its package and its GPUs.
 
     Args:
-        starts: the run begins here and now, so its GPUs must be here.
+        starts: the run begins here and now; else GPUs are only looked at where there are some.
     """
     engine = config.engine
     if engine.kind == "external":

@@ -25,7 +25,7 @@ def preflight(config: DatagenConfig, *, starts: bool = True) -> Model:
     """Check everything that can be checked; fetch the embedded model when it is not there yet.
 
     Args:
-        starts: the run begins here and now, so its GPUs must be here.
+        starts: the run begins here and now; else GPUs are only looked at where there are some.
 
     Raises:
         LaunchError: one line per problem, each with what to do.
@@ -45,7 +45,7 @@ def preflight(config: DatagenConfig, *, starts: bool = True) -> Model:
         except AtroposError as error:
             problems.append(str(error))
     if model is None or problems:
-        raise LaunchError("; ".join(problems))
+        raise LaunchError("the run cannot start:\n" + "\n".join(f"- {problem}" for problem in problems))
     return model
 
 

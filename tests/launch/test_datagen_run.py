@@ -184,3 +184,15 @@ def test_a_full_disk_loses_nothing_and_the_run_ends_when_there_is_room(tmp_path)
         assert_exact(run)
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_an_engine_that_never_starts_ends_the_run_with_the_end_of_its_log(tmp_path):
+    run = DatagenRun(tmp_path, restarts={"limit": 1})
+    settings = yaml.safe_load(run.config.read_text())
+    settings["engine"]["args"] = ["--no-such-flag"]
+    run.config.write_text(yaml.safe_dump(settings))
+    failed = run.complete()
+    assert failed.returncode == 1
+    assert "engine ended 2 times within 600 s (last: exit code 2); the end of" in failed.stderr
+    assert "No such option: --no-such-flag" in failed.stderr
+    assert "Traceback" not in failed.stderr

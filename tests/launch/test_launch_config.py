@@ -79,3 +79,54 @@ def test_a_missing_file_is_refused(tmp_path):
 def test_overrides_replace_the_files_values(tmp_path):
     config = load_config(good(tmp_path), problems=9, run_dir=None)
     assert (config.problems, Path(config.run_dir).name) == (9, "out")
+
+
+def test_values_are_set_from_the_command_line_section_by_section(tmp_path):
+    changes = ["engine.tp=4", "engine.args=[--a, b]", "share.member=x", "engine.tp=8", "environment.env.seed=3"]
+    config = load_config(good(tmp_path), changes)
+    assert (config.engine.tp, config.engine.args, config.share.member) == (8, ["--a", "b"], "x")
+    assert config.environment.env == {"seed": 3}
+    assert config.work_dir == Path(config.run_dir, "members", "x")
+
+
+@pytest.mark.parametrize("change", ["engine.tp", "=4", "name.x=4", "engine.tpp=4"])
+def test_a_change_that_names_nothing_is_refused(tmp_path, change):
+    with pytest.raises(ConfigError):
+        load_config(good(tmp_path), [change])
+
+
+def test_the_environments_own_file_lies_below_what_the_run_says(tmp_path):
+    (tmp_path / "own.yaml").write_text(
+        "env: {seed: 1, few_shot: 2}\nopenai: [{timeout: 5, api_key: k}]\nslurm: false\n"
+    )
+    changes = ["environment.config=own.yaml", "environment.env.seed=3", "environment.server.timeout=9"]
+    config = load_config(good(tmp_path), changes)
+    assert config.environment.env == {"seed": 3, "few_shot": 2}
+    assert config.environment.server == {"timeout": 9, "api_key": "k"}
+
+
+def test_every_path_is_expanded_wherever_it_stands(tmp_path, monkeypatch):
+    monkeypatch.setenv("MODELS", "/models")
+    monkeypatch.setenv("HOME", "/home/me")
+    changes = [
+        "engine.model=$MODELS/r1",
+        "engine.tokenizer=~/tokenizer",
+        "engine.args=[--download-dir, ~/cache, --json, '{\"a\": 1}']",
+        "log_dir=$HOME/logs",
+        "environment.env.internbootcamp_path=~/bootcamp",
+        "export=[{path: $HOME/sft.jsonl}]",
+    ]
+    config = load_config(good(tmp_path), changes)
+    assert (config.engine.model, config.engine.tokenizer) == ("/models/r1", "/home/me/tokenizer")
+    assert config.engine.args == ["--download-dir", "/home/me/cache", "--json", '{"a": 1}']
+    assert (config.log_dir, config.export[0].path) == ("/home/me/logs", "/home/me/sft.jsonl")
+    assert config.environment.env["internbootcamp_path"] == "/home/me/bootcamp"
+
+
+@pytest.mark.parametrize(
+    "change", ["engine.model=$NO/r1", "log_dir=${NO}/x", "environment.env.data_dir=$NO", "export=[{path: ~no_such_user/x}]"]
+)
+def test_a_path_that_cannot_be_expanded_is_named(tmp_path, monkeypatch, change):
+    monkeypatch.delenv("NO", raising=False)
+    with pytest.raises(PathError, match=change.split("=")[0].split(".")[-1]):
+        load_config(good(tmp_path), [change])

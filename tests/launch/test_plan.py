@@ -2,7 +2,7 @@ import yaml
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.launch.config import DatagenConfig
-from atroposlib.launch.engine_plan import engine_command
+from atroposlib.launch.engine_plan import engine_command, plan_engines
 from atroposlib.launch.model_checks import Model
 from atroposlib.launch.plan import environment_yaml
 
@@ -54,3 +54,51 @@ def test_sglang_on_one_gpu_gets_graphs_for_all_sequences_in_flight_and_no_text_t
     assert command[command.index("--cuda-graph-max-bs") + 1] == "1024"
     assert "--skip-tokenizer-init" in command
     assert "--log-level-http" not in command
+
+
+class NoSession:
+    """Probes are made, not asked."""
+
+
+def nodes(monkeypatch, nodelist: str, infer_tp: str) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    for name, value in (("SLURM_JOB_NODELIST", nodelist), ("INFER_TP", infer_tp), ("NUM_TRAINING_NODES", "1")):
+        monkeypatch.setenv(name, value)
+
+
+def test_on_several_nodes_the_engines_run_where_environments_look_for_them(monkeypatch):
+    nodes(monkeypatch, "gpu[1-3]", "4")
+    engine = {"kind": "sglang", "model": "org/model", "tp": 4}
+    plan = plan_engines(config(engine=engine), NoSession())
+    assert plan.urls == [f"http://gpu{node}:{port}" for node in (2, 3) for port in (9000, 9001)]
+    assert [service.name for service in plan.services][:2] == ["sglang-gpu2-9000", "sglang-gpu2-9001"]
+    second = list(plan.services[1].command)
+    assert second[0] == "srun"
+    assert "--nodelist=gpu2" in second
+    assert second[second.index("--port") + 1] == "9001"
+    assert second[second.index("--base-gpu-id") + 1] == "4"
+    assert plan.services[1].log.name == "sglang-gpu2-9001.log"
+
+
+def test_a_router_stands_in_front_of_all_engines(monkeypatch):
+    nodes(monkeypatch, "gpu[1-3]", "8")
+    engine = {"kind": "sglang", "model": "org/model", "tp": 8, "router": True, "port": 9900}
+    plan = plan_engines(config(engine=engine), NoSession())
+    assert plan.urls == ["http://127.0.0.1:9900"]
+    assert [service.name for service in plan.services] == ["sglang-gpu2-9000", "sglang-gpu3-9000", "router"]
+    assert list(plan.services[-1].command)[-3:] == ["--worker-urls", "http://gpu2:9000", "http://gpu3:9000"]
+
+
+def test_on_one_node_the_engine_runs_here(monkeypatch):
+    nodes(monkeypatch, "gpu1", "8")
+    plan = plan_engines(config(engine={"kind": "sglang", "model": "m", "port": 9000}), NoSession())
+    assert plan.urls == ["http://127.0.0.1:9000"]
+    assert [(service.name, service.log.name) for service in plan.services] == [("engine", "sglang.log")]
+
+
+def test_members_of_a_shared_run_write_apart_and_lease_together():
+    written = settings(share={"member": "task3", "problems_per_lease": 5, "timeout_s": 9})["env"]
+    assert written["rollouts_dir"] == "/r/members/task3/rollouts"
+    leases = {key: value for key, value in written.items() if key.startswith("lease_")}
+    assert leases == {"lease_dir": "/r/leases", "lease_owner": "task3", "lease_items": 5, "lease_timeout": 9.0}
+    assert not [key for key in settings()["env"] if key.startswith("lease_")]

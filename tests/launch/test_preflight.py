@@ -1,5 +1,7 @@
+import importlib.util
 import json
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -7,6 +9,7 @@ from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
 
+SGLANG = {"kind": "sglang", "model": "m"}
 EXTERNAL = {"kind": "external", "model": "m", "base_url": "http://127.0.0.1:1/v1"}
 
 
@@ -82,3 +85,82 @@ def test_a_run_folder_is_not_continued_with_other_settings(tmp_path):
     (tmp_path / "run" / SETTINGS_FILE).write_text(json.dumps(data_settings(first)))
     preflight(config(tmp_path, problems=40))  # more problems are a continuation
     assert "responses was 2 when run_dir" in complaint(config(tmp_path, responses=3))
+
+
+@pytest.fixture
+def sglang(tmp_path, monkeypatch) -> Path:
+    """The source of an installed SGLang, as far as it is read, and a node with four GPUs."""
+    package = tmp_path / "site" / "sglang" / "srt"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "server_args.py").write_text('ATTENTION_BACKEND_CHOICES = ["triton", "brand_new"]\nOTHER = [1]\n')
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    importlib.invalidate_caches()
+    return package
+
+
+def test_more_gpus_than_there_are_is_said_before_the_start_and_in_a_check_where_there_are_some(
+    sglang, tmp_path, monkeypatch
+):
+    wants_8 = config(tmp_path, engine={**SGLANG, "tp": 4, "dp": 2})
+    assert "engine.tp 4 x engine.dp 2 needs 8 GPUs, but 4 are visible here" in complaint(wants_8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "0 are visible here" in complaint(wants_8)
+    assert preflight(wants_8, starts=False).name == "m"  # on a login node
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    with pytest.raises(LaunchError, match="4 are visible"):
+        preflight(wants_8, starts=False)
+
+
+@pytest.mark.parametrize("flags", [["--attention-backend", "tritn"], ["--attention-backend=tritn"]])
+def test_a_backend_that_sglang_does_not_know_is_named_with_those_it_does(sglang, tmp_path, flags):
+    message = complaint(config(tmp_path, engine={**SGLANG, "args": flags}))
+    assert "--attention-backend tritn, which SGLang does not know; it takes triton, brand_new" in message
+    (sglang / "server_args.py").unlink()
+    assert "flashinfer" in complaint(config(tmp_path, engine={**SGLANG, "args": flags}))
+    preflight(config(tmp_path, engine={**SGLANG, "args": ["--attention-backend", "fa3"]}))
+
+
+def test_on_several_nodes_infer_tp_must_be_what_a_server_takes_and_the_router_be_installed(
+    sglang, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
+    monkeypatch.setenv("INFER_TP", "2")
+    message = complaint(config(tmp_path, engine={**SGLANG, "tp": 4, "router": True}))
+    assert "set INFER_TP=4" in message
+    assert "pip install sglang-router" in message
+
+
+def model_folder(folder: Path, vocabulary: list[str], **facts) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(facts))
+    words = {word: number for number, word in enumerate(vocabulary)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}, "added_tokens": []}))
+    return str(folder)
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused(sglang, tmp_path):
+    model = model_folder(tmp_path / "model", ["a", "b"], vocab_size=2)
+    larger = model_folder(tmp_path / "larger", ["a", "b", "c"])
+    other = model_folder(tmp_path / "other", ["b", "a"])
+    preflight(config(tmp_path, engine={**SGLANG, "model": model}))
+    message = complaint(config(tmp_path, engine={**SGLANG, "model": model, "tokenizer": larger}))
+    assert f"the tokenizer {larger} has ids up to 2, but the model {model} only has 2" in message
+    message = complaint(config(tmp_path, engine={**SGLANG, "model": model, "tokenizer": other}))
+    assert "2 of 2 tokens, e.g. 'a', have another id" in message
+
+
+def test_prompt_and_answer_must_fit_the_models_own_context(sglang, tmp_path):
+    model = model_folder(tmp_path / "model", ["a"], max_position_embeddings=1000)
+    environment = {"script": str(tmp_path / "env.py"), "env": {"max_token_length": 900}}
+    values = {"engine": {**SGLANG, "model": model}, "environment": environment}
+    preflight(config(tmp_path, **values, max_prompt_tokens=100))
+    message = complaint(config(tmp_path, **values, max_prompt_tokens=101))
+    assert "max_token_length is 900 and max_prompt_tokens is 101, together more than the context of 1000" in message
+
+
+def test_logs_that_cannot_be_written_are_found(tmp_path):
+    (tmp_path / "file").touch()
+    assert "log_dir" in complaint(config(tmp_path, log_dir=str(tmp_path / "file")))
