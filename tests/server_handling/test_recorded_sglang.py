@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.envs.server_handling import loads
 from atroposlib.envs.server_handling.faults import ReplyFault
 from atroposlib.envs.server_handling.loads import EngineLoad, engine_load
 from atroposlib.envs.server_handling.openai_wire import parse_chat, parse_completion
@@ -199,8 +200,10 @@ async def test_loads_are_read_from_the_load_route(sglang, engine):
 
 
 async def test_loads_are_read_from_the_metrics_where_there_is_no_load_route(engine):
-    assert recorded("metrics_names")["types"].keys() >= {"sglang:num_running_reqs", "sglang:token_usage"}
-    engine.metrics = """# TYPE sglang:num_running_reqs gauge
+    engine.metrics = (
+        "\n".join(recorded("metrics_names")["samples"])
+        + """
+# TYPE sglang:num_running_reqs gauge
 sglang:num_running_reqs{model_name="m",dp_rank="0"} 12.0
 sglang:num_running_reqs{model_name="m",dp_rank="1"} 4.0
 sglang:num_queue_reqs{model_name="m",dp_rank="0"} 3.0
@@ -208,9 +211,17 @@ sglang:num_retracted_reqs{model_name="m",dp_rank="0"} 1.0
 sglang:token_usage{model_name="m",dp_rank="0"} 0.25
 sglang:token_usage{model_name="m",dp_rank="1"} 0.75
 """
+    )
     manager = ServerManager(APIServerConfig(server_type="sglang", base_url=f"{engine.url}/v1"))
 
     assert await manager.engine_loads() == [EngineLoad(engine.url, running=16, queued=3, token_usage=0.75, retracted=1)]
+
+
+def test_sglang_has_every_gauge_that_is_read():
+    types = recorded("metrics_names")["types"]
+    assert {types.get(name) for names in loads._GAUGES.values() for name in names if name.startswith("sglang")} == {
+        "gauge"
+    }
 
 
 async def test_an_engine_that_says_nothing_has_an_unknown_load(engine):

@@ -20,6 +20,8 @@ _GAUGES = {
     "token_usage": ("sglang:token_usage", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
 }
 
+_READ = frozenset(name for names in _GAUGES.values() for name in names)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
@@ -72,9 +74,9 @@ def _from_metrics(base_url: str, body: bytes) -> EngineLoad | None:
     """Sum of the requests over all ranks, highest cache use of any rank."""
     seen: dict[str, list[float]] = {}
     for line in body.decode("utf-8", "replace").splitlines():
-        if not line.startswith("#"):
-            name, _, value = line.rpartition(" ")
-            seen.setdefault(name.split("{")[0], []).append(float(value or "nan"))
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in _READ:  # of hundreds of lines
+            seen.setdefault(name, []).append(float(line.rpartition(" ")[2]))
     values = {field: next((seen[name] for name in names if name in seen), None) for field, names in _GAUGES.items()}
     running, queued, retracted, usage = (values[field] for field in ("running", "queued", "retracted", "token_usage"))
     rates = values["tokens_per_s"]
