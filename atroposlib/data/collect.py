@@ -19,7 +19,7 @@ from atroposlib.data.index import index_path
 from atroposlib.data.lazy import hash64
 from atroposlib.data.report import ExportReport, finished_report
 from atroposlib.data.rollout_files import expand_input, read_lines
-from atroposlib.data.table import Table, scan_after
+from atroposlib.data.table import Table, concatenate, scan_after
 from atroposlib.errors import ApiError, ConfigError, PathError
 from atroposlib.paths import expand_path
 
@@ -110,15 +110,18 @@ async def _collect(ledger: Path, plan: Collection, have: Callable[[Table], int])
     from atroposlib.api.client import TrainerClient
 
     seen = _repair(ledger)
-    table = scan_after(ledger, None) if ledger.exists() else None
-    if table is not None and have(table) >= plan.target:
+    table = scan_after(ledger, None) if ledger.exists() else concatenate([])
+    is_enough = _Sufficiency(plan.target, have)
+    if is_enough(table, is_idle=True):
         return
     async with TrainerClient(plan.api_url) as client:
         await _register(client, plan)
-        checked = idle = 0
+        idle = 0
         while True:
             batch = await client.batch(LEASE_S)
             if batch is None:
+                if is_enough(table, is_idle=True):
+                    return
                 idle += 1
                 if idle % _IDLE_POLLS == 0 and await _run_group(plan.api_url) is None:
                     await _register(client, plan)
@@ -128,12 +131,24 @@ async def _collect(ledger: Path, plan: Collection, have: Callable[[Table], int])
             if batch.batch_id:
                 await client.ack(batch.batch_id)
             table = scan_after(ledger, table)
-            rows = len(table.responses)
-            if rows >= plan.target and rows >= checked * 1.05:  # a check costs time that grows with the rows
-                checked = rows
-                if have(table) >= plan.target:
-                    return
-            logger.info("collected: groups=%d responses=%d", len(table.groups), rows)
+            logger.info("collected: groups=%d responses=%d", len(table.groups), len(table.responses))
+            if is_enough(table, is_idle=False):
+                return
+
+
+class _Sufficiency:
+    """Whether the groups so far give the target; a check takes time that grows with them, so it is made seldom."""
+
+    def __init__(self, target: int, have: Callable[[Table], int]) -> None:
+        self._target, self._have = target, have
+        self._checked = 0  # responses
+
+    def __call__(self, table: Table, *, is_idle: bool) -> bool:
+        rows = len(table.responses)
+        if rows < self._target or rows == self._checked or (rows < self._checked * 1.05 and not is_idle):
+            return False
+        self._checked = rows
+        return self._have(table) >= self._target
 
 
 async def _register(client: "TrainerClient", plan: Collection) -> None:
