@@ -2,11 +2,12 @@
 
 messages   {"messages": [...], "score": x}                    OpenAI chat
 sharegpt   {"conversations": [{"from", "value"}...], "score"}
-prefix     {"prefix": text, "completion": text, "score": x}   decoded, cut where the recorded mask starts
+prefix     {"prefix": text, "completion": text, "score": x}   decoded; a line for each stretch that takes loss
 tokens     {"input_ids", "attention_mask", "labels", "position_ids", "score"}   recorded ids; labels -100 where masked
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
@@ -55,16 +56,23 @@ def to_sharegpt(chosen: Chosen) -> Iterator[Record]:
 
 
 def to_prefix(tokenizer: "PreTrainedTokenizerBase") -> Converter:
-    """Decoded text before and from the first trained token on (upstream's default format)."""
+    """Decoded text of each stretch that takes loss, and of everything before it (upstream's default format).
+
+    A response of several turns gives a record for each of the assistant's, so that no completion holds what a user
+    or a tool said.
+    """
 
     def convert(chosen: Chosen) -> Iterator[Record]:
-        pairs = [ids_and_labels(chosen, index, len(tokenizer)) for index in chosen.indices]
-        starts = [prefix_length(labels) for _, labels in pairs]
-        pieces = [piece for (ids, _), at in zip(pairs, starts, strict=True) for piece in (ids[:at], ids[at:])]
-        texts = decode_batch(tokenizer, pieces)
-        for position, index in enumerate(chosen.indices):
-            prefix, completion = texts[2 * position : 2 * position + 2]
-            yield {"prefix": prefix, "completion": completion, "score": chosen.group.scores[index]}
+        pieces: list[list[int]] = []
+        scores: list[float] = []
+        for index in chosen.indices:
+            ids, labels = ids_and_labels(chosen, index, len(tokenizer))
+            for start, end in trained_stretches(labels):
+                pieces += [ids[:start], ids[start:end]]
+                scores.append(chosen.group.scores[index])
+        texts = iter(decode_batch(tokenizer, pieces))
+        for score in scores:
+            yield {"prefix": next(texts), "completion": next(texts), "score": score}
 
     return convert
 
@@ -116,6 +124,17 @@ def ids_and_labels(chosen: Chosen, index: int, vocabulary_size: int | None) -> t
 def prefix_length(labels: list[int]) -> int:
     """How many positions come before the first that takes loss."""
     return next((at for at, label in enumerate(labels) if label != IGNORE_INDEX), len(labels))
+
+
+def trained_stretches(labels: list[int]) -> list[tuple[int, int]]:
+    """Start and end of each run of positions that take loss.
+
+    >>> trained_stretches([-100, 5, 6, -100, 7])
+    [(1, 3), (4, 5)]
+    """
+    runs = groupby(range(len(labels)), lambda at: labels[at] != IGNORE_INDEX)
+    trained = (list(run) for is_trained, run in runs if is_trained)
+    return [(run[0], run[-1] + 1) for run in trained]
 
 
 def decode_batch(tokenizer: "PreTrainedTokenizerBase", rows: list[list[int]]) -> list[str]:

@@ -1,6 +1,7 @@
 """Records of responses without recorded ids, made from their messages with a chat template."""
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from atroposlib.data.formats import Record, chat, messages_of, token_record
@@ -25,12 +26,15 @@ class Rerenderer:
             yield token_record(ids, labels, chosen.group.scores[index])
 
     def prefixes(self, chosen: Chosen) -> Iterator[Record]:
-        """`prefix` records of the chosen responses: text before and from the first trained stretch on."""
+        """`prefix` records of the chosen responses: a record for each stretch that takes loss."""
         for index in chosen.indices:
-            segments = self._segments(chosen, index)
-            first = next(at for at, segment in enumerate(segments) if segment.is_trained)
-            before, after = ("".join(each.text for each in part) for part in (segments[:first], segments[first:]))
-            yield {"prefix": before, "completion": after, "score": chosen.group.scores[index]}
+            before = ""
+            segments = (segment for segment in self._segments(chosen, index) if segment.text)
+            for is_trained, stretch in groupby(segments, lambda segment: segment.is_trained):
+                text = "".join(segment.text for segment in stretch)
+                if is_trained:
+                    yield {"prefix": before, "completion": text, "score": chosen.group.scores[index]}
+                before += text
 
     def _segments(self, chosen: Chosen, index: int) -> list[Segment]:
         chat(chosen, index)

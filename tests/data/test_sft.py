@@ -1,5 +1,6 @@
 import errno
 import json
+from itertools import chain
 
 import pytest
 from rollout_factory import PROMPT_IDS, make_group, write_groups
@@ -73,6 +74,37 @@ def test_prefix_is_cut_where_the_mask_starts_even_when_the_text_recurs(tmp_path,
     first, second = lines_of(tmp_path / "o.jsonl")
     assert (first["prefix"], first["completion"]) == ("the answer", " is the answer")
     assert (second["prefix"], second["completion"]) == ("", " is the answer")
+
+
+TURNS = [
+    {"role": "user", "content": "the sum of two"},
+    {"role": "assistant", "content": "is four"},
+    {"role": "user", "content": "and the answer"},
+    {"role": "assistant", "content": "is three"},
+]
+
+
+def test_a_prefix_record_is_one_assistant_turn_and_all_before_it(tmp_path, tokenizer_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    pieces = [tokenizer.encode(text) for text in ("the sum of two", " is four", " and the answer", " is three")]
+    masks = [[-100] * len(piece) if at % 2 == 0 else piece for at, piece in enumerate(pieces)]
+    group = {"tokens": [[*chain(*pieces)]], "masks": [[*chain(*masks)]], "scores": [1.0]}
+    options = SftOptions(format="prefix", tokenizer=str(tokenizer_dir))
+    report = export_sft(write_groups(tmp_path / "a.jsonl", [group]), tmp_path / "o.jsonl", options=options)
+    first, second = lines_of(tmp_path / "o.jsonl")
+    assert (first["prefix"], first["completion"]) == ("the sum of two", " is four")
+    assert (second["prefix"], second["completion"]) == ("the sum of two is four and the answer", " is three")
+    assert (report.kept, report.records) == (1, 2)
+
+
+def test_prefix_records_made_from_messages_are_cut_at_turns_too(tmp_path, tokenizer_dir):
+    group = {"tokens": [], "masks": [], "scores": [1.0], "messages": [TURNS]}
+    options = SftOptions(format="prefix", tokenizer=str(tokenizer_dir))
+    export_sft(write_groups(tmp_path / "a.jsonl", [group]), tmp_path / "o.jsonl", options=options)
+    first, second = lines_of(tmp_path / "o.jsonl")
+    assert [first["completion"], second["completion"]] == ["is four<|im_end|>", "is three<|im_end|>"]
+    assert second["prefix"].startswith(first["prefix"] + first["completion"])
+    assert "and the answer" in second["prefix"]
 
 
 def test_missing_ids_are_made_from_messages_and_counted(tmp_path, tokenizer_dir, caplog):
