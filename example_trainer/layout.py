@@ -35,12 +35,6 @@ class MicroBatch:
     infer_logp: Tensor  # [B,T] float; 0 where not trained, NaN where the engine gave none
     temperature: Tensor  # [B,1]
 
-    @property
-    def first(self) -> int:
-        """The first position of a line whose output is needed."""
-        used = self.predictors[self.mask > 0]
-        return int(used.min()) if len(used) else 0
-
 
 def micro_batches(rows: Sequence[Row], max_tokens: int, *, share: bool = True) -> Iterator[list[list[int]]]:
     """Lines of row numbers for one forward pass each: lines of similar length, at most `max_tokens` padded tokens.

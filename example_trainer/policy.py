@@ -3,7 +3,6 @@
 import copy
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +13,12 @@ from atroposlib.errors import ConfigError, ModelError
 from example_trainer.config import TrainingConfig
 from example_trainer.layout import MicroBatch
 from example_trainer.model_folder import model_folder
+from example_trainer.token_scores import TokenScores, token_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Of the trained positions of a micro-batch; 0 elsewhere."""
-
-    logp: Tensor  # [B,T] nats, after temperature
-    entropy: Tensor | None  # [B,T] nats, without gradient
 
 
 class Policy:
@@ -90,51 +82,10 @@ class Policy:
         model.save_pretrained(folder, state_dict=state)  # pyright: ignore[reportCallIssue]
         self.tokenizer.save_pretrained(folder)
 
-    def _score(self, model: nn.Module, micro: MicroBatch, entropy: bool) -> TokenScores:
-        first = micro.first
+    def _score(self, model: Any, micro: MicroBatch, entropy: bool) -> TokenScores:
+        bare = model.get_base_model() if self.config.use_lora else model
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            logits = model(
-                input_ids=micro.input_ids,
-                attention_mask=micro.attention_mask,
-                position_ids=micro.position_ids,
-                logits_to_keep=micro.input_ids.shape[1] - first,
-                use_cache=False,
-            ).logits
-        rows = [
-            _row_scores(
-                logits[line],
-                micro.predictors[i] - first,
-                micro.targets[i],
-                micro.mask[i] > 0,
-                micro.temperature[i],
-                entropy,
-            )
-            for i, line in enumerate(micro.lines)
-        ]
-        return TokenScores(
-            torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows]) if entropy else None
-        )
-
-
-def _row_scores(
-    logits: Tensor, predictors: Tensor, targets: Tensor, trained: Tensor, temperature: Tensor, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [T] of one row, in float32; 0 where not trained.
-
-    Args:
-        logits: [N,V] of the row's line.
-        predictors: [T] which of the N predicts target t.
-    """
-    where = (trained.nonzero()[:, 0],)
-    scaled = logits[predictors[where]].float() / temperature
-    norm = scaled.logsumexp(-1)
-    zeros = torch.zeros(len(targets), device=logits.device)
-    logp = zeros.index_put(where, scaled.gather(-1, targets[where][:, None])[:, 0] - norm)
-    if not entropy:
-        return logp, zeros
-    with torch.no_grad():
-        log_probs = scaled - norm[:, None]
-        return logp, zeros.index_put(where, -(log_probs.exp() * log_probs).sum(-1))
+            return token_scores(bare, micro, entropy=entropy)
 
 
 def pick_device(name: str) -> torch.device:

@@ -25,7 +25,6 @@ def test_position_t_predicts_token_t_plus_one():
     assert micro.mask.tolist() == [[0, 1, 1]]
     torch.testing.assert_close(micro.infer_logp, torch.tensor([[0, -0.7, -0.8]]))
     assert micro.predictors.tolist() == [[0, 1, 2]]
-    assert micro.first == 1
 
 
 def test_shorter_rows_are_padded_on_the_right_and_not_attended():

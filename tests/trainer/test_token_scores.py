@@ -1,0 +1,72 @@
+"""Log-probabilities from hidden states against those from the model's own logits."""
+
+import pytest
+import torch
+import transformers
+from tiny_model import VOCABULARY, make_group
+
+from example_trainer import token_scores as scoring
+from example_trainer.data import rows_of
+from example_trainer.layout import collate
+from example_trainer.token_scores import token_scores
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+MODELS = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "final_logit_softcapping": 5.0},
+    "Granite": {"logits_scaling": 4.0},
+    "Cohere": {"logit_scale": 0.25},
+}
+
+
+def make_model(name):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name], attn_implementation="eager")
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+@pytest.fixture
+def micro():
+    rows = rows_of([make_group([1, 0, 0], completions=[3, 9, 5])], seq_len=64, temperature=0.7)
+    return collate(rows, [[0, 1, 2]])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_scores_are_those_of_the_models_own_logits(name, micro):
+    model = make_model(name)
+    found = token_scores(model, micro, entropy=True)
+    logits = model(
+        input_ids=micro.input_ids, attention_mask=micro.attention_mask, position_ids=micro.position_ids, use_cache=False
+    ).logits
+    expected = (logits[0][micro.predictors] / 0.7).log_softmax(-1)
+    chosen = expected.gather(-1, micro.targets[:, :, None])[:, :, 0]
+    torch.testing.assert_close(found.logp, chosen * micro.mask, atol=1e-5, rtol=1e-5)
+    assert found.entropy is not None
+    torch.testing.assert_close(found.entropy, -(expected.exp() * expected).sum(-1) * micro.mask, atol=1e-5, rtol=1e-5)
+
+
+def test_slices_change_neither_the_scores_nor_the_gradient(micro, monkeypatch):
+    model = make_model("Llama")
+    whole = token_scores(model, micro, entropy=True)
+    whole.logp.sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    monkeypatch.setattr(scoring, "SLICE_LOGITS", 4 * VOCABULARY)  # 17 trained tokens make 5 slices
+    sliced = token_scores(model, micro, entropy=True)
+    both = [[scores.logp, scores.entropy] for scores in (sliced, whole)]
+    torch.testing.assert_close(*both, atol=1e-6, rtol=1e-6)
+    sliced.logp.sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], gradients, atol=1e-5, rtol=1e-5)
