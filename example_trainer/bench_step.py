@@ -5,7 +5,8 @@
 Both sides train all weights in float32, with bfloat16 forward passes on a GPU, with AdamW, the same objective, no
 reference model, the same clipping of the gradient and one update per batch. Nothing is generated: tokens, scores and
 log-probabilities are given. Tokens per second count every sequence in full, prompt and response, whether or not a side
-computes a shared prompt once. The norm of the first gradient shows that both sides compute the same thing.
+computes a shared prompt once. CPU seconds are those of all threads; on a busy machine they say more than seconds. The
+norm of the first gradient shows that both sides compute the same thing.
 """
 
 import argparse
@@ -64,21 +65,23 @@ class Timing:
 
     side: str
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     first_norm: float = float("nan")  # of the first gradient, before clipping
     peak_bytes: int = 0
 
-    def add(self, seconds: float, parts: dict[str, float]) -> None:
+    def add(self, seconds: float, cpu_seconds: float, parts: dict[str, float]) -> None:
         """Note one step."""
         self.seconds.append(seconds)
+        self.cpu_seconds.append(cpu_seconds)
         for part in PARTS:
             self.parts[part].append(parts.get(part, 0.0))
 
     def row(self, work: Work) -> str:
         """A line of the table: medians over the steps after the warm-up."""
-        step = statistics.median(self.seconds[WARM_UP:])
+        step, cpu = statistics.median(self.seconds[WARM_UP:]), statistics.median(self.cpu_seconds[WARM_UP:])
         parts = [f"{statistics.median(self.parts[part][WARM_UP:]):.3f}" for part in PARTS]
-        cells = [f"{step:.3f}", f"{work.tokens / step:,.0f}", *parts, f"{self.peak_bytes / _GIB:.2f}"]
+        cells = [f"{step:.3f}", f"{cpu:.3f}", f"{work.tokens / step:,.0f}", *parts, f"{self.peak_bytes / _GIB:.2f}"]
         return f"| {self.side} | {' | '.join(cells)} | {self.first_norm:.5g} |"
 
 
@@ -120,9 +123,10 @@ def time_ours(work: Work, rows: Sequence[Row], micro_batch_tokens: int, *, share
     timing = Timing("ours" if share_prompts else "ours, each prompt computed every time")
     start_peak(work.device)
     for _ in range(WARM_UP + work.steps):
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         metrics = learner.train_on(rows)
-        timing.add(time.perf_counter() - started, {part: metrics[f"time/{part}_s"] for part in PARTS})
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+        timing.add(seconds, cpu_seconds, {part: metrics[f"time/{part}_s"] for part in PARTS})
         if len(timing.seconds) == 1:
             timing.first_norm = metrics["train/grad_norm"]
     timing.peak_bytes = peak_bytes(work.device)
@@ -157,8 +161,8 @@ def table(work: Work, timings: Sequence[Timing]) -> str:
     lines = [
         f"{work.sequences} sequences in groups of {work.group}, {work.prompt} + {work.completion} tokens, "
         f"{work.objective}, {work.steps} steps, {name}",
-        f"| side | s a step | tokens/s | {' | '.join(PARTS)} | peak {memory} GiB | first gradient norm |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| side | s a step | CPU s | tokens/s | {' | '.join(PARTS)} | peak {memory} GiB | first gradient norm |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(timing.row(work) for timing in timings),
         f"python {sys.version.split()[0]}, " + ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
     ]

@@ -7,7 +7,7 @@ inputs (responses, rewards, advantages), which `bench_step` takes as given.
 import os
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,8 +121,8 @@ class _Watch:
     def __init__(self, work: Work, batch: int) -> None:
         self.timing = Timing(f"TRL, {batch} sequences per forward pass")
         self._device = work.device
-        self._spent: Counter[str] = Counter()
-        self._started = 0.0
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._started = self._cpu_started = 0.0
 
     def attach(self, trainer: Any) -> None:
         """Wrap the trainer's methods, and follow its steps."""
@@ -133,12 +133,13 @@ class _Watch:
         class Steps(TrainerCallback):
             def on_step_begin(self, *_: Any, **__: Any) -> None:
                 watch._spent.clear()
-                watch._started = watch._now()
+                watch._started, watch._cpu_started = watch._now(), time.process_time()
 
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 step = watch._now() - watch._started - watch._spent["inputs"]
+                cpu = time.process_time() - watch._cpu_started - watch._spent["inputs on the CPU"]
                 rest = step - watch._spent["forward"] - watch._spent["backward"]
-                watch.timing.add(step, {**watch._spent, "optimizer": rest})
+                watch.timing.add(step, cpu, {**watch._spent, "optimizer": rest})
 
         trainer._prepare_inputs = self._timed("inputs", trainer._prepare_inputs)
         trainer.compute_loss = self._timed("forward", trainer.compute_loss)
@@ -148,9 +149,10 @@ class _Watch:
 
     def _timed(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            started = self._now()
+            started, cpu_started = self._now(), time.process_time()
             result = method(*args, **kwargs)
-            self._spent[part] += self._now() - started  # pyright: ignore[reportArgumentType] - a Counter of floats
+            self._spent[part] += self._now() - started
+            self._spent[f"{part} on the CPU"] += time.process_time() - cpu_started
             return result
 
         return timed
