@@ -60,7 +60,7 @@ def load_config(path: Path, changes: Sequence[str] = (), **overrides: Any) -> Da
 
 
 def _environment(section: EnvironmentConfig, path: Path) -> EnvironmentConfig:
-    """The section with the environment's own file merged in, below what is written here."""
+    """The section with the environment's own file merged in, below what is written here; `workers` stands here."""
     beside = path.absolute().parent
     script = beside / expand_path(section.script, what=f"{path}: environment.script")
     own: dict[str, Any] = {}
@@ -69,7 +69,8 @@ def _environment(section: EnvironmentConfig, path: Path) -> EnvironmentConfig:
         own = _read_yaml(config, "env: and openai:")
     servers = own.get("openai") or {}
     server = servers[0] if isinstance(servers, list) else servers
-    env = {**(own.get("env") or {}), **section.env}
+    theirs = {key: value for key, value in (own.get("env") or {}).items() if key != "max_num_workers"}
+    env = {**theirs, **section.env}
     for key, value in env.items():
         if isinstance(value, str) and key.endswith(_PATH_KEYS):
             env[key] = str(expand_path(value, what=f"{path}: environment.env.{key}"))

@@ -97,7 +97,7 @@ def test_a_change_that_names_nothing_is_refused(tmp_path, change):
 
 def test_the_environments_own_file_lies_below_what_the_run_says(tmp_path):
     (tmp_path / "own.yaml").write_text(
-        "env: {seed: 1, few_shot: 2}\nopenai: [{timeout: 5, api_key: k}]\nslurm: false\n"
+        "env: {seed: 1, few_shot: 2, max_num_workers: 9}\nopenai: [{timeout: 5, api_key: k}]\nslurm: false\n"
     )
     changes = ["environment.config=own.yaml", "environment.env.seed=3", "environment.server.timeout=9"]
     config = load_config(good(tmp_path), changes)
@@ -124,7 +124,8 @@ def test_every_path_is_expanded_wherever_it_stands(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change", ["engine.model=$NO/r1", "log_dir=${NO}/x", "environment.env.data_dir=$NO", "export=[{path: ~no_such_user/x}]"]
+    "change",
+    ["engine.model=$NO/r1", "log_dir=${NO}/x", "environment.env.data_dir=$NO", "export=[{path: ~no_such_user/x}]"],
 )
 def test_a_path_that_cannot_be_expanded_is_named(tmp_path, monkeypatch, change):
     monkeypatch.delenv("NO", raising=False)
