@@ -4,7 +4,10 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from atroposlib.frontend import jsonl2html
 from atroposlib.frontend.jsonl2html import (
     MARKDOWN_CHARS,
     SHOWN_CHARS,
@@ -103,3 +106,9 @@ def test_module_runs_from_the_command_line(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "hello" in (tmp_path / "o.html").read_text()
+
+
+@given(text=st.text(st.sampled_from("abß12 .,:;-+=()'\"%$/\n*_#<&"), max_size=30))
+@settings(max_examples=400, deadline=None)
+def test_plain_text_looks_as_markdown_would_make_it(text):
+    assert render_text(text) == jsonl2html._markdown().reset().convert(text)
