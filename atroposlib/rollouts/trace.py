@@ -113,7 +113,7 @@ def finish_reason_of(value: object) -> FinishReason:
     >>> finish_reason_of({"type": "length", "length": 6})
     'length'
     """
-    if isinstance(value, Mapping):
+    if not isinstance(value, str) and isinstance(value, Mapping):  # the second test is a slow one
         value = value.get("type")
     if value == "eos":
         return "stop"
