@@ -166,7 +166,10 @@ def _head_counts(reader: "GGUFReader") -> dict[str, int]:
     """Heads of the projections whose rows are reordered."""
     architecture = metadata(reader, "general.architecture")
     if architecture != "llama":
-        raise ModelError(f"the GGUF file has architecture {architecture!r}; only 'llama' can be converted")
+        raise ModelError(
+            f"the GGUF file has architecture {architecture!r}; only 'llama' can be converted between GGUF and Hugging "
+            "Face. Train it with engine sglang or vllm, which load the Hugging Face folder"
+        )
     return {"attn_q": _number(reader, "attention.head_count"), "attn_k": _number(reader, "attention.head_count_kv")}
 
 

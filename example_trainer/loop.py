@@ -64,7 +64,8 @@ def _train(config: TrainingConfig, save_path: Path) -> TrainResult:
     learner = Learner(config, checkpoint=found)
     trained = checkpoints.restore(learner, found) if found else []
     if not learner.ranks.is_first:
-        return _follow(learner)
+        with _stop_flag():  # a signal to all ranks is for the first to act on, which needs the others for its step
+            return _follow(learner)
     logger.info("training %s from step %d to %d", config.model_name, learner.step, config.training_steps)
     report = Report(config, expand_path(config.log_dir, what="log_dir"))
     sync = make_sync(config, save_path)

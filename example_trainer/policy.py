@@ -60,10 +60,10 @@ class Policy:
         finally:
             self.model.train()
 
-    def merged_state(self) -> dict[str, Tensor]:
+    def merged_state(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """All weights on the CPU, named as in the Hugging Face model; an adapter is added in, in float32."""
-        if not self.config.use_lora:
-            return {name: value.detach().to("cpu", copy=True) for name, value in self.model.state_dict().items()}
+        if not self.config.use_lora:  # cast before the copy: half the bytes leave the GPU
+            return {name: value.detach().to("cpu", dtype, copy=True) for name, value in self.model.state_dict().items()}
         from peft.tuners.lora import LoraLayer
 
         base = self.model.get_base_model()  # pyright: ignore[reportCallIssue]
@@ -73,11 +73,11 @@ class Policy:
             if isinstance(module, LoraLayer):
                 delta = module.get_delta_weight("default")  # pyright: ignore[reportAttributeAccessIssue]
                 state[f"{name}.weight"] = state[f"{name}.weight"].float() + delta.detach().float().cpu()
-        return state
+        return {name: value.to(dtype) for name, value in state.items()}
 
     def save_merged(self, folder: Path) -> None:
         """A folder that `from_pretrained` and inference servers load, weights in the compute dtype."""
-        state = {name: value.to(self.dtype) for name, value in self.merged_state().items()}
+        state = self.merged_state(self.dtype)
         model = self.model.get_base_model() if self.config.use_lora else self.model  # pyright: ignore[reportCallIssue]
         model.save_pretrained(folder, state_dict=state)  # pyright: ignore[reportCallIssue]
         self.tokenizer.save_pretrained(folder)

@@ -109,7 +109,7 @@ def environment_settings(config: RunConfig, run_dir: Path, engine_urls: list[str
         **config.environment_config,
         "group_size": config.num_generations,
         "max_token_length": config.max_completion_length,
-        "total_steps": config.training_steps,
+        "total_steps": _steps_asked_for(config),
         "tokenizer_name": tokenizer,
         "rollout_server_url": api_url,
     }
@@ -124,6 +124,11 @@ def environment_settings(config: RunConfig, run_dir: Path, engine_urls: list[str
         for url in engine_urls
     ]
     return {"env": env, "openai": servers}
+
+
+def _steps_asked_for(config: RunConfig) -> int:
+    """Batches that the environment may have to send: without end where the trainer drops stale ones."""
+    return config.training_steps if config.max_staleness is None else sys.maxsize
 
 
 def engine_command(config: RunConfig, port: int, weights: Path | str | None = None) -> list[str]:

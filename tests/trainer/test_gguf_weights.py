@@ -40,6 +40,16 @@ def test_another_architectures_tensor_is_refused():
         hugging_face_name("blk.0.ssm_a.weight")
 
 
+def test_a_file_of_another_architecture_is_refused_before_anything_is_trained(tmp_path):
+    writer = GGUFWriter(tmp_path / "other.gguf", "qwen2")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"architecture 'qwen2'.*engine sglang or vllm"):
+        GGUFExporter(tmp_path / "other.gguf")
+
+
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)

@@ -60,6 +60,14 @@ def test_the_environment_gets_what_the_run_decides_and_the_users_fields(tmp_path
     assert env["ensure_scores_are_not_same"] is False
 
 
+def test_an_environment_whose_batches_may_be_dropped_does_not_stop_before_the_trainer(tmp_path):
+    steps = [
+        environment_settings(make_run(training_steps=5, max_staleness=limit), tmp_path, ["http://e"], "a")["env"]
+        for limit in (None, 2)
+    ]
+    assert [env["total_steps"] for env in steps] == [5, sys.maxsize]
+
+
 def test_dapo_asks_the_environment_for_groups_with_a_signal(tmp_path):
     config = make_run(objective="dapo")
     assert environment_settings(config, tmp_path, ["http://e"], "a")["env"]["ensure_scores_are_not_same"] is True
