@@ -88,17 +88,17 @@ class Shell:
         if self._dry_run:
             print(shlex.join(command))
             return ""
-        for attempt in range(tries or self._tries):
-            if attempt:
-                wait_s = self._first_wait_s * 2 ** (attempt - 1)
-                print(f"connection lost; going on in {wait_s:.0f} s", file=sys.stderr)
-                time.sleep(wait_s)
-            done = self._once(command, capture)
-            if done.returncode == 0:
-                return done.stdout or ""
+        waits_s = [self._first_wait_s * 2**number for number in range((tries or self._tries) - 1)]
+        done = self._once(command, capture)
+        for wait_s in waits_s:
             if done.returncode not in LOST_CONNECTION:
                 break
-        raise LaunchError(f"{command[0]} ended with exit code {done.returncode}: {shlex.join(command)}")
+            print(f"connection lost; going on in {wait_s:.0f} s", file=sys.stderr)
+            time.sleep(wait_s)
+            done = self._once(command, capture)
+        if done.returncode:
+            raise LaunchError(f"{command[0]} ended with exit code {done.returncode}: {shlex.join(command)}")
+        return done.stdout or ""
 
     @staticmethod
     def _once(command: Sequence[str], capture: bool) -> "subprocess.CompletedProcess[str]":
