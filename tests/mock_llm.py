@@ -65,6 +65,7 @@ class MockEngine:
         self.options = options
         self.slots = Slots(options.slots, options.tps)
         self.counts: Counter[str] = Counter()  # and when the first request came, as first_at
+        self.open_tokens = 0  # sent on streams that are not at their end
         self.down_until = 0.0
         self._faults = random.Random(os.getpid())
         values = random.Random(options.seed)
@@ -143,16 +144,21 @@ class MockEngine:
         await reply.prepare(request)
         drops_at = len(ids) // 2 if self._faults.random() < self.options.drop_rate else None
         sent = 0
-        for count in [*range(step, len(ids), step), len(ids)]:
-            await asyncio.sleep(start + (count / self.slots.tps if self.slots.tps else 0) - time.time())
-            self._cut_when_down(request)
-            self.counts["tokens"] += count - sent
-            sent = count
-            if drops_at is not None and count > drops_at:
-                self.counts["drops"] += 1
-                self._cut(request)
-            event = orjson.dumps(generation(prompt, ids[:count], values[:count], reason if count == len(ids) else None))
-            await reply.write(b"data: " + event + b"\n\n")
+        try:
+            for count in [*range(step, len(ids), step), len(ids)]:
+                await asyncio.sleep(start + (count / self.slots.tps if self.slots.tps else 0) - time.time())
+                self._cut_when_down(request)
+                self.counts["tokens"] += count - sent
+                self.open_tokens += count - sent
+                sent = count
+                if drops_at is not None and count > drops_at:
+                    self.counts["drops"] += 1
+                    self._cut(request)
+                last = reason if count == len(ids) else None
+                event = orjson.dumps(generation(prompt, ids[:count], values[:count], last))
+                await reply.write(b"data: " + event + b"\n\n")
+        finally:
+            self.open_tokens -= sent
         self.counts["responses"] += 1
         await reply.write(b"data: [DONE]\n\n")
         return reply
@@ -241,7 +247,7 @@ class MockEngine:
             over = [known for known in self.slots.busy if known <= tick]  # more than one when this loop was late
             facts = {"at": tick / TICKS_PER_S, "busy_s": sum(self.slots.busy.pop(known) for known in over) / 1000}
             counts, self.counts = self.counts, Counter()
-            append_line(Path(self.options.trace), facts | dict(counts))
+            append_line(Path(self.options.trace), facts | {"open_tokens": self.open_tokens} | dict(counts))
 
 
 def split_turn(ids: list[int]) -> tuple[list[int], list[int]]:

@@ -67,6 +67,7 @@ class Drill:
     plan: Plan
     breaks: list[Break] = field(default_factory=list)
     peak_mb: dict[str, float] = field(default_factory=dict)  # of each service, over all its processes
+    cpu_s: dict[tuple[str, int], float] = field(default_factory=dict)  # (service, pid) -> when last seen
     environments: dict[int, float] = field(default_factory=dict)  # pid -> when it started
     supervisors: list[float] = field(default_factory=list)  # when each started
     started_at: float = 0.0
@@ -141,6 +142,7 @@ class Drill:
             if pid is None:
                 continue
             self.peak_mb[name] = max(self.peak_mb.get(name, 0.0), _peak_mb(pid))
+            self.cpu_s[name, pid] = max(self.cpu_s.get((name, pid), 0.0), _cpu_s(pid))
             if name == "environment" and pid not in self.environments and (started := _started_at(pid)):
                 self.environments[pid] = started
         return groups
@@ -234,6 +236,14 @@ def _peak_mb(pid: int) -> float:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far; 0.0 when it is gone."""
+    with contextlib.suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0
 
 

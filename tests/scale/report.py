@@ -17,6 +17,7 @@ from tests.scale.drill import Break, Drill
 from tests.scale.scale_env import is_too_long
 
 SETTLE_S = 2.0
+_ENDS_STREAMS = ("engine", "environment", "supervisor", "everything")
 """After a break, the time until the count of problems goes on again and so many seconds do not count as undisturbed."""
 
 
@@ -37,6 +38,8 @@ class Figures:
     occupancy: float  # from the first request to the tail, outage and breaks included
     occupancy_undisturbed: float
     peak_mb: dict[str, float]
+    cpu_ms: dict[str, float]  # of each service, a recorded response
+    in_flight_at_kills: int  # tokens of unfinished responses that kills met, with streams
     generated_tokens: int
     recorded_tokens: int
     requests: int
@@ -55,27 +58,20 @@ class Figures:
             ("recorded", f"{self.problems:,} x {self.responses}, each problem once, every response as undisturbed"),
             ("broken", broken or "nothing"),
             ("wall", f"{self.wall_s:,.0f} s; ideal {self.ideal_s:,.0f} s; outage {self.outage_s:.0f} s"),
-            (
-                "slots busy until the tail",
-                f"{busy:.1%}; while nothing was broken {calm:.1%}",
-            ),
+            ("slots busy until the tail", f"{busy:.1%}; while nothing was broken {calm:.1%}"),
             ("largest memory", ", ".join(f"{name} {mb:.0f} MB" for name, mb in sorted(self.peak_mb.items()))),
             ("environment's start to first request", _seconds(self.resume_s)),
             ("command's start to first request", _seconds(self.restart_s)),
-            (
-                "requests",
-                f"{self.requests:,}; {errors:,} 5xx, {drops:,} dropped",
-            ),
-            (
-                "tokens generated in vain",
-                f"{wasted:,} of {generated:,} ({wasted / generated:.2%})",
-            ),
+            ("requests", f"{self.requests:,}; {errors:,} 5xx, {drops:,} dropped"),
+            ("CPU a response", ", ".join(f"{name} {ms:.2f} ms" for name, ms in sorted(self.cpu_ms.items()))),
+            ("tokens in flight at kills", f"{self.in_flight_at_kills:,}"),
+            ("tokens generated in vain", f"{wasted:,} of {generated:,} ({wasted / generated:.2%})"),
         ]
         return ["| what | measured |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
 
 def check_exact(drill: Drill) -> None:
-    """Every problem that the engine takes once, in whole groups; with seeds, every response as it must be.
+    """Every problem that the engine takes once, in whole groups, every response as it must be.
 
     Raises:
         NotExactError: what is missing, doubled or different.
@@ -88,10 +84,8 @@ def check_exact(drill: Drill) -> None:
         keys[index] += 1
         if len(record["tokens"]) != plan.responses or len(record["scores"]) != plan.responses:
             raise NotExactError(f"problem {index} has {len(record['tokens'])} responses instead of {plan.responses}")
-        if plan.journal != "off":
-            wanted = expected_responses(engine, drill, index)
-            if record["tokens"] != wanted:
-                raise NotExactError(f"problem {index}: the responses are not those of an undisturbed run")
+        if record["tokens"] != expected_responses(engine, drill, index):
+            raise NotExactError(f"problem {index}: the responses are not those of an undisturbed run")
     expected = wanted_items(plan.problems, plan.too_long_every)
     if keys != Counter(expected):
         doubled = [index for index, count in keys.items() if count > 1]
@@ -111,14 +105,16 @@ def wanted_items(problems: int, too_long_every: int) -> list[int]:
 
 
 def expected_responses(engine: MockEngine, drill: Drill, index: int) -> list[list[int]]:
-    """[G][T] prompt and response of every sample, from the seeds alone."""
+    """[G][T] prompt and response of every sample, known from its seed (without a journal: from its index) alone."""
     plan = drill.plan
     messages = [{"role": "user", "content": f"{index} + {7 * index % 1000}"}]
     ids = FakeTokenizer().apply_chat_template(messages, add_generation_prompt=True)
     asked = {"input_ids": ids, "max_tokens": plan.max_tokens, "temperature": 1.0}
-    digest = digest_of("tokens", "mock", asked)
-    seeds = (seed_of(1, str(index), digest + i.to_bytes(4, "big")) for i in range(plan.responses))
-    return [ids + engine.response(ids, seed)[0][: plan.max_tokens] for seed in seeds]
+    samples = list(range(plan.responses))
+    if plan.journal != "off":
+        digest = digest_of("tokens", "mock", asked)
+        samples = [seed_of(1, str(index), digest + i.to_bytes(4, "big")) for i in samples]
+    return [ids + engine.response(ids, sample)[0][: plan.max_tokens] for sample in samples]
 
 
 def figures(drill: Drill) -> Figures:
@@ -143,6 +139,8 @@ def figures(drill: Drill) -> Figures:
         occupancy=sum(busy[second] for second in running) / (len(running) * plan.slots),
         occupancy_undisturbed=sum(busy[second] for second in calm) / (len(calm) * plan.slots) if calm else 0.0,
         peak_mb=drill.peak_mb,
+        cpu_ms=_cpu_ms(drill),
+        in_flight_at_kills=sum(_open_tokens(trace, each.at) for each in drill.breaks if each.what in _ENDS_STREAMS),
         generated_tokens=totals["tokens"],
         recorded_tokens=tokens,
         requests=totals["requests"],
@@ -151,6 +149,18 @@ def figures(drill: Drill) -> Figures:
         restart_s=_delays(drill.supervisors, trace),
         sha256=hashlib.sha256((drill.run_dir / "sft.jsonl").read_bytes()).hexdigest(),
     )
+
+
+def _cpu_ms(drill: Drill) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for (name, _), seconds in drill.cpu_s.items():
+        total[name] += seconds
+    return {name: 1000 * seconds / (drill.plan.problems * drill.plan.responses) for name, seconds in total.items()}
+
+
+def _open_tokens(trace: list[dict[str, Any]], at: float) -> int:
+    """Tokens of streams that were under way at that time."""
+    return next((tick.get("open_tokens", 0) for tick in reversed(trace) if tick["at"] <= at), 0)
 
 
 def _records(folder: Path):
