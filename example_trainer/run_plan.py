@@ -159,8 +159,11 @@ def engine_command(config: RunConfig, port: int, weights: Path | str | None = No
 
 
 def _weights(config: RunConfig, run_dir: Path) -> Path | None:
-    """What vLLM is started from: a link to the newest weights, so that a restarted one does not serve the first."""
-    if config.engine != "vllm" or config.use_lora:
+    """What the engine is started from: a link to the newest weights, so that a restarted one does not serve the first.
+
+    None for one that finds its weights itself: the embedded engine, and vLLM with an adapter.
+    """
+    if config.engine in ("embedded", "external") or (config.engine == "vllm" and config.use_lora):
         return None
     return first_link(exports_folder(_checkpoints(run_dir)), local_folder(config.model_name))
 

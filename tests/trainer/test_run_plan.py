@@ -99,11 +99,12 @@ def test_an_adapters_rank_is_rounded_up_to_one_that_vllm_knows(rank):
     assert command[command.index("--max-lora-rank") + 1] == RANKS[rank]
 
 
-async def test_vllm_starts_from_the_newest_weights_of_the_run(tiny_model, tmp_path):
-    config = make_run(model_name=str(tiny_model), environment=str(Path(__file__)), engine="vllm")
+@pytest.mark.parametrize(("engine", "flag"), [("vllm", "--model"), ("sglang", "--model-path")])
+async def test_an_engine_starts_from_the_newest_weights_of_the_run(tiny_model, tmp_path, engine, flag):
+    config = make_run(model_name=str(tiny_model), environment=str(Path(__file__)), engine=engine)
     async with aiohttp.ClientSession() as session:
         command = make_plan(config, tmp_path, session).servers[0].command
-        served = Path(command[command.index("--model") + 1])
+        served = Path(command[command.index(flag) + 1])
         assert served.resolve() == tiny_model.resolve()
 
         pushed = tmp_path / "checkpoints" / "engine" / "weights_00000001"
