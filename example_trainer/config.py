@@ -167,7 +167,7 @@ class ConnectionSettings(Settings):
     )
     weight_sync: Literal["none", "embedded", "sglang", "vllm", "vllm_lora", "restart"] = "none"
     sync_mode: Literal["drain", "abort", "keep"] = Field(
-        "drain", description="sglang, vllm: let running requests finish, abort them, or let them go on with new weights."
+        "drain", description="sglang, vllm: running requests are finished, aborted, or go on with the new weights."
     )
     sync_interval: PositiveInt = Field(1, description="Steps between weight updates of the engine.")
     engine_urls: list[str] = Field([], description="Engines to update, e.g. http://localhost:9000.")
