@@ -1,57 +1,55 @@
-"""An engine with a hard capacity, as a process: at most so many answers in the making, each for the same time.
+"""An engine with a hard capacity, as a process: at most so many answers in the making, each for about the same time.
 
-    python tests/rollouts/capped_engine.py --capacity 256 --seconds 2 [--metrics]
+    python tests/rollouts/capped_engine.py --capacity 256 --seconds 2 [--tokens 64] [--spread 0.6] [--metrics]
 
-It prints its port. `/generate` is SGLang's; `/metrics` has SGLang's gauges with `--metrics` and is missing without.
-POST /capacity changes it, GET /counts says what was done.
+It prints its port. `/generate` is SGLang's, with the same answer always; `/metrics` has SGLang's gauges, or is missing
+without `--metrics`. POST /capacity changes it, GET /counts says what was done.
 """
 
 import argparse
 import asyncio
+import random
 import socket
 import time
 from collections import deque
+from functools import cache
 from typing import Any
 
+import orjson
+import uvloop
 from aiohttp import web
 
-TOKENS = [104, 105, 257]
+END = 257
 
 
 class CappedEngine:
     """First come, first served."""
 
-    def __init__(self, capacity: int, seconds: float, *, metrics: bool) -> None:
-        self.capacity, self._seconds, self._has_metrics = capacity, seconds, metrics
+    def __init__(self, args: Any) -> None:
+        self.capacity, self._args = args.capacity, args
         self._running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._ended: deque[float] = deque()  # of the last answers
+        self._random = random.Random(0)
         self.answers = 0
 
     async def generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
+        body = orjson.loads(await request.read())
         n = body["sampling_params"].get("n", 1)
-        await asyncio.gather(*(self._answer() for _ in range(n)))
-        one = {
-            "output_ids": TOKENS,
-            "meta_info": {
-                "finish_reason": {"type": "stop", "matched": TOKENS[-1]},
-                "prompt_tokens": len(body["input_ids"]),
-                "completion_tokens": len(TOKENS),
-                "output_token_logprobs": [[-0.5, token, None] for token in TOKENS],
-            },
-        }
-        return web.json_response(one if n == 1 else [one] * n)
+        spread = self._args.spread
+        seconds = self._args.seconds * self._random.lognormvariate(-spread * spread / 2, spread)
+        await self._answer(n, seconds)
+        return web.Response(body=reply(n, self._args.tokens), content_type="application/json")
 
     async def metrics(self, request: web.Request) -> web.Response:
-        if not self._has_metrics:
+        if not self._args.metrics:
             raise web.HTTPNotFound
         lines = {
             "num_running_reqs": self._running,
             "num_queue_reqs": len(self._waiting),
             "num_retracted_reqs": 0,
             "token_usage": 0.5,
-            "gen_throughput": len(TOKENS) * self._rate(),
+            "gen_throughput": self._args.tokens * self._rate(),
         }
         return web.Response(text="".join(f'sglang:{name}{{tp_rank="0"}} {value}\n' for name, value in lines.items()))
 
@@ -63,18 +61,21 @@ class CappedEngine:
     async def counts(self, request: web.Request) -> web.Response:
         return web.json_response({"answers": self.answers, "running": self._running, "queued": len(self._waiting)})
 
-    async def _answer(self) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+    async def _answer(self, n: int, seconds: float) -> None:
+        """All answers of a request, each in a place of its own."""
+        loop = asyncio.get_running_loop()
+        turns = [loop.create_future() for _ in range(n)]
+        self._waiting.extend(turns)
         self._start_waiting()
-        await turn
+        for turn in turns:
+            await turn
         try:
-            await asyncio.sleep(self._seconds)
+            await asyncio.sleep(seconds)
         finally:
-            self._running -= 1
+            self._running -= n
             self._start_waiting()
-        self.answers += 1
-        self._ended.append(time.monotonic())
+        self.answers += n
+        self._ended.extend([time.monotonic()] * n)
 
     def _start_waiting(self) -> None:
         while self._waiting and self._running < self.capacity:
@@ -85,9 +86,26 @@ class CappedEngine:
 
     def _rate(self) -> float:
         """Answers per second over the last service time."""
-        while self._ended and time.monotonic() - self._ended[0] > self._seconds:
+        while self._ended and time.monotonic() - self._ended[0] > self._args.seconds:
             self._ended.popleft()
-        return len(self._ended) / self._seconds
+        return len(self._ended) / self._args.seconds
+
+
+@cache
+def reply(n: int, tokens: int) -> bytes:
+    """SGLang's reply with n answers of so many tokens."""
+    ids = [97 + i % 26 for i in range(tokens - 1)] + [END]
+    one = {
+        "text": "",
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": {"type": "stop", "matched": END},
+            "prompt_tokens": 8,
+            "completion_tokens": tokens,
+            "output_token_logprobs": [[-0.123456 - i / 1000, token, None] for i, token in enumerate(ids)],
+        },
+    }
+    return orjson.dumps(one if n == 1 else [one] * n)
 
 
 async def serve(engine: CappedEngine) -> None:
@@ -106,12 +124,13 @@ async def serve(engine: CappedEngine) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capacity", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=2.0, help="mean time of a request that has its places")
+    parser.add_argument("--spread", type=float, default=0.0, help="sigma of its lognormal distribution")
+    parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("--metrics", action="store_true")
-    args: Any = parser.parse_args()
-    asyncio.run(serve(CappedEngine(args.capacity, args.seconds, metrics=args.metrics)))
+    uvloop.run(serve(CappedEngine(parser.parse_args())))
 
 
 if __name__ == "__main__":

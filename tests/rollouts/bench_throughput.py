@@ -1,0 +1,130 @@
+"""An environment against the shortest client there could be, on an engine that answers after 100 ms on average.
+
+    python tests/rollouts/bench_throughput.py [--in-flight 32 256] [--group-size 16] [--groups 4000] [--tokens 64]
+
+Three processes: the engine (`capped_engine.py`, lognormal latency, no limit), then either a raw aiohttp loop that
+parses replies with `json`, or an environment in `process` mode, which also decodes, tracks tokens, checks and stores.
+Rates are those between the first and the last tenth of the groups. CPU is that of the client process, its report on
+the rollouts not included; the engine needs CPU, too, and two cores are soon full.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from bench_auto import ask, start
+
+LATENCY_S, SPREAD = 0.1, 0.6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[32, 256])
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--groups", type=int, default=4000)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument(
+        "--raw", help=argparse.SUPPRESS
+    )  # this process is the raw loop, on the engine with this address
+    args = parser.parse_args()
+    if args.raw:
+        asyncio.run(raw_loop(args.raw, args.in_flight[0], args.groups, args.group_size))
+        return
+    print(
+        "| groups in flight | raw groups/s | environment groups/s | ratio | raw ms CPU a response | environment | MB |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for in_flight in args.in_flight:
+        raw, env = (measure(client, in_flight, args) for client in (start_raw, start_env))
+        ratio = env["rate"] / raw["rate"]
+        print(
+            f"| {in_flight} | {raw['rate']:.0f} | {env['rate']:.0f} | {ratio:.2f} | {raw['cpu_ms']:.3f} "
+            f"| {env['cpu_ms']:.3f} | {env['mb']:.0f} |",
+            flush=True,
+        )
+    print(f"load average {os.getloadavg()[0]:.1f}")
+
+
+def measure(client: Any, in_flight: int, args: Any) -> dict[str, float]:
+    """Rate in groups per second, CPU in ms for each response, and the memory of a client."""
+    engine = start(
+        "capped_engine.py",
+        *("--capacity", "1000000", "--seconds", str(LATENCY_S), "--spread", str(SPREAD), "--tokens", str(args.tokens)),
+        stdout=subprocess.PIPE,
+    )
+    assert engine.stdout is not None
+    url = f"http://127.0.0.1:{int(engine.stdout.readline())}"
+    with tempfile.TemporaryDirectory() as folder:
+        process = client(url, in_flight, args, folder)
+        try:
+            begin, end = (sample(process, url, share * args.groups * args.group_size) for share in (0.1, 0.9))
+        finally:
+            for each in (process, engine):
+                each.terminate()
+                each.wait()
+    answers, seconds = end["answers"] - begin["answers"], end["at"] - begin["at"]
+    cpu_ms = (end["cpu_s"] - begin["cpu_s"]) / answers * 1000
+    return {"rate": answers / args.group_size / seconds, "cpu_ms": cpu_ms, "mb": end["mb"]}
+
+
+def sample(process: subprocess.Popen[bytes], url: str, answers: float) -> dict[str, float]:
+    """State of the client once the engine has given so many answers."""
+    client = psutil.Process(process.pid)
+    while (given := ask(f"{url}/counts")["answers"]) < answers:
+        if process.poll() is not None:
+            raise SystemExit(f"the client ended with {process.returncode} after {given} answers")
+        time.sleep(0.02)
+    times = client.cpu_times()
+    mb = client.memory_info().rss / 1e6
+    return {"answers": given, "at": time.monotonic(), "cpu_s": times.user + times.system, "mb": mb}
+
+
+def start_raw(url: str, in_flight: int, args: Any, folder: str) -> subprocess.Popen[bytes]:
+    options = {"in-flight": in_flight, "groups": args.groups, "group-size": args.group_size, "raw": url}
+    return start(
+        "bench_throughput.py", *(text for name, value in options.items() for text in (f"--{name}", str(value)))
+    )
+
+
+def start_env(url: str, in_flight: int, args: Any, folder: str) -> subprocess.Popen[bytes]:
+    options = {
+        "env.group_size": args.group_size,
+        "env.max_num_workers": in_flight,
+        "env.total_steps": args.groups,
+        "env.data_path_to_save_groups": f"{folder}/o.jsonl",
+        "env.plain_tokenizer": "true",
+        "openai.base_url": f"{url}/v1",
+    }
+    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    log = (Path(folder) / "log").open("wb")
+    with log:
+        return start("asking_env.py", "process", *flags, stderr=log)
+
+
+async def raw_loop(url: str, in_flight: int, groups: int, group_size: int) -> None:
+    """Ask and parse, nothing else."""
+    import aiohttp
+
+    left = iter(range(groups))
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=in_flight)) as session:
+
+        async def worker() -> None:
+            for number in left:
+                sampling = {"n": group_size, "max_new_tokens": 256, "temperature": 1.0}
+                body = {"input_ids": list(str(number).encode()), "sampling_params": sampling, "return_logprob": True}
+                async with session.post(f"{url}/generate", json=body) as reply:
+                    json.loads(await reply.read())
+
+        await asyncio.gather(*(worker() for _ in range(in_flight)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
