@@ -18,7 +18,7 @@ import random
 import re
 import time
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,28 @@ class Slots:
     def __init__(self, count: int, tps: float) -> None:
         self.count, self.tps = count, tps
         self._free_at = [0.0] * count
+        self._starts: deque[float] = deque()  # of sequences that may still wait, in order
         self.busy: Counter[int] = Counter()  # tick since the epoch -> slot-milliseconds
+
+    @property
+    def running(self) -> int:
+        """Slots in use now."""
+        now = time.time()
+        return sum(free_at > now for free_at in self._free_at)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for a slot."""
+        while self._starts and self._starts[0] <= time.time():
+            self._starts.popleft()
+        return len(self._starts)
 
     def book(self, tokens: int) -> tuple[float, float]:
         """Start and end of a sequence of so many tokens, in seconds since the epoch."""
         start = max(time.time(), self._free_at[0])
         end = start + tokens / self.tps if self.tps else start
         heapq.heapreplace(self._free_at, end)
+        self._starts.append(start)
         at = start
         while at < end:
             tick = int(at * TICKS_PER_S + 1e-6)
@@ -81,6 +96,7 @@ class MockEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/health_generate", self._health)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._text)
@@ -195,6 +211,18 @@ class MockEngine:
         self._cut_when_down(request)
         model = {"id": "mock", "object": "model", "max_model_len": self.options.context}
         return web.json_response({"object": "list", "data": [model]})
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        self._cut_when_down(request)
+        running = self.slots.running
+        load = {
+            "num_running_reqs": running,
+            "num_waiting_reqs": self.slots.waiting,
+            "max_running_requests": self.slots.count,
+        }
+        return web.json_response(
+            {"loads": [{**load, "token_usage": running / self.slots.count, "gen_throughput": 0.0}]}
+        )
 
     async def _outage(self, request: web.Request) -> web.Response:
         self.down_until = time.time() + (await request.json())["seconds"]

@@ -19,7 +19,7 @@ def line_chart(title: str, points: Sequence[tuple[float, float | None]], *, unit
     label = f'<text x="{_LEFT}" y="15" class="title">{escape(title)}</text>'
     known = [(at, value) for at, value in points if value is not None]
     if len(known) < 2:
-        return _svg(title, label + f'<text x="{_LEFT}" y="{HEIGHT / 2}">not enough to draw yet</text>')
+        return _svg(title, label + f'<text x="{_LEFT}" y="{HEIGHT / 2}">nothing to draw yet</text>')
     start, end = points[0][0], points[-1][0]
     highest = axis_top(max(top, *(value for _, value in known)))
 

@@ -140,7 +140,7 @@ def test_time_in_which_nothing_ran_is_a_gap(tmp_path):
 
 
 def test_a_chart_of_one_point_says_so():
-    assert "not enough to draw yet" in line_chart("t", [(0.0, 1.0)])
+    assert "nothing to draw yet" in line_chart("t", [(0.0, 1.0)])
 
 
 def test_the_command_prints_json_and_writes_the_page(tmp_path):
