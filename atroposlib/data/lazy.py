@@ -48,9 +48,10 @@ class LazyGroup(msgspec.Struct):
         """All tokens of one response and those that take loss, counted in its mask; None when no ids were recorded."""
         if not self.tokens or not self.masks:
             return None
-        mask = np.frombuffer(self.masks[index], np.uint8)
-        total = int(np.count_nonzero(mask == ord(","))) + 1 if len(mask) > len("[]") else 0
-        return total, total - int(np.count_nonzero(mask == ord("-")))  # only -100 is negative
+        mask = bytes(self.masks[index])
+        commas = np.count_nonzero(np.frombuffer(mask, np.uint8) == _COMMA)
+        total = int(commas) + 1 if len(mask) > len("[]") else 0
+        return total, total - mask.count(b"-", 0, mask.rfind(b"-") + 1)  # only -100 is negative, mostly in front
 
     def item_hash(self) -> int:
         """64 bits naming the item: its recorded key, else its prompt, else its responses.
@@ -80,6 +81,7 @@ class LazyGroup(msgspec.Struct):
 
 _NUMBER_DIGITS = 12  # 39 bits
 
+_COMMA = np.uint8(ord(","))
 _PROMPT_MASK = re.compile(rb"\[\s*(?:-100\s*,?\s*)*")
 _decoder = msgspec.json.Decoder(LazyGroup)
 

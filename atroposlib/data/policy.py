@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atroposlib.data.contents import Contamination, contaminated
@@ -78,6 +77,8 @@ def load_policy(text: str | Path) -> Policy:
     Raises:
         ConfigError: not YAML, an unknown step or key, a value out of range; names file and key.
     """
+    import yaml  # only files need it
+
     path = expand_input(str(text), what="--policy")
     try:
         data: Any = yaml.safe_load(path.read_text(encoding="utf-8")) or {}

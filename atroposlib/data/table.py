@@ -17,6 +17,7 @@ from atroposlib.errors import DataError
 from atroposlib.type_definitions import Array
 
 FINISH_REASONS = ("unknown", "stop", "length", "abort", "tool_calls")
+_FINISH_CODES: dict[str | None, int] = {reason: code for code, reason in enumerate(FINISH_REASONS)}
 UNKNOWN_LENGTH = -1
 
 _OPEN_FILES = 16
@@ -155,9 +156,10 @@ class TableBuilder:
                 *(group.hole[0], group.hole[1] - group.hole[0]),
             )
         )
-        for index, score in enumerate(group.scores):
+        reasons = group.finish_reasons or [None] * len(group.scores)
+        for index, (score, reason) in enumerate(zip(group.scores, reasons, strict=True)):
             lengths = group.lengths(index) or (UNKNOWN_LENGTH, UNKNOWN_LENGTH)
-            self._responses.append((self._group_rows, index, _finish_code(group, index), score, *lengths))
+            self._responses.append((self._group_rows, index, _FINISH_CODES.get(reason, 0), score, *lengths))
         self._group_rows += 1
         self._response_rows += len(group.scores)
         if len(self._responses) >= 10_000:
@@ -221,8 +223,3 @@ def _read_json(reader: SpanReader, row: Any, with_ids: bool) -> bytes:
     if with_ids or resume == hole:
         return reader.read(start, end)
     return reader.read(start, hole) + b"null" + reader.read(resume, end)
-
-
-def _finish_code(group: LazyGroup, index: int) -> int:
-    reason = group.finish_reason(index)
-    return FINISH_REASONS.index(reason) if reason in FINISH_REASONS else 0
