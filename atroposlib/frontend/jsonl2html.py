@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import markdown
+import msgspec
 
 from atroposlib.data.rollout_files import expand_input, parse_line, read_lines
 from atroposlib.errors import AtroposError, DataError
 from atroposlib.paths import expand_path
-from atroposlib.type_definitions import RolloutRecord
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,6 @@ def get_score_class(score: float) -> str:
     return "reward-negative" if score < 0 else "reward-zero"
 
 
-@lru_cache(maxsize=256)  # the responses of a group share their prompts
 def render_text(text: str) -> str:
     """Safe HTML of one model text: markdown when it is short, preformatted otherwise."""
     if len(text) <= MARKDOWN_CHARS and _PLAIN.fullmatch(text):
@@ -115,15 +114,28 @@ def page_template() -> str:
     return Path(__file__).with_name("rendered_template.html").read_text(encoding="utf-8")
 
 
-def _groups(source: Path) -> Iterator[RolloutRecord]:
+class _Shown(msgspec.Struct):
+    """What the page needs of a line; the decoder skips tokens, masks and logprobs without building them."""
+
+    scores: Any = None
+    messages: Any = None
+    task: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Shown)
+
+
+def _groups(source: Path) -> Iterator[Mapping[str, Any]]:
     for line in read_lines(source):
         try:
-            group = parse_line(line)
-        except DataError as error:
-            logger.warning("line skipped: %s", error)
+            shown = _decoder.decode(line.data)
+        except msgspec.DecodeError:
+            try:
+                parse_line(line)  # says what is wrong
+            except DataError as error:
+                logger.warning("line skipped: %s", error)
             continue
-        if group is not None:
-            yield group
+        yield {"scores": shown.scores, "messages": shown.messages, "task": shown.task}
 
 
 def _item(group_index: int, index: int, message: object, score: float) -> str:
@@ -139,11 +151,23 @@ def _conversation(messages: object) -> str:
         return render_text(messages)
     if not isinstance(messages, Sequence):
         return ""
-    return "".join(
-        f"<p><strong>{html.escape(str(each.get('role', '')).capitalize())}</strong></p>{_content(each)}"
-        for each in messages
-        if isinstance(each, Mapping)
-    )
+    return "".join([_turn(each) for each in messages if isinstance(each, Mapping)])
+
+
+def _turn(message: Mapping[str, Any]) -> str:
+    content, role = message.get("content"), str(message.get("role", ""))
+    if type(content) is str and not message.get("tool_calls"):
+        return _spoken(role, content)
+    return _speaker(role) + _content(message)
+
+
+@lru_cache(maxsize=256)  # the responses of a group share their prompts
+def _spoken(role: str, text: str) -> str:
+    return _speaker(role) + render_text(text)
+
+
+def _speaker(role: str) -> str:
+    return f"<p><strong>{html.escape(role.capitalize())}</strong></p>"
 
 
 def _content(message: Mapping[str, Any]) -> str:
