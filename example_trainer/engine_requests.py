@@ -38,6 +38,16 @@ class Engines:
             if not reply.is_success or _says_no(reply):
                 raise WeightSyncError(f"POST {url}{path} answered {reply.status_code}: {reply.text[:500]}")
 
+    def get(self, path: str) -> dict[str, Any]:
+        """What each engine answers, by its URL; WeightSyncError unless all answer 200 with JSON."""
+        found = {}
+        for url in self._urls:
+            try:
+                found[url] = self._client.get(url + path).raise_for_status().json()
+            except (httpx.HTTPError, json.JSONDecodeError) as error:
+                raise WeightSyncError(f"GET {url}{path} failed: {type(error).__name__} {error}") from error
+        return found
+
     def close(self) -> None:
         """Let go of the connections."""
         self._client.close()

@@ -3,22 +3,25 @@
 Written against the routes of vLLM 0.33.
 """
 
+import re
 from pathlib import Path
 
 from example_trainer.config import TrainingConfig
-from example_trainer.engine_requests import Engines
+from example_trainer.engine_requests import Engines, WeightSyncError
 from example_trainer.exports import current_link, keep_newest, replace_link, save_folder, write_whole
 from example_trainer.policy import Policy
 
 _PAUSE = {"drain": "wait", "abort": "abort", "keep": "keep"}
 """vLLM's names of our `sync_mode`."""
+_PAUSES_SINCE = (0, 17)
+"""Older versions take the memory from under the running requests."""
 
 
 class VLLMSync:
-    """vLLM with `--enable-sleep-mode` and VLLM_SERVER_DEV_MODE=1.
+    """vLLM 0.17 or later with `--enable-sleep-mode` and VLLM_SERVER_DEV_MODE=1.
 
     Requests in flight are finished, aborted, or kept and recomputed under the new weights (`sync_mode`); its prefix
-    cache is dropped with the old weights. A version whose `reload_weights` takes no path answers 500: the push fails.
+    cache is dropped with the old weights.
     """
 
     def __init__(self, config: TrainingConfig, folder: Path) -> None:
@@ -28,6 +31,8 @@ class VLLMSync:
 
     def push(self, policy: Policy, version: int) -> None:
         """Save, sleep (weights and cache are dropped), reload, name the version, wake."""
+        for url, reply in self._engines.get("/version").items():
+            require_pausing(url, str(reply.get("version")))
         written = save_folder(policy, self._folder, version)
         replace_link(current_link(self._folder), written)
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(written.resolve())}}
@@ -66,3 +71,13 @@ class VLLMLoraSync:
     def close(self) -> None:
         """Let go of the connections."""
         self._engines.close()
+
+
+def require_pausing(url: str, version: str) -> None:
+    """WeightSyncError for a release of vLLM that cannot sleep while requests run; development builds pass."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and "dev" not in version and (int(numbers[1]), int(numbers[2])) < _PAUSES_SINCE:
+        raise WeightSyncError(
+            f"{url} is vLLM {version}, which cannot take weights while requests run; install 0.17 or later, or set "
+            "weight_sync to 'restart'"
+        )

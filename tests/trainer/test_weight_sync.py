@@ -20,6 +20,7 @@ class FakeEngine:
 
     def __init__(self):
         self.status, self.body, self.seen = 200, {"success": True}, []
+        self.release = "0.33.0"
         self.failing = self.lacking = ""  # a part of the path that answers 400, or 404
         engine = self
 
@@ -30,6 +31,13 @@ class FakeEngine:
                 status, body = engine.answer(*engine.seen[-1])
                 reply = json.dumps(body).encode()
                 self.send_response(status)
+                self.send_header("Content-Length", str(len(reply)))
+                self.end_headers()
+                self.wfile.write(reply)
+
+            def do_GET(self):
+                reply = json.dumps({"version": engine.release}).encode()
+                self.send_response(200)
                 self.send_header("Content-Length", str(len(reply)))
                 self.end_headers()
                 self.wfile.write(reply)
@@ -193,6 +201,13 @@ def test_a_vllm_that_cannot_name_versions_is_updated_all_the_same(sync_of, vllm)
     vllm.lacking = "/update_weight_version"
     sync_of("vllm", [vllm.url]).push(FakePolicy(), 1)
     assert (vllm.serves, vllm.version) == (b"weights", "default")
+
+
+def test_a_vllm_that_would_sleep_under_its_requests_is_refused(sync_of, vllm):
+    vllm.release = "0.16.1"
+    with pytest.raises(WeightSyncError, match=r"is vLLM 0\.16\.1, which cannot take weights while requests run"):
+        sync_of("vllm", [vllm.url]).push(FakePolicy(), 1)
+    assert vllm.paths == []
 
 
 def test_a_vllm_that_does_not_reload_is_an_error(sync_of, vllm):
