@@ -18,6 +18,9 @@ Body: TypeAlias = bytes | memoryview
 INTEGER_ROWS: tuple[str, ...] = ("tokens", "masks")
 FLOAT_ROWS: tuple[str, ...] = ("advantages", "ref_logprobs", "inference_logprobs")
 _KEY = re.compile(rb'"(%s)"\s*:\s*(?=\[\[)' % "|".join(INTEGER_ROWS + FLOAT_ROWS).encode())
+WORTH_BYTES = 1 << 14
+"""A smaller matrix is parsed in less time than it takes to ask numpy a hundred things."""
+
 _SEARCHED = 1 << 16
 _TAIL = 64  # between the end of a matrix and the next key lie a few characters
 
@@ -39,30 +42,33 @@ class Lifted:
 
 
 def lift_matrices(body: Body) -> Lifted:
-    """Take out one matrix after the other until one is in doubt; it and what follows stay in the rest."""
-    text, lifted, parts, end = memoryview(body), Lifted(), [], 0
+    """Take out one large matrix after the other until one is in doubt; it and what follows stay in the rest."""
+    if len(body) < WORTH_BYTES:
+        return Lifted(bytes(body))
+    text, lifted, parts, copied, end = memoryview(body), Lifted(), [], 0, 0
     while (key := _KEY.search(text, end)) is not None:
-        matrix = _matrix_at(text, key.end(), key[1].decode())
-        if matrix is None:
-            break  # looking on could cost the square of the body's length
+        start, name = key.end(), key[1].decode()
+        matrix = _matrix_text(text, start)
+        end = start + len(matrix)
+        if len(matrix) < WORTH_BYTES:
+            continue
+        lengths = proven_rows(matrix, integers=name in INTEGER_ROWS, signed=name != "tokens")
+        if lengths is None:
+            break  # looking on from its start could cost the square of the body's length
         mark = b'"%s"' % secrets.token_hex(16).encode()
-        lifted.matrices[mark] = matrix
-        parts += (text[end : key.end()], mark)
-        end = key.end() + len(matrix.text)
-    lifted.rest = b"".join([*parts, text[end:]])
+        lifted.matrices[mark] = Matrix(matrix, lengths)
+        parts += (text[copied:start], mark)
+        copied = end
+    lifted.rest = b"".join([*parts, text[copied:]])
     return lifted
 
 
-def _matrix_at(text: memoryview, start: int, name: str) -> Matrix | None:
-    """The matrix that begins at `start`; None when in doubt."""
+def _matrix_text(text: memoryview, start: int) -> memoryview:
+    """What is a matrix if one begins at `start`; empty if surely none does."""
     stop = _next_quote(text, start)  # numbers have none, so this is the next key or the end of the body
     tail = max(start, stop - _TAIL)
     end = bytes(text[tail:stop]).rfind(b"]]")
-    if end < 0:
-        return None
-    matrix = text[start : tail + end + 2]
-    lengths = proven_rows(matrix, integers=name in INTEGER_ROWS, signed=name != "tokens")
-    return None if lengths is None else Matrix(matrix, lengths)
+    return text[start : tail + end + 2] if end >= 0 else text[start:start]
 
 
 def _next_quote(text: memoryview, start: int) -> int:

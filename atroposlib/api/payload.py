@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 import xxhash
@@ -68,6 +68,11 @@ _KEY_PREFIX = {name: f'{"," if i else "{"}"{name}":'.encode() for i, name in enu
 _decode_group = msgspec.json.Decoder(RawGroup).decode
 _decode_list = msgspec.json.Decoder(list[RawGroup]).decode
 _decode_scores = msgspec.json.Decoder(list[float | bool]).decode
+_decode_floats = msgspec.json.Decoder(list[list[float]]).decode
+_decode_integers = msgspec.json.Decoder(
+    list[list[Annotated[int, msgspec.Meta(ge=-MAX_TOKEN_ID - 1, le=MAX_TOKEN_ID)]]]
+).decode
+_decode_tokens = msgspec.json.Decoder(list[list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]]).decode
 _decode_any = msgspec.json.decode
 
 
@@ -175,7 +180,7 @@ def _check(raw: RawGroup, proven: Mapping[str, Matrix]) -> Payload:
     def rows(name: str, *, lowest: int | None = None) -> list[int]:
         if name in proven:
             return proven[name].lengths
-        return _careful_rows(getattr(raw, name), name, integers=name in INTEGER_ROWS, lowest=lowest)
+        return _parsed_rows(getattr(raw, name), name, lowest=lowest)
 
     lengths = rows("tokens", lowest=0)
     if not lengths:
@@ -214,8 +219,18 @@ def _content(raw: RawGroup, scores: bytes) -> Pieces:
     return [*pieces, b"".join(small)]
 
 
+def _parsed_rows(text: msgspec.Raw, field: str, *, lowest: int | None) -> list[int]:
+    """Row lengths of a JSON matrix `[G][T]`; GroupError with the index of the first bad value."""
+    integers = field in INTEGER_ROWS
+    decode = _decode_floats if not integers else _decode_integers if lowest is None else _decode_tokens
+    try:
+        return [len(row) for row in decode(text)]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _careful_rows(text, field, integers=integers, lowest=lowest)
+
+
 def _careful_rows(text: msgspec.Raw, field: str, *, integers: bool, lowest: int | None) -> list[int]:
-    """Row lengths of a JSON matrix `[G][T]`, value by value; GroupError with the index of the first bad one."""
+    """As `_parsed_rows`, value by value."""
     rows = _parse(_decode_any, text, "JSON", field)
     if not isinstance(rows, list):
         raise GroupError(f"{field} is {_show(rows)}; expected a list with one list of numbers per sequence")

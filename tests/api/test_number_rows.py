@@ -10,6 +10,7 @@ from api_testing import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atroposlib.api import lifting
 from atroposlib.api.lifting import lift_matrices
 from atroposlib.api.number_rows import proven_rows
 from atroposlib.api.payload import GROUP_KEYS, read_group, read_list
@@ -117,6 +118,12 @@ def content_of(body: str) -> dict:
     return json.loads(read_group(body.encode()).json())
 
 
+@pytest.fixture
+def lift_small_ones(monkeypatch):
+    monkeypatch.setattr(lifting, "WORTH_BYTES", 1)
+
+
+@pytest.mark.usefixtures("lift_small_ones")
 def test_a_lifted_group_is_stored_as_it_came():
     group = make_group(5, tokens=70) | {"ref_logprobs": [[-1e-05] * 70] * 4, "advantages": [[0.5]] * 4}
     body = json.dumps(group)
@@ -132,19 +139,23 @@ TRICKS = {
 }
 
 
+@pytest.mark.usefixtures("lift_small_ones")
 @pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS)
 def test_a_matrix_in_another_place_is_left_there(trick):
     body = "{" + trick + json.dumps(make_group(3))[1:]
     assert content_of(body) == {key: json.loads(body).get(key) for key in GROUP_KEYS}
 
 
+@pytest.mark.usefixtures("lift_small_ones")
 @pytest.mark.parametrize("end", ["", ",", "]", "}}", '"', ", 1"])
 def test_a_body_that_is_no_json_is_refused_also_when_its_matrices_are_good(end):
     with pytest.raises(GroupError):
         read_group(json.dumps(make_group(3))[:-1].encode() + end.encode())
 
 
-def test_groups_of_a_list_keep_their_own_matrices():
+@pytest.mark.parametrize("worth", [1, 60, 1 << 20])
+def test_groups_of_a_list_keep_their_own_matrices(worth, monkeypatch):
+    monkeypatch.setattr(lifting, "WORTH_BYTES", worth)
     payloads = read_list(json.dumps([make_group(uid, tokens=uid + 3) for uid in range(5)]).encode())
     assert [payload.longest for payload in payloads] == [3, 4, 5, 6, 7]
     assert [json.loads(payload.json())["tokens"][0][0] for payload in payloads] == [0, 1, 2, 3, 4]
