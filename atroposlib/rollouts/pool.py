@@ -212,6 +212,9 @@ class RolloutPool:
         except StorageError as error:
             self._fatal = error
         except Exception as error:
+            task = asyncio.current_task()
+            if self._closing and task is not None and task.cancelling():
+                raise asyncio.CancelledError from error  # code on the way made something else of our cancellation
             self._failed(work, error)
         else:
             self.completed += 1

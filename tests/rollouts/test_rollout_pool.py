@@ -103,3 +103,29 @@ async def test_an_item_that_is_being_stored_does_not_keep_the_engine_from_the_ne
     async with asyncio.timeout(5):
         await running
     assert source.given == 8
+
+
+async def test_a_cancellation_that_code_on_the_way_turns_into_an_error_is_no_failure():
+    async def roll_out(uuid: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ValueError("tidying up failed") from None
+
+    failures, health = FailureLog(None, env="e", run="r"), TaskHealth(5, run_limit=30)
+    pool = RolloutPool(
+        ManyItems(),  # pyright: ignore[reportArgumentType]
+        roll_out,
+        may_start=lambda _: True,
+        failures=failures,
+        health=health,
+        tasks=set(),
+        running_items={},
+    )
+    pool.pace(3)
+    running = asyncio.create_task(pool.run(lambda: False))
+    while pool.in_flight < 3:
+        await asyncio.sleep(0)
+    assert await pool.close(1.0) == 3
+    await running
+    assert not failures.counts

@@ -82,6 +82,18 @@ async def test_a_cancelled_waiter_takes_no_slot_with_it():
     assert not sem.locked()
 
 
+async def test_a_waiter_cancelled_in_the_moment_a_slot_comes_free_is_only_cancelled():
+    sem = AsyncSemWithAdaptiveWeight(1)
+    await sem.acquire()
+    waiting = asyncio.create_task(sem.acquire())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    sem.release()  # throws the cancelled waiter out before it has noticed
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not sem.locked()
+
+
 # -- reasoning ---------------------------------------------------------------------------------------------------
 
 BODIES = {

@@ -42,7 +42,7 @@ class AsyncSemWithAdaptiveWeight:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 self.release()  # the slot was given in the moment of the cancellation
-            else:
+            elif waiter in self._waiters:  # `_wake` may have thrown it out already
                 self._waiters.remove(waiter)
             raise
         return True
