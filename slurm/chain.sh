@@ -16,7 +16,7 @@ run_chained() {
     "$@" &
     run=$!
     trap 'usr1=yes; kill -USR1 "$run" 2>/dev/null' USR1
-    trap 'kill -TERM "$run" 2>/dev/null; ! past_time_limit || queue_again' TERM
+    trap 'kill -TERM "$run" 2>/dev/null; queue_again "Reason=TimeLimit"' TERM
     [ -z "$usr1" ] || kill -USR1 "$run"
 
     # `wait` returns early when a signal arrives
@@ -24,20 +24,24 @@ run_chained() {
     while kill -0 "$run" 2>/dev/null; do
         wait "$run"; code=$?
     done
-    if [ "$code" -ne 0 ] && [ -n "$usr1" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
-        queue_again
+    if [ "$code" -ne 0 ] && [ -n "$usr1" ]; then
+        queue_again "JobState=RUNNING"
     fi
     return "$code"
 }
 
-past_time_limit() {
-    scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null | grep -q 'Reason=TimeLimit'
-}
-
-# Until the time limit ends the job: the controller may be restarting just now.
+# Queue this job again if `scontrol show job` says WORD of it: a cancelled one would come back to life. Tried until the
+# time limit ends the job, as the controller may be restarting just now. An array's first task has the number of the
+# whole array, so a task is named by both.
 queue_again() {
-    until scontrol requeue "$SLURM_JOB_ID"; do
-        echo "scontrol requeue $SLURM_JOB_ID failed; trying again in 5 s" >&2
+    local job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID} facts
+    job=${job:-${SLURM_JOB_ID:-}}
+    while [ -n "$job" ]; do
+        if facts=$(scontrol show job -o "$job"); then
+            [[ $facts == *"$1"* ]] || return
+            scontrol requeue "$job" && return
+        fi
+        echo "job $job could not be queued again; trying again in 5 s" >&2
         sleep 5
     done
 }

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 FORM = os.environ.get("ATROPOS_SLURM", "")
 PROBLEMS, RESPONSES = 24, 4
-DEADLINE_S = 180
+DEADLINE_S = 240
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

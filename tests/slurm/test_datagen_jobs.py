@@ -61,6 +61,28 @@ def test_three_array_tasks_share_the_run_and_repeat_nothing(run: SlurmRun):
     assert len(list(run.data.glob("members/*/rollouts"))) == 3
 
 
+def test_usr1_queues_only_its_own_array_task_again(run: SlurmRun):
+    job = run.submit("--array=0-1", "--gpus-per-node=4", arguments=("--set", "share.problems_per_lease=2"), TP="4")
+    run.wait_groups(4)
+    for task in (0, 1):
+        if run.job(f"{job}_{task}")["JobId"] == job:  # the number of the whole array
+            run.slurm("scancel", "--batch", "--signal=USR1", f"{job}_{task}")
+            run.until(lambda task=task: run.job(f"{job}_{task}")["Restarts"] == "1", lambda: run.output(job))
+    run.wait(job, "COMPLETED")
+    run.assert_exact()
+    assert sorted(run.job(f"{job}_{task}")["Restarts"] for task in (0, 1)) == ["0", "1"]
+
+
+def test_scancel_wins_over_a_usr1_that_came_just_before(run: SlurmRun):
+    job = run.submit()
+    run.wait_groups(3)
+    run.slurm("bash", "-c", f"scancel --batch --signal=USR1 {job}; scancel {job}")
+    run.wait(job, "CANCELLED")
+    run.wait_services_gone()
+    run.slurm("sleep", "10")  # longer than a requeued job waits for its next start
+    assert run.states(job) == ["CANCELLED"]
+
+
 def test_a_killed_array_task_holds_nobody_up(run: SlurmRun):
     lease = ("--set", "share.timeout_s=6", "--set", "share.problems_per_lease=2")
     job = run.submit("--array=0-2", "--gpus-per-node=2", arguments=lease, TP="2")
@@ -83,7 +105,7 @@ def test_usr1_while_the_job_starts_does_not_break_the_chain(run: SlurmRun, secon
 
 
 def test_a_time_limit_chains_the_job(run: SlurmRun):
-    job = run.submit("--time=1", "--signal=B:USR1@40", STAND_IN_SECONDS="4")
+    job = run.submit("--time=1", "--signal=B:USR1@40", STAND_IN_SECONDS="2")
     run.until(lambda: int(run.job(job)["Restarts"]) >= 1, lambda: run.output(job))
     assert "stopped by SIGUSR1" in run.output(job)
     run.wait(job, "COMPLETED")
