@@ -204,19 +204,24 @@ class Draft:
         """Forget the tokens so far: the response is generated anew."""
         self.ids, self.logprobs, self._written = array("i"), array("d"), 0
 
-    def grow(self, ids: list[int], logprobs: list[float], *, base: int, version: str | None) -> None:
+    def grow(
+        self, ids: list[int], logprobs: list[float], *, base: int, version: str | None, is_over: bool = False
+    ) -> None:
         """The engine has generated `ids` behind the first `base` tokens; journalled when enough is new.
 
         Args:
             ids: [T], those known already included.
             logprobs: [T].
+            is_over: `finish` follows. Until then nothing is written, as a response that goes on behind its end token
+                would be wrong.
         """
         if not self.ids:
             self.version = version
         known = len(self.ids) - base
         self.ids.extend(ids[known:])
         self.logprobs.extend(logprobs[known:])
-        if len(self.ids) - self._written >= PIECE_TOKENS or time.monotonic() - self._written_at >= PIECE_S:
+        is_much = len(self.ids) - self._written >= PIECE_TOKENS or time.monotonic() - self._written_at >= PIECE_S
+        if is_much and not is_over:
             self.save(version)
 
     def save(self, version: str | None) -> None:

@@ -81,7 +81,7 @@ class OneByOne:
             reply = replies[-1] if replies else EngineReply([finish_reason_of(reason)], len(prompt_ids), len(ids))
             if draft.ids.tolist() != ids[: len(draft.ids)]:
                 draft.restart()
-            draft.grow(ids, logprobs, base=0, version=reply.weight_version)
+            draft.grow(ids, logprobs, base=0, version=reply.weight_version, is_over=True)
             draft.finish(reply, prompt_ids=prompt_ids)
 
         drafts = await self._drafts(server, "tokens", kwargs, ask)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.server_handling.faults import ReplyFault
 from atroposlib.rollouts.journal import PIECE_S, PIECE_TOKENS, Draft
+from atroposlib.rollouts.trace import finish_reason_of
 
 if TYPE_CHECKING:
     from atroposlib.envs.server_handling.sglang_server import Generation
@@ -75,10 +76,10 @@ class StreamReader:
             self._parse(event)
 
     def note(self) -> None:
-        """Take what is not parsed yet, and journal it when the stream broke off."""
+        """Take what is not parsed yet, and journal it when the stream broke off or the engine aborted it."""
         if self._last:
             self._parse(self._last)
-        if self._reason is None:
+        if not self._is_over:
             self._draft.save(self.version)
 
     def finish_reason(self) -> object:
@@ -86,6 +87,11 @@ class StreamReader:
         if self._reason is None:
             raise ReplyFault(f"a /generate stream ended after {len(self._draft.ids)} tokens without a finish reason")
         return self._reason
+
+    @property
+    def _is_over(self) -> bool:
+        """The engine came to an end of its own."""
+        return self._reason is not None and finish_reason_of(self._reason) != "abort"
 
     def _parse(self, event: bytes) -> None:
         self._last = b""
@@ -98,6 +104,6 @@ class StreamReader:
                 "cumulative: start the server without --stream-output"
             )
         self.version = meta.weight_version
-        self._draft.grow(ids, logprobs, base=self._base, version=meta.weight_version)
         self._reason = meta.finish_reason
+        self._draft.grow(ids, logprobs, base=self._base, version=meta.weight_version, is_over=self._is_over)
         self._parsed_bytes, self._parsed_at = len(event), time.monotonic()
