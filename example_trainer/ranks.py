@@ -8,12 +8,17 @@ of this does nothing.
 
 import os
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 from torch import nn
 
 T = TypeVar("T")
+
+_PATIENCE = timedelta(days=1)
+"""How long a process waits for the others. They wait while the first one waits for a batch, so torch's 10 minutes are
+too short; a process that died ends the others at once, through the launcher."""
 
 
 class Ranks:
@@ -25,7 +30,7 @@ class Ranks:
         if self.size > 1:
             from accelerate import PartialState
 
-            PartialState(cpu=device.type == "cpu")
+            PartialState(cpu=device.type == "cpu", timeout=_PATIENCE)
 
     @property
     def is_first(self) -> bool:

@@ -52,9 +52,14 @@ def test_two_ranks_take_the_same_steps_as_one(tiny_model, tmp_path):
         port = probe.getsockname()[1]
     for size in (1, 2):
         processes = [start(tiny_model, tmp_path, rank, size, port) for rank in range(size)]
-        for process in processes:
-            _, errors = process.communicate(timeout=200)
-            assert process.returncode == 0, errors
+        try:
+            for process in processes:
+                _, errors = process.communicate(timeout=400)
+                assert process.returncode == 0, errors
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
     alone, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("rank0of1", "rank0of2", "rank1of2"))
     assert torch.equal(first["weights"], second["weights"])
     assert first["beta"] == second["beta"]
