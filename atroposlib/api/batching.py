@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 EnvId: TypeAlias = int | None
@@ -45,12 +46,16 @@ def pick_batch(classes: Classes, target: int, minimums: Mapping[EnvId, int] | No
 
 def can_sum(sizes: Iterable[int], target: int, including: int) -> bool:
     """Whether any number of groups of `sizes`, at least one of them of size `including`, add up to `target`."""
-    if not 0 < including <= target:
-        return False
+    return 0 < including <= target and _can_fill(frozenset((*sizes, including)), target, target - including)
+
+
+@lru_cache(maxsize=256)  # asked for every group that comes in
+def _can_fill(sizes: frozenset[int], limit: int, wanted: int) -> bool:
+    """Whether any number of groups of `sizes`, all up to `limit`, add up to `wanted`."""
     reachable = 1
-    for size in {*sizes, including}:
-        reachable = _add_groups(reachable, size, target // size, target)
-    return bool(reachable >> (target - including) & 1)
+    for size in sizes:
+        reachable = _add_groups(reachable, size, limit // size, limit)
+    return bool(reachable >> wanted & 1)
 
 
 def _pick_exact(classes: Classes, target: int) -> list[tuple[int, GroupClass]] | None:
