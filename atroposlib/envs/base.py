@@ -31,6 +31,7 @@ from atroposlib.envs.trainer_side import TrainerSide, logged
 from atroposlib.errors import ConfigError
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 from atroposlib.rollouts import groups as group_checks
+from atroposlib.rollouts.earlier import EarlierRollouts
 from atroposlib.rollouts.early_stop import EarlyStop, sample_until
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.process import run_process
@@ -491,7 +492,15 @@ class BaseEnv(TrainerSide):
         self._run = run
         if run.journal is not None:
             streams = self.config.response_journal == "tokens"
-            self.server.keep_responses(OneByOne(run.journal, streams=streams, seed=self.config.response_seed))
+            folder = self.config.reuse_rollouts
+            self.server.keep_responses(
+                OneByOne(
+                    run.journal,
+                    streams=streams,
+                    seed=self.config.response_seed,
+                    earlier=EarlierRollouts(expand_path(folder, what="env.reuse_rollouts")) if folder else None,
+                )
+            )
 
     def write_html(self, rollouts: str, output: str) -> None:
         """Render one rollout file."""

@@ -109,6 +109,11 @@ class BaseEnvConfig(BaseModel):
         default=None,
         description="With response_journal: send every response's own seed, derived from this; null: no seed.",
     )
+    reuse_rollouts: str | None = Field(
+        default=None,
+        description="With response_journal: rollout folder of an earlier run of the same items, model and sampling "
+        "parameters, whose responses of one turn come first, so that a larger group_size generates only the others.",
+    )
     progress_path: str | None = Field(default=None, description="Progress file; null: beside the rollouts.")
     accept_score: float = Field(default=0.0, description="A response counts as accepted when its score is above.")
     task_failure_limit: int = Field(

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 PIECE_TOKENS, PIECE_S = 128, 2.0
 SEGMENT_BYTES = 64 << 20
+PLACE_BYTES = 4
+"""At the end of a sample's name: how many responses to the same request come before, big-endian."""
 
 _FRAME = struct.Struct("<II")  # payload bytes, CRC-32 of the payload
 
@@ -199,6 +201,16 @@ class Draft:
         self.logprobs.frombytes(piece.logprobs)
         self.reply, self.body = piece.reply, piece.body
         self._written = len(self.ids)
+
+    @property
+    def index(self) -> int:
+        """How many responses to the same request come before."""
+        return int.from_bytes(self.sample[-PLACE_BYTES:], "big")
+
+    def recall(self, prompt_ids: list[int], ids: list[int], logprobs: list[float], reply: EngineReply) -> None:
+        """The response is known from elsewhere, and need not be journalled."""
+        self.prompt_ids, self.ids, self.logprobs = array("i", prompt_ids), array("i", ids), array("d", logprobs)
+        self.version, self.reply = reply.weight_version, reply
 
     def restart(self) -> None:
         """Forget the tokens so far: the response is generated anew."""

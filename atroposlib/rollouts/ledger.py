@@ -141,10 +141,15 @@ def read_ledger(files: RunFiles, *, accept_score: float, keep_unacknowledged: bo
 def recorded_items(files: RunFiles) -> set[str]:
     """Keys of the items that have all their lines in files of another process; nothing is changed there."""
     ledger = Ledger()
-    for entry in _entries(files, accept_score=0.0, repair=False)[0]:
+    for entry in read_entries(files):
         if entry.shard != REJECTED:
             ledger.add(entry, acknowledged=True)
     return ledger.done
+
+
+def read_entries(files: RunFiles) -> list[Entry]:
+    """Every line of files of another process, and what it rejected; nothing is changed there."""
+    return _entries(files, accept_score=0.0, repair=False)[0]
 
 
 def read_acknowledged(path: Path) -> set[str]:

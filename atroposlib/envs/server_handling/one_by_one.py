@@ -18,7 +18,8 @@ import orjson
 from atroposlib.envs.server_handling.fan_out import all_or_none
 from atroposlib.envs.server_handling.openai_wire import join_choices, parse_chat, parse_completion, reply_facts
 from atroposlib.errors import RolloutFault
-from atroposlib.rollouts.journal import Draft, ResponseJournal
+from atroposlib.rollouts.earlier import EarlierRollouts
+from atroposlib.rollouts.journal import PLACE_BYTES, Draft, ResponseJournal
 from atroposlib.rollouts.trace import EngineReply, current_trace, finish_reason_of, held_replies, same_prompt
 from atroposlib.rollouts.work import Work, current_work
 
@@ -42,18 +43,28 @@ class Asker(Protocol):
 class OneByOne:
     """Asks for responses one by one and keeps them in the journal of the run."""
 
-    def __init__(self, journal: ResponseJournal, *, streams: bool, seed: int | None, evaluations: bool = False) -> None:
+    def __init__(
+        self,
+        journal: ResponseJournal,
+        *,
+        streams: bool,
+        seed: int | None,
+        evaluations: bool = False,
+        earlier: EarlierRollouts | None = None,
+    ) -> None:
         """
         Args:
             streams: journal responses in the making, where the engine can continue them.
             seed: every response gets its own seed, derived from this and its name; None: no seed is sent unless the
                 caller gives one.
             evaluations: keep the responses of evaluations, too.
+            earlier: rollouts of another run, whose responses are used first; only where ids are asked for.
         """
         self._journal = journal
         self._streams = streams
         self._seed = seed
         self._evaluations = evaluations
+        self._earlier = earlier
 
     def applies(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a request belongs to something whose responses are kept."""
@@ -118,6 +129,8 @@ class OneByOne:
 
         async def finished(place: bytes) -> Draft | RolloutFault:
             draft = self._journal.open(work.key, place)
+            if draft.reply is None and not draft.ids and route == "tokens":
+                self._recall(draft, server.config.model_name, kwargs)
             if draft.reply is None:
                 one = {**kwargs, "n": 1}
                 if seed is not None:
@@ -138,6 +151,18 @@ class OneByOne:
             with same_prompt() if index else nullcontext():
                 trace.record(_reply_of(draft))  # pyright: ignore[reportOptionalMemberAccess]
         return drafts
+
+    def _recall(self, draft: Draft, model: str, kwargs: Mapping[str, Any]) -> None:
+        """Take the response from an earlier run, if it gave one to the same request."""
+        if self._earlier is None:
+            return
+        found = self._earlier.find(
+            draft.item_key, draft.index, model=model, input_ids=kwargs.get("input_ids"), asked=kwargs
+        )
+        if found is not None:
+            self._journal.reused_responses += 1
+            self._journal.reused_tokens += len(found.ids)
+            draft.recall(found.prompt_ids, found.ids, found.logprobs, found.reply)
 
 
 def digest_of(route: str, model: str, kwargs: Mapping[str, Any]) -> bytes:
@@ -163,7 +188,7 @@ def _places(work: Work, digest: bytes, n: int) -> list[bytes]:
     """Names of the next n responses to the same request within this try."""
     first = work.asked[digest]
     work.asked[digest] += n
-    return [digest + index.to_bytes(4, "big") for index in range(first, first + n)]
+    return [digest + index.to_bytes(PLACE_BYTES, "big") for index in range(first, first + n)]
 
 
 def _reply_of(draft: Draft) -> EngineReply:
