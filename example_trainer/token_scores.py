@@ -59,7 +59,7 @@ def _sliced(
     score = partial(_slice_scores, model, entropy)
     if len(parts) == 1:
         return score(*parts[0])
-    scored: list[Any] = [checkpoint(score, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    scored: list[Any] = [checkpoint(score, *part, use_reentrant=False) for part in parts]
     return torch.cat([logp for logp, _ in scored]), torch.cat([entropies for _, entropies in scored])
 
 
