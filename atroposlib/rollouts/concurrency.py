@@ -1,8 +1,9 @@
 """`max_num_workers: auto`: how many groups at once, found and followed from what the engine says or delivers.
 
-The number climbs while the engine's rate climbs with it, and steps back when more of them only wait. An engine that
-reports its load gives the rate (tokens per second), and a long queue, lost or full cache bring the number down at once;
-for the others the rate is groups finished per second.
+The number climbs while more groups finish per second because of it, and steps back when more of them only wait. Where
+the engine reports its load, a long queue or a full cache bring the number down at once, and groups too long to be
+timed are trusted to its queue. (SGLang's own rate, a gauge over a few decoding steps, jumps by a factor of ten when
+answers are short; following it, measured on an H100, ended at one group.)
 """
 
 import asyncio
@@ -24,6 +25,8 @@ HOLD_INTERVALS = 5  # between two probes
 QUEUE_SHARE = 0.1  # queued requests for each running one that keep an engine busy
 FULL_CACHE = 0.95
 LOAD_EVERY_S = 2.0
+SAMPLES = 3  # of the load in that time; the calmest counts, as a queue right after a burst of requests is none
+PATIENCE_S = 5.0
 SHORTEST_INTERVAL_S = 1.0
 
 
@@ -38,8 +41,6 @@ class Load(Protocol):
     def token_usage(self) -> float | None: ...
     @property
     def retracted(self) -> int | None: ...
-    @property
-    def tokens_per_s(self) -> float | None: ...
 
 
 def limit_from_loads(limit: int, in_flight: int, loads: Sequence[Load]) -> int:
@@ -59,6 +60,11 @@ def limit_from_loads(limit: int, in_flight: int, loads: Sequence[Load]) -> int:
     if queued <= QUEUE_SHARE * running / 2 and in_flight >= 0.9 * limit:
         return math.ceil(limit * GROW)
     return limit
+
+
+def _queue_share(loads: Sequence[Load]) -> float:
+    queued = sum(load.queued or 0 for load in loads)
+    return queued / max(1, queued + sum(load.running or 0 for load in loads))
 
 
 @dataclass(slots=True)
@@ -127,37 +133,39 @@ class AutoConcurrency:
         self._in_flight = in_flight
         self._completed = completed
         self._climber = RateClimber(start)
-        self._changed = False  # the limit did, since the loads before these
 
     async def follow(self, apply: Callable[[int], None]) -> None:
         """Adjust the limit for ever; `apply` gets every new one."""
         while True:
-            loads = [load for load in await self._loads() if load.running is not None]
-            if loads:
-                limit = self._from_loads(loads)
-                await asyncio.sleep(LOAD_EVERY_S)
-            else:
-                limit = await self._measured()
-            self._changed = limit != self.limit
-            if self._changed:
+            loads = await self._calmest_loads()
+            limit = await (self._from_loads(loads) if loads else self._measured())
+            if limit != self.limit:
                 logger.info("groups at once: %d -> %d", self.limit, limit)
                 self.limit = self._climber.limit = limit
             apply(self.limit)
 
-    def _from_loads(self, loads: Sequence[Load]) -> int:
-        """Down on pressure; up only where the step before brought more tokens per second."""
+    async def _from_loads(self, loads: Sequence[Load]) -> int:
+        """Down on pressure; up by the rate, or blindly while groups take longer than a rate is waited for."""
         limit = limit_from_loads(self.limit, self._in_flight(), loads)
-        rates = [load.tokens_per_s for load in loads if load.tokens_per_s is not None]
-        if len(rates) < len(loads):
-            return limit
+        if limit > self.limit:
+            return await self._measured(PATIENCE_S, otherwise=limit)
         if limit < self.limit:
-            self._climber.settle(sum(rates), limit)
-        if limit <= self.limit or self._changed:  # a rate is that of a limit which was in use for a whole interval
-            return min(limit, self.limit)
-        return self._climber.observe(sum(rates))
+            self._climber.settle(self._climber.best_rate, limit)
+        return limit
 
-    async def _measured(self) -> int:
-        """One interval: long enough for all that is in flight to end once."""
+    async def _calmest_loads(self) -> Sequence[Load]:
+        """What the engines said when they had least of a queue, in `LOAD_EVERY_S`; [] when they say nothing."""
+        samples = []
+        for _ in range(SAMPLES):
+            loads = [load for load in await self._loads() if load.running is not None]
+            if not loads:
+                return []
+            samples.append(loads)
+            await asyncio.sleep(LOAD_EVERY_S / SAMPLES)
+        return min(samples, key=_queue_share)
+
+    async def _measured(self, patience_s: float = math.inf, otherwise: int = 0) -> int:
+        """One interval: long enough for all that is in flight to end once; `otherwise` when that takes too long."""
         started, before, busy = time.monotonic(), self._completed(), True
         while True:
             await asyncio.sleep(SHORTEST_INTERVAL_S / 4)
@@ -167,3 +175,5 @@ class AutoConcurrency:
                 return self._climber.observe(ended / seconds) if busy else self.limit
             if not busy and seconds >= SHORTEST_INTERVAL_S:
                 return self.limit  # something else holds the rollouts back; nothing to learn
+            if seconds >= patience_s:
+                return otherwise

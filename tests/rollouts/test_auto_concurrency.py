@@ -1,6 +1,7 @@
 """`max_num_workers: auto` on engines of known capacity, in simulated time."""
 
 import asyncio
+import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ class Engine:
     queued: int | None = None
     token_usage: float | None = None
     retracted: int | None = None
-    tokens_per_s: float | None = None
 
     def rate(self, in_flight):
         return min(in_flight, self.capacity) / LATENCY_S
@@ -90,42 +90,77 @@ def test_a_limit_that_is_not_used_is_not_raised():
     assert limit_from_loads(100, 20, [Engine(200, running=20, queued=0)]) == 100
 
 
-async def test_an_engine_pool_is_followed_while_it_runs(monkeypatch):
-    monkeypatch.setattr("atroposlib.rollouts.concurrency.LOAD_EVERY_S", 0.001)
-    engine, applied = Engine(40), []
+class Clock:
+    """Time that passes only while somebody sleeps; a group takes `seconds(limit)`, one ends after the other."""
 
-    async def loads():
-        return [engine.load(auto.limit)]
+    def __init__(self, monkeypatch, seconds):
+        self.now, self.ended, self.limit, self._seconds = 0.0, 0.0, 8, seconds
+        monkeypatch.setattr("atroposlib.rollouts.concurrency.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("atroposlib.rollouts.concurrency.asyncio.sleep", self._sleep)
 
-    auto = AutoConcurrency(8, loads=loads, in_flight=lambda: auto.limit, completed=lambda: 0)
-    following = asyncio.create_task(auto.follow(applied.append))
-    async with asyncio.timeout(5):
-        while auto.limit < 40:
-            await asyncio.sleep(0.002)
-    following.cancel()
-    assert applied[:3] == [12, 18, 27]
+    async def _sleep(self, seconds):
+        self.now += seconds
+        self.ended += seconds * self.limit / self._seconds(self.limit)
+        if self.now > 300:
+            raise TimeoutError
+
+    async def follow(self, engine):
+        """300 s of it: (time, limit) at every step."""
+        steps = []
+
+        async def loads():
+            return [engine(self)]
+
+        auto = AutoConcurrency(8, loads=loads, in_flight=lambda: self.limit, completed=lambda: int(self.ended))
+
+        def apply(limit):
+            self.limit = limit
+            steps.append((self.now, limit))
+
+        with pytest.raises(TimeoutError):
+            await auto.follow(apply)
+        return steps
 
 
 @pytest.mark.parametrize("knee", [20, 64, 200])
 async def test_an_engine_that_slows_down_without_a_queue_is_kept_at_its_knee(monkeypatch, knee):
     """As SGLang above the batch sizes it has graphs for: everything runs, and the whole becomes slower."""
-    monkeypatch.setattr("atroposlib.rollouts.concurrency.LOAD_EVERY_S", 0.0005)
-    asked = []
 
-    async def loads():
-        asked.append(auto.limit)
-        rate = 100.0 * min(auto.limit, knee) * (0.7 if auto.limit > 1.3 * knee else 1.0)
-        return [Engine(10**6, running=auto.limit, queued=0, token_usage=0.1, tokens_per_s=rate)]
+    def seconds(limit):
+        return 1.0 * max(1.0, limit / knee) * (1.4 if limit > 1.3 * knee else 1.0)
 
-    auto = AutoConcurrency(8, loads=loads, in_flight=lambda: auto.limit, completed=lambda: 0)
-    following = asyncio.create_task(auto.follow(lambda limit: None))
-    async with asyncio.timeout(10):
-        while len(asked) < 100:
-            await asyncio.sleep(0.001)
-    following.cancel()
-    assert max(limit for limit in asked[:30]) >= 0.9 * knee  # 30 intervals of two seconds
-    later = sorted(asked[30:])
+    steps = await Clock(monkeypatch, seconds).follow(lambda clock: Engine(10**6, running=clock.limit, queued=0))
+
+    assert max(limit for at, limit in steps if at <= 60) >= 0.9 * knee
+    later = sorted(limit for at, limit in steps if at > 60)
     assert 0.8 * knee <= later[len(later) // 2] <= 1.3 * knee
+
+
+async def test_groups_too_long_to_be_timed_are_trusted_to_the_queue(monkeypatch):
+    def engine(clock):
+        return Engine(64).load(clock.limit)
+
+    steps = await Clock(monkeypatch, lambda limit: 3600.0).follow(engine)
+
+    assert max(limit for at, limit in steps if at <= 60) >= 58
+    assert all(limit <= 110 for _, limit in steps)
+    assert steps[-1][1] >= 58
+
+
+async def test_a_queue_that_is_there_for_a_moment_only_does_not_bring_the_limit_down(monkeypatch):
+    """SGLang right after a burst: nothing runs, all wait; and a moment later all run."""
+    asked = 0
+
+    def engine(clock):
+        nonlocal asked
+        asked += 1
+        waiting = asked % 3 == 0
+        return Engine(10**6, running=0 if waiting else clock.limit, queued=clock.limit if waiting else 0)
+
+    steps = await Clock(monkeypatch, lambda limit: 1.0).follow(engine)
+
+    assert all(later >= earlier * 0.6 for (_, earlier), (_, later) in itertools.pairwise(steps))
+    assert steps[-1][1] >= 100
 
 
 async def test_nothing_is_learned_while_something_else_holds_the_rollouts_back(monkeypatch):

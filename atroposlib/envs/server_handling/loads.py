@@ -16,7 +16,6 @@ _GAUGES = {
     "running": ("sglang:num_running_reqs", "vllm:num_requests_running"),
     "queued": ("sglang:num_queue_reqs", "vllm:num_requests_waiting"),
     "retracted": ("sglang:num_retracted_reqs",),
-    "tokens_per_s": ("sglang:gen_throughput",),
     "token_usage": ("sglang:token_usage", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
 }
 
@@ -32,7 +31,6 @@ class EngineLoad:
     queued: int | None = None
     token_usage: float | None = None  # share of the KV cache in use, 0 to 1
     retracted: int | None = None  # requests that lost their KV cache and wait to start again
-    tokens_per_s: float | None = None  # generated
     slots: int | None = None  # requests that may run at once
 
     @property
@@ -63,7 +61,6 @@ def _from_loads(base_url: str, body: bytes) -> EngineLoad | None:
             queued=sum(rank["num_waiting_reqs"] for rank in ranks),
             token_usage=max(rank["token_usage"] for rank in ranks),
             retracted=sum(rank.get("queues", {}).get("retracted", 0) for rank in ranks),
-            tokens_per_s=sum(rank["gen_throughput"] for rank in ranks),
             slots=sum(rank.get("max_running_requests") or 0 for rank in ranks) or None,
         )
     except (ValueError, KeyError, TypeError):
@@ -79,7 +76,6 @@ def _from_metrics(base_url: str, body: bytes) -> EngineLoad | None:
             seen.setdefault(name, []).append(float(line.rpartition(" ")[2]))
     values = {field: next((seen[name] for name in names if name in seen), None) for field, names in _GAUGES.items()}
     running, queued, retracted, usage = (values[field] for field in ("running", "queued", "retracted", "token_usage"))
-    rates = values["tokens_per_s"]
     if running is None:
         return None
     return EngineLoad(
@@ -88,5 +84,4 @@ def _from_metrics(base_url: str, body: bytes) -> EngineLoad | None:
         queued=int(sum(queued)) if queued is not None else None,
         token_usage=max(usage) if usage is not None else None,
         retracted=int(sum(retracted)) if retracted is not None else None,
-        tokens_per_s=sum(rates) if rates is not None else None,
     )
