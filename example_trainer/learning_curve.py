@@ -28,6 +28,7 @@ import aiohttp
 import httpx
 
 from atroposlib.errors import LaunchError
+from atroposlib.launch.probes import free_ports
 from example_trainer.countdown_env import Countdown, make_problem, prompt, right_answer
 from example_trainer.recipe import check, read_recipe
 from example_trainer.run import run
@@ -192,11 +193,7 @@ def score(answers: Sequence[Sequence[str | None]]) -> Scores:
 @contextlib.contextmanager
 def _engine(config: RunConfig, folder: Path) -> Iterator[str]:
     """An engine for one evaluation, ended afterwards."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     with (folder / "engine.log").open("ab") as log:
         process = subprocess.Popen(engine_command(config, port), stdout=log, stderr=log, start_new_session=True)

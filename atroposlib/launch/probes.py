@@ -10,15 +10,23 @@ import aiohttp
 from atroposlib.launch.services import Probe, Service
 
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_HIGHEST_PORT = 65_535 - 10_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody uses; all are held at once, so none comes twice."""
+    """Ports of this machine that nobody uses; all are held at once, so none comes twice.
+
+    None is above 55,535: SGLang takes the one 10,000 above its own too, and does not start where there is none.
+    """
+    ports: list[int] = []
     with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(contextlib.closing(socket.socket())) for _ in range(count)]
-        for probe in probes:
+        while len(ports) < count:
+            probe = stack.enter_context(contextlib.closing(socket.socket()))
             probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+            port = probe.getsockname()[1]
+            if port <= _HIGHEST_PORT:
+                ports.append(port)
+    return ports
 
 
 def answers(session: aiohttp.ClientSession, method: str, url: str, body: object = None) -> Probe:

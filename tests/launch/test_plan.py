@@ -5,6 +5,7 @@ from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.engine_plan import engine_command, plan_engines
 from atroposlib.launch.model_checks import Model
 from atroposlib.launch.plan import environment_yaml
+from atroposlib.launch.probes import free_ports
 
 MODEL = Model("m", "/models/m", "/models/m/tokenizer", "/models/m/tokenizer")
 
@@ -102,3 +103,9 @@ def test_members_of_a_shared_run_write_apart_and_lease_together():
     leases = {key: value for key, value in written.items() if key.startswith("lease_")}
     assert leases == {"lease_dir": "/r/leases", "lease_owner": "task3", "lease_items": 5, "lease_timeout": 9.0}
     assert not [key for key in settings()["env"] if key.startswith("lease_")]
+
+
+def test_a_free_port_leaves_room_for_the_second_port_of_sglang():
+    ports = free_ports(200)
+    assert len(set(ports)) == 200
+    assert max(ports) + 10_000 <= 65_535
