@@ -269,42 +269,44 @@ async def test_a_setup_that_raises_is_shown_as_it_is(tmp_path):
     assert "no dataset" in json.loads((tmp_path / "counting_progress_main.json").read_text())["last_error"]
 
 
+class BusyEnv(CountingEnv):
+    """Counts how many rollouts need the engine at the same time; each test makes its own by subclassing."""
+
+    now = most = 0
+
+    async def collect_trajectories(self, item):
+        cls = type(self)
+        cls.now += 1
+        cls.most = max(cls.most, cls.now)
+        try:
+            return await super().collect_trajectories(item)
+        finally:
+            cls.now -= 1
+
+
 async def test_rollouts_run_at_once_up_to_the_number_of_workers(tmp_path):
-    class MeasuringEnv(CountingEnv):
-        most = 0
+    class FiveEnv(BusyEnv):
+        pass
 
-        async def collect_trajectories(self, item):
-            result = await super().collect_trajectories(item)
-            MeasuringEnv.most = max(MeasuringEnv.most, len(self.workers))
-            return result
-
-    await process_env(tmp_path, MeasuringEnv, max_num_workers=5, seconds=0.01).process_manager()
-    assert MeasuringEnv.most == 5
+    await process_env(tmp_path, FiveEnv, max_num_workers=5, seconds=0.01).process_manager()
+    assert FiveEnv.most == 5
 
 
 async def test_the_number_of_workers_may_follow_the_engine(tmp_path, monkeypatch):
     monkeypatch.setattr("atroposlib.rollouts.concurrency.LOAD_EVERY_S", 0.01)
     monkeypatch.setattr("atroposlib.rollouts.concurrency.SHORTEST_INTERVAL_S", 0.02)
 
-    class BusyEnv(CountingEnv):
-        now = most = 0
+    class AutoEnv(BusyEnv):
+        pass
 
-        async def collect_trajectories(self, item):
-            BusyEnv.now += 1
-            BusyEnv.most = max(BusyEnv.most, BusyEnv.now)
-            try:
-                return await super().collect_trajectories(item)
-            finally:
-                BusyEnv.now -= 1
-
-    env = process_env(tmp_path, BusyEnv, max_num_workers="auto", total_steps=400, seconds=0.02)
+    env = process_env(tmp_path, AutoEnv, max_num_workers="auto", total_steps=400, seconds=0.02)
 
     async def loads():
-        return [EngineLoad("http://e", running=min(BusyEnv.now, 30), queued=max(0, BusyEnv.now - 30))]
+        return [EngineLoad("http://e", running=min(AutoEnv.now, 30), queued=max(0, AutoEnv.now - 30))]
 
     env.server.engine_loads = loads
     await env.process_manager()
-    assert 25 <= BusyEnv.most <= 60
+    assert 25 <= AutoEnv.most <= 60
 
 
 async def test_a_negative_number_means_until_the_items_end(tmp_path):
