@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from atroposlib.launch.services import Service, Supervised, describe_exit, log_t
 from atroposlib.launch.sharing import groups_missing
 from atroposlib.launch.status import RUN_FILE, RunRecord, RunStatus, read_status
 from atroposlib.launch.status_page import StatusPage, write_last_page
-from atroposlib.paths import write_text_atomic
+from atroposlib.paths import writable_dir, write_text_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +57,12 @@ def run_datagen(config: DatagenConfig, on_progress: OnProgress) -> RunStatus:
         LaunchError: preflight failed, the folder is in use, or a service failed for good.
         Stopped: SIGINT, SIGTERM or SIGUSR1 came; the same command continues.
     """
-    model = preflight(config)
-    run_dir = config.work_dir
+    run_dir = writable_dir(config.work_dir, what="run_dir")
     with run_lock(run_dir):
         record = RunRecord.load(run_dir, name=config.name, problems=config.problems, responses=config.responses)
-        _end_leftovers(record)
+        _end_leftovers(record)  # they may still hold the ports that preflight looks at
+        model = preflight(config)
+        record.node, record.logs = socket.gethostname(), str(config.logs)
         write_text_atomic(Path(config.run_dir) / SETTINGS_FILE, json.dumps(data_settings(config), indent=1))
         record.pid, record.started = os.getpid(), start_time(os.getpid())
         record.last_error = None
@@ -236,7 +238,7 @@ def _is_complete(config: DatagenConfig) -> bool:
 
 def _end_leftovers(record: RunRecord) -> None:
     """Services that outlived a killed supervisor would hold ports and locks."""
-    for service in record.services:
+    for service in record.services if record.node in ("", socket.gethostname()) else ():
         if service["pid"] and service["started"] and end_leftover(service["pid"], service["started"]):
             logger.warning("ended a leftover of the last start: name=%s pid=%d", service["name"], service["pid"])
     record.forget_services()

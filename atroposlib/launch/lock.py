@@ -2,36 +2,58 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from atroposlib.errors import LaunchError
 
+logger = logging.getLogger(__name__)
+
+
+LOST_NODE_S = 180.0
+"""How long a shared disk may hold the lock of a node that failed."""
+
 
 @contextlib.contextmanager
-def run_lock(run_dir: Path) -> Iterator[None]:
+def run_lock(run_dir: Path, *, lost_node_s: float = LOST_NODE_S) -> Iterator[None]:
     """Hold the folder for this process; the kernel lets go when the process ends, however it ends.
 
+    Args:
+        lost_node_s: how long to wait for a holder on another node, which may have failed, as a requeued job finds it.
+
     Raises:
-        LaunchError: another process holds it; its pid is named.
+        LaunchError: another process holds it; its pid and node are named.
     """
     with (run_dir / ".lock").open("a+", encoding="utf-8") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        give_up_at = time.monotonic() + lost_node_s
+        while not _try_lock(stream):
             stream.seek(0)
-            holder = stream.read().strip() or "unknown"
-            raise LaunchError(
-                f"run folder {run_dir} is in use by process {holder}; wait for it, stop it with "
-                f"`kill {holder}`, or choose another run_dir"
-            ) from None
+            holder, _, node = stream.read().strip().partition(" ")
+            if node in ("", socket.gethostname()) or time.monotonic() > give_up_at:
+                raise LaunchError(
+                    f"run folder {run_dir} is in use by process {holder or 'unknown'} on {node or 'a node'}; wait for "
+                    f"it, stop it with `kill {holder}` there, or choose another run_dir"
+                )
+            logger.info("waiting for the lock of another node: folder=%s node=%s", run_dir, node)
+            time.sleep(min(2.0, lost_node_s / 10))
         stream.truncate(0)
-        stream.write(str(os.getpid()))
+        stream.write(f"{os.getpid()} {socket.gethostname()}")
         stream.flush()
         yield
+
+
+def _try_lock(stream: IO[str]) -> bool:
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def keep_earlier(run_dir: Path) -> Path | None:

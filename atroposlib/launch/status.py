@@ -6,6 +6,7 @@ shared run is the sum of its members, each with a folder of its own.
 """
 
 import json
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ RUN_FILE = "run.json"
 PROGRESS_FILE = "progress.json"
 FAILURE_CLASSES = ("request", "engine", "kill", "length", "verifier", "environment")
 WASTE_CAUSES = ("retry", "kill", "truncation", "rejected")
+_ELSEWHERE_SILENT_S = 60.0
 _ENDED = {"done", "stopped", "failed"}
 
 
@@ -188,7 +190,7 @@ def sum_of(members: list[RunStatus], run_dir: Path) -> RunStatus:
 
 def _status(run_dir: Path, run: dict[str, Any]) -> RunStatus:
     progress = _read_json(run_dir / PROGRESS_FILE) or {}
-    running = run.get("pid") is not None and start_time(run["pid"]) == run.get("started")
+    running = _is_running(run)
     engines = (progress.get("engines") or {}) if running else {}
     services = [ServiceStatus(**entry) for entry in run.get("services", [])]
     return RunStatus(
@@ -220,7 +222,7 @@ def _status(run_dir: Path, run: dict[str, Any]) -> RunStatus:
         failures={name: progress.get("failures", {}).get(name, 0) for name in FAILURE_CLASSES},
         restarts=_added([run.get("restarts", {}), {service.name: service.restarts for service in services}]),
         services=services,
-        outputs=_outputs(progress.get("outputs", {}), run.get("exports", []), run_dir),
+        outputs=_outputs(progress.get("outputs", {}), run.get("exports", []), run.get("logs") or str(run_dir / "logs")),
     )
 
 
@@ -234,6 +236,8 @@ class RunRecord:
     state: str = "starting"
     pid: int | None = None
     started: int | None = None
+    node: str = ""  # where the pids belong
+    logs: str = ""
     starts: int = 0
     elapsed_s: float = 0.0
     last_error: str | None = None
@@ -266,13 +270,20 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-def _outputs(files: dict[str, Any], exports: list[str], run_dir: Path) -> dict[str, list[str]]:
+def _is_running(run: Mapping[str, Any]) -> bool:
+    """By the process when it is on this node, else by how lately it wrote its record."""
+    if run.get("node") in (None, "", socket.gethostname()):
+        return run.get("pid") is not None and start_time(run["pid"]) == run.get("started")
+    return run["state"] not in _ENDED and abs(time.time() - run.get("updated_at", 0.0)) < _ELSEWHERE_SILENT_S
+
+
+def _outputs(files: dict[str, Any], exports: list[str], logs: str) -> dict[str, list[str]]:
     """Paths by kind, in the order a reader wants them."""
     found = {kind: [paths] if isinstance(paths, str) else list(paths or []) for kind, paths in files.items()}
     if "failures" in found:
         found["tracebacks"] = found.pop("failures")
     found["sft"] = exports
-    found["logs"] = [str(run_dir / "logs")]
+    found["logs"] = [logs]
     return {kind: paths for kind, paths in found.items() if paths}
 
 

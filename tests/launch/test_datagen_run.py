@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from atroposlib.launch.lock import start_time
+from atroposlib.launch.probes import free_ports
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 PROBLEMS, RESPONSES = 12, 4
@@ -28,6 +29,7 @@ class DatagenRun:
         settings["environment"]["script"] = str(QUICKSTART.parent / settings["environment"]["script"])
         settings["environment"]["workers"] = 2
         settings["engine"]["slots"] = 8
+        settings["engine"]["port"] = free_ports(1)[0]  # so that a start finds it taken if the last one left something
         self.dir = folder / "run"
         settings |= {"run_dir": str(self.dir), "problems": problems, "responses": RESPONSES, **changes}
         self.config = folder / "run.yaml"

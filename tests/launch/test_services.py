@@ -1,10 +1,13 @@
 """Real child processes: small Python programs that live, die and hang in every way a service can."""
 
 import asyncio
+import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -154,3 +157,19 @@ def test_a_leftover_is_ended_and_a_reused_pid_is_not(tmp_path):
         assert not end_leftover(child.pid, started + 1)
         assert child.poll() is None
         assert end_leftover(child.pid, started, grace_s=5)
+
+
+def test_the_lock_of_a_node_that_failed_is_waited_for(tmp_path):
+    (tmp_path / ".lock").write_text("7 another-node")
+    with (tmp_path / ".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with (
+            pytest.raises(LaunchError, match="in use by process 7 on another-node"),
+            run_lock(tmp_path, lost_node_s=0.1),
+        ):
+            pass
+        release = threading.Timer(0.3, fcntl.flock, (held, fcntl.LOCK_UN))
+        release.start()
+        with run_lock(tmp_path, lost_node_s=60):
+            assert (tmp_path / ".lock").read_text() == f"{os.getpid()} {socket.gethostname()}"
+        release.join()

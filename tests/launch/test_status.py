@@ -149,3 +149,15 @@ def test_the_command_prints_json_and_writes_the_page(tmp_path):
     shown = CliRunner().invoke(app, [str(tmp_path), "--json"])
     assert json.loads(shown.stdout)["tokens_left"] == 12000
     assert CliRunner().invoke(app, [str(tmp_path), "--html"]).stdout.strip() == str(tmp_path / "status.html")
+
+
+@pytest.mark.parametrize(("silent_s", "state"), [(5, "running"), (600, "killed")])
+def test_a_run_on_another_node_is_judged_by_how_lately_it_wrote(tmp_path, monkeypatch, silent_s, state):
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    folder = make_run(tmp_path, pid=1, node="another-node")
+    monkeypatch.setattr("time.time", lambda: 1000.0 + silent_s)
+    assert read_status(folder).state == state
+
+
+def test_logs_are_where_the_run_put_them(tmp_path):
+    assert read_status(make_run(tmp_path, logs="/elsewhere/7")).outputs["logs"] == ["/elsewhere/7"]
