@@ -378,6 +378,7 @@ class BaseEnv(TrainerSide):
                 result = await self.postprocess_histories(result)
             if work:
                 work.rolled_out(backlog or [])
+                await asyncio.sleep(0)  # the next request goes out before this group is checked and stored
             self.backlog.extend(backlog or [])
             stored = await self.handle_send_to_api(
                 result,
