@@ -81,13 +81,14 @@ class SlurmRun:
             "MODEL": str(self.folder / "model"),
             "DATA": str(self.folder / "data"),
             "NAME": "r1",
+            "PORT": "",
             "PROBLEMS": str(PROBLEMS),
             "RESPONSES": str(RESPONSES),
             "STAND_IN_JOURNAL": str(self.folder / "generated"),
             "STAND_IN_SECONDS": "0.4",
             **variables,
         }
-        settings = ("environment.workers=2", "engine.port=null", "environment.env.groups_per_shard=10")
+        settings = ("environment.workers=2", "environment.env.groups_per_shard=10")
         changes = [word for setting in settings for word in ("--set", setting)]
         script = ["slurm/intern_bootcamp_datagen.slurm", *changes, *arguments]
         command = ["sbatch", "--parsable", "--cpus-per-task=1", *options, *script]
