@@ -60,10 +60,10 @@ class LazyGroup(msgspec.Struct):
         """
         if self.item_key is None:
             return self.prompt_hash() or hash64(b"".join(map(bytes, self.tokens or self.messages or [])))
-        whose = f"{self.env or ''}\0{self.task or ''}\0"
-        if self.item_key.isdecimal() and len(self.item_key) < _NUMBER_DIGITS:
-            return int(self.item_key) << 24 | hash64(whose.encode()) >> 40
-        return hash64((whose + self.item_key).encode()) | 1 << 63
+        whose, key = f"{self.env or ''}\0{self.task or ''}\0", str(self.item_key)
+        if key.isdecimal() and len(key) < _NUMBER_DIGITS:
+            return int(key) << 24 | hash64(whose.encode()) >> 40
+        return hash64((whose + key).encode()) | 1 << 63
 
     def prompt_hash(self) -> int:
         """64 bits naming the first response's prompt: the ids before the first trained one, else its messages.

@@ -54,3 +54,10 @@ def test_problems_named_by_content_come_after_the_numbers(tmp_path):
     named = make_group([1.0], item="5") | {"item_key": "9f3a77c0d1e2b485.0"}
     write_groups(folder / "a.jsonl", [named, *groups(7)])
     assert questions(export(folder)) == ["question 7", "question 7", "question 5"]
+
+
+def test_a_key_that_is_a_number_in_the_file_counts_as_one(tmp_path):
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    write_groups(folder / "a.jsonl", [make_group([1.0], item="5") | {"item_key": 5}, *groups(3)])
+    assert questions(export(folder)) == ["question 3", "question 3", "question 5"]
