@@ -99,7 +99,7 @@ def get_score_class(score: float) -> str:
 def render_text(text: str) -> str:
     """Safe HTML of one model text: markdown when it is short, preformatted otherwise."""
     if len(text) <= MARKDOWN_CHARS and _PLAIN.fullmatch(text):
-        return "<p>" + text.strip().replace("\n\n", "</p>\n<p>") + "</p>"
+        return "<p>" + text.lstrip().replace("\n\n", "</p>\n<p>") + "</p>"
     if len(text) <= MARKDOWN_CHARS:
         return _markdown().reset().convert(text)
     if len(text) > SHOWN_CHARS:

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import orjson
 import pytest
@@ -32,7 +33,7 @@ LAYOUTS = {
 }
 
 
-def plain(rows):
+def plain(rows: Any) -> Any:
     return rows and [json.loads(bytes(row)) for row in rows]
 
 
