@@ -47,7 +47,7 @@ def limit_from_loads(limit: int, in_flight: int, loads: Sequence[Load]) -> int:
     """The next limit for engines that report their queues.
 
     Retractions or a full cache cost work already done: down by a fifth. A queue above `QUEUE_SHARE`: down to what
-    runs. No queue, and all that is allowed is in flight: up.
+    runs, once an earlier cut has taken effect. No queue, and all that is allowed is in flight: up.
     """
     running = sum(load.running or 0 for load in loads)
     queued = sum(load.queued or 0 for load in loads)
@@ -55,6 +55,8 @@ def limit_from_loads(limit: int, in_flight: int, loads: Sequence[Load]) -> int:
     if any(load.retracted for load in loads) or (fullest > FULL_CACHE and queued):
         return max(1, int(limit * PROBE_DOWN))
     if queued > QUEUE_SHARE * running:
+        if in_flight > limit * (1 + QUEUE_SHARE):
+            return limit  # groups above the limit are still ending; what they leave is not known yet
         useful = in_flight * running / (running + queued) * (1 + QUEUE_SHARE)
         return max(1, min(limit, math.ceil(useful)))
     if queued <= QUEUE_SHARE * running / 2 and in_flight >= 0.9 * limit:

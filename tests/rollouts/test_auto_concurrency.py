@@ -86,6 +86,11 @@ def test_retractions_and_a_full_cache_bring_the_limit_down():
     assert limit_from_loads(100, 100, [Engine(200, running=90, queued=5, token_usage=0.99)]) == 80
 
 
+def test_a_cut_is_not_repeated_before_it_has_taken_effect():
+    assert limit_from_loads(36, 60, [Engine(32, running=32, queued=28)]) == 36
+    assert limit_from_loads(36, 36, [Engine(20, running=20, queued=16)]) == 22
+
+
 def test_a_limit_that_is_not_used_is_not_raised():
     assert limit_from_loads(100, 20, [Engine(200, running=20, queued=0)]) == 100
 
