@@ -92,7 +92,10 @@ def pad_data_to_good_offset(
 
 def _population_advantages(rows: Sequence[Row]) -> list[float]:
     """(score - mean) / max(std, 1e-8) in each group; 0 where the environment said so."""
-    scores = {row.group: np.array([other.score for other in rows if other.group == row.group]) for row in rows}
+    listed: dict[int, list[float]] = {}
+    for row in rows:
+        listed.setdefault(row.group, []).append(row.score)
+    scores = {group: np.array(values) for group, values in listed.items()}
     return [
         0.0
         if row.zero_advantage
