@@ -1,6 +1,6 @@
 PYTHON ?= python
 
-.PHONY: test-slurm test-slurm-short check format test test-compat bench-scale
+.PHONY: bench-sglang test-slurm test-slurm-short check format test test-compat bench-scale
 
 check: ## style, lint and types
 	$(PYTHON) -m ruff format --check .
@@ -25,3 +25,6 @@ test-slurm: ## the SLURM scripts on a one-node SLURM that the tests start; root 
 
 test-slurm-short: ## the part of it that CI runs, under two minutes
 	ATROPOS_SLURM=short $(PYTHON) -m pytest tests/slurm
+
+bench-sglang: ## is a running SGLang the bottleneck? make bench-sglang URL=http://127.0.0.1:9000 MODEL=/path/of/model
+	$(PYTHON) -m tests.live.bench_sglang $(URL) --model $(MODEL)

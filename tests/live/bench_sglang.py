@@ -1,6 +1,6 @@
 """Is the engine the bottleneck? The same groups through a bare client, `process`, and `serve` with API and trainer.
 
-    python tests/live/bench_sglang.py http://127.0.0.1:9000 --model /path/of/model [--concurrency 64 256 1024]
+    python -m tests.live.bench_sglang http://127.0.0.1:9000 --model /path/of/model [--concurrency 64 256 1024]
 
 Every row: groups of 16 answers, `tokens` new tokens each (ignore_eos), log-probabilities on, at most `concurrency`
 sequences in flight, tokens per second from the first request to the end of the last group. The ratio is to the bare
