@@ -59,6 +59,7 @@ class SharedDraw:
         self._stored: set[str] = set()
         self._has_resumed = False
         self._look_again_at = 0.0
+        self._others_have_the_rest = False
 
     def start(self) -> None:
         """Show the other members that this one lives."""
@@ -72,6 +73,7 @@ class SharedDraw:
         skipped = 0
         while skipped < MAX_SET_ASIDE_IN_A_ROW:
             if not self._waiting and not await asyncio.to_thread(self._lease):
+                self._on_end(self._others_have_the_rest and not self._waiting)  # a seat may have come back meanwhile
                 return None
             index = self._waiting.popleft()
             if str(index) in self._done:
@@ -108,7 +110,7 @@ class SharedDraw:
             self._on_end(False)
 
     def _lease(self) -> bool:
-        """Put more seats in `_waiting`; False: there is nothing to take now (`on_end` says whether later)."""
+        """Put more seats in `_waiting`; False: there is nothing to take now."""
         if not self._has_resumed:
             self._has_resumed = True
             self._open(
@@ -131,7 +133,7 @@ class SharedDraw:
         return bool(self._waiting)
 
     def _take_over(self) -> None:
-        """Take what silent members left undone; the drawing ends when every undone block is in living hands."""
+        """Take what silent members left undone; see whether every undone block is in living hands."""
         undone = self._undone()
         taken = {
             block: holder.term + 1
@@ -144,7 +146,7 @@ class SharedDraw:
             self._open(taken)
         elif all(self._leases.is_alive(holder.member) for holder in undone.values()):
             logger.info("nothing left to take: blocks_of_others=%d", len(undone))
-            self._on_end(True)
+            self._others_have_the_rest = True
 
     def _open(self, blocks: dict[int, int]) -> None:
         """Draw the seats of blocks (to our term in them) that nobody has filled yet."""
