@@ -53,9 +53,12 @@ def test_usr1_requeues_the_job_and_scancel_ends_it_for_good(run: SlurmRun):
 
 @pytest.mark.short
 def test_three_array_tasks_share_the_run_and_repeat_nothing(run: SlurmRun):
-    job = run.submit("--array=0-2", "--gpus-per-node=2", arguments=("--set", "share.problems_per_lease=2"), TP="2")
+    settings = ("share.problems_per_lease=2", "export=[{path: all.jsonl, above_score: -10}]")
+    changes = tuple(word for setting in settings for word in ("--set", setting))
+    job = run.submit("--array=0-2", "--gpus-per-node=2", arguments=changes, TP="2")
     run.wait(job, "COMPLETED")
     run.assert_exact()
+    assert len((run.data / "all.jsonl").read_text().splitlines()) == PROBLEMS * RESPONSES
     assert set(run.generated().values()) == {RESPONSES}
     assert len(run.generated()) == PROBLEMS
     assert len(list(run.data.glob("members/*/rollouts"))) == 3
