@@ -15,6 +15,7 @@ from atroposlib.errors import AtroposError, LaunchError
 from atroposlib.launch.config import DatagenConfig, EngineConfig
 from atroposlib.launch.engine_checks import engine_problems
 from atroposlib.launch.model_checks import DEFAULT_TOKEN_LENGTH, Model, model_problems
+from atroposlib.launch.status import read_status
 from atroposlib.paths import writable_dir
 
 SETTINGS_FILE = "settings.json"
@@ -87,14 +88,22 @@ def _folder_problems(config: DatagenConfig) -> list[str]:
         return problems
     folder = Path(config.run_dir)
     tokens = config.expected_tokens or config.environment.env.get("max_token_length", DEFAULT_TOKEN_LENGTH) // 4
-    needed = config.problems * config.responses * tokens * _BYTES_PER_TOKEN
+    missing = max(0, config.problems - _groups_done(folder))
+    needed = missing * config.responses * tokens * _BYTES_PER_TOKEN
     free = shutil.disk_usage(folder).free
     if free >= needed:
         return []
     return [
-        f"run_dir {folder} has {free / 1e9:.1f} GB free, but {config.problems} x {config.responses} responses of about "
+        f"run_dir {folder} has {free / 1e9:.1f} GB free, but {missing} x {config.responses} responses of about "
         f"{tokens} tokens need {needed / 1e9:.1f} GB; free some space, choose another disk, or correct expected_tokens"
     ]
+
+
+def _groups_done(run_dir: Path) -> int:
+    """What earlier starts of this run have recorded: a chain must not end because its disk fills as planned."""
+    with contextlib.suppress(LaunchError):
+        return read_status(run_dir).groups_done
+    return 0
 
 
 def _port_problems(config: DatagenConfig) -> list[str]:

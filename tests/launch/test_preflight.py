@@ -8,6 +8,7 @@ import pytest
 from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
+from atroposlib.launch.status import RunRecord
 
 SGLANG = {"kind": "sglang", "model": "m"}
 EXTERNAL = {"kind": "external", "model": "m", "base_url": "http://127.0.0.1:1/v1"}
@@ -56,6 +57,15 @@ def test_a_run_dir_that_is_a_file_is_refused(tmp_path):
 def test_too_little_disk_is_said_with_both_figures(tmp_path):
     message = complaint(config(tmp_path, problems=10**9, responses=10**6, expected_tokens=10**6))
     assert "GB free, but 1000000000 x 1000000 responses" in message
+
+
+def test_only_what_is_missing_needs_disk(tmp_path):
+    settings = config(tmp_path, problems=10**9, responses=10**6, expected_tokens=10**6)
+    (tmp_path / "run").mkdir()
+    run = RunRecord(name="t", problems=10**9, responses=10**6)
+    (tmp_path / "run" / "run.json").write_text(run.to_json())
+    (tmp_path / "run" / "progress.json").write_text(json.dumps({"groups_done": 10**9}))
+    assert preflight(settings).name == "m"
 
 
 def test_an_external_engine_needs_an_address(tmp_path):
