@@ -13,7 +13,7 @@ from atroposlib.launch.datagen import EXIT_WORK_REMAINS, Stopped, run_datagen
 from atroposlib.launch.display import Display
 from atroposlib.launch.load import load_config
 from atroposlib.launch.lock import keep_earlier
-from atroposlib.launch.preflight import preflight
+from atroposlib.launch.preflight import not_checked, preflight
 from atroposlib.launch.status_table import print_status
 from atroposlib.paths import expand_path
 
@@ -52,6 +52,8 @@ def datagen(
     if check:
         model = preflight(settings, starts=False)
         print(f"{config}: nothing found that would stop it; model {model.name}, run_dir {settings.run_dir}")
+        for thing in not_checked(settings, model):
+            print(f"not checked: {thing}")
         return
     if fresh and (kept := keep_earlier(Path(settings.run_dir))):
         print(f"earlier run kept as {kept}", file=sys.stderr)

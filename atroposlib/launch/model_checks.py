@@ -25,9 +25,14 @@ class Model:
 
 def model_problems(config: DatagenConfig, model: Model) -> list[str]:
     """Sentences about lengths, and about a tokenizer that is not the model's."""
-    facts = _json_file(model.path, "config.json")
+    facts = model_facts(model)
     context = config.engine.context or (DEFAULT_CONTEXT if config.engine.kind == "embedded" else model_context(facts))
     return [*_length_problems(config, context), *_tokenizer_problems(model, facts)]
+
+
+def model_facts(model: Model) -> dict[str, Any]:
+    """Its config.json; {} when that is not on this machine."""
+    return _json_file(model.path, "config.json")
 
 
 def model_context(facts: Mapping[str, Any]) -> int | None:
@@ -61,18 +66,18 @@ def _length_problems(config: DatagenConfig, context: int | None) -> list[str]:
 
 def _tokenizer_problems(model: Model, facts: Mapping[str, Any]) -> list[str]:
     """Ids beyond the model's vocabulary kill an engine; ids that mean another text spoil the data silently."""
-    vocabulary = _vocabulary(model.tokenizer)
+    words = vocabulary(model.tokenizer)
     rows = (facts.get("text_config") or facts).get("vocab_size")
-    if not vocabulary:
+    if not words:
         return []
-    highest = max(vocabulary.values())
+    highest = max(words.values())
     if isinstance(rows, int) and highest >= rows:
         return [
             f"the tokenizer {model.tokenizer} has ids up to {highest}, but the model {model.path} only has {rows}; "
             "use the model's own tokenizer"
         ]
-    own = _vocabulary(model.own_tokenizer) if model.own_tokenizer != model.tokenizer else {}
-    other = [token for token, number in own.items() if vocabulary.get(token) != number]
+    own = vocabulary(model.own_tokenizer) if model.own_tokenizer != model.tokenizer else {}
+    other = [token for token, number in own.items() if words.get(token) != number]
     if not other:
         return []
     return [
@@ -81,7 +86,7 @@ def _tokenizer_problems(model: Model, facts: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _vocabulary(tokenizer: str) -> dict[str, int]:
+def vocabulary(tokenizer: str) -> dict[str, int]:
     """Token to id, added tokens included; {} when the files are not here."""
     content = _json_file(tokenizer, "tokenizer.json")
     vocab = (content.get("model") or {}).get("vocab") or {}

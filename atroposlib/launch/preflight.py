@@ -13,8 +13,15 @@ from typing import Any
 
 from atroposlib.errors import AtroposError, LaunchError
 from atroposlib.launch.config import DatagenConfig, EngineConfig
-from atroposlib.launch.engine_checks import engine_problems
-from atroposlib.launch.model_checks import DEFAULT_TOKEN_LENGTH, Model, model_problems
+from atroposlib.launch.engine_checks import engine_problems, gpu_count
+from atroposlib.launch.model_checks import (
+    DEFAULT_TOKEN_LENGTH,
+    Model,
+    model_context,
+    model_facts,
+    model_problems,
+    vocabulary,
+)
 from atroposlib.launch.status import read_status
 from atroposlib.paths import writable_dir
 
@@ -48,6 +55,20 @@ def preflight(config: DatagenConfig, *, starts: bool = True) -> Model:
     if model is None or problems:
         raise LaunchError("the run cannot start:\n" + "\n".join(f"- {problem}" for problem in problems))
     return model
+
+
+def not_checked(config: DatagenConfig, model: Model) -> list[str]:
+    """What `preflight` could not look at on this machine, for someone who checks on a login node."""
+    if config.engine.kind != "sglang":
+        return []
+    found = []
+    if not gpu_count(os.environ):
+        found.append("GPUs: none are visible here")
+    if model_context(model_facts(model)) is None:
+        found.append(f"context length: the config.json of {model.path} is not on this machine or does not say")
+    if not vocabulary(model.tokenizer):
+        found.append(f"tokenizer: the tokenizer.json of {model.tokenizer} is not on this machine")
+    return found
 
 
 def resolve(engine: EngineConfig) -> Model:

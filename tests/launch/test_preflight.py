@@ -7,7 +7,7 @@ import pytest
 
 from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig
-from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
+from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, not_checked, preflight
 from atroposlib.launch.status import RunRecord
 
 SGLANG = {"kind": "sglang", "model": "m"}
@@ -174,3 +174,15 @@ def test_prompt_and_answer_must_fit_the_models_own_context(sglang, tmp_path):
 def test_logs_that_cannot_be_written_are_found(tmp_path):
     (tmp_path / "file").touch()
     assert "log_dir" in complaint(config(tmp_path, log_dir=str(tmp_path / "file")))
+
+
+def test_what_a_login_node_cannot_check_is_said(sglang, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    unknown = config(tmp_path, engine={**SGLANG, "model": "org/model"})
+    kinds = [thing.split(":")[0] for thing in not_checked(unknown, preflight(unknown, starts=False))]
+    assert kinds == ["GPUs", "context length", "tokenizer"]
+    known = config(
+        tmp_path, engine={**SGLANG, "model": model_folder(tmp_path / "m", ["a"], max_position_embeddings=9999)}
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert not_checked(known, preflight(known)) == []

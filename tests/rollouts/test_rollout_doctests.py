@@ -6,6 +6,8 @@ import importlib
 import pytest
 
 MODULES = [
+    "atroposlib.launch.cluster",
+    "atroposlib.launch.model_checks",
     "atroposlib.rollouts.pacing",
     "atroposlib.rollouts.progress",
     "atroposlib.rollouts.reports",
