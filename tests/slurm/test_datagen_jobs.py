@@ -118,7 +118,7 @@ def test_a_time_limit_chains_the_job(run: SlurmRun):
 def test_a_time_limit_whose_warning_was_lost_chains_the_job_too(run: SlurmRun):
     job = run.submit("--time=1", "--signal=B:CONT@1", STAND_IN_SECONDS="8")
     run.until(lambda: "DUE TO TIME LIMIT" in run.output(job), lambda: run.output(job))
-    run.wait(job, "COMPLETED")
+    run.until(lambda: run.record()["state"] == "done", lambda: run.output(job))
     run.assert_exact()
     assert run.record()["starts"] >= 2
 
