@@ -157,10 +157,10 @@ class MockEngine:
     ) -> web.StreamResponse:
         start, _ = self.slots.book(len(ids))
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await reply.prepare(request)
         drops_at = len(ids) // 2 if self._faults.random() < self.options.drop_rate else None
         sent = 0
         try:
+            await reply.prepare(request)
             for count in [*range(step, len(ids), step), len(ids)]:
                 await asyncio.sleep(start + (count / self.slots.tps if self.slots.tps else 0) - time.time())
                 self._cut_when_down(request)
@@ -173,10 +173,12 @@ class MockEngine:
                 last = reason if count == len(ids) else None
                 event = orjson.dumps(generation(prompt, ids[:count], values[:count], last))
                 await reply.write(b"data: " + event + b"\n\n")
+            await reply.write(b"data: [DONE]\n\n")
+        except ConnectionResetError:
+            return reply  # the client is gone
         finally:
             self.open_tokens -= sent
         self.counts["responses"] += 1
-        await reply.write(b"data: [DONE]\n\n")
         return reply
 
     async def _chat(self, request: web.Request) -> web.Response:
