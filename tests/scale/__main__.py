@@ -20,7 +20,7 @@ DEFAULTS = Plan(
     responses=16,
     workers=256,
     slots=1024,
-    tps=28.0,
+    tps=18.0,
     tokens=64.0,
     max_tokens=160,
     kills=20,
@@ -28,6 +28,7 @@ DEFAULTS = Plan(
     error_rate=0.02,
     drop_rate=0.01,
     too_long_every=20,
+    deadline_s=7200.0,
 )
 
 
