@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from atroposlib.api.compaction import worth_rewriting
+from atroposlib.api.notes import DeliveryNotes, Note
 from atroposlib.api.queue import Batch, Group, Place
 from atroposlib.api.segments import SEGMENT_BYTES, SegmentFiles
 from atroposlib.api.store import Change, GroupLost, NewGroup, Snapshot, StorageFull, over_limit
@@ -59,14 +60,6 @@ class _Job:
     done: asyncio.Future[Any] | None = None
 
 
-class _Note(msgspec.Struct, omit_defaults=True):
-    """What happened to a batch, and the run's step after it, until the index has it."""
-
-    step: int
-    delivered: list[int] = []
-    restored: list[Group] = []
-
-
 class DiskStore:
     """Keeps a run in a folder that only one server may use at a time.
 
@@ -84,8 +77,7 @@ class DiskStore:
         self._index = _open_index(self.folder / "index.sqlite")
         self._lookup = sqlite3.connect(self.folder / "index.sqlite", check_same_thread=False)
         self._reserve = self.folder / "reserve"
-        self._notes = os.open(self.folder / "delivered", os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._noted = 0  # deliveries noted whose change is not written yet
+        self._notes = DeliveryNotes(self.folder / "delivered")
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="atropos-store", daemon=True)
         self._thread.start()
@@ -101,26 +93,14 @@ class DiskStore:
     async def change(self, change: Change) -> None:
         await self._submit(_Job(call=lambda: self._apply(change)))
         if change.noted:
-            self._noted -= 1
-            if not self._noted:
-                os.ftruncate(self._notes, 0)
+            self._notes.settle()
 
     def note_delivered(self, groups: Sequence[Group], step: int) -> None:
-        """One small write into the page cache: between delivery and this lie microseconds, not a commit."""
-        self._note(_Note(step, delivered=[group.number for group in groups]))
+        self._notes.add(Note(step, delivered=[group.number for group in groups]))
 
     def note_restored(self, groups: Sequence[Group], step: int) -> None:
-        """Between the end of a connection and this lie microseconds too."""
-        places = map(self._segments.place_of, groups)
-        self._note(
-            _Note(
-                step, restored=[Group(g.number, g.env_id, g.sequences, p) for g, p in zip(groups, places, strict=True)]
-            )
-        )
-
-    def _note(self, note: "_Note") -> None:
-        os.write(self._notes, msgspec.json.encode(note) + b"\n")
-        self._noted += 1
+        moved = [Group(g.number, g.env_id, g.sequences, self._segments.place_of(g)) for g in groups]
+        self._notes.add(Note(step, restored=moved))
 
     async def reset(self, run: bytes) -> None:
         await self._submit(_Job(call=lambda: self._reset(run)))
@@ -156,7 +136,7 @@ class DiskStore:
         self._segments.close()
         self._lookup.close()
         self._index.close()
-        os.close(self._notes)
+        self._notes.close()
         os.close(self._lock)
 
     async def _submit(self, job: _Job) -> Any:
@@ -201,16 +181,12 @@ class DiskStore:
     def _apply_notes(self) -> int | None:
         """Do what was noted just before the process died and not written any more; the step after the last of it."""
         step = None
-        for line in os.pread(self._notes, os.fstat(self._notes).st_size, 0).splitlines():
-            try:
-                note = msgspec.json.decode(line, type=_Note)
-            except msgspec.MsgspecError:
-                break  # cut off by a power failure
+        for note in self._notes.read():
             with self._index:
                 gone = self._index.executemany("DELETE FROM groups WHERE number = ?", [(n,) for n in note.delivered])
                 self._restore(note.restored)
             step = note.step if gone.rowcount > 0 or note.restored else step
-        os.ftruncate(self._notes, 0)
+        self._notes.clear()
         return step
 
     def _adopt_tail(self) -> None:
