@@ -111,8 +111,8 @@ def charts(points: Sequence[Point]) -> list[str]:
         return []
     pairs = list(pairwise(points))
     usual_s = sorted(b.at - a.at for a, b in pairs)[len(pairs) // 2] if pairs else 0.0
-    start: tuple[float, float | None] = (points[0].at, None)
-    tokens, share, busy = [start], [start], [start]
+    tokens: list[tuple[float, float | None]] = [(points[0].at, None)]
+    share, busy = tokens.copy(), tokens.copy()
     for a, b in pairs:
         seconds, responses = b.at - a.at, b.responses - a.responses
         ran = seconds <= _GAP * usual_s

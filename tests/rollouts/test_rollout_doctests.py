@@ -6,8 +6,12 @@ import importlib
 import pytest
 
 MODULES = [
+    "atroposlib.launch.charts",
     "atroposlib.launch.cluster",
     "atroposlib.launch.model_checks",
+    "atroposlib.launch.status_table",
+    "atroposlib.rollouts.earlier",
+    "atroposlib.rollouts.early_stop",
     "atroposlib.rollouts.pacing",
     "atroposlib.rollouts.progress",
     "atroposlib.rollouts.reports",

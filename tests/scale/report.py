@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -136,8 +137,8 @@ def figures(drill: Drill) -> Figures:
         wall_s=drill.ended_at - drill.started_at,
         ideal_s=tokens / (plan.slots * plan.tps) if plan.tps else 0.0,
         outage_s=plan.outage_s,
-        occupancy=sum(busy[second] for second in running) / (len(running) * plan.slots),
-        occupancy_undisturbed=sum(busy[second] for second in calm) / (len(calm) * plan.slots) if calm else 0.0,
+        occupancy=_occupancy(busy, running, plan.slots),
+        occupancy_undisturbed=_occupancy(busy, calm, plan.slots),
         peak_mb=drill.peak_mb,
         cpu_ms=_cpu_ms(drill),
         in_flight_at_kills=sum(_open_tokens(trace, each.at) for each in drill.breaks if each.what in _ENDS_STREAMS),
@@ -175,6 +176,11 @@ def _by_second(trace: list[dict[str, Any]]) -> Counter[int]:
     for tick in trace:
         seconds[int(tick["at"])] += tick["busy_s"]
     return seconds
+
+
+def _occupancy(busy: Counter[int], seconds: Sequence[int], slots: int) -> float:
+    """Share of the slots' time that was used; 0.0 when the run was over before it could be told."""
+    return sum(busy[second] for second in seconds) / (len(seconds) * slots) if seconds else 0.0
 
 
 def _is_disturbed(at: int, broken: Break) -> bool:
