@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.one_by_one import OneByOne, digest_of
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig
@@ -210,3 +211,32 @@ RESUMABLE = {
 @pytest.mark.parametrize(("sampling", "more", "expected"), RESUMABLE.values(), ids=RESUMABLE)
 def test_only_what_does_not_look_back_is_continued(sampling, more, expected):
     assert is_resumable({"input_ids": [1], "sampling_params": sampling, "return_logprob": True, **more}) is expected
+
+
+async def conversations(sglang, count):
+    """`count` conversations of two turns at the same time, as an environment has them; their token ids."""
+
+    async def one():
+        managed = ManagedServer(sglang, FakeTokenizer())
+        messages = [{"role": "user", "content": "hi"}]
+        for _ in range(2):
+            reply = await managed.chat_completion(messages=messages, n=1, max_tokens=64)
+            said = {"role": "assistant", "content": reply.choices[0].message.content}
+            messages = [*messages, said, {"role": "user", "content": "go on"}]
+        return managed.get_state()["nodes"][0].tokens
+
+    return await asyncio.gather(*(one() for _ in range(count)))
+
+
+async def test_conversations_of_several_turns_go_on_turn_by_turn(engine, sglang, tmp_path):
+    keep(sglang, tmp_path)
+    with rollout():
+        before = await conversations(sglang, 2)
+    assert len(asked(engine)) == 4
+
+    journal = keep(sglang, tmp_path)
+    engine.requests.clear()
+    with rollout():
+        after = await conversations(sglang, 3)
+    assert after[:2] == before
+    assert (len(asked(engine)), journal.reused_responses) == (2, 4)  # both turns of the third one
