@@ -119,7 +119,7 @@ def _read(stream: BinaryIO, path: Path) -> bytes:
 class SpanReader:
     """Reads stretches of one file without what lies between (zstd: decompressed, but dropped).
 
-    Going back costs nothing, but begins anew in a zstd file. A context manager.
+    In a zstd file each must lie behind the last. A context manager.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,9 +143,6 @@ class SpanReader:
         Raises:
             DataError: the file ends before.
         """
-        if start < self._at and not self._stream.seekable():
-            self._stream.close()
-            self._stream, self._at = _open(self._path), 0
         _skip(self._stream, start - self._at)
         data = self._stream.read(end - start)
         self._at = end

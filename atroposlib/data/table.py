@@ -93,7 +93,7 @@ class Table:
             advance: told the bytes of every line gone past.
             with_ids: False: `tokens` and `masks` may be missing, which saves reading most of the file.
             by_item: in the order of the items, which does not depend on which of them was finished first, instead of
-                the order of the files.
+                the order of the files. Of compressed files, what comes later is held in memory.
 
         Raises:
             DataError: a file has changed since it was scanned.
@@ -102,9 +102,15 @@ class Table:
         if by_item:
             wanted = wanted[np.argsort(wanted["item"], kind="stable")]
         readers: dict[int, SpanReader] = {}  # by file, the one used last at the end
+        ahead: dict[tuple[int, int], Chosen] = {}  # by file and offset
         try:
             for row in wanted:
-                file = int(row["file"])
+                file, offset = int(row["file"]), int(row["offset"])
+                if by_item and self.files[file].suffix == ".zst":
+                    if (file, offset) not in ahead:
+                        ahead.update(self._read_file(file, wanted[wanted["file"] == file], keep, advance, with_ids))
+                    yield ahead.pop((file, offset))
+                    continue
                 if file not in readers and len(readers) >= _OPEN_FILES:
                     readers.pop(next(iter(readers))).close()
                 readers[file] = reader = readers.pop(file, None) or SpanReader(self.files[file])
@@ -113,6 +119,15 @@ class Table:
         finally:
             for reader in readers.values():
                 reader.close()
+
+    def _read_file(
+        self, file: int, rows: Array, keep: Array, advance: Advance, with_ids: bool
+    ) -> Iterator[tuple[tuple[int, int], Chosen]]:
+        """These groups of one file from its beginning to its end, by file and offset."""
+        with SpanReader(self.files[file]) as reader:
+            for row in np.sort(rows, order="offset"):
+                advance(int(row["size"]))
+                yield (file, int(row["offset"])), self._read_group(reader, self.files[file], row, keep, with_ids)
 
     def _read_group(self, reader: SpanReader, path: Path, row: Any, keep: Array, with_ids: bool) -> Chosen:
         line = Line(path, int(row["line"]), int(row["offset"]), _read_json(reader, row, with_ids), True)
