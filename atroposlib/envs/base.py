@@ -197,7 +197,7 @@ class BaseEnv(TrainerSide):
             self.early_stop,
             config.group_size,
             ask,
-            lambda each: bool(each[0] and each[0]["scores"] > config.accept_score),
+            lambda each: bool(each[0] and each[0].get("scores", 0.0) > config.accept_score),
         ):
             if not isinstance(rollout, dict):
                 raise ValueError(
@@ -462,7 +462,7 @@ class BaseEnv(TrainerSide):
 
     def _fits(self, group: ScoredDataGroup, abort_when_too_long: bool) -> bool:
         """Whether the trainer takes a group of this size with sequences this long; unknown counts as yes."""
-        if self.early_stop.is_on and len(group["scores"]) != self.config.group_size:
+        if self.early_stop.is_on and len(group.get("scores", [])) != self.config.group_size:
             return False
         longest = group_checks.longest_sequence(group)
         if self.max_token_len <= 0 or longest < self.max_token_len or not abort_when_too_long:
