@@ -20,7 +20,7 @@ from array import array
 from collections import Counter
 from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -150,13 +150,13 @@ class ResponseJournal:
         self._number += 1
 
     def _load(self, number: int, done: Container[str]) -> None:
-        path = self._path(number)
-        for start, payload in _frames(path.read_bytes()):
-            piece = msgspec.msgpack.decode(payload, type=Piece)
-            if piece.item_key not in done:
-                places = self._places.setdefault(piece.item_key, {}).setdefault(piece.sample, [])
-                places.append(_Place(number, start, len(payload)))
-                self._living[number] += 1
+        with self._path(number).open("rb") as stream:
+            for start, payload in _frames(stream):
+                piece = msgspec.msgpack.decode(payload, type=Piece)
+                if piece.item_key not in done:
+                    places = self._places.setdefault(piece.item_key, {}).setdefault(piece.sample, [])
+                    places.append(_Place(number, start, len(payload)))
+                    self._living[number] += 1
         if not self._living[number]:
             self._remove(number)
 
@@ -257,14 +257,13 @@ class Draft:
         self._written, self._written_at = len(self.ids), time.monotonic()
 
 
-def _frames(data: bytes) -> Iterator[tuple[int, bytes]]:
+def _frames(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Start and payload of every whole frame up to the first that is torn."""
     at = 0
-    while at + _FRAME.size <= len(data):
-        size, checksum = _FRAME.unpack_from(data, at)
-        start = at + _FRAME.size
-        payload = data[start : start + size]
+    while len(head := stream.read(_FRAME.size)) == _FRAME.size:
+        size, checksum = _FRAME.unpack(head)
+        payload = stream.read(size)
         if len(payload) < size or zlib.crc32(payload) != checksum:
             return
-        yield start, payload
-        at = start + size
+        yield at + _FRAME.size, payload
+        at += _FRAME.size + size
