@@ -306,7 +306,7 @@ async def test_the_number_of_workers_may_follow_the_engine(tmp_path, monkeypatch
 
     env.server.engine_loads = loads
     await env.process_manager()
-    assert 8 < AutoEnv.most <= 60  # how well it follows is shown in simulated time, see test_auto_concurrency
+    assert AutoEnv.most > 8  # how well it follows is shown in simulated time, see test_auto_concurrency
 
 
 async def test_a_negative_number_means_until_the_items_end(tmp_path):
