@@ -96,8 +96,8 @@ class Drill:
             while self._command is None or self._command.poll() is None or self._command.returncode < 0:
                 self._keep_going()
                 groups = self._watch()
-                if moments and groups >= moments[0][0]:
-                    self._break(moments.pop(0)[1], groups)
+                if moments and groups >= moments[0][0] and self._break(moments[0][1], groups):
+                    moments.pop(0)
                 if time.time() - self.started_at > self.plan.deadline_s:
                     raise RuntimeError(f"{groups} problems after {self.plan.deadline_s:.0f} s\n{self._log_tail()}")
                 time.sleep(POLL_S)
@@ -114,20 +114,26 @@ class Drill:
         outage = [(self.plan.problems // 3, "outage")] if self.plan.outage_s else []
         return sorted([*zip(at, victims, strict=True), *outage])
 
-    def _break(self, what: str, groups: int) -> None:
-        self.breaks.append(Break(time.time(), what, groups))
+    def _break(self, what: str, groups: int) -> bool:
+        """False: the engine was killed just now and cannot be told of an outage yet."""
         if what == "outage":
             body = json.dumps({"seconds": self.plan.outage_s}).encode()
             request = urllib.request.Request(f"http://127.0.0.1:{self._port}/admin/outage", body)
-            with urllib.request.urlopen(request, timeout=10) as reply:
-                reply.read()
-            return
+            try:
+                with urllib.request.urlopen(request, timeout=10) as reply:
+                    reply.read()
+            except OSError:
+                return False
+            self.breaks.append(Break(time.time(), what, groups))
+            return True
+        self.breaks.append(Break(time.time(), what, groups))
         services = {service["name"]: service["pid"] for service in self._record().get("services", [])}
         pids = {**services, "engine": self._pid(self._engine), "supervisor": self._pid(self._command)}
         for pid in pids.values() if what == "everything" else [pids.get(what)]:
             if pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+        return True
 
     def _watch(self) -> int:
         """Note what can be seen from outside; problems recorded so far."""
