@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from atroposlib.errors import ConfigError
 from atroposlib.paths import expand_path
+from atroposlib.yaml_files import read_mapping
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -95,14 +95,7 @@ def build(config: type[ConfigT], flags: Mapping[str, Any], environ: Mapping[str,
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. A file it names is looked for beside it, then left to the current folder."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a recipe") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {type(content).__name__}, expected config fields such as model_name")
+    content = read_mapping(path, expected="config fields such as model_name", what="a recipe")
     for mapping, key in _named_files(content):
         beside = path.parent / mapping[key]
         if beside.is_file():

@@ -8,7 +8,6 @@ process loses nothing of either.
 
 import asyncio
 import errno
-import fcntl
 import logging
 import os
 import queue
@@ -27,6 +26,7 @@ from atroposlib.api.queue import Batch, Group, Place
 from atroposlib.api.segments import SEGMENT_BYTES, SegmentFiles
 from atroposlib.api.store import Change, GroupLost, NewGroup, Snapshot, StorageFull, over_limit
 from atroposlib.errors import ConfigError
+from atroposlib.lock_files import HeldError, hold
 from atroposlib.paths import writable_dir
 
 logger = logging.getLogger(__name__)
@@ -417,15 +417,9 @@ def _open_index(path: Path) -> sqlite3.Connection:
 
 def _lock_folder(folder: Path) -> int:
     """Hold the folder for this process; the lock goes with the process however it ends."""
-    fd = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.read(fd, 64).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
+        return hold(folder / "lock", mode=0o600)
+    except HeldError as held:
         raise ConfigError(
-            f"--state-dir {folder} is in use by the server with process id {owner}; stop it or choose another folder"
-        ) from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
+            f"--state-dir {folder} is in use by the server with process id {held.pid}; stop it or choose another folder"
+        ) from None

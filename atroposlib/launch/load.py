@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from atroposlib.errors import ConfigError
 from atroposlib.launch.config import DatagenConfig, EnvironmentConfig
 from atroposlib.paths import expand_path
+from atroposlib.yaml_files import read_mapping
 
 _PATH_KEYS = ("path", "dir", "folder", "file")
 """How keys of an environment end whose values are paths."""
@@ -30,7 +31,7 @@ def load_config(path: Path, changes: Sequence[str] = (), **overrides: Any) -> Da
         ConfigError: no such file, not YAML, an unknown key, a wrong type; one line per problem.
         PathError: a path with an unset variable.
     """
-    content = _read_yaml(path, "keys such as name, run_dir and problems")
+    content = read_mapping(path, expected="keys such as name, run_dir and problems", what="a YAML file")
     for change in changes:
         _apply(content, change)
     content |= {key: value for key, value in overrides.items() if value is not None}
@@ -66,7 +67,7 @@ def _environment(section: EnvironmentConfig, path: Path) -> EnvironmentConfig:
     own: dict[str, Any] = {}
     if section.config:
         config = beside / expand_path(section.config, what=f"{path}: environment.config")
-        own = _read_yaml(config, "env: and openai:")
+        own = read_mapping(config, expected="env: and openai:", what="a YAML file")
     servers = own.get("openai") or {}
     server = servers[0] if isinstance(servers, list) else servers
     theirs = {key: value for key, value in (own.get("env") or {}).items() if key != "max_num_workers"}
@@ -77,18 +78,6 @@ def _environment(section: EnvironmentConfig, path: Path) -> EnvironmentConfig:
     return section.model_copy(
         update={"script": str(script.resolve()), "env": env, "server": {**server, **section.server}}
     )
-
-
-def _read_yaml(path: Path, expected: str) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {type(content).__name__}, expected {expected}")
-    return content
 
 
 def _apply(content: dict[str, Any], change: str) -> None:

@@ -1,10 +1,9 @@
 """One writer at a time: a lock file that names the process holding it."""
 
-import fcntl
-import os
 from pathlib import Path
 
 from atroposlib.errors import LaunchError
+from atroposlib.lock_files import HeldError, hold
 
 
 def take_lock(path: Path, *, otherwise: str) -> int:
@@ -17,15 +16,9 @@ def take_lock(path: Path, *, otherwise: str) -> int:
     Raises:
         LaunchError: another process holds it.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        pid = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
+        return hold(path, mode=0o644)
+    except HeldError as held:
         raise LaunchError(
-            f"{path.with_suffix('')} is being written by process {pid}; wait for it, stop it, or {otherwise}"
+            f"{path.with_suffix('')} is being written by process {held.pid}; wait for it, stop it, or {otherwise}"
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
-    return descriptor

@@ -14,10 +14,10 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
+from tests.live.bench_env import WORDS
 from tests.live.conftest import LiveServer
 
 SYSTEM = {"role": "system", "content": "You answer with a few words."}
-WORDS = ["river", "seven", "blue", "house", "music", "under", "green", "stone", "bread", "light", "window", "cloud"]
 ADD = {
     "type": "function",
     "function": {
