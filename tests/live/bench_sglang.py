@@ -2,16 +2,19 @@
 
     python -m tests.live.bench_sglang http://127.0.0.1:9000 --model /path/of/model [--concurrency 64 256 1024]
 
-Every row: groups of 16 answers, `tokens` new tokens each (ignore_eos), log-probabilities on, at most `concurrency`
-sequences in flight, tokens per second from the first request to the end of the last group. The ratio is to the bare
-client (aiohttp, one request per group, replies parsed with orjson) of the same sitting. Slots: share of the time in
-which a group was being generated. CPU: cores busy on average.
+Every run: groups of 16 answers, `tokens` new tokens each (ignore_eos), log-probabilities on, at most `concurrency`
+sequences in flight, tokens per second from the first request to the end of the last group. The ways take turns
+`repeat` times, and a row is the median of its runs. The ratio is to the bare client (aiohttp, one request per group,
+replies parsed with orjson). Slots: share of the time in which a group was being generated. CPU: cores busy on average.
+The ways `responses` and `tokens` are `process` with that `response_journal`.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,10 +36,11 @@ from tests.live.bench_env import prompt
 
 GROUP = 16
 ENV = Path(__file__).with_name("bench_env.py")
+WAYS = ("bare", "process", "serve", "responses", "tokens")
 
 
 @dataclass(frozen=True)
-class Row:
+class Run:
     """One measurement."""
 
     way: str
@@ -60,45 +64,49 @@ def main() -> None:
     parser.add_argument("--server-pid", type=int, help="Of the server, to tell its CPU.")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024])
-    parser.add_argument("--ways", nargs="+", default=["bare", "process", "serve"])
-    parser.add_argument("--waves", type=float, default=6, help="Answers per slot with 128 tokens; fewer when longer.")
+    parser.add_argument("--ways", nargs="+", default=["bare", "process", "serve"], choices=WAYS)
+    parser.add_argument("--seconds", type=float, default=8, help="Of one run; never fewer than two answers per slot.")
+    parser.add_argument("--repeat", type=int, default=3, help="Runs of every way.")
     parser.add_argument("--processes", type=int, default=1, help="Environment processes that share the work.")
-    parser.add_argument("--out", type=Path, help="All rows as JSON.")
+    parser.add_argument("--out", type=Path, help="All runs as JSON.")
     args = parser.parse_args()
-    rows: list[Row] = []
-    for new_tokens in args.tokens:
-        for concurrency in args.concurrency:
-            waves = max(2.0, args.waves * 128 / new_tokens)
-            groups = max(args.processes, int(concurrency * waves / GROUP))
-            for way in args.ways:
-                rows.append(_measure(way, args, concurrency, new_tokens, groups))
-                print(line(rows[-1], bare_rate(rows, rows[-1])), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps([vars(row) | {"tok_s": row.rate} for row in rows], indent=1), encoding="utf-8")
-    print(table(rows))
+    runs: list[Run] = []
+    for new_tokens, concurrency in itertools.product(args.tokens, args.concurrency):
+        slots = max(1, concurrency // GROUP)
+        rate = _measure("bare", args, concurrency, new_tokens, 2 * slots).rate  # also warms up
+        groups = max(2 * slots, args.processes, int(rate * args.seconds / new_tokens / GROUP))
+        for _, way in itertools.product(range(args.repeat), args.ways):
+            runs.append(_measure(way, args, concurrency, new_tokens, groups))
+            print(f"{way} {concurrency} x {new_tokens}: {runs[-1].rate:,.0f} tok/s", flush=True)
+        if args.out:
+            args.out.write_text(json.dumps([vars(run) | {"tok_s": run.rate} for run in runs], indent=1), "utf-8")
+    print(table(runs))
 
 
-def bare_rate(rows: list[Row], row: Row) -> float | None:
-    """Of the bare client under the same conditions."""
-    same = [r for r in rows if r.way == "bare" and (r.concurrency, r.new_tokens) == (row.concurrency, row.new_tokens)]
-    return same[-1].rate if same else None
+def table(runs: list[Run]) -> str:
+    """Markdown; runs of one way and the same conditions are one row."""
+    rows: dict[tuple[int, int], dict[str, list[Run]]] = {}
+    for run in runs:
+        rows.setdefault((run.concurrency, run.new_tokens), {}).setdefault(run.way, []).append(run)
+    head = [
+        "| sequences in flight | new tokens | way | tok/s | ratio | each run | slots | cores busy |",
+        "|" + "---|" * 8,
+    ]
+    return "\n".join(head + [line(same, ways.get("bare", [])) for ways in rows.values() for same in ways.values()])
 
 
-def line(row: Row, bare: float | None) -> str:
+def line(runs: list[Run], bare: list[Run]) -> str:
     """One row of the table."""
-    ratio = f"{row.rate / bare:.3f}" if bare else "-"
-    cores = ", ".join(f"{name} {busy:.2f}" for name, busy in row.cores.items())
-    conditions = f"{row.concurrency} | {row.new_tokens} | {row.way}"
-    return f"| {conditions} | {row.rate:,.0f} | {ratio} | {row.occupancy:.3f} | {cores} |"
+    rate = statistics.median(run.rate for run in runs)
+    ratio = f"{rate / statistics.median(run.rate for run in bare):.3f}" if bare else "-"
+    each = ", ".join(f"{run.rate:,.0f}" for run in runs)
+    slots = f"{statistics.median(run.occupancy for run in runs):.3f}"
+    cores = ", ".join(f"{name} {statistics.median(run.cores[name] for run in runs):.2f}" for name in runs[0].cores)
+    cells = (runs[0].concurrency, runs[0].new_tokens, runs[0].way, f"{rate:,.0f}", ratio, each, slots, cores)
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def table(rows: list[Row]) -> str:
-    """Markdown."""
-    head = ["| sequences in flight | new tokens | way | tok/s | ratio | slots | cores busy |", "|" + "---|" * 7]
-    return "\n".join(head + [line(row, bare_rate(rows, row)) for row in rows])
-
-
-def _measure(way: str, args: Any, concurrency: int, new_tokens: int, groups: int) -> Row:
+def _measure(way: str, args: Any, concurrency: int, new_tokens: int, groups: int) -> Run:
     httpx.post(f"{args.url}/flush_cache", timeout=60)
     server = _CPU(args.server_pid)
     started = time.time()
@@ -110,7 +118,7 @@ def _measure(way: str, args: Any, concurrency: int, new_tokens: int, groups: int
         seconds, busy_s, cores = _framework(way, args, concurrency, new_tokens, groups)
     cores |= {"engine": server.since() / (time.time() - started)}
     occupancy = busy_s / seconds / max(1, concurrency // GROUP)
-    return Row(way, concurrency, new_tokens, groups, seconds, occupancy, cores)
+    return Run(way, concurrency, new_tokens, groups, seconds, occupancy, cores)
 
 
 async def _bare(url: str, model: str, concurrency: int, new_tokens: int, groups: int) -> tuple[float, float]:
@@ -165,7 +173,7 @@ def _framework(
             config = folder / f"env{number}.yaml"
             config.write_text(yaml.safe_dump(_settings(way, args, api_url, folder, number, share, workers, new_tokens)))
             log = (folder / f"env{number}.log").open("wb")
-            command = [sys.executable, str(ENV), way, "--config", str(config)]
+            command = [sys.executable, str(ENV), "serve" if way == "serve" else "process", "--config", str(config)]
             environments.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=folder))
         for number, process in enumerate(environments):
             if process.wait(600) != 0:
@@ -201,12 +209,13 @@ def _settings(
         "tokenizer_name": args.model,
         "rollout_server_url": api_url,
         "dump_rollouts": way == "serve",
+        "response_journal": way if way in ("responses", "tokens") else "off",
         "new_tokens": new_tokens,
         "first": number * groups,
         "times_path": str(folder / f"times{number}.json"),
     }
     place = {"rollouts_dir": str(folder / "rollouts" / str(number))} if way == "serve" else {}
-    if way == "process":
+    if way != "serve":
         place = {"data_path_to_save_groups": str(folder / "rollouts" / f"{number}.jsonl")}
     server = {
         "server_type": "sglang",
