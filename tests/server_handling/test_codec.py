@@ -51,6 +51,24 @@ def test_codec_gives_what_the_tokenizer_gives(tokenizer, text, ends):
     assert codec.split_tail(ids) == (ids[: len(ids) - ends], [tokenizer.eos_token_id] * ends)
 
 
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 265), max_size=30))
+def test_any_ids_have_the_text_that_the_tokenizer_gives(ids):
+    """Bytes that are no UTF-8, special tokens in the middle, an added word, and ids that do not exist."""
+    tokenizer = TOKENIZERS["plain"]
+    for skip in (True, False):
+        text = Codec(tokenizer).decode(ids, skip_special_tokens=skip)
+        assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_token_that_is_added_later_is_decoded():
+    tokenizer = byte_tokenizer()
+    codec, new = Codec(tokenizer), len(tokenizer)
+    assert codec.decode([new], skip_special_tokens=True) == ""
+    tokenizer.add_tokens(["né w"])
+    assert codec.decode([new], skip_special_tokens=True) == "né w"
+
+
 def test_only_a_tokenizer_that_adds_nothing_to_its_backend_is_bypassed():
     bypassed = {name for name, tokenizer in TOKENIZERS.items() if Codec(tokenizer)._backend is not None}
     assert bypassed == {"plain"}

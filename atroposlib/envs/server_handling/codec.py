@@ -7,6 +7,8 @@ more than call its backend (a subclass with its own methods, one that cleans up 
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from atroposlib.envs.server_handling.byte_text import ByteText, is_byte_level
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
@@ -14,14 +16,19 @@ _PROBE = "Is this n't a probe , it 's one ! \n 1 . 2 ?"
 """Text that a clean-up of spaces would change."""
 
 
-class Tokenizer(Protocol):
+class Decoder(Protocol):
+    """Ids to text."""
+
+    def decode(self, tokens: list[int], /, *, skip_special_tokens: bool = False) -> str: ...
+
+
+class Tokenizer(Decoder, Protocol):
     """What is needed of a Hugging Face tokenizer."""
 
     eos_token_id: int | None
     bos_token_id: int | None
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, tokens: list[int], /, *, skip_special_tokens: bool = False) -> str: ...
 
 
 class Codec:
@@ -30,7 +37,12 @@ class Codec:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._backend = _plain_backend(tokenizer)
-        self._special = _special_ids(tokenizer, self._backend) if self._backend else None
+        self._special: frozenset[int] | None = None
+        self._decoder: Decoder = tokenizer
+        if self._backend is not None:
+            marked = _special_ids(self._backend)
+            self._special = marked if tokenizer.eos_token_id is None else marked | {tokenizer.eos_token_id}
+            self._decoder = ByteText(self._backend, marked) if is_byte_level(self._backend) else self._backend
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of a text."""
@@ -41,9 +53,7 @@ class Codec:
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         """Text of ids."""
-        if self._backend is None:
-            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._decoder.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def split_tail(self, ids: list[int]) -> tuple[list[int], list[int]]:
         """Generated ids as (body, end tokens): the special tokens at the very end, such as `<|im_end|>`."""
@@ -81,6 +91,5 @@ def _plain_backend(tokenizer: Any) -> "Backend | None":
     return backend if same else None
 
 
-def _special_ids(tokenizer: Tokenizer, backend: "Backend") -> frozenset[int]:
-    marked = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
-    return frozenset(marked | {tokenizer.eos_token_id})  # pyright: ignore[reportReturnType]  # None is never generated
+def _special_ids(backend: "Backend") -> frozenset[int]:
+    return frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
