@@ -21,7 +21,7 @@ _KEY = re.compile(rb'"(%s)"\s*:\s*(?=\[\[)' % "|".join(INTEGER_ROWS + FLOAT_ROWS
 WORTH_BYTES = 1 << 14
 """A smaller matrix is parsed in less time than it takes to ask numpy a hundred things."""
 
-_SEARCHED = 1 << 16
+_SEARCHED = 1 << 18
 _TAIL = 64  # between the end of a matrix and the next key lie a few characters
 
 
@@ -75,6 +75,6 @@ def _next_quote(text: memoryview, start: int) -> int:
     codes = np.frombuffer(text, np.uint8)
     for at in range(start, codes.size, _SEARCHED):
         found = codes[at : at + _SEARCHED] == ord('"')
-        if found.any():
-            return at + int(found.argmax())
+        if found[first := int(found.argmax())]:
+            return at + first
     return codes.size

@@ -2,20 +2,26 @@
 
 `[[12, 7], [3, 4]]` with 100,000 numbers costs a JSON parser 2 ms. Here the text becomes one bit per character for each
 class of characters (digits, commas, ...), and the grammar becomes a few operations on those bits, 64 characters at a
-time: which class may follow which, and where a run of digits ends that began after a point. The method is that of
-"Parsing Gigabytes of JSON per Second" (arXiv:1902.08318), with numpy instead of vector instructions.
+time: what may follow what, and where a run of digits ends. The method is that of "Parsing Gigabytes of JSON per
+Second" (arXiv:1902.08318), with numpy instead of vector instructions.
 
-Only the usual spacing (`,` or `, `) and usual numbers are understood. Everything else is in doubt, not wrong: a reader
-that can name what is wrong has to look at it.
+Only the usual spacing (`,` or `, ` throughout) and usual numbers are understood. Everything else is in doubt, not
+wrong: a reader that can name what is wrong has to look at it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import numpy as np
 
-_CHUNK = 1 << 18  # characters; temporaries of this size stay in the cache, larger ones are page faults
+_CHUNK = 1 << 20  # characters; temporaries of this size stay in the cache
 _WORD = 64
 _FULL = np.uint64(2**_WORD - 1)
+_ONE = np.uint64(1)
+_BRACKETS = np.frombuffer(b"[]", np.uint8)
+
+_Bits: TypeAlias = Mapping[str, np.ndarray]
+"""One bit per character for each class, the first character lowest: marks, `digit`, and `nonzero` (all but 0)."""
 
 
 def proven_rows(text: memoryview, *, integers: bool, signed: bool = True) -> list[int] | None:
@@ -24,107 +30,109 @@ def proven_rows(text: memoryview, *, integers: bool, signed: bool = True) -> lis
     Args:
         text: from the first `[` to the last `]`.
         integers: integers of at most 7 digits are good; else finite floats.
-        signed: a minus is good.
+        signed: integers may have a minus; floats always may.
     """
     codes = np.frombuffer(text, np.uint8)
-    marks = {"comma": ",", "space": " "}
-    if signed:
-        marks["minus"] = "-"
-    if not integers:
-        marks |= {"point": ".", "exponent": "e"}
-    bits = _classify(codes, marks)
-    rows = _find_rows(codes, bits)
-    if rows is None or not _is_grammatical(bits) or _has_long_run(bits.digit, integers):
+    if codes.size < 4 or (codes[0], codes[-1]) != (ord("["), ord("]")):
         return None
-    return [int(np.count_nonzero(codes[start:end] == ord(","))) + 1 for start, end in rows.tolist()]
+    codes = codes[1:-1]
+    bits = _classify(codes, ", -.e" if not integers else ", -" if signed else ", ")
+    spaced = bool(bits[" "].any())
+    rows = _find_rows(codes, bits, spaced)
+    if rows is None or not _is_grammatical(bits, rows[:, 0], spaced) or _has_long_run(bits["digit"], integers):
+        return None
+    return _count_values(bits[","], rows[:, 0])
 
 
-@dataclass(slots=True)
-class _Bits:
-    """One bit per character and class, the first character lowest; `zero` is a part of `digit`.
-
-    `opening` and `closing` are the brackets of rows, not those around the matrix.
-    """
-
-    digit: np.ndarray
-    zero: np.ndarray
-    comma: np.ndarray
-    space: np.ndarray
-    minus: np.ndarray
-    point: np.ndarray
-    exponent: np.ndarray
-    opening: np.ndarray
-    closing: np.ndarray
-
-
-def _classify(codes: np.ndarray, marks: dict[str, str]) -> _Bits:
-    """Look at the text once, in pieces that fit the cache; brackets are left to `_find_rows`."""
-    maps = {name: np.zeros(-(-codes.size // _WORD), np.uint64) for name in _Bits.__slots__}
-    values, mask = np.empty(_CHUNK, np.uint8), np.empty(_CHUNK, np.bool_)
+def _classify(codes: np.ndarray, marks: str) -> _Bits:
+    """Look at the text once; brackets are left to `_find_rows`."""
+    size = min(_CHUNK, _padded(codes.size))
+    values, mask = np.empty(size, np.uint8), np.empty(size, np.bool_)
+    packed: dict[str, list[np.ndarray]] = {name: [] for name in ("nonzero", "digit", *marks)}
     for start in range(0, codes.size, _CHUNK):
         chunk = codes[start : start + _CHUNK]
-        value, found = np.subtract(chunk, ord("0"), out=values[: chunk.size]), mask[: chunk.size]
-        _set_bits(maps["digit"], start, np.less(value, 10, out=found))
-        _set_bits(maps["zero"], start, np.equal(value, 0, out=found))
-        for name, mark in marks.items():
-            _set_bits(maps[name], start, np.equal(chunk, ord(mark), out=found))
-    return _Bits(**maps)
+        end, padded = chunk.size, _padded(chunk.size)
+        values[end:padded], mask[end:padded] = 0, False
+        np.subtract(chunk, ord("0"), out=values[:end])
+        packed["nonzero"].append(_pack(values[:padded]))
+        np.less(values[:end], 10, out=mask[:end])
+        packed["digit"].append(_pack(mask[:padded]))
+        for mark in marks:
+            np.equal(chunk, ord(mark), out=mask[:end])
+            packed[mark].append(_pack(mask[:padded]))
+    return {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in packed.items()}
 
 
-def _set_bits(bitmap: np.ndarray, start: int, mask: np.ndarray) -> None:
-    packed = np.packbits(mask, bitorder="little")
-    bitmap.view(np.uint8)[start // 8 : start // 8 + packed.size] = packed
+def _padded(size: int) -> int:
+    return -(-size // _WORD) * _WORD
 
 
-def _find_rows(codes: np.ndarray, bits: _Bits) -> np.ndarray | None:
-    """`[G][2]` positions of the brackets around rows, which are noted in `bits`.
+def _pack(mask: np.ndarray) -> np.ndarray:
+    return np.packbits(mask, bitorder="little").view(np.uint64)
 
-    None when other characters occur, brackets nest otherwise, or rows are not set apart by `,` or `, `.
+
+def _find_rows(codes: np.ndarray, bits: _Bits, spaced: bool) -> np.ndarray | None:
+    """`[G][2]` positions of the brackets around rows.
+
+    None when other characters occur, brackets nest otherwise, or more or less than a separator is between rows.
     """
     places = _unclassified(codes.size, bits)
-    if places.size < 4 or places.size % 2 or places[1] != 1 or places[-2] != codes.size - 2:
+    if places.size < 2 or places.size % 2 or places[0] != 0 or places[-1] != codes.size - 1:
         return None
-    rows = places[1:-1].reshape(-1, 2)
-    (opening, closing), gaps = rows.T, rows[1:, 0] - rows[:-1, 1]
-    if (
-        (codes[0], codes[-1]) != (ord("["), ord("]"))
-        or (codes[opening] != ord("[")).any()
-        or (codes[closing] != ord("]")).any()
-        or (codes[closing[:-1] + 1] != ord(",")).any()
-        or not ((gaps == 2) | ((gaps == 3) & (codes[opening[1:] - 1] == ord(" ")))).all()
-    ):
-        return None
-    for bitmap, positions in ((bits.opening, opening), (bits.closing, closing)):
-        np.bitwise_or.at(bitmap, positions // _WORD, np.uint64(1) << (positions % _WORD).astype(np.uint64))
-    return rows
+    rows = places.reshape(-1, 2)
+    ends = rows[:-1, 1]
+    good = (codes[rows] == _BRACKETS).all() and (codes[ends + 1] == ord(",")).all()
+    return rows if good and (rows[1:, 0] == ends + (2 + spaced)).all() else None
 
 
 def _unclassified(size: int, bits: _Bits) -> np.ndarray:
     """Positions of the characters in no class."""
-    other = ~(bits.digit | bits.comma | bits.space | bits.minus | bits.point | bits.exponent)
+    known = bits["digit"] | bits[","]
+    for mark in bits.keys() & set(" -.e"):
+        known |= bits[mark]
     if size % _WORD:
-        other[-1] &= np.uint64(2 ** (size % _WORD) - 1)
-    words = np.flatnonzero(other)
-    places = np.flatnonzero(np.unpackbits(other[words].view(np.uint8), bitorder="little"))
+        known[-1] |= _FULL << np.uint64(size % _WORD)
+    words = (known != _FULL).nonzero()[0]
+    places = np.unpackbits((~known[words]).view(np.uint8), bitorder="little").nonzero()[0]
     return words[places // _WORD] * _WORD + places % _WORD
 
 
-def _is_grammatical(bits: _Bits) -> bool:
-    """Whether every character may follow the one before it, and the parts of every number come in order."""
-    digit, minus, point, exponent = bits.digit, bits.minus, bits.point, bits.exponent
-    after_digit, after_exponent = _after(digit), _after(exponent)
-    at_value = _after(bits.comma | bits.space | bits.opening)
-    wrong = (bits.comma & ~(after_digit | _after(bits.closing))) | (bits.space & ~_after(bits.comma))
-    wrong |= ((point | exponent | bits.closing) & ~after_digit) | (minus & ~(at_value | after_exponent))
-    wrong |= after_exponent & ~minus  # a number above 1 could be infinite
-    wrong |= digit & ~(after_digit | at_value | _after(minus | point))
-    starts_number = digit & (at_value | _after(minus & ~after_exponent))
-    wrong |= _after(starts_number & bits.zero) & digit
-    if point.any():
-        wrong |= _ends_of_runs(digit & _after(point), digit) & point
-    if exponent.any():
-        wrong |= _ends_of_runs(digit & _after(minus & after_exponent), digit) & (point | exponent)
+def _is_grammatical(bits: _Bits, opening: np.ndarray, spaced: bool) -> bool:
+    """Whether every character may follow the one before it, and the parts of every number come in order.
+
+    What surrounds brackets was seen to by `_find_rows`.
+    """
+    digit, brackets = bits["digit"], np.zeros_like(bits["digit"])
+    np.bitwise_or.at(brackets, opening // _WORD, _bit(opening))
+    if spaced and (_after(bits[","]) != bits[" "]).any():
+        return False
+    begins = _after(brackets | bits[" " if spaced else ","])
+    asking, good = begins, digit | brackets  # where a digit has to stand, and what may stand there
+    if "-" in bits:
+        sign = bits["-"] & begins
+        asking = begins | _after(sign)
+        good |= sign
+    first = asking & digit
+    wrong = _after(first & ~bits["nonzero"]) & digit
+    if "." in bits:
+        wrong |= bits["."] & ~_ends_of_runs(first, digit)
+        asking |= _after(bits["."])
+    if "e" in bits and bits["e"].any():
+        begins = _after(bits["e"])
+        sign = bits["-"] & begins
+        wrong |= begins ^ sign  # a number above 1 could be infinite
+        power = _after(sign)
+        wrong |= bits["e"] & _ends_of_runs(power & digit, digit)
+        asking |= power
+        good |= sign
+    if "-" in bits:
+        asking |= bits["-"]
+    wrong |= asking & ~good
     return not wrong.any()
+
+
+def _bit(position: np.ndarray) -> np.ndarray:
+    return _ONE << (position % _WORD).astype(np.uint64)
 
 
 def _after(bitmap: np.ndarray, distance: int = 1) -> np.ndarray:
@@ -149,3 +157,15 @@ def _has_long_run(digit: np.ndarray, integers: bool) -> bool:
     for length in (1, 2, 4):
         run = run & _after(run, length)
     return bool(run.any())
+
+
+def _count_values(comma: np.ndarray, opening: np.ndarray) -> list[int]:
+    """Values of each row: the commas from its bracket to that of the next row, and one for the last row."""
+    words = opening // _WORD
+    counts = np.add.reduceat(np.bitwise_count(comma), words, dtype=np.int64)  # of whole words
+    counts[:-1] *= words[1:] > words[:-1]
+    earlier = np.bitwise_count(comma[words] & (_bit(opening) - _ONE)).astype(np.int64)
+    counts -= earlier
+    counts[:-1] += earlier[1:]
+    counts[-1] += 1
+    return counts.tolist()
