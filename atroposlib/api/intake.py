@@ -23,6 +23,10 @@ HEAD_BYTES = 1 << 16
 class _Http(HttpToolsProtocol):
     """uvicorn's protocol, which can be told that the application took the rest of a body itself."""
 
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self.cycle.transport = cast(asyncio.Transport, _HeadWithBody(self.transport))
+
     def awaits_body(self) -> bool:
         """Whether the current request's body is unfinished and somebody may want it."""
         return self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete
@@ -33,6 +37,39 @@ class _Http(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self.cycle.more_body = False
         self.cycle.message_event.set()
+
+
+class _HeadWithBody:
+    """The transport of one answer: its head leaves with the first piece of its body, in one system call.
+
+    Over loopback each call runs the receiver's half of TCP too, and wakes it: 0.05 ms for an answer of 20 bytes.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+
+    def write(self, data: bytes) -> None:
+        if self._head is None:
+            self._head = data
+            asyncio.get_running_loop().call_soon(self._flush)
+        elif self._head:
+            head, self._head = self._head, b""
+            self._transport.writelines((head, data))
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def _flush(self) -> None:
+        if self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head)
 
 
 class Intake(asyncio.BufferedProtocol):

@@ -32,7 +32,7 @@ from atroposlib.api.records import Meta, read_record
 from atroposlib.api.store import GroupLost, NewGroup, StorageFull
 
 SEGMENT_BYTES = 64 << 20
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 4 << 20
 _HEAD_BYTES = 256  # about
 
 

@@ -92,8 +92,10 @@ def _run(app, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT; afterwards everything is on disk."""
     import uvicorn
 
+    from atroposlib.api.heap import keep_freed_memory
     from atroposlib.api.intake import intake
 
+    keep_freed_memory()
     config = uvicorn.Config(
         app,
         http=intake(app.state.connections),

@@ -102,3 +102,11 @@ def test_a_refused_large_body_is_answered_and_the_connection_goes_on(url):
     with connect(url) as connection:
         connection.sendall(b"".join(refused) + b"".join(post(2)))
         assert answers(connection, 1) == [b"HTTP/1.1 415 Unsupported Media Type", b"HTTP/1.1 200 OK"]
+
+
+def test_an_answer_without_a_body_arrives_and_the_next_one_too(url):
+    with connect(url) as connection:
+        connection.sendall(b"HEAD /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 405 ")
+        connection.sendall(b"".join(post(1)))
+        assert answers(connection, 1) == [b"HTTP/1.1 200 OK"]
