@@ -113,7 +113,7 @@ def finish_reason_of(value: object) -> FinishReason:
     >>> finish_reason_of({"type": "length", "length": 6})
     'length'
     """
-    if not isinstance(value, str) and isinstance(value, Mapping):  # the second test is a slow one
+    if isinstance(value, dict):
         value = value.get("type")
     if value == "eos":
         return "stop"

@@ -28,6 +28,7 @@ from atroposlib.envs.server_handling.sequence import (
     find_chat_base,
     find_text_base,
     grow,
+    prefix_of,
 )
 from atroposlib.errors import ConfigError
 from atroposlib.rollouts.trace import finish_reason_of
@@ -173,7 +174,7 @@ class ManagedServer:
             if base is not None:
                 base._extensions -= 1
         prompt_ids, outputs, logprobs, reasons = reply
-        codec = codec_of(self.tokenizer)
+        codec, prefix = codec_of(self.tokenizer), prefix_of(prompt_ids, base)
         results, nodes = [], []
         for output, values, reason in zip(outputs, logprobs, reasons, strict=True):
             body, tail = codec.split_tail(output)
@@ -183,8 +184,7 @@ class ManagedServer:
             chat = Chat((*prompt.messages, ("assistant", text)), prompt.tools) if prompt.messages is not None else None
             nodes.append(
                 grow(
-                    prompt_ids,
-                    base,
+                    prefix,
                     output,
                     values,
                     text=prompt.text + text,

@@ -85,9 +85,30 @@ def extend_text(base: SequenceNode, rest: str, codec: Codec) -> list[int]:
     return base.tokens + codec.encode(rest.removeprefix(base._tail), add_special_tokens=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What the completions of one request go on from: the prompt as the engine saw it, all lists [P]."""
+
+    tokens: list[int]
+    masked: list[int]
+    logprobs: list[float]
+
+
+def prefix_of(prompt_ids: list[int], base: SequenceNode | None) -> Prefix:
+    """The prompt, masked except for what `base`, which it extends, had learned from."""
+    if base is None:
+        known, masked, logprobs = 0, list[int](), list[float]()
+    elif prompt_ids[: len(base.tokens)] == base.tokens:
+        known, masked, logprobs = len(base.tokens), base.masked_tokens, base.logprobs
+    else:
+        logger.warning("the engine changed the prompt of an extended sequence; its earlier turns take no loss")
+        return prefix_of(prompt_ids, None)
+    inserted = len(prompt_ids) - known
+    return Prefix(prompt_ids, masked + [IGNORE_INDEX] * inserted, logprobs + [PROMPT_LOGPROB] * inserted)
+
+
 def grow(
-    prompt_ids: list[int],
-    base: SequenceNode | None,
+    prefix: Prefix,
     output_ids: list[int],
     output_logprobs: list[float],
     *,
@@ -96,27 +117,23 @@ def grow(
     chat: Chat | None,
     metadata: dict[str, Any],
 ) -> SequenceNode:
-    """The node of `prompt_ids` followed by a completion. What `base` had learned from stays unmasked.
+    """The node of a completion.
 
     Args:
-        prompt_ids: [P] as the engine saw them.
         output_ids: [C] generated.
         output_logprobs: [C]; a token without one (too short, or PROMPT_LOGPROB) takes no loss.
         text: of the whole sequence without `tail`.
     """
-    if base is not None and prompt_ids[: len(base.tokens)] != base.tokens:
-        logger.warning("the engine changed the prompt of an extended sequence; its earlier turns take no loss")
-        base = None
-    known = len(output_logprobs) if len(output_logprobs) < len(output_ids) else len(output_ids)
-    logprobs = output_logprobs[:known] + [PROMPT_LOGPROB] * (len(output_ids) - known)
-    masked = output_ids if PROMPT_LOGPROB not in logprobs else _mask_unknown(output_ids, logprobs)
-    inserted = len(prompt_ids) - (len(base.tokens) if base else 0)
+    if len(output_logprobs) != len(output_ids):
+        known = output_logprobs[: len(output_ids)]
+        output_logprobs = known + [PROMPT_LOGPROB] * (len(output_ids) - len(known))
+    masked = output_ids if PROMPT_LOGPROB not in output_logprobs else _mask_unknown(output_ids, output_logprobs)
     return _node(
         {
             "full_text": text,
-            "tokens": prompt_ids + output_ids,
-            "masked_tokens": (base.masked_tokens if base else []) + [IGNORE_INDEX] * inserted + masked,
-            "logprobs": (base.logprobs if base else []) + [PROMPT_LOGPROB] * inserted + logprobs,
+            "tokens": prefix.tokens + output_ids,
+            "masked_tokens": prefix.masked + masked,
+            "logprobs": prefix.logprobs + output_logprobs,
             "metadata": metadata,
         },
         {"_tail": tail, "_chat": chat, "_extensions": 0},
