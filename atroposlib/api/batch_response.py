@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 import zlib
-from typing import Any
 
 import msgspec
 from fastapi import Request
@@ -25,11 +24,6 @@ GZIP_LEVEL = 1
 """Higher levels cost more time than any network they would save."""
 
 _tasks: set[asyncio.Task[None]] = set()
-
-
-def json_response(content: dict[str, Any]) -> Response:
-    """A small JSON answer, without FastAPI's serialisation."""
-    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 class BatchResponse(Response):

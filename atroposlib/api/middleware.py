@@ -4,7 +4,6 @@ Pure ASGI, outermost first: `Gate` (access, metrics, connections), `BodyReader` 
 """
 
 import asyncio
-import json
 import logging
 import time
 import zlib
@@ -13,9 +12,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from atroposlib.api import auth
+from atroposlib.api.answers import refuse
 from atroposlib.api.delivery import Connection, Connections
 from atroposlib.api.metrics import Metrics
 
@@ -201,14 +201,3 @@ def gunzip(body: Body, max_bytes: int) -> bytes:
         parts.append(part)
         body = stream.unused_data
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def refuse(status: int, sentence: str, code: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
-    """An error answer; clients read `detail`, programs may read `code`."""
-    content = {"detail": sentence} if code is None else {"detail": sentence, "code": code}
-    return _PlainJson(content, status_code=status, headers=headers)
-
-
-class _PlainJson(JSONResponse):
-    def render(self, content: object) -> bytes:
-        return json.dumps(content, separators=(",", ":")).encode()

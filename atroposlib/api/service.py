@@ -18,27 +18,18 @@ from atroposlib.api.delivery import Connection
 from atroposlib.api.metrics import Metrics
 from atroposlib.api.payload import Payload, env_id_suffix
 from atroposlib.api.queue import Batch, Group, TrajectoryQueue
+from atroposlib.api.refusal import Refused
 from atroposlib.api.retries import RetryFinder
 from atroposlib.api.run import EnvRecord, Liveness, RunState
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.api.store import Change, GroupLost, NewGroup, Store
 from atroposlib.api.waiting import waiting_for
-from atroposlib.errors import ApiError
 
 logger = logging.getLogger(__name__)
 KEPT_ACKS = 1000
 
 StoringKey: TypeAlias = str | bytes
 """What a group being stored is known by: its id, else the digest of its content."""
-
-
-class Refused(ApiError):
-    """A request that cannot be done; `status` is the HTTP code, `code` names the reason for programs."""
-
-    def __init__(self, status: int, sentence: str, code: str | None = None) -> None:
-        super().__init__(sentence)
-        self.status = status
-        self.code = code
 
 
 @dataclass(frozen=True)
