@@ -2,11 +2,12 @@
 
     python -m example_trainer.bench_step --model MODEL_FOLDER --trl
 
-Both sides train all weights in float32, with bfloat16 forward passes on a GPU, with AdamW, the same objective, no
-reference model, the same clipping of the gradient and one update per batch. Nothing is generated: tokens, scores and
-log-probabilities are given. Tokens per second count every sequence in full, prompt and response, whether or not a side
-computes a shared prompt once. CPU seconds are those of all threads; on a busy machine they say more than seconds. The
-norm of the first gradient shows that both sides compute the same thing.
+Both sides train all weights in float32 with AdamW, with bfloat16 forward passes on a GPU unless `--dtype` says float32;
+the same objective, no reference model, the same clipping of the gradient and one update per batch. Nothing is
+generated: tokens, scores and log-probabilities are given. Tokens per second count every sequence in full, prompt and
+response, whether or not a side computes a shared prompt once. CPU seconds are those of all threads; on a busy machine
+they say more than seconds. The norm of the first gradient shows that both sides compute the same thing, in float32: in
+bfloat16 what the responses of a group say about their prompt is rounded before it nearly cancels, unless they share it.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from example_trainer.config import TrainingConfig
 from example_trainer.data import Row
 from example_trainer.learner import Learner
 from example_trainer.model_folder import model_folder
-from example_trainer.policy import pick_device
+from example_trainer.policy import pick_device, pick_dtype
 
 PARTS = ("forward", "backward", "optimizer")
 WARM_UP = 2
@@ -52,6 +53,7 @@ class Work:
     completion: int  # tokens
     steps: int  # timed ones
     objective: str  # grpo or dr_grpo
+    dtype: str = "auto"  # of the forward passes
 
     @property
     def tokens(self) -> int:
@@ -107,6 +109,7 @@ def time_ours(work: Work, rows: Sequence[Row], micro_batch_tokens: int, *, share
                 {
                     "model_name": str(work.folder),
                     "device": str(work.device),
+                    "dtype": work.dtype,
                     "objective": work.objective,
                     "std_ddof": 1,  # TRL's
                     "old_logprobs": "trainer",
@@ -160,7 +163,7 @@ def table(work: Work, timings: Sequence[Timing]) -> str:
     name = torch.cuda.get_device_name(work.device) if work.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     lines = [
         f"{work.sequences} sequences in groups of {work.group}, {work.prompt} + {work.completion} tokens, "
-        f"{work.objective}, {work.steps} steps, {name}",
+        f"{work.objective}, {pick_dtype(work.dtype, work.device)}, {work.steps} steps, {name}",
         f"| side | s a step | CPU s | tokens/s | {' | '.join(PARTS)} | peak {memory} GiB | first gradient norm |",
         "|---|---|---|---|---|---|---|---|---|",
         *(timing.row(work) for timing in timings),
@@ -181,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--micro-batch-tokens", type=int, default=32768, help="Ours: padded tokens per forward pass.")
     parser.add_argument("--steps", type=int, default=10, help=f"Timed steps, after {WARM_UP} that are not.")
     parser.add_argument("--device", default="auto", help="cuda, cpu; auto: a GPU when there is one.")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="Of forward passes.")
     parser.add_argument("--trl", action="store_true", help="Also TRL, which must be installed.")
     parser.add_argument(
         "--trl-batches", type=int, nargs="+", default=[16, 32, 64, 128], help="TRL: sequences per forward pass to try."
@@ -198,7 +202,7 @@ def measure(args: argparse.Namespace) -> str:
     """The table of what the command's flags ask for."""
     if args.sequences % args.group:
         raise ConfigError(f"--sequences {args.sequences} is not a multiple of --group {args.group}; change one")
-    names = ("sequences", "group", "prompt", "completion", "steps", "objective")
+    names = ("sequences", "group", "prompt", "completion", "steps", "objective", "dtype")
     work = Work(model_folder(args.model), pick_device(args.device), **{name: getattr(args, name) for name in names})
     rows = make_rows(work, _vocabulary(work.folder))
     timings: list[Timing] = []

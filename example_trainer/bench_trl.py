@@ -16,6 +16,7 @@ import torch
 from atroposlib.errors import ConfigError
 from example_trainer.bench_step import WARM_UP, Timing, Work, peak_bytes, start_peak
 from example_trainer.data import Row
+from example_trainer.policy import pick_dtype
 
 _LOSSES = {"grpo": ("grpo", "group"), "dr_grpo": ("dr_grpo", "none")}
 """TRL's loss_type and scale_rewards of an objective."""
@@ -70,7 +71,7 @@ def _trainer(work: Work, rows: Sequence[Row], batch: int, folder: str) -> Any:
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
         weight_decay=0.0,
-        bf16=work.device.type == "cuda",
+        bf16=pick_dtype(work.dtype, work.device) == torch.bfloat16,
         use_cpu=work.device.type == "cpu",
         gradient_checkpointing=False,
         logging_strategy="no",

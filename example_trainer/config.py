@@ -73,10 +73,8 @@ class BatchSettings(Settings):
     micro_batch_tokens: PositiveInt = Field(
         8192, description="Padded tokens per forward pass; lower it when memory runs out. The loss does not change."
     )
-    share_prompts: bool | None = Field(
-        None,
-        description="Compute a prompt once for several responses; needs sdpa or eager attention. null: on a CPU. On an "
-        "H100 with torch 2.11 log-probabilities agreed and the gradient did not, see README.md.",
+    share_prompts: bool = Field(
+        True, description="Compute a prompt once for several responses; needs sdpa or eager attention."
     )
     num_generations: PositiveInt = Field(8, description="Responses per prompt (atropos-grpo-run: the group size).")
     max_completion_length: PositiveInt = Field(512, description="Tokens of the longest response.")

@@ -1,6 +1,9 @@
 """Requests that change an engine's weights: the same to every engine, and nothing but a success counts."""
 
+import contextlib
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -15,47 +18,79 @@ class WeightSyncError(AtroposError, RuntimeError):
     """An engine did not take the weights."""
 
 
-class Engines:
-    """The same request to every engine."""
+class Engine:
+    """One engine, by its address."""
 
-    def __init__(self, config: TrainingConfig) -> None:
-        self._urls = [url.rstrip("/").removesuffix("/v1") for url in config.sync_urls]
-        self._client = httpx.Client(timeout=config.engine_timeout_s)
+    def __init__(self, url: str, client: httpx.Client) -> None:
+        self.url = url
+        self._client = client
 
-    def post(self, path: str, body: dict[str, Any] | None, *, optional: bool = False) -> None:
-        """WeightSyncError unless every engine answers 2xx and does not say `success: false`.
+    def post(self, path: str, body: dict[str, Any] | None = None, *, optional: bool = False) -> None:
+        """WeightSyncError unless the engine answers 2xx and does not say `success: false`.
 
         Args:
-            optional: an engine may lack the route.
+            optional: the engine may lack the route.
         """
-        for url in self._urls:
-            try:
-                reply = self._client.post(url + path, json=body)
-            except httpx.HTTPError as error:
-                raise WeightSyncError(f"POST {url}{path} failed: {type(error).__name__} {error}") from error
-            if optional and reply.status_code == _NOT_FOUND:
-                continue
-            if not reply.is_success or _says_no(reply):
-                raise WeightSyncError(f"POST {url}{path} answered {reply.status_code}: {reply.text[:500]}")
+        reply = self._ask("POST", path, body)
+        if optional and reply.status_code == _NOT_FOUND:
+            return
+        if not _is_success(reply):
+            raise WeightSyncError(f"POST {self.url}{path} answered {reply.status_code}: {reply.text[:500]}")
+
+    def did(self, path: str) -> bool:
+        """Whether a POST to this path was a success."""
+        with contextlib.suppress(WeightSyncError):
+            return _is_success(self._ask("POST", path, None))
+        return False
 
     def get(self, path: str) -> dict[str, Any]:
-        """What each engine answers, by its URL; WeightSyncError unless all answer 200 with JSON."""
-        found = {}
-        for url in self._urls:
-            try:
-                found[url] = self._client.get(url + path).raise_for_status().json()
-            except (httpx.HTTPError, json.JSONDecodeError) as error:
-                raise WeightSyncError(f"GET {url}{path} failed: {type(error).__name__} {error}") from error
-        return found
+        """What the engine answers; WeightSyncError unless it is 200 with JSON."""
+        try:
+            return self._ask("GET", path, None).raise_for_status().json()
+        except (httpx.HTTPStatusError, json.JSONDecodeError) as error:
+            raise WeightSyncError(f"GET {self.url}{path} failed: {type(error).__name__} {error}") from error
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+        try:
+            return self._client.request(method, self.url + path, json=body)
+        except httpx.HTTPError as error:
+            raise WeightSyncError(f"{method} {self.url}{path} failed: {type(error).__name__} {error}") from error
+
+
+class Engines:
+    """All engines at once: none waits until another has finished its requests."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._client = httpx.Client(timeout=config.engine_timeout_s)
+        self._engines = [Engine(url.rstrip("/").removesuffix("/v1"), self._client) for url in config.sync_urls]
+        self._threads = ThreadPoolExecutor(max(1, len(self._engines)))
+
+    def each(self, action: Callable[[Engine], object]) -> None:
+        """Do something to every engine, and raise the first error once all are through."""
+        tasks = [self._threads.submit(action, engine) for engine in self._engines]
+        errors = [error for task in tasks if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def post(self, path: str, body: dict[str, Any] | None = None, *, optional: bool = False) -> None:
+        """`Engine.post` for every engine."""
+        self.each(lambda engine: engine.post(path, body, optional=optional))
+
+    def get(self, path: str) -> dict[str, dict[str, Any]]:
+        """What each engine answers, by its URL."""
+        return {engine.url: engine.get(path) for engine in self._engines}
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Let go of threads and connections."""
+        self._threads.shutdown()
         self._client.close()
 
 
-def _says_no(reply: httpx.Response) -> bool:
+def _is_success(reply: httpx.Response) -> bool:
+    if not reply.is_success:
+        return False
     try:
         content = reply.json()
     except json.JSONDecodeError:
-        return False
-    return isinstance(content, dict) and content.get("success") is False
+        return True
+    return not (isinstance(content, dict) and content.get("success") is False)

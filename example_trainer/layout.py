@@ -7,6 +7,7 @@ which sees another.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -46,10 +47,12 @@ def micro_batches(rows: Sequence[Row], max_tokens: int, *, share: bool = True) -
     """
     lines = [line for group in _by_group(rows) for line in (_shared(rows, group) if share else [[i] for i in group])]
     chosen: list[list[int]] = []
-    for line in sorted(lines, key=lambda line: line_length(rows, line), reverse=True):
-        if chosen and line_length(rows, chosen[0]) * (len(chosen) + 1) > max_tokens:
+    longest = 0
+    for length, line in sorted(((line_length(rows, line), line) for line in lines), key=itemgetter(0), reverse=True):
+        if chosen and longest * (len(chosen) + 1) > max_tokens:
             yield chosen
             chosen = []
+        longest = longest if chosen else length
         chosen.append(line)
     if chosen:
         yield chosen
@@ -77,23 +80,26 @@ def collate(rows: Sequence[Row], lines: Sequence[Sequence[int]], device: torch.d
     chosen = [rows[number] for number in numbers]
     width = max(len(row.tokens) for row in chosen)
 
-    def padded(values: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(_padded(values, width)[:, 1:], dtype=dtype, device=device)
+    def table(values: Sequence[np.ndarray], dtype: type[np.generic]) -> Tensor:
+        return torch.as_tensor(_padded(values, width, dtype)[:, 1:]).to(device)
+
+    def line_table(values: Sequence[np.ndarray], fill: int = 0) -> Tensor:
+        return torch.as_tensor(_padded(values, length, np.int64, fill)).to(device)
 
     layouts = [_Layout.of(rows, line) for line in lines]
     length = max(len(layout.tokens) for layout in layouts)
-    owners = torch.as_tensor(_padded([layout.owners for layout in layouts], length, fill=-1), device=device)
+    owners = line_table([layout.owners for layout in layouts], fill=-1)
     known = [row.infer_logp if row.infer_logp is not None else np.full(len(row.tokens), np.nan) for row in chosen]
     return MicroBatch(
         rows=numbers,
-        input_ids=torch.as_tensor(_padded([layout.tokens for layout in layouts], length), device=device).long(),
-        position_ids=torch.as_tensor(_padded([layout.positions for layout in layouts], length), device=device).long(),
+        input_ids=line_table([layout.tokens for layout in layouts]),
+        position_ids=line_table([layout.positions for layout in layouts]),
         attention_mask=(owners >= 0).long() if all(len(line) == 1 for line in lines) else _tree_mask(owners),
         lines=[number for number, line in enumerate(lines) for _ in line],
-        predictors=padded([p for layout in layouts for p in layout.predictors], torch.long),
-        targets=padded([row.tokens for row in chosen], torch.long),
-        mask=padded([row.trained for row in chosen], torch.float32),
-        infer_logp=padded([np.where(row.trained, k, 0.0) for row, k in zip(chosen, known, strict=True)], torch.float32),
+        predictors=table([p for layout in layouts for p in layout.predictors], np.int64),
+        targets=table([row.tokens for row in chosen], np.int64),
+        mask=table([row.trained for row in chosen], np.float32),
+        infer_logp=table([np.where(row.trained, k, 0.0) for row, k in zip(chosen, known, strict=True)], np.float32),
         temperature=torch.tensor([[row.temperature] for row in chosen], device=device),
     )
 
@@ -174,8 +180,8 @@ def _by_group(rows: Sequence[Row]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _padded(values: Sequence[np.ndarray], width: int, fill: float = 0) -> np.ndarray:
-    table = np.full((len(values), width), fill, dtype=np.float64)
+def _padded(values: Sequence[np.ndarray], width: int, dtype: type[np.generic], fill: int = 0) -> np.ndarray:
+    table = np.full((len(values), width), fill, dtype)
     for line, value in zip(table, values, strict=True):
         line[: len(value)] = value
     return table

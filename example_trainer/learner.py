@@ -50,8 +50,6 @@ class Learner:
         self.config = config
         self.policy = Policy(config, checkpoint=checkpoint)
         self.ranks = Ranks(self.policy.device)
-        on_cpu = self.policy.device.type == "cpu"
-        self._shares_prompts = on_cpu if config.share_prompts is None else config.share_prompts
         self.optimizer = make_optimizer(config, self.policy)
         self.scheduler = make_scheduler(config, self.optimizer)
         self.kl = KLController(
@@ -82,7 +80,7 @@ class Learner:
         used = [i for i in range(len(rows)) if step.signal[i]]
         stats, loss = StepStats(), 0.0
         chosen = [rows[i] for i in used]
-        for index, lines in enumerate(micro_batches(chosen, config.micro_batch_tokens, share=self._shares_prompts)):
+        for index, lines in enumerate(micro_batches(chosen, config.micro_batch_tokens, share=config.share_prompts)):
             if not self.ranks.mine(index):
                 continue
             micro = collate(rows, [[used[i] for i in line] for line in lines], self.policy.device)
@@ -148,7 +146,7 @@ class Learner:
     def _references(self, rows: Sequence[Row]) -> dict[int, Tensor]:
         """Reference log-probabilities [T-1] of every row."""
         found: dict[int, Tensor] = {}
-        for lines in micro_batches(rows, self.config.micro_batch_tokens, share=self._shares_prompts):
+        for lines in micro_batches(rows, self.config.micro_batch_tokens, share=self.config.share_prompts):
             micro = collate(rows, lines, self.policy.device)
             logp = self.policy.reference_logp(micro)
             for values, number in zip(logp, micro.rows, strict=True):

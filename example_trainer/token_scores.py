@@ -72,8 +72,7 @@ def _slice_scores(
     if not entropy:
         return logp, torch.zeros_like(norm)
     with torch.no_grad():
-        log_probs = scaled - norm[:, None]
-        return logp, -(log_probs.exp() * log_probs).sum(-1)
+        return logp, norm - torch.linalg.vecdot(scaled.softmax(-1), scaled)
 
 
 def _logits(model: Any, hidden: Tensor) -> Tensor:

@@ -4,21 +4,31 @@ A push returns when the engine answers with the new weights, and raises WeightSy
 against an engine of unknown weights is worse than stopping. Only processes that `RestartSync` started are ended.
 """
 
+import contextlib
+import logging
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
 
 from example_trainer.config import TrainingConfig
-from example_trainer.engine_requests import Engines, WeightSyncError
+from example_trainer.engine_requests import Engine, Engines, WeightSyncError
 from example_trainer.exports import exports_folder, keep_newest, save_folder
 from example_trainer.policy import Policy
 from example_trainer.vllm_sync import VLLMLoraSync, VLLMSync
+
+logger = logging.getLogger(__name__)
+
+_UPDATE = "/update_weights_from_disk"
+_FLUSH = "/flush_cache?timeout=1"  # seconds that SGLang waits for a moment without requests
+_HEAD_START_S = 0.02  # for the update, before each try to flush
 
 
 class WeightSync(Protocol):
@@ -72,38 +82,66 @@ class SGLangSync:
     """SGLang: a Hugging Face folder, then `/update_weights_from_disk`, in one of three ways (`sync_mode`).
 
     drain: SGLang finishes running requests first; with long responses that takes minutes.
-    abort: running requests are aborted, the environment repeats them.
-    keep: generation is paused and requests go on with the new weights. `flush_cache` must be false there, as the
-    default flush ends a paused server; so prefixes cached under the old weights stay in use until they are evicted,
-    and a reply that spans the update names only its last version.
+    abort: running requests are aborted, the environment repeats them. Takes a second, as SGLang looks once a second
+        whether they are gone.
+    keep: generation is paused and requests go on with the new weights; prefixes cached under the old weights stay in
+        use until they are evicted, and a reply that spans the update names only its last version.
+
+    The update itself never flushes the prefix cache: an update that cannot flush because the last batch is not yet
+    put away ends the server (0.5.11: one of some dozen updates under load). `/flush_cache` only says no.
     """
 
     def __init__(self, config: TrainingConfig, folder: Path) -> None:
         self._engines = Engines(config)
         self._folder = folder
-        self._mode = config.sync_mode
+        self._update = {"drain": _drain, "abort": _abort, "keep": _keep}[config.sync_mode]
 
     def push(self, policy: Policy, version: int) -> None:
         """Save and update."""
         target = save_folder(policy, self._folder, version)
-        body = {"model_path": str(target.resolve()), "weight_version": str(version)}
-        if self._mode == "keep":
-            self._while_paused({**body, "flush_cache": False})
-        else:
-            self._engines.post("/update_weights_from_disk", {**body, "abort_all_requests": self._mode == "abort"})
+        body = {"model_path": str(target.resolve()), "weight_version": str(version), "flush_cache": False}
+        self._engines.each(partial(self._update, body=body))
         keep_newest(self._folder, "weights_*")
-
-    def _while_paused(self, body: dict[str, Any]) -> None:
-        """Pause, update, continue; continue also when the update failed."""
-        self._engines.post("/pause_generation", {"mode": "retract"})
-        try:
-            self._engines.post("/update_weights_from_disk", body)
-        finally:
-            self._engines.post("/continue_generation", {})
 
     def close(self) -> None:
         """Let go of the connections."""
         self._engines.close()
+
+
+def _drain(engine: Engine, body: dict[str, Any]) -> None:
+    """Flush in the moment in which running requests are finished and new ones still wait for the update."""
+    with ThreadPoolExecutor(1) as thread:
+        update = thread.submit(engine.post, _UPDATE, body)
+        flushed = ended = False
+        while not (flushed or ended):
+            ended = bool(wait([update], timeout=_HEAD_START_S).done)
+            flushed = engine.did(_FLUSH)
+        update.result()
+    if not flushed:
+        logger.warning("%s is busy and kept its prefix cache: prompts it knows use old weights for now", engine.url)
+
+
+def _abort(engine: Engine, body: dict[str, Any]) -> None:
+    """Update and flush while nothing runs."""
+    with _paused(engine, "abort"):
+        engine.post(_UPDATE, body)
+        engine.post(_FLUSH)
+
+
+def _keep(engine: Engine, body: dict[str, Any]) -> None:
+    """Update under the requests."""
+    with _paused(engine, "retract"):
+        engine.post(_UPDATE, body)
+
+
+@contextlib.contextmanager
+def _paused(engine: Engine, mode: str) -> Iterator[None]:
+    """Pause, and continue also when the update failed."""
+    engine.post("/pause_generation", {"mode": mode})
+    try:
+        yield
+    finally:
+        engine.post("/continue_generation", {})
 
 
 class RestartSync:

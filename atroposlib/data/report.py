@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,14 @@ from atroposlib.type_definitions import Array
 
 class NothingKept(DataError):
     """The policy, or the rule for pairs, left nothing to write; the rollouts are still there."""
+
+
+def our_version() -> str:
+    """Of the installed package; a source tree that is only on the path has none."""
+    try:
+        return version("atroposlib")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class ExportReport:
     tokenizer: str | None = None
     tasks: dict[str, int] = field(default_factory=dict)  # responses kept per task
     contamination: list[Contamination] = field(default_factory=list)
-    version: str = field(default_factory=lambda: version("atroposlib"))
+    version: str = field(default_factory=our_version)
     created_at: float = field(default_factory=time.time)
 
 

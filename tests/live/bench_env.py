@@ -21,6 +21,7 @@ WORDS = ["river", "seven", "blue", "house", "music", "under", "green", "stone", 
 
 class BenchConfig(BaseEnvConfig):
     new_tokens: int = Field(default=128, description="Tokens of every answer.")
+    spread: float = Field(default=0.0, description="Answers of problem i are up to this share longer or shorter.")
     times_path: str = Field(default="times.json", description="Where the times go.")
     first: int = Field(default=0, description="Number of this process's first problem.")
 
@@ -40,18 +41,18 @@ class BenchEnv(BaseEnv):
         self._start: tuple[float, float] | None = None
         self._busy_s = 0.0
 
-    async def get_item(self, index: int) -> list[Message]:
-        return prompt(self.config.first + index)
+    async def get_item(self, index: int) -> int:
+        return self.config.first + index
 
-    async def collect_trajectories(self, item: list[Message]) -> tuple[ScoredDataGroup, list[Any]]:
+    async def collect_trajectories(self, item: int) -> tuple[ScoredDataGroup, list[Any]]:
         if self._start is None:
             self._start = time.time(), time.process_time()
         began = time.time()
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             await managed.chat_completion(
-                messages=item,
+                messages=prompt(item),
                 n=self.config.group_size,
-                max_tokens=self.config.new_tokens,
+                max_tokens=length(item, self.config.new_tokens, self.config.spread),
                 temperature=1.0,
                 ignore_eos=True,
             )
@@ -76,6 +77,11 @@ def prompt(index: int) -> list[Message]:
     """About 64 tokens with the template; every index another text, so the prefix cache does not help."""
     words = random.Random(index).choices(WORDS, k=36)
     return [{"role": "system", "content": "You write."}, {"role": "user", "content": f"{index}: {' '.join(words)}"}]
+
+
+def length(index: int, mean: int, spread: float) -> int:
+    """Tokens of the answers to problem `index`: uniform between mean * (1 - spread) and mean * (1 + spread)."""
+    return round(mean * (1 + spread * random.Random(f"length {index}").uniform(-1, 1)))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
     python -m tests.live.bench_sglang http://127.0.0.1:9000 --model /path/of/model [--concurrency 64 256 1024]
 
 Every run: groups of 16 answers, `tokens` new tokens each (ignore_eos), log-probabilities on, at most `concurrency`
-sequences in flight, tokens per second from the first request to the end of the last group. The ways take turns
-`repeat` times, and a row is the median of its runs. The ratio is to the bare client (aiohttp, one request per group,
-replies parsed with orjson). Slots: share of the time in which a group was being generated. CPU: cores busy on average.
-The ways `responses` and `tokens` are `process` with that `response_journal`.
+sequences in flight, tokens per second from the first request to the end of the last group. With `--spread 0.5` each
+group has a length of its own, 50 to 150% of `tokens`: when all are equal, all slots end and begin at the same moment,
+and SGLang computes their prompts together, which no real workload lets it do. The ways take turns `repeat` times, and a
+row is the median of its runs. The ratio is to the bare client (aiohttp, one request per group, replies parsed with
+orjson). Slots: share of the time in which a group was being generated. CPU: cores busy on average; the engine's also
+while the environment starts. The ways `responses` and `tokens` are `process` with that `response_journal`.
 """
 
 import argparse
@@ -32,7 +34,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from atroposlib.launch.probes import free_ports
-from tests.live.bench_env import prompt
+from tests.live.bench_env import length, prompt
 
 GROUP = 16
 ENV = Path(__file__).with_name("bench_env.py")
@@ -46,7 +48,7 @@ class Run:
     way: str
     concurrency: int
     new_tokens: int
-    groups: int
+    total_tokens: int
     seconds: float
     occupancy: float  # of the slots
     cores: dict[str, float]  # process -> cores busy
@@ -54,7 +56,7 @@ class Run:
     @property
     def rate(self) -> float:
         """New tokens per second."""
-        return self.groups * GROUP * self.new_tokens / self.seconds
+        return self.total_tokens / self.seconds
 
 
 def main() -> None:
@@ -65,6 +67,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024])
     parser.add_argument("--ways", nargs="+", default=["bare", "process", "serve"], choices=WAYS)
+    parser.add_argument("--spread", type=float, default=0.0, help="Share by which lengths differ from --tokens.")
     parser.add_argument("--seconds", type=float, default=8, help="Of one run; never fewer than two answers per slot.")
     parser.add_argument("--repeat", type=int, default=3, help="Runs of every way.")
     parser.add_argument("--processes", type=int, default=1, help="Environment processes that share the work.")
@@ -74,8 +77,9 @@ def main() -> None:
     for new_tokens, concurrency in itertools.product(args.tokens, args.concurrency):
         slots = max(1, concurrency // GROUP)
         rate = _measure("bare", args, concurrency, new_tokens, 2 * slots).rate  # also warms up
-        groups = max(2 * slots, args.processes, int(rate * args.seconds / new_tokens / GROUP))
-        for _, way in itertools.product(range(args.repeat), args.ways):
+        groups = max(2 * slots, int(rate * args.seconds / new_tokens / GROUP))
+        groups -= groups % args.processes
+        for way in args.ways * args.repeat:
             runs.append(_measure(way, args, concurrency, new_tokens, groups))
             print(f"{way} {concurrency} x {new_tokens}: {runs[-1].rate:,.0f} tok/s", flush=True)
         if args.out:
@@ -112,39 +116,41 @@ def _measure(way: str, args: Any, concurrency: int, new_tokens: int, groups: int
     started = time.time()
     if way == "bare":
         cpu = time.process_time()
-        seconds, busy_s = asyncio.run(_bare(args.url, args.model, concurrency, new_tokens, groups))
+        seconds, busy_s = asyncio.run(_bare(args, concurrency, new_tokens, groups))
         cores = {"client": (time.process_time() - cpu) / seconds}
     else:
         seconds, busy_s, cores = _framework(way, args, concurrency, new_tokens, groups)
     cores |= {"engine": server.since() / (time.time() - started)}
     occupancy = busy_s / seconds / max(1, concurrency // GROUP)
-    return Run(way, concurrency, new_tokens, groups, seconds, occupancy, cores)
+    total = GROUP * sum(length(index, new_tokens, args.spread) for index in range(groups))
+    return Run(way, concurrency, new_tokens, total, seconds, occupancy, cores)
 
 
-async def _bare(url: str, model: str, concurrency: int, new_tokens: int, groups: int) -> tuple[float, float]:
+async def _bare(args: Any, concurrency: int, new_tokens: int, groups: int) -> tuple[float, float]:
     """Seconds of the whole, and of all groups together."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
     prompts = [
         tokenizer.apply_chat_template(prompt(i), add_generation_prompt=True, return_dict=False) for i in range(groups)
     ]
-    sampling = {"temperature": 1.0, "max_new_tokens": new_tokens, "ignore_eos": True, "n": GROUP}
     gate = asyncio.Semaphore(max(1, concurrency // GROUP))
 
-    async def one(ids: Any) -> float:
+    async def one(index: int, ids: Any) -> float:
+        tokens = length(index, new_tokens, args.spread)
+        sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True, "n": GROUP}
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
         async with gate:
             began = time.perf_counter()
-            async with session.post(f"{url}/generate", json=body) as reply:
+            async with session.post(f"{args.url}/generate", json=body) as reply:
                 found = orjson.loads(await reply.read())
             seconds = time.perf_counter() - began
-        if [len(choice["output_ids"]) for choice in found] != [new_tokens] * GROUP:
-            raise RuntimeError(f"{url} did not give {GROUP} answers of {new_tokens} tokens")
+        if [len(choice["output_ids"]) for choice in found] != [tokens] * GROUP:
+            raise RuntimeError(f"{args.url} did not give {GROUP} answers of {tokens} tokens")
         return seconds
 
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         started = time.perf_counter()
-        busy = await asyncio.gather(*(one(ids) for ids in prompts))
+        busy = await asyncio.gather(*itertools.starmap(one, enumerate(prompts)))
         return time.perf_counter() - started, sum(busy)
 
 
@@ -211,6 +217,7 @@ def _settings(
         "dump_rollouts": way == "serve",
         "response_journal": way if way in ("responses", "tokens") else "off",
         "new_tokens": new_tokens,
+        "spread": args.spread,
         "first": number * groups,
         "times_path": str(folder / f"times{number}.json"),
     }

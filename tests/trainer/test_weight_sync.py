@@ -6,6 +6,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_model import make_config
@@ -57,7 +58,7 @@ class FakeEngine:
             return 404, {"detail": "Not Found"}
         return self.reply(path, body)
 
-    def reply(self, path, body):
+    def reply(self, path, body) -> tuple[int, Any]:
         return self.status, self.body
 
     @property
@@ -105,17 +106,60 @@ def sync_of(tiny_model, tmp_path):
         sync.close()
 
 
-def test_sglang_is_drained_by_the_update_itself(sync_of, engine, tmp_path):
+class FakeSGLang(FakeEngine):
+    """Busy for a while: the update waits, and the cache is not flushed; an update that flushes would end it."""
+
+    def __init__(self, refusals=0):
+        super().__init__()
+        self.refusals = refusals
+        self.idle = threading.Event()
+
+    def reply(self, path, body):
+        if path == "/update_weights_from_disk":
+            assert body["flush_cache"] is False
+            self.idle.wait(10)
+        elif path.startswith("/flush_cache"):
+            if self.refusals:
+                self.refusals -= 1
+                return 400, {"error": "Timed out waiting for idle state."}
+            self.idle.set()
+        return 200, {"success": True}
+
+
+def test_sglang_is_drained_by_the_update_itself_and_flushed_while_requests_wait(sync_of, tmp_path):
+    engine = FakeSGLang(refusals=2)
     sync_of("sglang", [engine.url]).push(FakePolicy(), 3)
+    engine.close()
     folder = str(tmp_path / "engine" / "weights_00000003")
-    body = {"model_path": folder, "weight_version": "3", "abort_all_requests": False}
-    assert engine.seen == [("/update_weights_from_disk", body)]
+    assert engine.seen[0] == (
+        "/update_weights_from_disk",
+        {"model_path": folder, "weight_version": "3", "flush_cache": False},
+    )
+    assert engine.paths[1:] == ["/flush_cache?timeout=1"] * 3
     assert os.listdir(folder) == ["model.safetensors"]
+
+
+def test_sglang_that_could_not_flush_is_named(sync_of, engine, caplog):
+    engine.failing = "flush_cache"
+    sync_of("sglang", [engine.url]).push(FakePolicy(), 1)
+    assert f"{engine.url} is busy and kept its prefix cache" in caplog.text
+
+
+def test_sglang_that_aborts_is_flushed_while_nothing_runs(sync_of, engine):
+    sync_of("sglang", [engine.url], sync_mode="abort").push(FakePolicy(), 1)
+    assert engine.paths == [
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/flush_cache?timeout=1",
+        "/continue_generation",
+    ]
+    assert engine.seen[0][1] == {"mode": "abort"}
 
 
 def test_sglang_that_keeps_requests_is_paused_and_never_flushed(sync_of, engine):
     sync_of("sglang", [engine.url], sync_mode="keep").push(FakePolicy(), 1)
     assert engine.paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    assert engine.seen[0][1] == {"mode": "retract"}
     assert engine.seen[1][1]["flush_cache"] is False
 
 
@@ -127,8 +171,17 @@ def test_sglang_goes_on_also_when_the_update_failed(sync_of, engine):
 
 
 def test_every_engine_is_updated_and_v1_is_cut_off(sync_of, engine):
-    sync_of("sglang", [engine.url, engine.url + "/v1/"]).push(FakePolicy(), 1)
-    assert engine.paths == ["/update_weights_from_disk"] * 2
+    sync_of("sglang", [engine.url, engine.url + "/v1/"], sync_mode="keep").push(FakePolicy(), 1)
+    assert engine.paths.count("/update_weights_from_disk") == 2
+
+
+def test_no_engine_waits_until_another_is_drained(sync_of):
+    engines = [FakeSGLang(), FakeSGLang()]
+    engines[0].reply = lambda path, body: (200, {"success": engines[1].idle.wait(10)})  # only after the second
+    sync_of("sglang", [engine.url for engine in engines]).push(FakePolicy(), 1)
+    for engine in engines:
+        engine.close()
+    assert engines[1].paths[0] == "/update_weights_from_disk"
 
 
 def test_success_false_with_status_200_is_an_error(sync_of, engine):
