@@ -87,7 +87,7 @@ class SegmentFiles:
         disk = os.statvfs(self._folder)
         return disk.f_bavail * disk.f_frsize >= size + spare
 
-    def append(self, groups: Sequence[NewGroup]) -> list[Place]:
+    def append(self, groups: Sequence[NewGroup], metas: Sequence[Meta]) -> list[Place]:
         """Write groups as one commit; they are on disk when this returns.
 
         Raises:
@@ -95,8 +95,7 @@ class SegmentFiles:
         """
         pieces: list[bytes | memoryview] = []
         sizes: list[tuple[int, int]] = []  # of head, of content
-        for group in groups:
-            meta = Meta(group.number, group.env_id, group.sequences, group.buffered, group.group_id)
+        for group, meta in zip(groups, metas, strict=True):
             head = meta.head(group.length, group.digest)
             pieces += (head, *group.content)
             sizes.append((len(head), group.length))
