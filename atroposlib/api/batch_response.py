@@ -41,13 +41,13 @@ class BatchResponse(Response):
     @classmethod
     async def of_next(cls, service: TrajectoryService, request: Request, lease_s: float | None) -> Response:
         """The next batch in the form that the client accepts, or `{"batch":null}`."""
-        while (batch := await service.next_batch(lease_s)) is not None:
+        while (batch := await service.batches.next(lease_s)) is not None:
             try:
-                return cls(service, batch, *await _packed(request, batch, await service.contents(batch)))
+                return cls(service, batch, *await _packed(request, batch, await service.batches.contents(batch)))
             except GroupLost:
                 continue
             except BaseException:
-                await service.not_sent(batch)
+                await service.batches.not_sent(batch)
                 raise
         return Response(b'{"batch":null}', media_type="application/json")
 
@@ -56,12 +56,12 @@ class BatchResponse(Response):
         try:
             await self._send(send, connection)
         except BaseException:
-            await asyncio.shield(self._service.not_sent(self._batch))
+            await asyncio.shield(self._service.batches.not_sent(self._batch))
             raise
         if connection is not None and connection.broken:
-            await self._service.not_sent(self._batch)
+            await self._service.batches.not_sent(self._batch)
             return
-        await asyncio.shield(self._service.sent(self._batch, self._started_at))
+        await asyncio.shield(self._service.batches.sent(self._batch, self._started_at))
         if self._batch.expires is None:
             self._await_arrival(connection)
 
@@ -87,7 +87,7 @@ class BatchResponse(Response):
             if arrived:
                 service.store.release(batch.groups)
                 return
-            task = asyncio.ensure_future(service.recall(batch))
+            task = asyncio.ensure_future(service.batches.recall(batch))
             _tasks.add(task)
             task.add_done_callback(_tasks.discard)
 

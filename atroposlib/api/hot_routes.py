@@ -13,11 +13,12 @@ from starlette.routing import BaseRoute
 
 from atroposlib.api import schemas
 from atroposlib.api.answers import ERROR_ANSWERS, json_response
+from atroposlib.api.group_intake import Receipt
 from atroposlib.api.lifting import Body as RequestBody
 from atroposlib.api.middleware import BODY_KEY, CONNECTION_KEY, App, Receive, Scope, Send
 from atroposlib.api.payload import Payload, read_group, read_list
 from atroposlib.api.refusal import Refused
-from atroposlib.api.service import Receipt, TrajectoryService
+from atroposlib.api.service import TrajectoryService
 
 RUN_HEADER = "X-Atropos-Run"
 SMALL_BODY_BYTES = 1 << 16
@@ -100,7 +101,7 @@ async def _in_turn(request: Request, read: Callable[[RequestBody], T]) -> T:
 
 async def _store_groups(request: Request, payloads: list[Payload]) -> list[Receipt]:
     service: TrajectoryService = request.app.state.service
-    return await service.add(
+    return await service.groups.add(
         payloads, run_id=request.headers.get(RUN_HEADER), connection=request.scope.get(CONNECTION_KEY)
     )
 

@@ -52,7 +52,7 @@ def _add_trainer_routes(api: FastAPI) -> None:
     @api.post("/batch/ack", response_model=schemas.Outcome, response_model_exclude_none=True)
     async def acknowledge(body: schemas.BatchAck, service: Service) -> dict[str, str]:
         """Confirm a leased batch; it will not be delivered again. May be repeated."""
-        await service.ack(body.batch_id)
+        await service.batches.ack(body.batch_id)
         return {"status": "success"}
 
 
@@ -129,7 +129,7 @@ def _add_common_routes(api: FastAPI) -> None:
     @api.get("/latest_example", response_model=schemas.ScoredData)
     async def latest_example(service: Service) -> Response:
         """The group that entered last; empty lists before there is one."""
-        latest = await service.latest_example()
+        latest = await service.groups.latest()
         if latest is None:
             return JSONResponse({key: None if key in _NULL_WHEN_EMPTY else [] for key in GROUP_KEYS})
         return Response(latest, media_type="application/json")

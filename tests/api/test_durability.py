@@ -256,10 +256,10 @@ async def test_a_batch_whose_connection_broke_is_there_after_a_death_at_any_mome
     client = await started(app)
     await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
     service = app.state.service
-    batch = await service.next_batch()
-    await service.sent(batch, time.monotonic())
+    batch = await service.batches.next()
+    await service.batches.sent(batch, time.monotonic())
     assert service.run.step == 1
-    taking_back = service.recall(batch)
+    taking_back = service.batches.recall(batch)
     shutil.copytree(tmp_path / "state", tmp_path / "died")
     await taking_back
     shutil.copytree(tmp_path / "state", tmp_path / "died later")

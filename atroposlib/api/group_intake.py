@@ -1,0 +1,133 @@
+"""Groups on their way in: known ones are told apart, new ones stored, then put where they wait."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from atroposlib.api.admission import goes_to_buffer
+from atroposlib.api.delivery import Connection
+from atroposlib.api.live import LiveRun
+from atroposlib.api.metrics import Metrics
+from atroposlib.api.payload import Payload, env_id_suffix
+from atroposlib.api.queue import Group
+from atroposlib.api.refusal import Refused
+from atroposlib.api.retries import RetryFinder
+from atroposlib.api.store import Change, NewGroup, Snapshot, Store
+
+StoringKey: TypeAlias = str | bytes
+"""What a group being stored is known by: its id, else the digest of its content."""
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What became of one group. `buffered`: sequences in its environment's buffer, None when it went to the queue."""
+
+    buffered: int | None = None
+    duplicate: bool = False
+
+
+class GroupIntake:
+    """Stores groups once, and counts them."""
+
+    def __init__(self, live: LiveRun, store: Store, metrics: Metrics, found: Snapshot) -> None:
+        self._live = live
+        self._store = store
+        self._metrics = metrics
+        self._next_number = found.next_number
+        self._latest: Payload | None = None
+        self._retries = RetryFinder(sorted(found.queued + found.buffered, key=lambda group: group.number))
+        self._storing: dict[StoringKey, asyncio.Future[None]] = {}  # done when stored or failed
+
+    async def add(
+        self, payloads: Sequence[Payload], *, run_id: str | None, connection: Connection | None
+    ) -> list[Receipt]:
+        """Store groups, all or none; they are durable when this returns.
+
+        Raises:
+            Refused: one of them can never be delivered.
+            StorageFull: no room now.
+        """
+        if run_id is not None and run_id != self._live.run.run_id:
+            raise Refused(404, "these groups belong to a run that was reset; register again", "unknown_env")
+        buffered = [goes_to_buffer(self._live, payload) for payload in payloads]
+        receipts = [Receipt(duplicate=True)] * len(payloads)
+        fresh: list[tuple[int, NewGroup]] = []
+        for i, payload in enumerate(payloads):
+            if not await self._is_stored(payload, [group for _, group in fresh], connection):
+                fresh.append((i, self._number(payload, buffered[i])))
+        for (i, _), receipt in zip(fresh, await self._keep([group for _, group in fresh], connection), strict=True):
+            receipts[i] = receipt
+        if fresh:
+            self._latest = payloads[fresh[-1][0]]
+        return receipts
+
+    async def latest(self) -> bytes | None:
+        """The group that entered last, as JSON; None when there is none."""
+        if self._latest is not None:
+            return self._latest.json()
+        newest = self._live.queue.pool.newest()
+        return (await self._store.read([newest]))[0] + env_id_suffix(newest.env_id) if newest else None
+
+    def forget(self) -> None:
+        """The run was reset."""
+        self._latest = None
+        self._retries = RetryFinder([])
+
+    async def _is_stored(self, payload: Payload, earlier: Sequence[NewGroup], connection: Connection | None) -> bool:
+        """Whether this group was stored before, by its id or because it repeats a request whose answer got lost."""
+        if payload.group_id is not None and any(group.group_id == payload.group_id for group in earlier):
+            return True
+        while (storing := self._storing.get(payload.group_id or payload.digest)) is not None:
+            await asyncio.wait([storing])
+        if payload.group_id is not None:
+            return self._store.knows_group_id(payload.group_id)
+        return self._retries.may_repeat(payload.digest, connection)
+
+    def _number(self, payload: Payload, buffered: bool) -> NewGroup:
+        number = self._next_number
+        self._next_number += 1
+        return NewGroup(
+            number,
+            payload.env_id,
+            payload.sequences,
+            payload.content,
+            payload.length,
+            payload.group_id,
+            buffered,
+            payload.digest,
+        )
+
+    async def _keep(self, groups: Sequence[NewGroup], connection: Connection | None) -> list[Receipt]:
+        """Write groups and put them where they wait."""
+        if not groups:
+            return []
+        run_id, stored = self._live.run.run_id, asyncio.get_running_loop().create_future()
+        keys: set[StoringKey] = {group.group_id or group.digest for group in groups}
+        self._storing.update(dict.fromkeys(keys, stored))
+        try:
+            kept = await self._store.add(groups)
+        finally:
+            for key in keys:
+                if self._storing.get(key) is stored:
+                    del self._storing[key]
+            stored.set_result(None)
+        for group in kept:
+            self._retries.remember(group, connection)
+        if run_id != self._live.run.run_id:
+            raise Refused(404, "the run was reset while this group was being stored; register again", "unknown_env")
+        receipts: list[Receipt] = []
+        for new, group in zip(groups, kept, strict=True):
+            self._metrics.group_stored(group)
+            if new.buffered:
+                receipts.append(Receipt(buffered=await self._buffer(group)))
+            else:
+                self._live.queue.pool.put(group)
+                receipts.append(Receipt())
+        return receipts
+
+    async def _buffer(self, group: Group) -> int:
+        completed = self._live.put_buffered(group)
+        if completed:
+            await self._store.change(Change(completed=completed))
+        return self._live.queue.buffered_sequences(group.env_id or 0)
