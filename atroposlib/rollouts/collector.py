@@ -6,7 +6,7 @@ all modules. It is needed for cycles only, and a rollout leaves few of those.
 
 import gc
 
-THRESHOLDS = (50_000, 20, 20)
+THRESHOLDS = (200_000, 20, 20)
 """Python's own first one, 700 containers, is reached several times in every group."""
 
 

@@ -119,6 +119,40 @@ async def test_failures_become_faults(transport, reply, fault):
         await transport.close()
 
 
+async def test_a_cancelled_request_takes_its_connection_with_it(transport):
+    async with scripted([OK[:-1]], [OK]) as server:
+        cut = asyncio.create_task(transport.post(server.url, {}, deadline_s=10))
+        while not server.requests:
+            await asyncio.sleep(0)
+        cut.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cut
+        assert await transport.post(server.url, {}, deadline_s=10) == b"hi"
+        assert server.connections == 2
+        await transport.close()
+
+
+async def test_a_connection_that_the_server_closed_meanwhile_is_not_used(transport):
+    async with scripted([OK, None], [OK]) as server:
+        for connections in (1, 2):
+            assert await transport.post(server.url, {}, deadline_s=10) == b"hi"
+            assert server.connections == connections
+            async with asyncio.timeout(5):
+                while (await transport._pool()).plain._open and connections == 1:
+                    await asyncio.sleep(0.001)
+        await transport.close()
+
+
+async def test_closing_ends_requests_in_flight(transport):
+    async with scripted([OK[:-1]]) as server:
+        cut = asyncio.create_task(transport.post(server.url, {}, deadline_s=10))
+        while not server.requests:
+            await asyncio.sleep(0)
+        await transport.close()
+        with pytest.raises(ReplyFault, match="lost its connection"):
+            await cut
+
+
 async def test_a_busy_server_says_when_to_come_again(transport):
     async with scripted(FAULTS["busy"][0]) as server:
         with pytest.raises(EndpointUnavailable) as raised:
@@ -129,7 +163,7 @@ async def test_a_busy_server_says_when_to_come_again(transport):
 
 async def test_a_redirect_is_followed(transport):
     moved = b"HTTP/1.1 307 Moved\r\nLocation: /generate/\r\nContent-Length: 0\r\n\r\n"
-    async with scripted([moved], [OK]) as server:
+    async with scripted([moved], [moved], [OK]) as server:  # the first one only says that aiohttp is needed
         assert await transport.post(f"{server.url}/generate", {"a": 1}, deadline_s=10) == b"hi"
         head, body = server.requests[-1]
         await transport.close()

@@ -1,7 +1,7 @@
 """HTTP to one inference server: JSON bytes out, reply bytes in, every failure as one of our faults.
 
 One connection pool per event loop, without a cap on connections: how many requests run is decided by semaphores
-and the rollout pool. Pools close themselves when their event loop ends.
+and the rollout pool. Pools close themselves when their event loop ends. Plain POSTs take the short way of `plain_http`.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 
 from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavailable, ReplyFault
+from atroposlib.envs.server_handling.plain_http import PlainConnections, Reply
 from atroposlib.errors import RequestFault, RolloutFault
 
 CONNECT_TIMEOUT_S = 10.0
@@ -28,6 +29,7 @@ class Transport:
 
     def __init__(self, api_key: str | None = None) -> None:
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **bearer(api_key)}
+        self._header_lines = "".join(f"{name}: {value}\r\n" for name, value in self._headers.items()).encode()
         self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
 
     async def post(
@@ -39,14 +41,17 @@ class Transport:
             RequestFault: the server refused the request (4xx), with its words.
             EndpointUnavailable, ReplyFault, DeadlineFault: see there.
         """
-        session, data = (await self._pool()).session, orjson.dumps(payload)
-        timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_TIMEOUT_S)
+        pool, data = await self._pool(), orjson.dumps(payload)
+        is_plain = url.startswith("http://") and headers is None and "@" not in url
         with connection_faults(url, deadline_s):
-            async with session.post(url, data=data, headers=headers, timeout=timeout) as reply:
-                body = await reply.read()
+            reply = None
+            if is_plain:
+                reply = await pool.plain.post(url, data, header_lines=self._header_lines, deadline_s=deadline_s)
+            if reply is None or 300 <= reply.status < 400:
+                reply = await _post(pool.session, url, data, deadline_s=deadline_s, headers=headers)
         if reply.status >= 300:
-            raise fault_of_status(url, reply.status, body, reply.headers.get("Retry-After"))
-        return body
+            raise fault_of_status(url, reply.status, reply.body, reply.retry_after)
+        return reply.body
 
     async def stream(
         self,
@@ -102,14 +107,29 @@ class Transport:
 @dataclass(slots=True)
 class _Pool:
     session: aiohttp.ClientSession
+    plain: PlainConnections
     owner: AsyncGenerator["_Pool", None] | None = None
 
 
 async def _own_pool(headers: dict[str, str]) -> AsyncGenerator[_Pool, None]:
     """Yields one pool. As a generator it is closed by the event loop's own shutdown, whoever forgets to."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
-        yield _Pool(session)
+    plain = PlainConnections(connect_timeout_s=CONNECT_TIMEOUT_S, keepalive_s=KEEPALIVE_S)
+    try:
+        async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+            yield _Pool(session, plain)
+    finally:
+        plain.close()
+        await asyncio.sleep(0)  # for the transports to close
+
+
+async def _post(
+    session: aiohttp.ClientSession, url: str, data: bytes, *, deadline_s: float, headers: dict[str, str] | None
+) -> Reply:
+    """With TLS, redirects and whatever else a request may need."""
+    timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_TIMEOUT_S)
+    async with session.post(url, data=data, headers=headers, timeout=timeout) as reply:
+        return Reply(reply.status, await reply.read(), reply.headers.get("Retry-After"))
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
@@ -119,9 +139,11 @@ def bearer(api_key: str | None) -> dict[str, str]:
 
 @contextmanager
 def connection_faults(url: str, deadline_s: float) -> Iterator[None]:
-    """Turn what aiohttp raises inside the block into our faults."""
+    """Turn what connections raise inside the block into our faults."""
     try:
         yield
+    except EndpointUnavailable:
+        raise
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise EndpointUnavailable(f"cannot connect to {url}: {error}") from error
     except TimeoutError as error:
