@@ -66,7 +66,7 @@ class RolloutPool:
         self._running_items = running_items
         self._settled = settled
         self._works: dict[asyncio.Task[None], Work] = {}
-        self._storing: set[asyncio.Task[None]] = set()
+        self._storing: set[str] = set()  # uuids of those of them that only wait to be stored
         self._limit = 0
         self._starts_left: int | None = 0
         self._changed = asyncio.Event()
@@ -181,17 +181,17 @@ class RolloutPool:
         self._running_items[work.uuid] = {"item": work.item, "worker": task, "start_time": work.started_at}
         self._tasks.add(task)
         self._works[task] = work
-        work.on_rolled_out = functools.partial(self._rolled_out, task)
+        work.on_rolled_out = functools.partial(self._rolled_out, work.uuid)  # not the task: its context knows the work
         self._health.started(work.task)
         task.add_done_callback(lambda done: self._ended(work, done))
 
-    def _rolled_out(self, task: asyncio.Task[None]) -> None:
-        self._storing.add(task)
+    def _rolled_out(self, uuid: str) -> None:
+        self._storing.add(uuid)
         self._changed.set()
 
     def _ended(self, work: Work, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._storing.discard(task)
+        self._storing.discard(work.uuid)
         self._works.pop(task, None)
         self._health.ended(work.task)
         entry = self._running_items.get(work.uuid)
