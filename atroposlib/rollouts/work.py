@@ -1,7 +1,7 @@
 """One item on its way through the runtime, and which one the running code belongs to."""
 
+import os
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -18,7 +18,7 @@ class Work:
     item: Item
     key: str  # unique in a run, the same after a restart
     task: str
-    uuid: str = field(default_factory=lambda: str(uuid.uuid4()))
+    uuid: str = field(default_factory=lambda: os.urandom(16).hex())
     tries: int = 0  # failed tries so far
     started_at: float = field(default_factory=time.time)  # seconds since the epoch, of the current try
     waited_s: float = 0.0  # of that try, spent waiting for an engine that was down

@@ -4,8 +4,8 @@ The `openai` package costs 0.6 s of CPU to import. It is imported while the firs
 """
 
 import logging
+import os
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from functools import cache
 from threading import Thread
@@ -77,13 +77,16 @@ def warm_up() -> None:
 
 def chat_of(results: Sequence[tuple[str, Any]], model: str) -> "ChatCompletion":
     """A chat reply made here of (text, finish reason) per choice."""
-    choices = [_choice(i, message={"role": "assistant", "content": text}) for i, (text, _) in enumerate(results)]
+    choices = [
+        {"index": i, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        for i, (text, _) in enumerate(results)
+    ]
     return _made(_types()[0], "chat.completion", choices, results, model)
 
 
 def completion_of(results: Sequence[tuple[str, Any]], model: str) -> "Completion":
     """As `chat_of`, for text completions."""
-    choices = [_choice(i, text=text) for i, (text, _) in enumerate(results)]
+    choices = [{"index": i, "finish_reason": "stop", "text": text} for i, (text, _) in enumerate(results)]
     return _made(_types()[1], "text_completion", choices, results, model)
 
 
@@ -115,10 +118,6 @@ def reply_facts(result: "ChatCompletion | Completion", body: Mapping[str, Any], 
     )
 
 
-def _choice(index: int, **content: Any) -> dict[str, Any]:
-    return {"index": index, "finish_reason": "stop", **content}
-
-
 def _made(
     result_type: "type[Result]",
     kind: str,
@@ -127,7 +126,7 @@ def _made(
     model: str,
 ) -> "Result":
     """All choices are validated in one piece, which takes half the time of one by one."""
-    header = {"id": str(uuid.uuid4()), "created": int(time.time()), "model": model, "object": kind}
+    header = {"id": os.urandom(16).hex(), "created": int(time.time()), "model": model, "object": kind}
     reply = result_type.model_validate({**header, "choices": choices})
     for choice, (_, reason) in zip(reply.choices, results, strict=True):
         if reason != choice.finish_reason:

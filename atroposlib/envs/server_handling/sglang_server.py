@@ -54,6 +54,7 @@ class Generation(msgspec.Struct):
         return ids, [PROMPT_LOGPROB if pair.logprob is None else pair.logprob for pair in pairs]
 
 
+_ALLOWED = SGLANG_SAMPLING | SGLANG_REQUEST
 _decoder = msgspec.json.Decoder(Generation | list[Generation])
 
 
@@ -128,7 +129,7 @@ class SGLangServer(TokenServer):
 
     async def _body(self, prompt_ids: list[int], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The JSON of a `/generate` request."""
-        asked = sampling_of(kwargs, names=SGLANG_NAMES, allowed=SGLANG_SAMPLING | SGLANG_REQUEST, engine="SGLang")
+        asked = sampling_of(kwargs, names=SGLANG_NAMES, allowed=_ALLOWED, engine="SGLang")
         sampling = {key: value for key, value in asked.items() if key in SGLANG_SAMPLING}
         if "max_new_tokens" not in sampling:  # SGLang would stop after 128
             room = await self._room_for(len(prompt_ids))
