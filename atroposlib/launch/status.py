@@ -60,6 +60,7 @@ class RunStatus:
     starts: int = 0
     updated_at: float = 0.0  # seconds since the epoch
     groups_done: int = 0
+    limit_share: float = 0.0  # reached of the nearest limit of a member: problems, accepted responses or tokens
     responses: int = 0
     accepted: int = 0
     prompt_tokens: int = 0
@@ -103,17 +104,19 @@ class RunStatus:
 
     @property
     def tokens_left(self) -> int | None:
-        """Tokens to generate if the missing problems are as long as those so far; None before the first one."""
-        if not self.groups_done:
-            return None
-        return round(self.completion_tokens / self.groups_done * max(0, self.problems - self.groups_done))
+        """Tokens to generate if the rest of the run is as what there is; None before the first group."""
+        return None if self._to_come is None else round(self.completion_tokens * self._to_come)
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last problem at the pace so far; None before the first one."""
-        if not self.groups_done:
-            return None
-        return self.elapsed_s / self.groups_done * max(0, self.problems - self.groups_done)
+        """Seconds until the end at the pace so far; None before the first group."""
+        return None if self._to_come is None else self.elapsed_s * self._to_come
+
+    @property
+    def _to_come(self) -> float | None:
+        """The rest of the run, in units of what is done."""
+        done = max(self.limit_share, self.groups_done / self.problems if self.problems else 0.0)
+        return max(0.0, 1 / done - 1) if self.groups_done and done else None
 
     def as_json(self) -> dict[str, Any]:
         """Everything, the derived figures included."""
@@ -171,6 +174,7 @@ def sum_of(members: list[RunStatus], run_dir: Path) -> RunStatus:
         state=running[0].state if running else newest.state,
         running=bool(running),
         elapsed_s=max(member.elapsed_s for member in members),
+        limit_share=max(member.limit_share for member in members),
         **{name: sum(fact[name] for fact in facts) for name in counted},
         **{name: _added(fact[name] for fact in facts) for name in ("wasted", "failures", "restarts")},
         waiting_for=next((member.waiting_for for member in running if member.waiting_for), None),
@@ -204,6 +208,7 @@ def _status(run_dir: Path, run: dict[str, Any]) -> RunStatus:
         starts=run.get("starts", 0),
         updated_at=run.get("updated_at", 0.0),
         groups_done=progress.get("groups_done", 0),
+        limit_share=progress.get("share_done") or 0.0,
         responses=progress.get("responses", 0),
         accepted=progress.get("accepted", 0),
         prompt_tokens=progress.get("prompt_tokens", 0),

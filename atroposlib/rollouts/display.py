@@ -53,7 +53,7 @@ def render(progress: Progress) -> "Table":
     totals = progress.totals
     _, responses_s, tokens_s = progress.rates()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    of = f" / {progress.groups_total}" if progress.groups_total is not None else ""
+    of = f" / {progress.limits.groups}" if progress.limits.groups is not None else ""
     eta = progress.eta_s()
     share = f"{totals.accepted / totals.responses:.1%}" if totals.responses else "-"
     table.add_row("groups", f"{totals.groups}{of}", "in flight", str(progress.in_flight))

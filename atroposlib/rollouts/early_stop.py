@@ -99,16 +99,19 @@ class Limits:
     accepted: int | None = None  # responses
     tokens: int | None = None  # generated, for recorded and rejected groups
 
+    def share_done(self, counts: Counts) -> float | None:
+        """Of the limit that is nearest, 0 to 1 and more; None: there is no limit."""
+        reached = (
+            (self.groups, counts.groups),
+            (self.accepted, counts.accepted),
+            (self.tokens, counts.completion_tokens + counts.rejected_tokens),
+        )
+        shares = [count / limit if limit > 0 else 1.0 for limit, count in reached if limit is not None]
+        return max(shares, default=None)
+
     def is_reached(self, counts: Counts) -> bool:
         """Nothing more is to be started."""
-        return any(
-            limit is not None and count >= limit
-            for limit, count in (
-                (self.groups, counts.groups),
-                (self.accepted, counts.accepted),
-                (self.tokens, counts.completion_tokens + counts.rejected_tokens),
-            )
-        )
+        return (self.share_done(counts) or 0.0) >= 1
 
     def may_start(self, counts: Counts, in_flight: int) -> bool:
         """Would one more group find room, if those in flight turn out as those recorded?"""

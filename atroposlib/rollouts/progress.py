@@ -15,6 +15,7 @@ from typing import Any, Literal
 import orjson
 
 from atroposlib.paths import write_text_atomic
+from atroposlib.rollouts.early_stop import Limits
 from atroposlib.rollouts.failures import FailureLog, TaskHealth
 from atroposlib.rollouts.ledger import TaskCount, Totals
 
@@ -41,7 +42,7 @@ class Progress:
     path: Path | None  # None: nothing is written
     env: str
     mode: str
-    groups_total: int | None
+    limits: Limits
     totals: Totals
     failures: FailureLog
     health: TaskHealth
@@ -58,9 +59,9 @@ class Progress:
     started_at: float = field(default_factory=time.time)
     _killed_tokens: int = 0  # in flight when earlier processes ended
     _waits: dict[str, str] = field(default_factory=dict)  # by counterpart: "engine", "disk", "api"
-    _samples: deque[tuple[float, int, int, int]] = field(
+    _samples: deque[tuple[float, int, int, int, float]] = field(
         default_factory=deque
-    )  # monotonic s, groups, responses, tokens
+    )  # monotonic s, groups, responses, tokens, share of the run
 
     def __post_init__(self) -> None:
         """Take over what an earlier process lost."""
@@ -82,6 +83,11 @@ class Progress:
     def waiting_for(self) -> str | None:
         """What the run waits for, or None."""
         return "; ".join(self._waits.values()) or None
+
+    @property
+    def share_done(self) -> float | None:
+        """Of the limit that is nearest, 0 to 1; None: the run has no end."""
+        return self.limits.share_done(self.totals)
 
     def failure_counts(self) -> dict[str, int]:
         """Failures by class; a length stop counts per response."""
@@ -111,7 +117,8 @@ class Progress:
             "state": self.state,
             "waiting_for": self.waiting_for,
             "groups_done": self.totals.groups,
-            "groups_total": self.groups_total,
+            "groups_total": self.limits.groups,
+            "share_done": self.share_done,
             "responses": self.totals.responses,
             "accepted": self.totals.accepted,
             "prompt_tokens": self.totals.prompt_tokens,
@@ -158,7 +165,8 @@ class Progress:
     def sample(self) -> None:
         """Remember the counts now, for the rates of the last minute."""
         now = time.monotonic()
-        self._samples.append((now, self.totals.groups, self.totals.responses, self.totals.completion_tokens))
+        totals = self.totals
+        self._samples.append((now, totals.groups, totals.responses, totals.completion_tokens, self.share_done or 0.0))
         while now - self._samples[0][0] > RATE_WINDOW_S:
             self._samples.popleft()
 
@@ -171,16 +179,17 @@ class Progress:
         return (last[1] - first[1]) / seconds, (last[2] - first[2]) / seconds, (last[3] - first[3]) / seconds
 
     def eta_s(self) -> float | None:
-        """Seconds until the last group at the rate of the last minute; None when unknown."""
-        groups_s = self.rates()[0]
-        if self.groups_total is None or groups_s <= 0:
+        """Seconds until the nearest limit at the rate of the last minute; None when unknown."""
+        if self.share_done is None or len(self._samples) < 2:
             return None
-        return max(0, self.groups_total - self.totals.groups) / groups_s
+        first, last = self._samples[0], self._samples[-1]
+        gained = last[-1] - first[-1]
+        return max(0.0, 1 - self.share_done) * (last[0] - first[0]) / gained if gained > 0 else None
 
     def line(self) -> str:
         """The run in one line."""
         _, responses_s, tokens_s = self.rates()
-        total = f"/{self.groups_total}" if self.groups_total is not None else ""
+        total = f"/{self.limits.groups}" if self.limits.groups is not None else ""
         parts = [
             f"groups {self.totals.groups}{total}",
             f"{responses_s:.1f} responses/s",

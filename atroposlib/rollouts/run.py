@@ -126,7 +126,7 @@ class Run:
             path=where.progress_path if where else env.progress_path(),
             env=label,
             mode=mode,
-            groups_total=total,
+            limits=self.sink.limits,
             totals=self.sink.totals,
             failures=self.failures,
             health=self.health,
@@ -166,7 +166,7 @@ class Run:
             raise
         finally:
             await self._close([main, watch, stop])
-        total, groups = self.progress.groups_total, self.progress.totals.groups
+        total, groups = self.progress.limits.groups, self.progress.totals.groups
         remains = self.progress.state == "stopped" and total is not None and groups < total
         return Outcome(EXIT_WORK_REMAINS if remains else EXIT_DONE, groups, total)
 
@@ -276,7 +276,7 @@ class Run:
 
     def _complain_if_short(self) -> None:
         """The items ended before the asked number of groups: an error only when every task was set aside."""
-        total, groups = self.progress.groups_total, self.progress.totals.groups
+        total, groups = self.progress.limits.groups, self.progress.totals.groups
         if self.sink.is_full:
             return
         if self.shared and not self.health.all_set_aside:

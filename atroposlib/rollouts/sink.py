@@ -46,7 +46,7 @@ class Sink:
         accepted: int | None = None,
         tokens: int | None = None,
     ) -> None:
-        self._limits = Limits(total, accepted, tokens)
+        self.limits = Limits(total, accepted, tokens)
         self._env, self._run = env, run
         self._files = files
         self._sender = sender
@@ -59,12 +59,12 @@ class Sink:
 
     def may_start(self, in_flight: int) -> bool:
         """Would one more rollout still find room if each in flight gives one group?"""
-        return self._limits.may_start(self.totals, in_flight)
+        return self.limits.may_start(self.totals, in_flight)
 
     @property
     def is_full(self) -> bool:
         """The asked number of groups or accepted responses is stored, or the tokens are spent."""
-        return self._limits.is_reached(self.totals)
+        return self.limits.is_reached(self.totals)
 
     @property
     def unsent(self) -> int:

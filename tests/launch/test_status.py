@@ -61,6 +61,12 @@ def test_a_running_run_says_what_is_done_left_busy_and_wasted(tmp_path):
     assert facts(tmp_path)["wasted tokens"].startswith("retry 100, kill 200, truncation 400, rejected 300 (21.7%)")
 
 
+def test_time_left_is_that_of_the_limit_that_is_nearest(tmp_path):
+    """10 of 40 problems, but half of the accepted responses that are wanted."""
+    status = read_status(make_run(tmp_path, pid=os.getpid(), progress=PROGRESS | {"share_done": 0.5}))
+    assert (status.tokens_left, status.eta_s) == (4000, 100.0)
+
+
 @pytest.mark.parametrize(("state", "expected"), [("running", "killed"), ("exporting", "killed"), ("done", "done")])
 def test_a_run_whose_supervisor_is_gone_was_killed_unless_it_had_ended(tmp_path, state, expected):
     status = read_status(make_run(tmp_path, pid=None, state=state))

@@ -102,3 +102,8 @@ async def test_a_run_ends_when_its_tokens_are_spent_and_goes_on_with_a_larger_bu
         await run_env(tmp_path, total_steps=50, token_budget=budget, max_num_workers=4).process_manager()
         spent[budget] = sum(record["usage"]["completion_tokens"] for record in records(tmp_path))
     assert spent == {500: 640, 1000: 1120}
+
+
+def test_the_share_done_is_that_of_the_nearest_limit():
+    assert Limits().share_done(COUNTS) is None
+    assert Limits(groups=20, accepted=25, tokens=4000).share_done(COUNTS) == 0.8

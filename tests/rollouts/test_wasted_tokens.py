@@ -6,6 +6,7 @@ import pytest
 from counting_env import CountingEnv, make_env
 
 from atroposlib.errors import EngineFault, KilledFault, VerifierFault
+from atroposlib.rollouts.early_stop import Limits
 from atroposlib.rollouts.failures import FailureLog, TaskHealth
 from atroposlib.rollouts.ledger import Totals
 from atroposlib.rollouts.progress import Progress
@@ -23,7 +24,7 @@ def progress_of(folder):
     log = FailureLog(folder / "failures.jsonl", env="e", run="r")
     totals = Totals(length_tokens=30, rejected_tokens=4)
     health = TaskHealth(5, run_limit=30)
-    return Progress(folder / "p.json", "e", "process", None, totals, log, health)
+    return Progress(folder / "p.json", "e", "process", Limits(), totals, log, health)
 
 
 @pytest.mark.parametrize(("error", "is_final", "expected"), CAUSES.values(), ids=CAUSES)
