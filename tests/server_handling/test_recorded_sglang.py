@@ -58,6 +58,15 @@ async def test_ids_and_logprobs_are_those_of_the_reply(name, client, engine):
     assert reasons == [meta["finish_reason"]["type"]]
 
 
+async def test_without_output_ids_the_ids_beside_the_log_probabilities_are_taken(client, engine):
+    exchange = recorded("generate_logprob")
+    ids = exchange["body"].pop("output_ids")
+    engine.scripted = [(200, exchange["body"])]
+    _, outputs, logprobs, _ = await client.tokens_and_logprobs_completion(**asked(exchange))
+    assert outputs == [ids]
+    assert len(logprobs[0]) == len(ids)
+
+
 async def test_the_end_token_stays_in_the_ids(client, engine):
     _, (_, outputs, logprobs, reasons) = await replay(client, engine, "generate_eos")
 

@@ -4,7 +4,7 @@ Log-probabilities are of the distribution after temperature. Stop tokens stay in
 list. The embedded engine speaks the same protocol.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,13 +20,20 @@ from atroposlib.type_definitions import PROMPT_LOGPROB
 
 __all__ = ["APIServerConfig", "ReasoningConfig", "SGLangServer", "resolve_openai_configs"]
 
+T = TypeVar("T")
+
 
 class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
     """One generated (or scored) token; the first prompt token has no log-probability."""
 
     logprob: float | None
     token_id: int
-    text: str | None = None
+
+
+class Logprob(msgspec.Struct, array_like=True, gc=False):
+    """A generated token of which only the log-probability is read, as `output_ids` has its id."""
+
+    logprob: float | None
 
 
 class MetaInfo(msgspec.Struct):
@@ -36,7 +43,7 @@ class MetaInfo(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     weight_version: str | None = None
-    output_token_logprobs: list[TokenLogprob] | None = None
+    output_token_logprobs: list[Logprob] | None = None
     input_token_logprobs: list[TokenLogprob] | None = None
     input_top_logprobs: list[list[TokenLogprob] | None] | None = None
 
@@ -49,11 +56,20 @@ class Generation(msgspec.Struct):
 
     def ids_and_logprobs(self) -> tuple[list[int], list[float]]:
         """[T], [T]; `PROMPT_LOGPROB` where the engine gave no log-probability."""
-        pairs = self.meta_info.output_token_logprobs or []
-        ids = self.output_ids if self.output_ids is not None else [pair.token_id for pair in pairs]
-        return ids, [PROMPT_LOGPROB if pair.logprob is None else pair.logprob for pair in pairs]
+        tokens = self.meta_info.output_token_logprobs or []
+        logprobs = [PROMPT_LOGPROB if (logprob := token.logprob) is None else logprob for token in tokens]
+        return self.output_ids or [], logprobs
 
 
+class _IdMetaInfo(msgspec.Struct):
+    output_token_logprobs: list[TokenLogprob] | None = None
+
+
+class _IdGeneration(msgspec.Struct):
+    meta_info: _IdMetaInfo
+
+
+_id_decoder = msgspec.json.Decoder(_IdGeneration | list[_IdGeneration])
 _ALLOWED = SGLANG_SAMPLING | SGLANG_REQUEST
 _decoder = msgspec.json.Decoder(Generation | list[Generation])
 
@@ -144,11 +160,18 @@ class SGLangServer(TokenServer):
 
 
 def decode_generations(data: bytes) -> list[Generation]:
-    """The choices of a `/generate` reply, one or a flat list."""
+    """The choices of a `/generate` reply, one or a flat list, each with its `output_ids`."""
     try:
-        decoded = _decoder.decode(data)
+        generations = _as_list(_decoder.decode(data))
+        if any(generation.output_ids is None for generation in generations):  # an old server: ids are in the pairs only
+            for generation, ids in zip(generations, _as_list(_id_decoder.decode(data)), strict=True):
+                generation.output_ids = [token.token_id for token in ids.meta_info.output_token_logprobs or []]
     except msgspec.DecodeError as error:
         raise ReplyFault(f"not a /generate reply ({error}): {data[:200]!r}") from error
+    return generations
+
+
+def _as_list(decoded: T | list[T]) -> list[T]:
     return decoded if isinstance(decoded, list) else [decoded]
 
 
