@@ -17,7 +17,7 @@ import numpy as np
 _CHUNK = 1 << 20  # characters; temporaries of this size stay in the cache
 _WORD = 64
 _FULL = np.uint64(2**_WORD - 1)
-_ONE = np.uint64(1)
+_ONE, _BITS = np.uint64(1), np.uint64(_WORD)
 _BRACKETS = np.frombuffer(b"[]", np.uint8)
 
 _Bits: TypeAlias = Mapping[str, np.ndarray]
@@ -32,10 +32,9 @@ def proven_rows(text: memoryview, *, integers: bool, signed: bool = True) -> lis
         integers: integers of at most 7 digits are good; else finite floats.
         signed: integers may have a minus; floats always may.
     """
-    codes = np.frombuffer(text, np.uint8)
-    if codes.size < 4 or (codes[0], codes[-1]) != (ord("["), ord("]")):
+    if len(text) < 4 or text[0] != ord("[") or text[-1] != ord("]"):
         return None
-    codes = codes[1:-1]
+    codes = np.frombuffer(text[1:-1], np.uint8)
     bits = _classify(codes, ", -.e" if not integers else ", -" if signed else ", ")
     spaced = bool(bits[" "].any())
     rows = _find_rows(codes, bits, spaced)
@@ -88,13 +87,14 @@ def _find_rows(codes: np.ndarray, bits: _Bits, spaced: bool) -> np.ndarray | Non
 def _unclassified(size: int, bits: _Bits) -> np.ndarray:
     """Positions of the characters in no class."""
     known = bits["digit"] | bits[","]
-    for mark in bits.keys() & set(" -.e"):
-        known |= bits[mark]
+    for mark in " -.e":
+        if mark in bits:
+            known |= bits[mark]
     if size % _WORD:
         known[-1] |= _FULL << np.uint64(size % _WORD)
     words = (known != _FULL).nonzero()[0]
     places = np.unpackbits((~known[words]).view(np.uint8), bitorder="little").nonzero()[0]
-    return words[places // _WORD] * _WORD + places % _WORD
+    return words[places >> 6] * _WORD + (places & 63)
 
 
 def _is_grammatical(bits: _Bits, opening: np.ndarray, spaced: bool) -> bool:
@@ -103,7 +103,7 @@ def _is_grammatical(bits: _Bits, opening: np.ndarray, spaced: bool) -> bool:
     What surrounds brackets was seen to by `_find_rows`.
     """
     digit, brackets = bits["digit"], np.zeros_like(bits["digit"])
-    np.bitwise_or.at(brackets, opening // _WORD, _bit(opening))
+    np.bitwise_or.at(brackets, opening >> 6, _bit(opening))
     if spaced and (_after(bits[","]) != bits[" "]).any():
         return False
     begins = _after(brackets | bits[" " if spaced else ","])
@@ -132,13 +132,13 @@ def _is_grammatical(bits: _Bits, opening: np.ndarray, spaced: bool) -> bool:
 
 
 def _bit(position: np.ndarray) -> np.ndarray:
-    return _ONE << (position % _WORD).astype(np.uint64)
+    return _ONE << (position & 63).view(np.uint64)
 
 
-def _after(bitmap: np.ndarray, distance: int = 1) -> np.ndarray:
+def _after(bitmap: np.ndarray, distance: np.uint64 = _ONE) -> np.ndarray:
     """The characters `distance` after those of a bitmap."""
-    moved = bitmap << np.uint64(distance)
-    moved[1:] |= bitmap[:-1] >> np.uint64(_WORD - distance)
+    moved = bitmap << distance
+    moved[1:] |= bitmap[:-1] >> (_BITS - distance)
     return moved
 
 
@@ -154,14 +154,14 @@ def _has_long_run(digit: np.ndarray, integers: bool) -> bool:
     if not integers:
         return bool((digit == _FULL).any())
     run = digit
-    for length in (1, 2, 4):
-        run = run & _after(run, length)
+    for distance in (_ONE, np.uint64(2), np.uint64(4)):
+        run = run & _after(run, distance)
     return bool(run.any())
 
 
 def _count_values(comma: np.ndarray, opening: np.ndarray) -> list[int]:
     """Values of each row: the commas from its bracket to that of the next row, and one for the last row."""
-    words = opening // _WORD
+    words = opening >> 6
     counts = np.add.reduceat(np.bitwise_count(comma), words, dtype=np.int64)  # of whole words
     counts[:-1] *= words[1:] > words[:-1]
     earlier = np.bitwise_count(comma[words] & (_bit(opening) - _ONE)).astype(np.int64)

@@ -10,7 +10,7 @@ from api_testing import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.api import lifting
+from atroposlib.api import lifting, number_rows
 from atroposlib.api.lifting import lift_matrices
 from atroposlib.api.number_rows import proven_rows
 from atroposlib.api.payload import GROUP_KEYS, read_group, read_list
@@ -105,6 +105,16 @@ def test_digit_runs_over_the_borders_of_words_keep_their_grammar(length):
         assert rows_of(f"{head}0.{'3' * 40}.1]]".encode(), integers=False) is None
         assert rows_of(f"{head}0.{'3' * 40}e-05,1]]".encode(), integers=False) is not None
         assert rows_of(f"{head}0.{'3' * 40}e-05.1]]".encode(), integers=False) is None
+
+
+def test_a_text_looked_at_in_pieces_is_judged_as_a_whole(monkeypatch):
+    monkeypatch.setattr(number_rows, "_CHUNK", 64)
+    matrix = [[-0.25 * i, -1e-05, 1.0] * i for i in range(1, 12)]
+    text = json.dumps(matrix).encode()
+    assert rows_of(text, integers=False) == [len(row) for row in matrix]
+    for at in range(2, len(text) - 2):
+        for wrong in (b"[", b"e", b" ", b"--"):
+            assert rows_of(text[:at] + wrong + text[at:], integers=False) is None
 
 
 def test_integers_above_seven_digits_are_left_to_the_careful_reader():
