@@ -57,16 +57,22 @@ class Batches:
             raise
         return [text + env_id_suffix(group.env_id) for text, group in zip(stored, batch.groups, strict=True)]
 
-    async def sent(self, batch: Batch, started_at: float) -> None:
-        """The response with this batch is in the hands of the network; without a lease that ends our duty."""
+    def sent(self, batch: Batch, started_at: float) -> Coroutine[None, None, None]:
+        """The response with this batch is in the hands of the network; without a lease that ends our duty.
+
+        From the call on, not one turn of the event loop later, no death of the process can deliver the batch once
+        more; await what it returns for the rest.
+        """
         if batch.expires is None:
             self._store.note_delivered(batch.groups, self._live.run.step)
-        sequences = sum(group.sequences for group in batch.groups)
+        return self._count_sent(batch, started_at)
+
+    async def _count_sent(self, batch: Batch, started_at: float) -> None:
         self._metrics.batch_sent(batch.groups)
         logger.info(
             "batch sent: number=%d sequences=%d groups=%d step=%d queued=%d took_s=%.3f",
             batch.number,
-            sequences,
+            sum(group.sequences for group in batch.groups),
             len(batch.groups),
             self._live.run.step,
             len(self._live.queue.pool),

@@ -271,3 +271,20 @@ async def test_a_batch_whose_connection_broke_is_there_after_a_death_at_any_mome
         assert uids(await client.get("/batch")) == [1, 2]
         assert (await client.get("/status")).json()["current_step"] == 1
         await again.state.service.store.close()
+
+
+async def test_a_batch_is_noted_as_delivered_before_the_event_loop_turns(tmp_path):
+    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    client = await started(app)
+    await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
+    service = app.state.service
+    batch = await service.batches.next()
+    counting = service.batches.sent(batch, time.monotonic())
+    shutil.copytree(tmp_path / "state", tmp_path / "died")
+    await counting
+    await service.store.close()
+    again = create_app(ApiSettings(state_dir=tmp_path / "died"))
+    client = client_of(again)
+    assert uids(await client.get("/batch")) is None
+    assert (await client.get("/status")).json()["current_step"] == 1
+    await again.state.service.store.close()
