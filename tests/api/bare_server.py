@@ -17,7 +17,7 @@ from pathlib import Path
 
 from atroposlib.api.direct_io import aligned, allocate, open_for_writing, write_all
 
-FILE_BYTES = 1 << 30
+FILE_BYTES = 64 << 20
 BUFFER_BYTES = 16 << 20
 ENV_STATUS = {"current_step": 0, "queue_size": 0, "env_weight": 1.0, "self_queue_size": 0, "max_group_size": 1}
 ENV = {"status": "success", "wandb_name": "bare", "checkpoint_dir": "", "starting_step": 0, "num_steps": 1}
