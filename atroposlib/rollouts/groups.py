@@ -95,7 +95,8 @@ def longest_sequence(group: Mapping[str, Any]) -> int:
 
 def unmasked_lengths(group: Mapping[str, Any]) -> list[int]:
     """[G] positions per sequence that take loss."""
-    return [len(mask) - mask.count(IGNORE_INDEX) for mask in map(list, group["masks"])]
+    masks = (mask if isinstance(mask, list) else list(mask) for mask in group["masks"])
+    return [len(mask) - mask.count(IGNORE_INDEX) for mask in masks]
 
 
 def merge_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:

@@ -60,7 +60,7 @@ class Codec:
         end = len(ids)
         while end > 0 and self._is_special(ids[end - 1]):
             end -= 1
-        return ids[:end], ids[end:]
+        return (ids, []) if end == len(ids) else (ids[:end], ids[end:])
 
     def _is_special(self, token: int) -> bool:
         if self._special is not None:
