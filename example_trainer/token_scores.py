@@ -1,7 +1,8 @@
 """Log-probabilities of given tokens, without ever holding the logits of a whole micro-batch.
 
 A vocabulary of 150,000 words makes a logit table of 600 KB per token. Only positions that predict a trained token go
-through the output layer, a slice at a time; where there are several slices, the backward pass computes each again.
+through the output layer, a slice at a time. The backward pass uses the first slices as they are, as many as a GPU
+surely has room for, and computes the others again.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from example_trainer.layout import MicroBatch
 
 SLICE_LOGITS = 2**26
 """Logits of one slice: 256 MiB in float32."""
+KEPT_SLICES = {"cuda": 16}
+"""Slices that stay in memory for the backward pass, by device; one where nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -55,24 +58,27 @@ def _sliced(
 ) -> tuple[Tensor, Tensor]:
     """[K] log-probabilities and entropies of K positions, a slice at a time."""
     tokens = max(1, SLICE_LOGITS // model.config.get_text_config().vocab_size)
-    parts = list(zip(hidden.split(tokens), targets.split(tokens), temperature.split(tokens), strict=True))
-    score = partial(_slice_scores, model, entropy)
-    if len(parts) == 1:
-        return score(*parts[0])
-    scored: list[Any] = [checkpoint(score, *part, use_reentrant=False) for part in parts]
+    scales = [None] * -(-len(hidden) // tokens) if (temperature == 1).all() else temperature.split(tokens)
+    parts = list(zip(hidden.split(tokens), targets.split(tokens), scales, strict=True))
+    score, kept = partial(_slice_scores, model, entropy), KEPT_SLICES.get(hidden.device.type, 1)
+    scored: list[Any] = [score(*part) for part in parts[:kept]]
+    scored += [checkpoint(score, *part, use_reentrant=False) for part in parts[kept:]]
     return torch.cat([logp for logp, _ in scored]), torch.cat([entropies for _, entropies in scored])
 
 
 def _slice_scores(
-    model: Any, entropy: bool, hidden: Tensor, targets: Tensor, temperature: Tensor
+    model: Any, entropy: bool, hidden: Tensor, targets: Tensor, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    scaled = _logits(model, hidden).float() / temperature[:, None]
-    norm = scaled.logsumexp(-1)
-    logp = scaled.gather(-1, targets[:, None])[:, 0] - norm
+    """Few passes over the logits, as these decide the time. Temperature None: 1."""
+    logits = _logits(model, hidden)
+    with torch.autocast(logits.device.type, enabled=False):  # which would make a float32 copy first
+        scaled = logits if temperature is None else logits.float() / temperature[:, None]
+        log_probs = scaled.log_softmax(-1, dtype=torch.float32)
+    logp = log_probs.gather(-1, targets[:, None])[:, 0]
     if not entropy:
-        return logp, torch.zeros_like(norm)
+        return logp, torch.zeros_like(logp)
     with torch.no_grad():
-        return logp, norm - torch.linalg.vecdot(scaled.softmax(-1), scaled)
+        return logp, -torch.linalg.vecdot(log_probs.exp(), log_probs)
 
 
 def _logits(model: Any, hidden: Tensor) -> Tensor:
