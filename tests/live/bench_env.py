@@ -39,6 +39,7 @@ class BenchEnv(BaseEnv):
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             await managed.chat_completion(messages=prompt(-1), n=1, max_tokens=1, temperature=1.0)
         self._start: tuple[float, float] | None = None
+        self._end = time.time(), time.process_time()
         self._busy_s = 0.0
 
     async def get_item(self, index: int) -> int:
@@ -57,17 +58,19 @@ class BenchEnv(BaseEnv):
                 ignore_eos=True,
             )
             nodes = managed.get_state()["nodes"]
-        start, cpu = self._start
-        end = time.time()
-        self._busy_s += end - began
-        times = {"start": start, "end": end, "cpu_s": time.process_time() - cpu, "busy_s": self._busy_s}
-        Path(self.config.times_path).write_text(json.dumps(times), encoding="utf-8")
+        self._end = time.time(), time.process_time()
+        self._busy_s += self._end[0] - began
         return {
             "tokens": [node.tokens for node in nodes],
             "masks": [node.masked_tokens for node in nodes],
             "inference_logprobs": [node.logprobs for node in nodes],
             "scores": [float(index % 2) for index in range(len(nodes))],
         }, []
+
+    async def teardown(self) -> None:
+        (start, cpu_start), (end, cpu_end) = self._start or self._end, self._end
+        times = {"start": start, "end": end, "cpu_s": cpu_end - cpu_start, "busy_s": self._busy_s}
+        Path(self.config.times_path).write_text(json.dumps(times), encoding="utf-8")
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         return None
