@@ -1,6 +1,7 @@
 """An environment against the shortest client there could be, on an engine that answers after 100 ms on average.
 
     python tests/rollouts/bench_throughput.py [--in-flight 32 256] [--group-size 16] [--groups 4000] [--tokens 64]
+    python tests/rollouts/bench_throughput.py --in-flight 16 64 --latency 0.7 --tokens 128 --groups 1000  # like a GPU
 
 Three processes: the engine (`capped_engine.py`, lognormal latency, no limit), then either a raw aiohttp loop that
 parses replies with `json`, or an environment in `process` mode, which also decodes, tracks tokens, checks and stores.
@@ -22,8 +23,6 @@ from typing import Any
 import psutil
 from bench_auto import ask, start
 
-LATENCY_S, SPREAD = 0.1, 0.6
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -31,6 +30,8 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--groups", type=int, default=4000)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--latency", type=float, default=0.1, help="Seconds until an answer, on average.")
+    parser.add_argument("--spread", type=float, default=0.6, help="Of the lognormal latency; 0: always the same.")
     parser.add_argument(
         "--raw", help=argparse.SUPPRESS
     )  # this process is the raw loop, on the engine with this address
@@ -57,7 +58,8 @@ def measure(client: Any, in_flight: int, args: Any) -> dict[str, float]:
     """Rate in groups per second, CPU in ms for each response, and the memory of a client."""
     engine = start(
         "capped_engine.py",
-        *("--capacity", "1000000", "--seconds", str(LATENCY_S), "--spread", str(SPREAD), "--tokens", str(args.tokens)),
+        *("--capacity", "1000000", "--seconds", str(args.latency), "--spread", str(args.spread)),
+        *("--tokens", str(args.tokens)),
         stdout=subprocess.PIPE,
     )
     assert engine.stdout is not None
