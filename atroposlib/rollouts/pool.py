@@ -72,6 +72,7 @@ class RolloutPool:
         self._changed = asyncio.Event()
         self._closing = False
         self.completed = 0  # rollouts that ended without failing
+        self.completed_s = 0.0  # that they took together, storing not included
         self._fatal: StorageError | None = None
 
     @property
@@ -218,6 +219,7 @@ class RolloutPool:
             self._failed(work, error)
         else:
             self.completed += 1
+            self.completed_s += work.rollout_s if work.is_rolled_out else time.time() - work.started_at
             self._settled(work.key)
             self._health.succeeded(work.task)
 

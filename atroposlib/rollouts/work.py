@@ -22,6 +22,7 @@ class Work:
     tries: int = 0  # failed tries so far
     started_at: float = field(default_factory=time.time)  # seconds since the epoch, of the current try
     waited_s: float = 0.0  # of that try, spent waiting for an engine that was down
+    rollout_s: float = 0.0  # of that try, until it was rolled out
     is_rolled_out: bool = False  # generated and scored; what is left is checking and storing
     asked: Counter[bytes] = field(default_factory=Counter)  # responses of this try by what was asked, see `OneByOne`
     trace: RolloutTrace = field(default_factory=RolloutTrace)
@@ -31,6 +32,7 @@ class Work:
     def rolled_out(self, backlog: Sequence[Item]) -> None:
         """The engine is not needed any more; its place is free for another item."""
         self.backlog, self.is_rolled_out = list(backlog), True
+        self.rollout_s = time.time() - self.started_at
         self.on_rolled_out()
 
 

@@ -1,0 +1,113 @@
+"""Which number of groups at once delivers most groups per second: measuring one number, and choosing the next. Pure."""
+
+import math
+from dataclasses import dataclass, field
+
+GROW, PROBE_UP, PROBE_DOWN = 2.0, 1.3, 0.7
+WORTH = 0.3  # of a change in the number of groups must show in the rate for the change to pay
+CHANGED = 0.7  # a rate at the same number below this share of the known one (or as much above) is another engine
+HOLD_RATES = 5
+TRIES = 2
+FEWEST_GROUPS = 40  # in a rate
+SHORTEST_S = 1.0
+_BUSY, _OVER = 0.8, 1.1  # of the limit is in flight: less or more says nothing about the limit
+
+
+@dataclass(slots=True)
+class RateMeter:
+    """Groups per second while `limit` groups are in flight: limit / mean time of a group (Little's law).
+
+    Ends of groups are not counted against the clock: groups of equal length end together, and whether an interval holds
+    two such rounds or three is chance. Groups that were in flight already do not count.
+    """
+
+    limit: int
+    began: float  # s; moved on while the limit is not what is in flight
+    _skip_to: int | None = None  # groups ended
+    _first: tuple[float, int, float] | None = None  # time, groups ended, their seconds
+
+    def rate(self, now: float, ended: int, spent_s: float, *, in_flight: int) -> float | None:
+        """None until enough groups have ended. `ended` and `spent_s` count all that ever did."""
+        if not _BUSY * self.limit <= in_flight <= math.ceil(_OVER * self.limit):
+            self.began, self._skip_to, self._first = now, None, None
+        elif self._skip_to is None:
+            self._skip_to = ended + in_flight
+        elif self._first is None:
+            self._first = (now, ended, spent_s) if ended >= self._skip_to else None
+        else:
+            began, before, spent_before = self._first
+            groups, seconds = ended - before, spent_s - spent_before
+            if groups >= max(self.limit, FEWEST_GROUPS) and now - began >= SHORTEST_S and seconds > 0:
+                self._first = now, ended, spent_s
+                return self.limit * groups / seconds
+        return None
+
+
+@dataclass(slots=True)
+class RateClimber:
+    """Holds the best number known, and tries a higher and a lower one now and then.
+
+    A number becomes the best only by its own rate. So a rate that falls (the engine lost capacity, or answers became
+    longer) never lowers the number by itself: fewer groups would make fewer groups per second, and so on to one.
+    """
+
+    limit: int  # to be measured next
+    _best: int = 0
+    _rate: float | None = None  # at the best
+    _climbing: bool = True  # no end of the climb was seen yet
+    _held: int = 0
+    _probes: int = 0
+    _tried: list[float] = field(default_factory=list)  # rates at a limit that is not the best
+
+    def __post_init__(self) -> None:
+        """The first limit is the best known."""
+        self._best = self.limit
+
+    def restart(self, limit: int) -> None:
+        """Somebody knows better: go on from this limit, of which no rate is known; on upwards if it is higher."""
+        self._climbing = limit > self.limit
+        self.limit = self._best = limit
+        self._rate, self._held = None, 0
+
+    def observe(self, rate: float, *, may_grow: bool = True, hold: int = HOLD_RATES) -> int:
+        """Note the rate at `limit`; the next limit.
+
+        Args:
+            hold: rates before the next probe upwards.
+        """
+        known, up = self._rate, GROW if may_grow else 1.0
+        if known is None:
+            return self._take(rate, up if self._climbing else 1.0)
+        if self.limit != self._best:
+            return self._judge(rate, known, up)
+        if not known * CHANGED <= rate <= known / CHANGED:
+            return self._take(rate, PROBE_DOWN if rate < known else up)
+        self._rate = known + 0.3 * (rate - known)
+        self._held += 1
+        is_up = may_grow and self._probes % 2 == 0
+        if self._held < (hold if is_up else HOLD_RATES):
+            return self.limit
+        self._probes += 1
+        return self._try(PROBE_UP if is_up else PROBE_DOWN)
+
+    def _judge(self, rate: float, known: float, up: float) -> int:
+        """Does another limit pay? Two rates that say "fewer groups" are believed, a single one is not."""
+        self._tried.append(rate)
+        mean, is_higher = sum(self._tried) / len(self._tried), self.limit > self._best
+        pays = mean / known - 1 >= WORTH * (self.limit / self._best - 1)
+        if pays is not is_higher and len(self._tried) < TRIES:
+            return self.limit
+        if pays:
+            return self._take(mean, up if is_higher else PROBE_DOWN)
+        self._rate, self._climbing = None, False  # it may have been luck that nothing else came up to it
+        return self._try(1.0)
+
+    def _take(self, rate: float, factor: float) -> int:
+        """`limit` is the best now; try on in the same direction."""
+        self._best, self._rate = self.limit, rate
+        return self._try(factor)
+
+    def _try(self, factor: float) -> int:
+        self._held, self._tried = 0, []
+        self.limit = max(1, math.ceil(self._best * factor) if factor >= 1 else int(self._best * factor))
+        return self.limit
