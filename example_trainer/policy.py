@@ -31,7 +31,7 @@ class Policy:
         self.folder = model_folder(config.model_name)
         self.tokenizer = load_tokenizer(self.folder)
         self.model = _load(self, checkpoint).to(self.device)
-        self._copies: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}  # page-locked, see `_off_gpu`
         self._reference: nn.Module | None = None
         if config.init_kl_coeff > 0 and not config.use_lora:
             start = self.model if checkpoint is None else _load_weights(self.folder, torch.float32)
@@ -64,10 +64,12 @@ class Policy:
     def merged_state(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """All weights on the CPU, named as in the Hugging Face model; an adapter is added in, in float32.
 
-        Without an adapter the same memory is used every time: the next call overwrites what this one gave.
+        From a GPU and without an adapter they come in the same memory every time: the next call overwrites them.
         """
         if not self.config.use_lora:
-            return self._on_cpu(self.model.state_dict(), dtype)
+            if self.device.type == "cuda":
+                return self._off_gpu(self.model.state_dict(), dtype)
+            return {name: value.detach().to(dtype, copy=True) for name, value in self.model.state_dict().items()}
         from peft.tuners.lora import LoraLayer
 
         base = self.model.get_base_model()  # pyright: ignore[reportCallIssue]
@@ -79,15 +81,13 @@ class Policy:
                 state[f"{name}.weight"] = state[f"{name}.weight"].float() + delta.detach().float().cpu()
         return {name: value.to(dtype) for name, value in state.items()}
 
-    def _on_cpu(self, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    def _off_gpu(self, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """Copies in page-locked memory, which a GPU writes at full speed and which is claimed once."""
-        is_gpu = self.device.type == "cuda"
         for name, value in state.items():
             if name not in self._copies or self._copies[name].dtype != dtype:
-                self._copies[name] = torch.empty(value.shape, dtype=dtype, pin_memory=is_gpu)
-            self._copies[name].copy_(value.detach().to(dtype), non_blocking=is_gpu)  # cast first: half the bytes
-        if is_gpu:
-            torch.cuda.synchronize(self.device)
+                self._copies[name] = torch.empty(value.shape, dtype=dtype, pin_memory=True)
+            self._copies[name].copy_(value.detach().to(dtype), non_blocking=True)  # cast first: half the bytes
+        torch.cuda.synchronize(self.device)
         return self._copies
 
     def save_merged(self, folder: Path) -> None:

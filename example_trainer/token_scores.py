@@ -58,21 +58,21 @@ def _sliced(
 ) -> tuple[Tensor, Tensor]:
     """[K] log-probabilities and entropies of K positions, a slice at a time."""
     tokens = max(1, SLICE_LOGITS // model.config.get_text_config().vocab_size)
-    scales = [None] * -(-len(hidden) // tokens) if (temperature == 1).all() else temperature.split(tokens)
-    parts = list(zip(hidden.split(tokens), targets.split(tokens), scales, strict=True))
-    score, kept = partial(_slice_scores, model, entropy), KEPT_SLICES.get(hidden.device.type, 1)
+    parts = list(zip(hidden.split(tokens), targets.split(tokens), temperature.split(tokens), strict=True))
+    score = partial(_slice_scores, model, entropy, bool((temperature == 1).all()))
+    kept = KEPT_SLICES.get(hidden.device.type, 1)
     scored: list[Any] = [score(*part) for part in parts[:kept]]
     scored += [checkpoint(score, *part, use_reentrant=False) for part in parts[kept:]]
     return torch.cat([logp for logp, _ in scored]), torch.cat([entropies for _, entropies in scored])
 
 
 def _slice_scores(
-    model: Any, entropy: bool, hidden: Tensor, targets: Tensor, temperature: Tensor | None
+    model: Any, entropy: bool, is_one: bool, hidden: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Few passes over the logits, as these decide the time. Temperature None: 1."""
+    """Few passes over the logits, as these decide the time: none for the temperature where `is_one` says it is 1."""
     logits = _logits(model, hidden)
     with torch.autocast(logits.device.type, enabled=False):  # which would make a float32 copy first
-        scaled = logits if temperature is None else logits.float() / temperature[:, None]
+        scaled = logits if is_one else logits.float() / temperature[:, None]
         log_probs = scaled.log_softmax(-1, dtype=torch.float32)
     logp = log_probs.gather(-1, targets[:, None])[:, 0]
     if not entropy:

@@ -70,3 +70,13 @@ def test_slices_change_neither_the_scores_nor_the_gradient(micro, monkeypatch):
     torch.testing.assert_close(*both, atol=1e-6, rtol=1e-6)
     sliced.logp.sum().backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], gradients, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_without_a_trained_token_have_scores_of_zero():
+    rows = rows_of([make_group([1, 0], completions=[3, 4])], seq_len=64, temperature=1.0)
+    for row in rows:
+        row.trained[:] = False
+    found = token_scores(make_model("Llama"), collate(rows, [[0, 1]]), entropy=True)
+    assert found.entropy is not None
+    assert not found.logp.any()
+    assert not found.entropy.any()
