@@ -45,31 +45,33 @@ def relieved(limit: int, in_flight: int, loads: Sequence[Load]) -> int:
     Retractions or a full cache cost work already done: down by a fifth. A queue above `QUEUE_SHARE`: down to what
     runs, once an earlier cut has taken effect.
     """
-    running, queued = _running(loads), _queued(loads)
+    run, wait = running(loads), queued(loads)
     fullest = max((load.token_usage or 0.0 for load in loads), default=0.0)
-    if any(load.retracted for load in loads) or (fullest > FULL_CACHE and queued):
+    if any(load.retracted for load in loads) or (fullest > FULL_CACHE and wait):
         return max(1, int(limit * RELIEF))
-    if queued > QUEUE_SHARE * running and in_flight <= limit * (1 + QUEUE_SHARE):
-        useful = in_flight * running / (running + queued) * (1 + QUEUE_SHARE)
+    if wait > QUEUE_SHARE * run and in_flight <= limit * (1 + QUEUE_SHARE):
+        useful = in_flight * run / (run + wait) * (1 + QUEUE_SHARE)
         return max(1, min(limit, math.ceil(useful)))
     return limit
 
 
 def has_room(loads: Sequence[Load]) -> bool:
     """Whether more requests would run, and not only wait."""
-    return _queued(loads) <= QUEUE_SHARE * _running(loads) / 2
+    return queued(loads) <= QUEUE_SHARE * running(loads) / 2
 
 
-def _running(loads: Sequence[Load]) -> int:
+def running(loads: Sequence[Load]) -> int:
+    """Requests that all engines together work on."""
     return sum(load.running or 0 for load in loads)
 
 
-def _queued(loads: Sequence[Load]) -> int:
+def queued(loads: Sequence[Load]) -> int:
+    """Requests that wait in them."""
     return sum(load.queued or 0 for load in loads)
 
 
 def _queue_share(loads: Sequence[Load]) -> float:
-    return _queued(loads) / max(1, _queued(loads) + _running(loads))
+    return queued(loads) / max(1, queued(loads) + running(loads))
 
 
 class AutoConcurrency:

@@ -172,19 +172,19 @@ class Progress:
 
     def rates(self) -> tuple[float, float, float]:
         """Groups, responses and completion tokens per second over the last minute."""
-        if len(self._samples) < 2 or self._samples[-1][0] <= self._samples[0][0]:
-            return 0.0, 0.0, 0.0
-        first, last = self._samples[0], self._samples[-1]
-        seconds = last[0] - first[0]
-        return (last[1] - first[1]) / seconds, (last[2] - first[2]) / seconds, (last[3] - first[3]) / seconds
+        return self._per_second(1), self._per_second(2), self._per_second(3)
 
     def eta_s(self) -> float | None:
         """Seconds until the nearest limit at the rate of the last minute; None when unknown."""
-        if self.share_done is None or len(self._samples) < 2:
-            return None
+        share_s = self._per_second(4)
+        return None if self.share_done is None or share_s <= 0 else max(0.0, 1 - self.share_done) / share_s
+
+    def _per_second(self, place: int) -> float:
+        """How fast the figure at this place of the samples grew over the last minute."""
+        if len(self._samples) < 2 or self._samples[-1][0] <= self._samples[0][0]:
+            return 0.0
         first, last = self._samples[0], self._samples[-1]
-        gained = last[-1] - first[-1]
-        return max(0.0, 1 - self.share_done) * (last[0] - first[0]) / gained if gained > 0 else None
+        return (last[place] - first[place]) / (last[0] - first[0])
 
     def line(self) -> str:
         """The run in one line."""

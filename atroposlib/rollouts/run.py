@@ -18,7 +18,7 @@ from typing import Any
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.rollouts.collector import RareCollections
-from atroposlib.rollouts.concurrency import AutoConcurrency
+from atroposlib.rollouts.concurrency import AutoConcurrency, queued, running
 from atroposlib.rollouts.display import ProgressDisplay
 from atroposlib.rollouts.environment import Environment
 from atroposlib.rollouts.failures import FailureLog, TaskHealth, describe_error
@@ -252,10 +252,8 @@ class Run:
         slots = 0
         while True:
             loads = [load for load in await self._env.server.engine_loads() if load.is_known]
-            running = sum(load.running or 0 for load in loads)
-            queued = sum(load.queued or 0 for load in loads)
-            slots = max(slots, running)
-            self.progress.engines = EngineUse(running, queued, slots) if loads else None
+            slots = max(slots, running(loads))
+            self.progress.engines = EngineUse(running(loads), queued(loads), slots) if loads else None
             await asyncio.sleep(ENGINES_EVERY_S)
 
     def _note_in_flight(self) -> None:
