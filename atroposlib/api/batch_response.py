@@ -53,33 +53,51 @@ class BatchResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection | None = scope.get(CONNECTION_KEY)
+        request = connection.requests if connection is not None else 0
         try:
-            await self._send(send, connection)
+            if not await self._send_all_but_the_end(send, connection):
+                await self._service.batches.not_sent(self._batch)
+                return
+            end = self._send_end(connection)
         except BaseException:
             await asyncio.shield(self._service.batches.not_sent(self._batch))
             raise
-        if connection is not None and connection.broken:
-            await self._service.batches.not_sent(self._batch)
-            return
-        await asyncio.shield(self._service.batches.sent(self._batch, self._started_at))
-        if self._batch.expires is None:
-            self._await_arrival(connection)
+        try:
+            await send({"type": "http.response.body", "body": end, "more_body": False})
+        finally:
+            await asyncio.shield(self._service.batches.sent(self._batch, self._started_at))
+            if self._batch.expires is None:
+                self._await_arrival(connection, request)
 
-    async def _send(self, send: Send, connection: Connection | None) -> None:
+    def _send_end(self, connection: Connection | None) -> bytes:
+        """Note that the batch is delivered and send its last byte at once; what is left to send.
+
+        A kill between the two would lose the batch. The other way round it would double it, and that gap is a thousand
+        times longer: a send wakes the trainer, which the scheduler may run first.
+        """
+        end, commit = self._parts[-1][-1:], self._service.batches.note_sent(self._batch)
+        if connection is None:
+            commit()
+            return end
+        connection.send_last(end, commit)
+        return b""
+
+    async def _send_all_but_the_end(self, send: Send, connection: Connection | None) -> bool:
+        """Whether the client still reads when everything before the last byte has left."""
         if connection is not None:
             connection.transport.set_write_buffer_limits(high=0)  # now each send waits until the one before has left
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for part in self._parts:
-            for start in range(0, len(part), CHUNK_BYTES):
+        for part in (*self._parts[:-1], self._parts[-1][:-1], b""):
+            for start in range(0, len(part) or 1, CHUNK_BYTES):
                 await send({"type": "http.response.body", "body": part[start : start + CHUNK_BYTES], "more_body": True})
-                if connection is not None and connection.closed:
+                if connection is not None and connection.is_leaving():
                     connection.broken = True
-                    return
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        if connection is not None and not connection.closed:
+                    return False
+        if connection is not None:
             connection.transport.set_write_buffer_limits()
+        return True
 
-    def _await_arrival(self, connection: Connection | None) -> None:
+    def _await_arrival(self, connection: Connection | None, request: int) -> None:
         """Free the groups' space once the trainer surely has them; take the batch back if the connection breaks."""
         service, batch = self._service, self._batch
 
@@ -94,7 +112,7 @@ class BatchResponse(Response):
         if connection is None:
             settled(True)
         else:
-            connection.when_settled(settled)
+            connection.when_settled(request, settled)
 
 
 async def _packed(request: Request, batch: Batch, groups: list[bytes]) -> tuple[list[bytes], dict[str, str]]:

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 
 from atroposlib.api.live import LiveRun
 from atroposlib.api.metrics import Metrics
+from atroposlib.api.notes import Commit
 from atroposlib.api.payload import env_id_suffix
 from atroposlib.api.queue import Batch
 from atroposlib.api.refusal import Refused
@@ -57,17 +58,17 @@ class Batches:
             raise
         return [text + env_id_suffix(group.env_id) for text, group in zip(stored, batch.groups, strict=True)]
 
-    def sent(self, batch: Batch, started_at: float) -> Coroutine[None, None, None]:
-        """The response with this batch is in the hands of the network; without a lease that ends our duty.
+    def note_sent(self, batch: Batch) -> Commit:
+        """Prepare the note after which no death of the process can deliver the batch once more.
 
-        From the call on, not one turn of the event loop later, no death of the process can deliver the batch once
-        more; await what it returns for the rest.
+        Commit it just before the response's last byte, and say `sent` after that.
         """
-        if batch.expires is None:
-            self._store.note_delivered(batch.groups, self._live.run.step)
-        return self._count_sent(batch, started_at)
+        if batch.expires is not None:
+            return lambda: None  # that ends with the lease
+        return self._store.note_delivered(batch.groups, self._live.run.step)
 
-    async def _count_sent(self, batch: Batch, started_at: float) -> None:
+    async def sent(self, batch: Batch, started_at: float) -> None:
+        """The response with this batch is in the hands of the network; without a lease that ends our duty."""
         self._metrics.batch_sent(batch.groups)
         logger.info(
             "batch sent: number=%d sequences=%d groups=%d step=%d queued=%d took_s=%.3f",

@@ -27,9 +27,15 @@ class Connection:
         receive_into: fills a buffer with the unread part of a request's body; False when the client left.
     """
 
-    def __init__(self, transport: asyncio.Transport, receive_into: Callable[[memoryview], Awaitable[bool]]) -> None:
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        receive_into: Callable[[memoryview], Awaitable[bool]],
+        count_sent: Callable[[int], None],
+    ) -> None:
         self.transport = transport
         self.receive_into = receive_into
+        self._count_sent = count_sent
         self.requests = 0
         self.broken = False
         self.closed = False
@@ -50,8 +56,25 @@ class Connection:
         """The client stopped sending; if it has not acknowledged all our bytes, it never will."""
         self.broken = self.broken or self._unacknowledged() > 0
 
-    def when_settled(self, callback: Callable[[bool], None]) -> None:
-        """Call back once, with True when the last response surely arrived, with False when the connection broke."""
+    def is_leaving(self) -> bool:
+        """Whether what is sent now would not go out any more."""
+        return self.closed or self.transport.is_closing()
+
+    def send_last(self, last: bytes, commit: Callable[[], None]) -> None:
+        """Note an answer and send its last bytes, with as little as can be between the two.
+
+        Everything before them must have left, and the connection must not be leaving.
+        """
+        write = self.transport.write
+        commit()
+        write(last)
+        self._count_sent(len(last))
+
+    def when_settled(self, request: int, callback: Callable[[bool], None]) -> None:
+        """Call back once, with True when the answer to this request surely arrived, with False when it broke off."""
+        if self.requests > request:
+            callback(True)
+            return
         self._on_settled = callback
         if self.closed:
             self._settle(not self.broken)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from atroposlib.api.compaction import worth_rewriting
 from atroposlib.api.index import Index
-from atroposlib.api.notes import DeliveryNotes, Note
+from atroposlib.api.notes import Commit, DeliveryNotes, Note
 from atroposlib.api.queue import Group
 from atroposlib.api.records import Meta
 from atroposlib.api.segments import SEGMENT_BYTES, SegmentFiles
@@ -69,11 +69,11 @@ class DiskStore:
         if change.noted:
             self._notes.settle()
 
-    def note_delivered(self, groups: Sequence[Group], step: int) -> None:
-        self._notes.add(Note(step, delivered=[group.number for group in groups]))
+    def note_delivered(self, groups: Sequence[Group], step: int) -> Commit:
+        return self._notes.prepare(Note(step, delivered=[group.number for group in groups]))
 
     def note_restored(self, groups: Sequence[Group], step: int) -> None:
-        self._notes.add(Note(step, restored=self._located(groups)))
+        self._notes.prepare(Note(step, restored=self._located(groups)))()
 
     async def reset(self, run: bytes) -> None:
         def forget() -> None:

@@ -5,6 +5,8 @@ and started for most of them. Here the parser sees the head of a request and wha
 then asks for the rest (`receive_into`), the kernel writes it straight to where it will be used. The parser is told
 nothing of it: it is replaced by a fresh one, as the next byte begins a new request.
 
+The last bytes of a batch bypass uvicorn too, on their way out (`Connection.send_last`); it is told how many they were.
+
 Between a head and the application's question nothing is read, so strangers cannot make the server hold their bodies.
 """
 
@@ -37,6 +39,10 @@ class _Http(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self.cycle.more_body = False
         self.cycle.message_event.set()
+
+    def answer_was_sent(self, nbytes: int) -> None:
+        """The application sent so many bytes of the current answer itself."""
+        self.cycle.expected_content_length -= nbytes
 
 
 class _HeadWithBody:
@@ -92,7 +98,7 @@ class Intake(asyncio.BufferedProtocol):
         transport = cast(asyncio.Transport, transport)
         self._http.connection_made(transport)
         self._peer = tuple(transport.get_extra_info("peername") or ())[:2]
-        self._connections[self._peer] = Connection(transport, self.receive_into)
+        self._connections[self._peer] = Connection(transport, self.receive_into, self._http.answer_was_sent)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._head if self._rest is None else self._rest

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from atroposlib.api.notes import Commit
 from atroposlib.api.payload import Pieces
 from atroposlib.api.queue import Batch, Group, Place
 from atroposlib.errors import AtroposError
@@ -87,12 +88,15 @@ class Store(Protocol):
         """Apply a state change."""
         ...
 
-    def note_delivered(self, groups: Sequence[Group], step: int) -> None:
-        """Survives the death of the process from now on; the `change` that consumes these groups follows."""
+    def note_delivered(self, groups: Sequence[Group], step: int) -> Commit:
+        """Prepare it; once the commit is called, no death of the process delivers these groups again.
+
+        The `change` that consumes the groups follows.
+        """
         ...
 
     def note_restored(self, groups: Sequence[Group], step: int) -> None:
-        """As `note_delivered`, for the `change` that restores these groups."""
+        """From now on no death of the process loses these groups; the `change` that restores them follows."""
         ...
 
     async def read(self, groups: Sequence[Group]) -> list[bytes]:
@@ -162,8 +166,8 @@ class MemoryStore:
     async def change(self, change: Change) -> None:
         pass
 
-    def note_delivered(self, groups: Sequence[Group], step: int) -> None:
-        pass
+    def note_delivered(self, groups: Sequence[Group], step: int) -> Commit:
+        return lambda: None
 
     def note_restored(self, groups: Sequence[Group], step: int) -> None:
         pass

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from fastapi import FastAPI
 
 from atroposlib.api.server import ApiSettings, create_app
@@ -25,6 +26,7 @@ REGISTRATION = {
     "starting_step": 0,
     "num_steps": 100,
 }
+needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount")
 ENV = {"max_token_length": 512, "desired_name": "sums", "weight": 1.0, "group_size": 4}
 
 
@@ -62,6 +64,19 @@ async def started(app: FastAPI, *, batch_size: int = 8, envs: int = 1, **env: An
 def memory_app(**settings: Any) -> FastAPI:
     """An app that keeps its run in memory."""
     return create_app(ApiSettings(**settings))
+
+
+@contextmanager
+def small_disk(folder, megabytes):
+    """A tmpfs; skips where mounting is not permitted."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 class ServerRefused(Exception):

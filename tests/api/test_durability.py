@@ -257,6 +257,7 @@ async def test_a_batch_whose_connection_broke_is_there_after_a_death_at_any_mome
     await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
     service = app.state.service
     batch = await service.batches.next()
+    service.batches.note_sent(batch)()
     await service.batches.sent(batch, time.monotonic())
     assert service.run.step == 1
     taking_back = service.batches.recall(batch)
@@ -273,15 +274,15 @@ async def test_a_batch_whose_connection_broke_is_there_after_a_death_at_any_mome
         await again.state.service.store.close()
 
 
-async def test_a_batch_is_noted_as_delivered_before_the_event_loop_turns(tmp_path):
+async def test_a_batch_is_noted_as_delivered_by_one_store_to_memory(tmp_path):
     app = create_app(ApiSettings(state_dir=tmp_path / "state"))
     client = await started(app)
     await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
     service = app.state.service
     batch = await service.batches.next()
-    counting = service.batches.sent(batch, time.monotonic())
+    service.batches.note_sent(batch)()
     shutil.copytree(tmp_path / "state", tmp_path / "died")
-    await counting
+    await service.batches.sent(batch, time.monotonic())
     await service.store.close()
     again = create_app(ApiSettings(state_dir=tmp_path / "died"))
     client = client_of(again)

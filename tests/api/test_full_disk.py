@@ -1,30 +1,13 @@
 """A store on a file system that fills up: a tmpfs of a few MB where mounting is permitted, else simulated errors."""
 
 import errno
-import os
-import subprocess
-from contextlib import contextmanager
 
-import pytest
-from api_testing import client_of, make_group, started, uids
+from api_testing import client_of, make_group, needs_root, small_disk, started, uids
 
 from atroposlib.api import segments
 from atroposlib.api.server import ApiSettings, create_app
 
 BIG = [[{"role": "user", "content": "x" * 300_000}]] * 4
-
-
-@contextmanager
-def small_disk(folder, megabytes):
-    """A tmpfs; skips where mounting is not permitted."""
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
 
 
 async def fill(client, first=0):
@@ -40,7 +23,7 @@ async def fill(client, first=0):
     raise AssertionError("the disk did not fill up")
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount")
+@needs_root
 async def test_a_full_disk_answers_503_loses_nothing_and_goes_on_when_there_is_room(tmp_path):
     with small_disk(tmp_path / "disk", 24) as disk:
         app = create_app(ApiSettings(state_dir=disk / "state"))
