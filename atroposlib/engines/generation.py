@@ -1,5 +1,6 @@
 """One sequence being generated: what was asked, what came so far, and why it ended."""
 
+import copy
 import random
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ class Finish:
 
 @dataclass(eq=False)
 class Generation:
-    """Written by the engine's thread only; others may read it inside `on_progress` and after `finish` is set."""
+    """Written by the engine's thread only; others may read it after `finish` is set, and before that take `so_far`."""
 
     rid: str
     prompt: list[int]
@@ -70,6 +71,14 @@ class Generation:
     def completion_tokens(self) -> int:
         return len(self.tokens) - len(self.prompt)
 
+    def so_far(self) -> "Generation":
+        """A copy to read while the engine's thread goes on: as many ids as log-probabilities, or all and `finish`."""
+        seen = copy.copy(self)
+        count = len(self.logprobs)  # of a token the last that is written
+        seen.tokens, seen.logprobs = self.tokens[: len(self.prompt) + count], self.logprobs[:count]
+        seen.top = self.top[:count]
+        return seen
+
     def accept(self, token: int, logprob: float, piece: bytes) -> None:
         """Append one drawn token and set `finish` when it is the last. The length is judged first, as SGLang does."""
         self.first_token_at = self.first_token_at or time.time()
@@ -83,8 +92,8 @@ class Generation:
             self.end(Finish("stop", matched))
 
     def end(self, finish: Finish) -> None:
-        self.finish = finish
         self.finished_at = time.time()
+        self.finish = finish  # the last that is written
 
     def _matched_stop(self, piece: bytes) -> str | None:
         stops = self.params.stops

@@ -70,9 +70,9 @@ async def _stream(
         chunk = {"id": head["id"], "object": shape.part, "created": head["created"], "model": head["model"]}
         return b"data: " + orjson.dumps({**chunk, "choices": choices, **more}) + b"\n\n"
 
-    sent = {id(generation): _Sent(at) for at, generation in enumerate(generations)}
-    async for generation in watch(engine, generations):
-        for choice in shape.deltas(sent[id(generation)], generation):
+    sent = [_Sent(at) for at in range(len(generations))]
+    async for place, generation in watch(engine, generations):
+        for choice in shape.deltas(sent[place], generation):
             yield event([choice])
     if (body.get("stream_options") or {}).get("include_usage"):
         yield event([], usage=_usage(generations))

@@ -76,10 +76,10 @@ class _NativeRoutes:
         return JsonResponse(replies[0] if asked.is_single else replies)
 
     async def _stream(self, asked: GenerateRequest) -> AsyncIterator[bytes]:
-        async for generation in watch(self._engine, asked.generations):
+        async for place, generation in watch(self._engine, asked.generations):
             reply = generate_reply(generation, self._engine.vocabulary, text_in_logprobs=asked.text_in_logprobs)
             if not asked.is_single:
-                reply["index"] = asked.generations.index(generation)
+                reply["index"] = place
             yield b"data: " + orjson.dumps(reply) + b"\n\n"
         yield b"data: [DONE]\n\n"
 

@@ -33,27 +33,31 @@ async def run_all(engine: Engine, generations: list[Generation]) -> None:
         raise
 
 
-async def watch(engine: Engine, generations: list[Generation]) -> AsyncIterator[Generation]:
-    """Submit and yield a sequence whenever it has grown, last with `finish` set. Closing the iterator aborts."""
+async def watch(engine: Engine, generations: list[Generation]) -> AsyncIterator[tuple[int, Generation]]:
+    """Submit, and whenever a sequence has grown yield its place and what it is so far, last with `finish` set.
+
+    Closing the iterator aborts.
+    """
     loop = asyncio.get_running_loop()
-    grown: asyncio.Queue[Generation] = asyncio.Queue()
+    grown: asyncio.Queue[int] = asyncio.Queue()
 
-    def on_progress(generation: Generation) -> None:
-        loop.call_soon_threadsafe(grown.put_nowait, generation)
+    for place, generation in enumerate(generations):
 
-    for generation in generations:
+        def on_progress(_: Generation, place: int = place) -> None:
+            loop.call_soon_threadsafe(grown.put_nowait, place)
+
         generation.on_progress = on_progress
     engine.submit(generations)
-    unfinished = set(map(id, generations))
+    unfinished = set(range(len(generations)))
     try:
         while unfinished:
-            generation = await grown.get()
-            is_last = generation.finish is not None
-            if id(generation) not in unfinished:
+            place = await grown.get()
+            if place not in unfinished:
                 continue  # it ended while an earlier change was being reported
-            if is_last:
-                unfinished.discard(id(generation))
-            yield generation
+            seen = generations[place].so_far()
+            if seen.finish is not None:
+                unfinished.discard(place)
+            yield place, seen
     finally:
         if unfinished:
             abort(engine, generations)

@@ -7,10 +7,12 @@ import pytest
 import uvicorn
 
 from atroposlib.envs.server_handling import managed_server_proxy as proxy_module
+from atroposlib.envs.server_handling import proxy_client
 from atroposlib.envs.server_handling.managed_server_proxy import create_app
 from atroposlib.envs.server_handling.proxy_client import create_proxy_session
 from atroposlib.envs.server_handling.proxy_schemas import load_config
-from atroposlib.envs.server_handling.proxy_sessions import Sessions, UnknownSessionError
+from atroposlib.envs.server_handling.proxy_sessions import Sessions, UnknownSessionError, choose_server
+from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, EngineFault, KilledFault, RequestFault
 from tests.fakes import FakeServer, FakeTokenizer
@@ -218,6 +220,18 @@ def new_session(sessions):
     return sessions.create(FakeServer(), FakeTokenizer(), model_name="m", tool_parser="hermes", track_tree=False)
 
 
+def test_sessions_created_together_spread_over_the_servers_until_they_end():
+    urls = [f"http://127.0.0.1:{port}/v1" for port in (1, 2)]
+    servers = ServerManager([APIServerConfig(server_type="sglang", base_url=url) for url in urls]).servers
+    sessions = Sessions()
+    options = {"model_name": "fake", "tool_parser": "hermes", "track_tree": False}
+    made = [sessions.create(choose_server(servers, None), FakeTokenizer(), **options) for _ in range(4)]
+    assert [server.leases["train"] for server in servers] == [2, 2]
+    for session in made:
+        sessions.delete(session.uuid)
+    assert [server.leases["train"] for server in servers] == [0, 0]
+
+
 def test_sessions_expire_when_unused_but_not_while_a_request_runs():
     clock = Clock()
     sessions = Sessions(timeout_s=10, clock=clock)
@@ -265,6 +279,29 @@ async def test_a_proxy_session_is_used_like_a_managed_server():
         with pytest.raises(RequestFault, match="404"):
             await session.fetch_state()
     assert server.requests[0]["top_p"] == 0.5
+
+
+async def test_a_reset_of_a_proxy_session_reaches_the_proxy_once_and_before_anything_else(monkeypatch):
+    resets = []
+    call = proxy_client.call_proxy
+
+    async def slow_resets(method, url, **options):
+        if url.endswith("/reset"):
+            resets.append(url)
+            await asyncio.sleep(0.1 * (len(resets) - 1))  # a second one would come after the first generation
+        return await call(method, url, **options)
+
+    monkeypatch.setattr(proxy_client, "call_proxy", slow_resets)
+    async with serving(create_app(manager_of(FakeServer("hello")), FakeTokenizer(), "fake")) as url:
+        session = await create_proxy_session(url)
+        async with session:
+            await session.completion(prompt="first")
+            session.reset()
+            await asyncio.gather(*(session.completion(prompt=f"{i}") for i in range(3)))
+            assert len((await session.fetch_state())["nodes"]) == 3
+            session.reset()
+        assert session.get_state() == {"nodes": []}
+    assert len(resets) == 2
 
 
 async def test_an_engine_that_fails_behind_the_proxy_is_an_engine_fault():

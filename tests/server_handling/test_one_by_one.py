@@ -8,10 +8,11 @@ import pytest
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.one_by_one import OneByOne, digest_of
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.server_baseline import MAX_TRIES
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.sglang_stream import is_resumable
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.errors import RequestFault
+from atroposlib.errors import EngineFault, RequestFault
 from atroposlib.rollouts import journal as journal_module
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.trace import tracing
@@ -158,6 +159,58 @@ async def test_a_broken_stream_goes_on_where_it_stopped(engine, sglang, tmp_path
     assert (outputs, reasons) == ([whole], ["stop"])
     assert logprobs == [[-0.25] * len(whole)]
     assert trace.usage == {"prompt_tokens": 3, "completion_tokens": len(whole)}
+
+
+async def test_a_stream_that_breaks_behind_the_end_token_is_whole(engine, sglang, tmp_path):
+    keep(sglang, tmp_path, streams=True)
+    whole = [*FakeTokenizer().encode(engine.text), EOS]
+    engine.break_stream_after = len(whole)
+    with rollout():
+        _, outputs, _, reasons = await sglang.tokens_and_logprobs_completion(**PROMPT, n=1)
+    assert (outputs, reasons, len(asked(engine))) == ([whole], ["stop"], 1)
+
+
+ERRORS_IN_STREAMS = {
+    "older": ('{"error": {"message": "too long"}}', RequestFault, 1),
+    "newer": ('{"error":{"message":"too long","code":400}}', RequestFault, 1),
+    "not the request's": ('{"error":{"message":"too long","code":500}}', EngineFault, MAX_TRIES),
+}
+
+
+@pytest.mark.parametrize(("event", "fault", "requests"), ERRORS_IN_STREAMS.values(), ids=ERRORS_IN_STREAMS)
+async def test_an_error_inside_a_stream_is_what_it_would_be_as_a_reply(
+    engine, sglang, tmp_path, event, fault, requests
+):
+    keep(sglang, tmp_path, streams=True)
+    engine.scripted = [(200, f"data: {event}\n\ndata: [DONE]\n\n")] * MAX_TRIES
+    with rollout(), pytest.raises(fault, match="too long"):
+        await sglang.tokens_and_logprobs_completion(**PROMPT, n=1)
+    assert len(asked(engine)) == requests
+
+
+async def test_a_response_counts_as_generated_by_its_oldest_weights(engine, sglang, tmp_path):
+    keep(sglang, tmp_path, streams=True)
+    engine.text, engine.weight_version = "one two three four", "9"
+    engine.break_stream_after = 5
+    with rollout() as trace:
+        asking = asyncio.create_task(sglang.tokens_and_logprobs_completion(**PROMPT, n=1))
+        while not engine.requests or engine.running:
+            await asyncio.sleep(0)
+        engine.weight_version = "10"
+        await asking
+    assert len(asked(engine)) == 2
+    assert trace.engine["weight_version_start"] == "9"
+
+
+async def test_the_weight_versions_of_a_group_are_its_oldest_and_its_newest(engine, sglang, tmp_path):
+    keep(sglang, tmp_path)
+    engine.weight_version, engine.scripted = "9", [(400, {"error": {"message": "no"}})]
+    with rollout(), pytest.raises(RequestFault):
+        await sglang.tokens_and_logprobs_completion(**PROMPT, n=3)
+    engine.weight_version = "10"
+    with rollout() as trace:  # the response that is missing is the first of the three
+        await sglang.tokens_and_logprobs_completion(**PROMPT, n=3)
+    assert (trace.engine["weight_version_start"], trace.engine["weight_version_end"]) == ("9", "10")
 
 
 async def test_a_killed_process_loses_less_than_a_piece_of_a_stream(engine, sglang, tmp_path, monkeypatch):

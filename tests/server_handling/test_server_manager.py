@@ -5,13 +5,17 @@ import sys
 import pytest
 
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
+from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig
 from atroposlib.envs.server_handling.server_harness import ServerHarness, create_chat_completion
 from atroposlib.envs.server_handling.server_manager import ServerManager, part_sizes
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.errors import ConfigError, EngineFault
+from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.trace import tracing
+from atroposlib.rollouts.work import Work, current_work
+from tests.fake_engine import running_engine
 from tests.fakes import FakeServer, FakeTokenizer
 from tests.server_handling.conftest import sglang_server
 
@@ -94,7 +98,40 @@ async def test_managed_sessions_opened_together_spread_over_the_servers():
 
     async with manager.managed_server(tokenizer) as one, manager.managed_server(tokenizer) as two:
         assert {one.server, two.server} == set(manager.servers)
-    assert [server.leases for server in manager.servers] == [0, 0]
+    assert [server.leases["train"] for server in manager.servers] == [0, 0]
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize("one_by_one", [False, True])
+async def test_requests_that_begin_together_spread_over_the_servers_also_beyond_their_slots(
+    tmp_path, split, one_by_one
+):
+    async with running_engine() as first, running_engine() as second:
+        urls = [f"{engine.url}/v1" for engine in (first, second)]
+        slots = {"num_max_requests_at_once": 4, "num_requests_for_eval": 4}
+        manager = ServerManager([APIServerConfig(model_name="fake", base_url=url, **slots) for url in urls])
+        if one_by_one:
+            journal = ResponseJournal(tmp_path / "run.journal", ())
+            manager.keep_responses(OneByOne(journal, streams=False, seed=None, evaluations=True))
+            current_work.set(Work(item=None, key="7", task="t"))
+        await asyncio.gather(*(manager.completion(prompt=f"{i}", n=4, split=split) for i in range(16)))
+        assert len(first.requests) == len(second.requests)
+        assert [server.leases[split] for server in manager.servers] == [0, 0]
+        await manager.close()
+
+
+async def test_the_requests_of_a_dead_server_spread_over_the_others():
+    async with running_engine() as dead, running_engine() as first, running_engine() as second:
+        manager = ServerManager(
+            [
+                APIServerConfig(model_name="fake", base_url=f"{engine.url}/v1", num_max_requests_at_once=4)
+                for engine in (dead, first, second)
+            ]
+        )
+        manager.servers[0].server_healthy = False
+        await asyncio.gather(*(manager.servers[0].completion(prompt=f"{i}") for i in range(24)))
+        assert [len(engine.requests) for engine in (dead, first, second)] == [0, 12, 12]
+        await manager.close()
 
 
 async def test_a_managed_session_can_be_pinned_to_an_address():

@@ -11,6 +11,7 @@ kill; with streams (SGLang) the tokens that were there are continued instead, an
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
@@ -147,9 +148,12 @@ class OneByOne:
                 raise result
         drafts = [result for result in results if isinstance(result, Draft)]
         trace = current_trace()
-        for index, draft in enumerate(drafts if trace else ()):
-            with same_prompt() if index else nullcontext():
-                trace.record(_reply_of(draft))  # pyright: ignore[reportOptionalMemberAccess]
+        if trace is not None:
+            replies = [_reply_of(draft) for draft in drafts]
+            versions = sorted((reply.weight_version for reply in replies), key=_age)  # a restart may lie between them
+            for index, (reply, version) in enumerate(zip(replies, versions, strict=True)):
+                with same_prompt() if index else nullcontext():
+                    trace.record(replace(reply, weight_version=version))
         return drafts
 
     def _recall(self, draft: Draft, model: str, kwargs: Mapping[str, Any]) -> None:
@@ -189,6 +193,11 @@ def _places(work: Work, digest: bytes, n: int) -> list[bytes]:
     first = work.asked[digest]
     work.asked[digest] += n
     return [digest + index.to_bytes(PLACE_BYTES, "big") for index in range(first, first + n)]
+
+
+def _age(weight_version: str | None) -> int:
+    """For sorting, oldest first: trainers count their updates; anything else is from before the first."""
+    return int(weight_version) if weight_version and weight_version.isdecimal() else -1
 
 
 def _reply_of(draft: Draft) -> EngineReply:

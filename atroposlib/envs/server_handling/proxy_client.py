@@ -37,7 +37,7 @@ class ProxyManagedServer:
         self.model_name = model_name
         self.base_url = base_url
         self._nodes: list[SequenceNode] = []
-        self._fetching = asyncio.Lock()
+        self._talking = asyncio.Lock()
         self._reset_wanted = False
 
     def get_url(self) -> str:
@@ -72,13 +72,14 @@ class ProxyManagedServer:
 
     async def fetch_state(self) -> dict[str, Any]:
         """The same, fetched now: what other clients of the session generated is in it."""
-        async with self._fetching:  # of two fetches the later one also answers later
+        async with self._talking:  # of two fetches the later one also answers later
+            await self._pass_reset_on()
             reply = await self._call("GET", "nodes", timeout_s=CONTROL_TIMEOUT_S)
             self._nodes = [SequenceNode.model_validate(node) for node in reply["nodes"]]
         return self.get_state()
 
     def reset(self) -> None:
-        """Forget all sequences; the proxy is told before the next generation."""
+        """Forget all sequences; the proxy is told before it is asked for anything else."""
         self._nodes = []
         self._reset_wanted = True
 
@@ -100,12 +101,17 @@ class ProxyManagedServer:
             await self.cleanup()
 
     async def _generate(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if self._reset_wanted:
-            await self._call("POST", "reset", body={}, timeout_s=CONTROL_TIMEOUT_S)
-            self._reset_wanted = False
+        async with self._talking:
+            await self._pass_reset_on()
         reply = await self._call("POST", f"v1/{path}", body=body, timeout_s=GENERATION_TIMEOUT_S)
         await self.fetch_state()
         return reply
+
+    async def _pass_reset_on(self) -> None:
+        """Once, and before a generation begins: the proxy would forget that one, too."""
+        if self._reset_wanted:
+            await self._call("POST", "reset", body={}, timeout_s=CONTROL_TIMEOUT_S)
+            self._reset_wanted = False
 
     async def _call(self, method: str, path: str, *, timeout_s: float, body: Any = None) -> dict[str, Any]:
         url = f"{self.proxy_url}/{self.session_uuid}/{path}".rstrip("/")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.server_handling.server_manager import pick_server
+from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.errors import RequestFault
 
@@ -71,6 +71,7 @@ class Sessions:
             last_accessed=now,
         )
         self._sessions[session.uuid] = session
+        count_lease(server, "train", 1)
         return session
 
     @contextmanager
@@ -91,7 +92,9 @@ class Sessions:
 
     def delete(self, session_uuid: str) -> None:
         """Forget a session; UnknownSessionError when there is none of that id."""
-        self._find(session_uuid).managed_server.reset()
+        managed_server = self._find(session_uuid).managed_server
+        managed_server.reset()
+        count_lease(managed_server.server, "train", -1)
         del self._sessions[session_uuid]
 
     def all(self) -> list[SessionState]:

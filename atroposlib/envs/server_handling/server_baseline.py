@@ -9,7 +9,7 @@ import asyncio
 import random
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class APIServer(ABC):
     """
 
     peers: Sequence["APIServer"] = ()  # endpoints with the same model; a request may move to one of them
-    leases: int = 0  # managed sessions that are open on this endpoint
+    leases: Counter[str] = Counter()  # open calls and managed sessions by split; replaced, never changed
     one_by_one: "OneByOne | None" = None  # keeps every finished response of a rollout
     server_healthy: bool = True
 
@@ -120,6 +120,15 @@ class APIServer(ABC):
         """One attempt at the log-probabilities of a prompt."""
         raise NotImplementedError(f"{type(self).__name__} does not implement get_logprobs; use sglang or vllm")
 
+    def slots(self, split: str) -> AsyncSemWithAdaptiveWeight:
+        """The slots for requests of "train" or "eval"."""
+        return self.eval_sem if split == "eval" else self.sem
+
+    def room(self, split: str) -> float:
+        """Free slots less the requests that wait for one."""
+        slots = self.slots(split)
+        return slots._value - len(slots._waiters)
+
     async def update_weight(self, weight: float) -> None:
         """Use `weight` (0 to 1) of the slots: the share of rollouts the trajectory API wants from here."""
         self.sem.update_weight(weight)
@@ -140,10 +149,10 @@ class APIServer(ABC):
         started, tries, waits = time.monotonic(), 0, 0
         give_up_at: float | None = None  # set by the first sign of an outage
         while True:
-            server = await self._reachable(give_up_at)
+            server = await self._reachable(give_up_at, split)
             pause_s: float | None = None
             try:
-                async with server.eval_sem if split == "eval" else server.sem:
+                async with server.slots(split):
                     result = await getattr(server, wrapper)(**{**kwargs, "model": server.config.model_name})
             except DeadlineFault:
                 raise
@@ -162,8 +171,8 @@ class APIServer(ABC):
             if await server._confirm_up():
                 await asyncio.sleep(pause_s if pause_s is not None else backoff_s(tries + waits))
 
-    async def _reachable(self, give_up_at: float | None) -> "APIServer":
-        """This server when it is up, else its peer with most free slots; waits while none is up."""
+    async def _reachable(self, give_up_at: float | None, split: str) -> "APIServer":
+        """This server when it is up, else its peer with most room; waits while none is up."""
         self._start_health_task()
         if self.server_healthy:
             return self
@@ -171,7 +180,7 @@ class APIServer(ABC):
         while True:
             up = [server for server in (self, *self.peers) if server.server_healthy]
             if up:
-                return max(up, key=lambda server: server.sem._value)
+                return max(up, key=lambda server: server.room(split))
             if time.monotonic() > give_up_at:
                 raise EngineFault(
                     f"no server for model {self.config.model_name!r} came back within "

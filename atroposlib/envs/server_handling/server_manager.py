@@ -4,8 +4,9 @@ import asyncio
 import inspect
 import os
 import warnings
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, Field, PositiveInt
@@ -120,7 +121,7 @@ class ServerManager:
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Log-probabilities of a given prompt, see `APIServer.get_logprobs`."""
-        return await pick_server(self.servers, kwargs.get("split", "train")).get_logprobs(**kwargs)
+        return await self._on_best(lambda server: server.get_logprobs, kwargs)
 
     def keep_responses(self, one_by_one: OneByOne | None) -> None:
         """From now on ask for the responses of rollouts one by one, and keep each; None: not any more."""
@@ -191,7 +192,7 @@ class ServerManager:
             managed = ManagedServer(
                 server, tokenizer, tool_parser=self.tool_parser, preserve_think_blocks=preserve_think_blocks
             )
-        with _lease(server):
+        with _lease(server, "train"):
             try:
                 yield managed
             finally:
@@ -207,19 +208,21 @@ class ServerManager:
 
     async def _in_parts(self, method: Callable[[Any], Callable[..., Any]], kwargs: dict[str, Any]) -> list[Any]:
         """Results of the parts that `n` is split into, each on the server that is best for it."""
-        split = kwargs.get("split", "train")
         sizes = part_sizes(kwargs.get("n") or 1, self.max_n_completions)
         if len(sizes) == 1:
-            return [await method(pick_server(self.servers, split))(**kwargs)]
+            return [await self._on_best(method, kwargs)]
 
         async def part(index: int, n: int) -> Any:
-            call = method(pick_server(self.servers, split))
-            if index == 0:
-                return await call(**{**kwargs, "n": n})
-            with same_prompt():
-                return await call(**{**kwargs, "n": n})
+            with same_prompt() if index else nullcontext():
+                return await self._on_best(method, {**kwargs, "n": n})
 
         return await all_or_none([part(index, n) for index, n in enumerate(sizes)])
+
+    async def _on_best(self, method: Callable[[Any], Callable[..., Any]], kwargs: dict[str, Any]) -> Any:
+        split = kwargs.get("split", "train")
+        server = pick_server(self.servers, split)
+        with _lease(server, split):
+            return await method(server)(**kwargs)
 
 
 def server_configs(configs: ServerBaseline | Sequence[APIServerConfig], slurm: bool) -> list[APIServerConfig]:
@@ -253,10 +256,10 @@ def pick_server(servers: Sequence[Any], split: str) -> Any:
 
 
 def _room(server: Any, split: str) -> float:
-    if split == "eval":
-        return server.eval_sem._value
-    leases = server.leases if isinstance(server, APIServer) else 0
-    return min(server.sem._value, server.sem.max_val - leases)
+    """Free slots, fewer than none where requests wait; a call or session that has not asked yet counts, too."""
+    if not isinstance(server, APIServer):
+        return (server.eval_sem if split == "eval" else server.sem)._value
+    return min(server.room(split), server.slots(split).max_val - server.leases[split])
 
 
 def _free_slots(server: Any, is_training: bool) -> float:
@@ -267,16 +270,18 @@ def _free_slots(server: Any, is_training: bool) -> float:
 
 
 @contextmanager
-def _lease(server: Any) -> Iterator[None]:
-    """Count a managed session, so that sessions opened at the same time spread over the servers."""
-    if not isinstance(server, APIServer):
-        yield
-        return
-    server.leases += 1
+def _lease(server: Any, split: str) -> Iterator[None]:
+    count_lease(server, split, 1)
     try:
         yield
     finally:
-        server.leases -= 1
+        count_lease(server, split, -1)
+
+
+def count_lease(server: Any, split: str, change: int) -> None:
+    """A call or managed session begins (1) or ends (-1): so those begun at the same time spread over the servers."""
+    if isinstance(server, APIServer):
+        server.leases = server.leases + Counter({split: change})
 
 
 def _build_servers(

@@ -14,6 +14,7 @@ from atroposlib.envs.server_handling.sampling import SGLANG_NAMES, SGLANG_REQUES
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
 from atroposlib.envs.server_handling.sglang_stream import StreamReader, is_resumable, streamed
 from atroposlib.envs.server_handling.token_server import TokenServer
+from atroposlib.errors import EngineFault
 from atroposlib.rollouts.journal import Draft
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of
 from atroposlib.type_definitions import PROMPT_LOGPROB
@@ -107,7 +108,7 @@ class SGLangServer(TokenServer):
         if not is_resumable(body):
             return await self._tokens_and_logprobs_completion_wrapper(**kwargs)
         base, limit = len(draft.ids), body["sampling_params"].get("max_new_tokens")
-        reason, version = "length", draft.version
+        reason: object = "length"
         if limit is None or base < limit:
             reader = StreamReader(draft, decode_generations)
             rest = None if limit is None else limit - base
@@ -115,9 +116,13 @@ class SGLangServer(TokenServer):
                 await self._stream(
                     f"{self.root_url}/generate", streamed(body, prompt_ids, draft, rest), kwargs, rest, reader.take
                 )
+            except EngineFault:
+                reader.note()
+                if not reader.is_over:
+                    raise  # else the whole response is there, and only the end of the stream is missing
             finally:
                 reader.note()
-            reason, version = reader.finish_reason(), reader.version
+            reason = reader.finish_reason()
         self._record(
             EngineReply(
                 finish_reasons=[finish_reason_of(reason)],
@@ -125,7 +130,7 @@ class SGLangServer(TokenServer):
                 completion_tokens=len(draft.ids),
                 model=kwargs.get("model"),
                 base_url=self.root_url,
-                weight_version=version,
+                weight_version=draft.version,  # of the oldest token, so that no reply counts as fresher than it is
                 sampling=body["sampling_params"],
             )
         )

@@ -64,7 +64,7 @@ class StreamReader:
         self._parsed_bytes = 0
         self._parsed_at = time.monotonic()
         self._reason: object = None
-        self.version = draft.version
+        self._version = draft.version
 
     def take(self, event: bytes) -> None:
         """One event; `[DONE]` ends the stream."""
@@ -79,8 +79,8 @@ class StreamReader:
         """Take what is not parsed yet, and journal it when the stream broke off or the engine aborted it."""
         if self._last:
             self._parse(self._last)
-        if not self._is_over:
-            self._draft.save(self.version)
+        if not self.is_over:
+            self._draft.save(self._version)
 
     def finish_reason(self) -> object:
         """Why the engine stopped; ReplyFault when the stream ended without saying so."""
@@ -89,7 +89,7 @@ class StreamReader:
         return self._reason
 
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """The engine came to an end of its own."""
         return self._reason is not None and finish_reason_of(self._reason) != "abort"
 
@@ -98,12 +98,13 @@ class StreamReader:
         (generation,) = self._decode(event)
         ids, logprobs = generation.ids_and_logprobs()
         meta = generation.meta_info
-        if len(ids) != meta.completion_tokens:
+        if len(ids) != meta.completion_tokens or len(logprobs) not in (0, len(ids)):
             raise ReplyFault(
-                f"a /generate stream gave {len(ids)} ids for {meta.completion_tokens} tokens; events must be "
+                f"a /generate stream gave {len(ids)} ids and {len(logprobs)} log-probabilities for "
+                f"{meta.completion_tokens} tokens; events must be "
                 "cumulative: start the server without --stream-output"
             )
-        self.version = meta.weight_version
+        self._version = meta.weight_version
         self._reason = meta.finish_reason
-        self._draft.grow(ids, logprobs, base=self._base, version=meta.weight_version, is_over=self._is_over)
+        self._draft.grow(ids, logprobs, base=self._base, version=meta.weight_version, is_over=self.is_over)
         self._parsed_bytes, self._parsed_at = len(event), time.monotonic()

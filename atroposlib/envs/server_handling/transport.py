@@ -62,7 +62,10 @@ class Transport:
         deadline_s: float,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """Hand the data of each server-sent event of the reply to `on_event`, as it comes; faults as `post`."""
+        """Hand the data of each server-sent event of the reply to `on_event`, as it comes; faults as `post`.
+
+        An event that is an error object counts as that error: SGLang says 200 before it has looked at the request.
+        """
         session = (await self._pool()).session
         timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_TIMEOUT_S)
         with connection_faults(url, deadline_s):
@@ -75,7 +78,10 @@ class Transport:
                     if b"\n" in chunk:  # JSON has none, so an event may have ended
                         *events, rest = rest.split(b"\n\n")
                         for event in events:
-                            on_event(event.removeprefix(b"data: "))
+                            data = event.removeprefix(b"data: ")
+                            if data.startswith(b'{"error"'):
+                                raise fault_of_status(url, _status_of_error(data), data)
+                            on_event(data)
 
     async def get(self, url: str, *, timeout_s: float) -> tuple[int, bytes]:
         """Status and body; EndpointUnavailable when nothing answers in time."""
@@ -161,6 +167,15 @@ def fault_of_status(url: str, status: int, body: bytes, retry_after: str | None 
     if status in _UNAVAILABLE:
         return EndpointUnavailable(message, float(retry_after) if retry_after and retry_after.isdigit() else None)
     return ReplyFault(message) if status >= 500 else RequestFault(message)
+
+
+def _status_of_error(event: bytes) -> int:
+    """The status that SGLang would have answered; before it said so in `code` it sent only refusals as events."""
+    try:
+        code = orjson.loads(event)["error"]["code"]
+    except (ValueError, KeyError, TypeError):
+        return 400
+    return code if isinstance(code, int) and code >= 400 else 400
 
 
 def _error_message(body: bytes) -> str:
