@@ -45,6 +45,7 @@ TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[st
 MAX_TRIES = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 READY_POLL_S = 0.25
+_NO_LEASES: Counter[str] = Counter()
 
 
 class APIServer(ABC):
@@ -55,7 +56,7 @@ class APIServer(ABC):
     """
 
     peers: Sequence["APIServer"] = ()  # endpoints with the same model; a request may move to one of them
-    leases: Counter[str] = Counter()  # open calls and managed sessions by split; replaced, never changed
+    leases: Counter[str] = _NO_LEASES  # open calls and managed sessions by split; replaced, never changed
     one_by_one: "OneByOne | None" = None  # keeps every finished response of a rollout
     server_healthy: bool = True
 
