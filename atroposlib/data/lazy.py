@@ -22,7 +22,7 @@ Raw = msgspec.Raw
 class LazyGroup(msgspec.Struct):
     """The part of a `RolloutRecord` that datasets are made from. [G] lists have one entry per score."""
 
-    scores: list[float]
+    scores: list[float | bool]  # always numbers once `parse_lazily` has read them
     tokens: list[Raw] | None = None
     masks: list[Raw] | None = None
     messages: list[Raw] | None = None
@@ -107,6 +107,7 @@ def parse_lazily(line: Line, *, has_lists: bool = True) -> LazyGroup | None:
     for index, score in enumerate(group.scores):
         if not math.isfinite(score):
             raise DataError(f"{line.where}: scores[{index}] is {score}; scores must be finite, drop this group")
+    group.scores = [float(score) for score in group.scores]
     return group
 
 

@@ -428,7 +428,7 @@ class BaseEnv(TrainerSide):
                 self._note_rejected(reason)
         if self._run is None:
             return 0
-        work = current_work.get() or Work(item, content_key(item, self._run.direct_items), self.item_task(item))
+        work = current_work.get() or Work(item, content_key(item, self._run.direct_items), str(self.item_task(item)))
         if not usable:
             await self._run.sink.reject(work)
             return 0

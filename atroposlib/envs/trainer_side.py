@@ -14,7 +14,7 @@ from atroposlib.rollouts import pacing
 from atroposlib.rollouts.run import Run
 
 if TYPE_CHECKING:
-    from atroposlib.api.client import EnvClient
+    from atroposlib.api.client import EnvClient, RegisteredEnv
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ class TrainerSide(WandbSide):
     checkpoint_interval: int = -1
     eval_runner: asyncio.Task[Any] | None = None
     _api: "EnvClient | None" = None
+    _joined: "RegisteredEnv | None" = None  # what the API said when this environment registered last
+    _steps_of_trainer = False  # total_steps is what the trainer says
     _run: Run | None = None
 
     @property
@@ -62,16 +64,8 @@ class TrainerSide(WandbSide):
                 "min_batch_allocation": self.config.min_batch_allocation,
             }
         )
-        self.env_id, self.wandb_prepend = registered.env_id, registered.wandb_name
         self.curr_step = registered.starting_step
-        self.checkpoint_dir, self.checkpoint_interval = registered.checkpoint_dir, registered.checkpoint_interval
-        if self.config.total_steps == -1 and self.config.total_groups is None:
-            if registered.num_steps == -1:
-                raise ConfigError(
-                    "env.total_steps is -1 (as many as the trainer says), but the trainer says -1, too; set one of them"
-                )
-            self.config.total_steps = registered.num_steps
-        logger.info("registered: env_id=%d name=%s step=%d", self.env_id, self.wandb_prepend, self.curr_step)
+        self._join(registered)
         if self.curr_step > 0:
             self.load_checkpoint()
 
@@ -96,6 +90,10 @@ class TrainerSide(WandbSide):
         """Ask where trainer and queue are; use this environment's share of the inference slots."""
         previous_weight = self.status_dict.get("env_weight")
         self.status_dict = await self.api.status_env()
+        registered = self.api.registered
+        if registered is not None and registered is not self._joined:  # the API was reset, maybe by another trainer
+            self._join(registered)
+            await self.get_server_info()
         weight = self.status_dict["env_weight"]
         if weight != previous_weight:
             await self.server.update_weight(weight)
@@ -177,6 +175,20 @@ class TrainerSide(WandbSide):
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+    def _join(self, registered: "RegisteredEnv") -> None:
+        self._joined = registered
+        self.env_id, self.wandb_prepend = registered.env_id, registered.wandb_name
+        self.curr_step = min(self.curr_step, registered.starting_step)  # steps made meanwhile are still to be seen
+        self.checkpoint_dir, self.checkpoint_interval = registered.checkpoint_dir, registered.checkpoint_interval
+        self._steps_of_trainer |= self.config.total_steps == -1 and self.config.total_groups is None
+        if self._steps_of_trainer:
+            if registered.num_steps == -1:
+                raise ConfigError(
+                    "env.total_steps is -1 (as many as the trainer says), but the trainer says -1, too; set one of them"
+                )
+            self.config.total_steps = registered.num_steps
+        logger.info("registered: env_id=%d name=%s step=%d", self.env_id, self.wandb_prepend, self.curr_step)
 
     def _start_evaluation(self) -> None:
         if self.eval_runner is not None and not self.eval_runner.done():

@@ -40,16 +40,18 @@ class Load(Protocol):
 
 
 def relieved(limit: int, in_flight: int, loads: Sequence[Load]) -> int:
-    """The limit, or a lower one for engines under pressure.
+    """The limit, or a lower one for engines under pressure, once an earlier cut has taken effect.
 
     Retractions or a full cache cost work already done: down by a fifth. A queue above `QUEUE_SHARE`: down to what
-    runs, once an earlier cut has taken effect.
+    runs. A queue while nothing runs is an engine that pauses, as for new weights, and says nothing about its size.
     """
     run, wait = running(loads), queued(loads)
+    if not run or in_flight > limit * (1 + QUEUE_SHARE):
+        return limit
     fullest = max((load.token_usage or 0.0 for load in loads), default=0.0)
     if any(load.retracted for load in loads) or (fullest > FULL_CACHE and wait):
         return max(1, int(limit * RELIEF))
-    if wait > QUEUE_SHARE * run and in_flight <= limit * (1 + QUEUE_SHARE):
+    if wait > QUEUE_SHARE * run:
         useful = in_flight * run / (run + wait) * (1 + QUEUE_SHARE)
         return max(1, min(limit, math.ceil(useful)))
     return limit

@@ -18,12 +18,16 @@ from typing import Any
 import orjson
 
 from atroposlib.errors import AtroposError, RolloutFault
+from atroposlib.rollouts.json_text import as_json, to_json
 from atroposlib.rollouts.work import Work
 
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
 """Tries of one item whose engine failed or whose rollout was killed."""
+
+NO_ITEM = "(none)"
+"""The key in failures of getting an item at all; they happen anew in every process."""
 
 RETRIED_CLASSES = frozenset({"engine", "kill"})
 
@@ -36,7 +40,7 @@ def failure_class(error: BaseException) -> str:
 def describe_error(error: BaseException) -> str:
     """One line naming the error; our own messages stand for themselves."""
     text = str(error).strip() or "no message"
-    return text if isinstance(error, AtroposError) else f"{type(error).__name__}: {text}"
+    return as_json(text if isinstance(error, AtroposError) else f"{type(error).__name__}: {text}")
 
 
 @dataclass(slots=True)
@@ -118,7 +122,7 @@ class FailureLog:
         if path and path.exists():
             for failure in _earlier_failures(path, env, run):
                 self._count(failure)
-                if failure.get("final"):
+                if failure.get("final") and failure.get("item_key") != NO_ITEM:
                     self.failed_before.add(failure.get("item_key", ""))
             _end_last_line(path)
 
@@ -142,7 +146,7 @@ class FailureLog:
             return
         try:
             with self.path.open("ab", buffering=0) as stream:
-                stream.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+                stream.write(to_json(line) + b"\n")
         except OSError as problem:  # the failure is counted and logged; a full disk must not make it worse
             logger.warning("failure not written: file=%s error=%s", self.path, problem)
 

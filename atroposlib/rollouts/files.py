@@ -7,6 +7,7 @@ once a second.
 """
 
 import asyncio
+import errno
 import logging
 import os
 from collections import deque
@@ -18,17 +19,17 @@ from typing import Any
 
 import orjson
 
+from atroposlib.rollouts.json_text import as_json, to_json
 from atroposlib.rollouts.ledger import REJECTED, Entry, Ledger, describe, read_ledger, read_line
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.lock import take_lock
 from atroposlib.rollouts.shards import ItemLines, ShardWriter, open_append, sync_and_close, write_all
+from atroposlib.type_definitions import Item
 
 logger = logging.getLogger(__name__)
 
 DISK_FULL_DEADLINE_S = 600.0
 DISK_FULL_RETRY_S = 2.0
-
-_JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
 
 
 class RolloutFiles:
@@ -63,6 +64,7 @@ class RolloutFiles:
         self._piece: deque[ItemLines] = deque()  # the first of them, as far as the thread has not written them
         self._handed = 0  # items the piece began with
         self._writing: asyncio.Task[None] | None = None
+        self._is_closed = False
         self.on_wait: Callable[[str | None], None] = lambda waiting_for: None
 
     def on_shard_complete(self, tell: Callable[[Path], None]) -> None:
@@ -78,7 +80,9 @@ class RolloutFiles:
             OSError: the disk stayed full, or failed in another way.
         """
         entries = [describe(record, self._accept_score) for record in records]
-        lines = [orjson.dumps(record, default=_jsonable, option=_JSON_OPTIONS) for record in records]
+        lines = [to_json(record) + b"\n" for record in records]
+        if self._is_closed:  # by a rollout that did not heed its cancellation
+            raise OSError(errno.ESHUTDOWN, "the run has ended")
         item = _Item(entries, lines, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
         if self._writing is None or self._writing.done():
@@ -86,13 +90,14 @@ class RolloutFiles:
         await _uncancelled(item.written)
         return entries
 
-    async def reject(self, item_key: str, tokens: int) -> None:
+    async def reject(self, item_key: str, tokens: int, backlog: Sequence[Item] = ()) -> None:
         """Remember that this item gave no usable group, so that a restart does not roll it out again.
 
         Args:
             tokens: generated for it.
+            backlog: items that it asked for all the same.
         """
-        entry = Entry(shard=REJECTED, item_key=item_key, completion_tokens=tokens)
+        entry = Entry(shard=REJECTED, item_key=item_key, completion_tokens=tokens, backlog=as_json(list(backlog)))
         self.ledger.add(entry, acknowledged=True)
         await self._patiently(lambda: self._shards.write_index([entry]))
 
@@ -116,6 +121,7 @@ class RolloutFiles:
 
     def close(self) -> None:
         """Finish pending writes, sync, and let another process write this run."""
+        self._is_closed = True
         if self._writing is not None:
             self._writing.cancel()
         self._thread.shutdown(wait=True)
@@ -207,16 +213,3 @@ def _run_id(ledger: Ledger) -> str:
     if ledger.last and ledger.last.group_id.count("/") >= 2:
         return ledger.last.group_id.rsplit("/", 2)[0].rpartition("/")[2]
     return os.urandom(4).hex()
-
-
-def _jsonable(value: object) -> object:
-    """Tensors and other array-likes as lists, sets as lists, everything else as text."""
-    to_list = getattr(value, "tolist", None)
-    if callable(to_list):
-        return to_list()
-    if isinstance(value, set | frozenset | tuple):
-        return list(value)
-    if isinstance(value, bytes | bytearray):
-        return bytes(value).decode("latin-1")
-    model_dump = getattr(value, "model_dump", None)
-    return model_dump() if callable(model_dump) else str(value)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atroposlib.errors import GroupError
+from atroposlib.rollouts.json_text import as_json
 from atroposlib.rollouts.work import Work
 from atroposlib.type_definitions import (
     IGNORE_INDEX,
@@ -137,7 +138,7 @@ def to_record(
         "item_key": work.key,
         "part": part,
         "parts": parts,
-        "task": group.get("task") or work.task,
+        "task": str(group.get("task") or work.task),
         "created_at": time.time(),
         "duration_s": round(time.time() - work.started_at, 3),
         "finish_reasons": reasons,
@@ -146,5 +147,6 @@ def to_record(
         "sampling": trace.sampling or None,
     }
     if work.backlog and part == parts - 1:
-        facts["backlog"] = work.backlog
+        facts["backlog"] = as_json(work.backlog)
+    facts["scores"] = [float(score) for score in group["scores"]]  # True and False are not numbers in JSON
     return {**facts, **{key: value for key, value in group.items() if facts.get(key) is None}}

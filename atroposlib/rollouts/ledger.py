@@ -102,6 +102,7 @@ class Ledger:
         if entry.shard == REJECTED:
             self.done.add(entry.item_key)
             self.totals.rejected_tokens += entry.completion_tokens
+            self.backlog.extend(entry.backlog)
             return
         self.totals.add(entry)
         self.groups_in_shard[entry.shard] += 1
@@ -180,35 +181,42 @@ def open_rollouts(path: Path, *, at: int) -> BinaryIO:
 def describe(record: Mapping[str, Any], accept_score: float) -> Entry:
     """The index entry of one record, without the place where its line lies."""
     scores: list[float] = record["scores"]
-    usage = record.get("usage") or {}
+    usage, reasons, backlog = (record.get(key) for key in ("usage", "finish_reasons", "backlog"))
+    prompt, completion, length = _counts(usage, "prompt_tokens", "completion_tokens", "length_tokens")
     return Entry(
         group_id=record.get("group_id") or "",
         item_key=record["item_key"],
         part=record.get("part") or 0,
         parts=record.get("parts") or 1,
-        task=record.get("task") or "",
+        task=str(record.get("task") or ""),
         responses=len(scores),
         accepted=sum(bool(score > accept_score) for score in scores),
-        prompt_tokens=usage.get("prompt_tokens") or 0,
-        completion_tokens=usage.get("completion_tokens") or 0,
-        length_stops=(record.get("finish_reasons") or []).count("length"),
-        backlog=record.get("backlog") or [],
-        length_tokens=usage.get("length_tokens") or 0,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        length_stops=reasons.count("length") if isinstance(reasons, list) else 0,
+        backlog=backlog if isinstance(backlog, list) else [],
+        length_tokens=length,
     )
+
+
+def _counts(usage: object, *names: str) -> list[int]:
+    """Whole numbers by name; 0 where an environment keeps something else under that name."""
+    counts = [usage.get(name) if isinstance(usage, Mapping) else None for name in names]
+    return [count if isinstance(count, int) else 0 for count in counts]
 
 
 class _LineFacts(msgspec.Struct):
     """The part of a line that a ledger needs; the decoder skips the rest without building it."""
 
     item_key: str
-    scores: list[float]
+    scores: list[float | bool]
     group_id: str = ""
     part: int = 0
     parts: int = 1
-    task: str = ""
-    finish_reasons: list[str] | None = None
-    usage: dict[str, int] | None = None
-    backlog: list[Any] | None = None
+    task: Any = ""
+    finish_reasons: Any = None  # an environment may have its own idea of this and the following ones
+    usage: Any = None
+    backlog: Any = None
 
 
 def _entries(files: RunFiles, accept_score: float, *, repair: bool) -> tuple[list[Entry], bool]:

@@ -14,6 +14,7 @@ from typing import Any
 from atroposlib.errors import AtroposError, KilledFault
 from atroposlib.rollouts.failures import (
     MAX_TRIES,
+    NO_ITEM,
     RETRIED_CLASSES,
     FailureLog,
     TaskHealth,
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 class StorageError(AtroposError, OSError):
     """A finished group could not be stored, so that going on would lose work."""
 
+
+KILL_AGAIN_S = 30.0
+"""A killed rollout may take so long to clean up before it is cancelled once more."""
 
 IDLE_S = 0.1
 """Wait before a source that had nothing is asked again."""
@@ -147,6 +151,7 @@ class RolloutPool:
             took_s = now - work.started_at - work.waited_s
             if timeout_s > 0 and took_s > timeout_s and not work.is_rolled_out:
                 task.cancel(f"the rollout took longer than env.worker_timeout ({timeout_s:.0f} s)")
+                work.waited_s += KILL_AGAIN_S
 
     def _is_over(self, is_finished: Callable[[], bool]) -> bool:
         return is_finished() or self._source.is_exhausted
@@ -161,7 +166,7 @@ class RolloutPool:
         try:
             return await self._source.next()
         except Exception as error:
-            self._failed(Work(item=None, key="(none)", task="(items)", tries=MAX_TRIES), error)
+            self._failed(Work(item=None, key=NO_ITEM, task="(items)", tries=MAX_TRIES), error)
             return None
 
     async def _wait_for_change(self, timeout_s: float | None = None) -> None:
@@ -174,7 +179,7 @@ class RolloutPool:
 
     def _start(self, work: Work) -> None:
         work.started_at, work.waited_s, work.is_rolled_out = time.time(), 0.0, False
-        work.backlog = []
+        work.backlog, work.stores = [], 0
         work.asked.clear()
         if self._starts_left is not None:
             self._starts_left -= 1

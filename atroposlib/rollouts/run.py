@@ -168,7 +168,7 @@ class Run:
         finally:
             await self._close([main, watch, stop])
         total, groups = self.progress.limits.groups, self.progress.totals.groups
-        remains = self.progress.state == "stopped" and total is not None and groups < total
+        remains = self.progress.state == "stopped" and not self.sink.is_full
         return Outcome(EXIT_WORK_REMAINS if remains else EXIT_DONE, groups, total)
 
     def mark_running(self, apply_limit: Callable[[int], None] = lambda limit: None) -> None:
@@ -191,7 +191,7 @@ class Run:
         return ItemSource(
             self.shared or (IndexedDraw(env.get_item, done, late) if indexed else StreamDraw(env.get_next_item, late)),
             is_done=done.__contains__,
-            task_of=env.item_task,
+            task_of=lambda item: str(env.item_task(item)),
             is_set_aside=self.health.set_aside.__contains__,
             backlog=lambda: env.backlog,
             ends=(ends or indexed) and self.shared is None,
@@ -218,7 +218,7 @@ class Run:
             seats_per_block=config.lease_items,
             files=self.files.files,
             done=self.files.ledger.done,
-            skips=lambda item: env.item_task(item) in self.health.set_aside,
+            skips=lambda item: str(env.item_task(item)) in self.health.set_aside,
             on_end=lambda is_over: setattr(self.source, "drawn_out", is_over),
         )
         self.sink.may_store = draw.may_store
@@ -282,6 +282,10 @@ class Run:
             return  # the others have the rest
         if self.source.is_exhausted and self.health.all_set_aside:
             raise AtroposError(f"{self.health.summary()}; {groups} groups are done; {self._where_to_look()}")
+        if self.source.is_exhausted and not groups and self.failures.last:
+            raise AtroposError(
+                f"no item gave a group; the last failure: {self.failures.last['error']}; {self._where_to_look()}"
+            )
         if total is not None:
             logger.warning("no more items: groups=%d asked=%d", groups, total)
 

@@ -4,6 +4,7 @@ Lines that wait together are written in one piece. A write that fails, as on a f
 The index may lag behind the rollouts but has no gaps, so whatever it lacks is found again at their end.
 """
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ import msgspec
 
 from atroposlib.rollouts.ledger import Entry, Ledger
 from atroposlib.rollouts.locations import RunFiles
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -107,9 +110,9 @@ class ShardWriter:
             finished = self._files.rollouts(self._number)
             self._shard = None
             self.on_shard_complete(finished)
+        self._shard = open_append(self._files.rollouts(self._number + 1))
         self._number += 1
         self._lines = 0
-        self._shard = open_append(self._files.rollouts(self._number))
         return self._shard
 
 
@@ -135,9 +138,10 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def sync_and_close(descriptors: Sequence[int]) -> None:
-    """Bring everything to the disk itself."""
+    """Bring everything to the disk itself; where that fails, everybody still reads what was written."""
     for descriptor in descriptors:
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        for step in (os.fsync, os.close):
+            try:
+                step(descriptor)
+            except OSError as error:  # a network disk that is full says so only here
+                logger.error("written, but maybe not on the disk itself: %s", error)

@@ -6,13 +6,15 @@ carries the same `group_id` every time it is sent, so that the API can store it 
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from atroposlib.errors import ApiError, EnvironmentFault
 from atroposlib.rollouts.early_stop import Limits
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.groups import to_record
+from atroposlib.rollouts.json_text import as_json
 from atroposlib.rollouts.ledger import Totals, describe
 from atroposlib.rollouts.pool import StorageError
 from atroposlib.rollouts.work import Work
@@ -78,6 +80,7 @@ class Sink:
             StorageError: the rollout file cannot be written.
             EnvironmentFault: the API refuses a group.
         """
+        work = _named(work)
         wanted = self._missing_parts(len(groups), work)
         records = [
             to_record(
@@ -101,9 +104,14 @@ class Sink:
         return len(records)
 
     async def reject(self, work: Work) -> None:
-        """The item is done without a usable group."""
+        """The item is done without a usable group.
+
+        Raises:
+            StorageError: that cannot be noted.
+        """
+        work = _named(work)
         if self._files:
-            await self._files.reject(work.key, work.trace.usage["completion_tokens"])
+            await self._stored(self._files.reject(work.key, work.trace.usage["completion_tokens"], work.backlog))
 
     async def resend(self) -> int:
         """Send what an earlier process stored and the API did not acknowledge; how many groups."""
@@ -115,6 +123,8 @@ class Sink:
         return len(waiting)
 
     def _missing_parts(self, parts: int, work: Work) -> list[int]:
+        if self._files and work.key in self._files.ledger.done:
+            return []  # by an earlier try, which failed behind its storing
         present = self._files.ledger.parts.get(work.key, set()) if self._files else set()
         missing = [part for part in range(parts) if part not in present]
         return missing if self._total is None else missing[: max(0, self._total - self._taken)]
@@ -124,8 +134,12 @@ class Sink:
             for record in records:
                 self.totals.add(describe(record, self._accept_score))
             return
+        await self._stored(self._files.append(records))
+
+    async def _stored(self, writing: Awaitable[object]) -> None:
+        assert self._files is not None
         try:
-            await self._files.append(records)
+            await writing
         except OSError as error:
             raise StorageError(
                 f"{self._files.files.folder} cannot be written: {error.strerror or error}; the run stops, and the same "
@@ -138,13 +152,25 @@ class Sink:
         groups = [_for_api(record) for record in records]
         refused: ApiError | None = None
         try:
-            await self._sender.submit(groups)
+            await self._submit(self._sender, groups)
         except ApiError as error:
             refused = error
         if self._files:
             self._files.acknowledge([group["group_id"] for group in groups])
         if refused:
             raise EnvironmentFault(f"the trajectory API refuses a group: {refused}") from refused
+
+    async def _submit(self, sender: Sender, groups: list[dict[str, Any]]) -> None:
+        try:
+            await sender.submit(groups)
+        except TypeError:  # tensors, numbers beyond 64 bits: as the rollout file has them
+            await sender.submit(as_json(groups))
+
+
+def _named(work: Work) -> Work:
+    """The work under a name of its own for every time that it stores: authors also send groups in mid-rollout."""
+    stores, work.stores = work.stores, work.stores + 1
+    return replace(work, key=f"{work.key}+{stores}") if stores else work
 
 
 def _for_api(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import orjson
 
+from atroposlib.rollouts.json_text import to_json
 from atroposlib.rollouts.work import Work
 from atroposlib.type_definitions import Item
 
@@ -154,8 +155,19 @@ class StreamDraw:
 
 def content_key(item: Item, seen: Counter[str]) -> str:
     """`<hash>.<occurrence>`: equal items get 0, 1, 2, ... in the order in which they come; counted in `seen`."""
-    text = orjson.dumps(item, default=repr, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    try:
+        text = orjson.dumps(item, default=_lasting, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # half a surrogate pair, a number beyond 64 bits
+        text = to_json(item)
     digest = hashlib.blake2b(text, digest_size=8).hexdigest()
     occurrence = seen[digest]
     seen[digest] += 1
     return f"{digest}.{occurrence}"
+
+
+def _lasting(value: object) -> object:
+    """What names a value in every process: neither an address nor the order of a set does."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    is_named_by_address = type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__")
+    return [type(value).__qualname__, vars(value)] if is_named_by_address else repr(value)

@@ -24,6 +24,7 @@ class Work:
     waited_s: float = 0.0  # of that try, spent waiting for an engine that was down
     rollout_s: float = 0.0  # of that try, until it was rolled out
     is_rolled_out: bool = False  # generated and scored; what is left is checking and storing
+    stores: int = 0  # times that this try has stored or rejected groups; more than one where authors send their own
     asked: Counter[bytes] = field(default_factory=Counter)  # responses of this try by what was asked, see `OneByOne`
     trace: RolloutTrace = field(default_factory=RolloutTrace)
     backlog: list[Item] = field(default_factory=list)  # items this rollout asked for

@@ -20,10 +20,12 @@ class MemoryApi:
         self.is_up.set()
         self.disconnected = self.closed = False
         self.registration: dict[str, Any] = {}
+        self.registered: RegisteredEnv | None = None
 
     async def register(self, registration: dict[str, Any]) -> RegisteredEnv:
         self.registration = registration
-        return RegisteredEnv(0, f"{registration['desired_name']}_0", "", self.step, -1, self.num_steps)
+        self.registered = RegisteredEnv(0, f"{registration['desired_name']}_0", "", self.step, -1, self.num_steps)
+        return self.registered
 
     async def info(self) -> dict[str, int]:
         return {"batch_size": self.batch_size, "max_token_len": self.max_token_len}
@@ -32,6 +34,8 @@ class MemoryApi:
         return {"group": "g", "project": "p"}
 
     async def status_env(self) -> dict[str, Any]:
+        if self.registered is None:
+            await self.register(self.registration)
         queued = len(self.received) - self.taken
         return {
             "current_step": self.step,
@@ -54,6 +58,12 @@ class MemoryApi:
 
     async def close(self) -> None:
         self.closed = True
+
+    def reset(self, *, batch_size: int, num_steps: int) -> None:
+        """Forget everything; another trainer registers."""
+        self.batch_size, self.num_steps, self.step, self.taken = batch_size, num_steps, 0, 0
+        self.received.clear()
+        self.registered = None
 
     def train(self, steps: int = 1) -> None:
         """Take `steps` batches of groups of two."""

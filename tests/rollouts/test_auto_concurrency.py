@@ -232,6 +232,37 @@ def test_retractions_and_a_full_cache_bring_the_limit_down():
 def test_a_cut_is_not_repeated_before_it_has_taken_effect():
     assert relieved(36, 60, [Load(running=32, queued=28)]) == 36
     assert relieved(36, 36, [Load(running=20, queued=16)]) == 22
+    assert relieved(51, 64, [Load(running=60, queued=3, token_usage=0.97)]) == 51
+    assert relieved(51, 64, [Load(running=60, queued=0, retracted=2)]) == 51
+
+
+def test_an_engine_that_pauses_for_new_weights_keeps_its_limit():
+    def pausing(is_paused):
+        return lambda engine: setattr(engine, "is_paused", is_paused)
+
+    engine = simulate(PausingEngine(64 * GROUP), 130, [(100, pausing(True)), (110, pausing(False))])
+    assert min(engine.limits(100, 130)) >= 0.6 * 64
+
+
+class PausingEngine(Engine):
+    """Says that all its requests wait, now and then."""
+
+    is_paused = False
+
+    async def loads(self):
+        return [Load(0, self.running + len(self._waiting))] if self.is_paused else await super().loads()
+
+
+def test_groups_of_minutes_are_cut_once_for_one_full_cache():
+    engine = Engine(10**6, seconds=lambda running: 600.0)
+    engine.limit = 64
+
+    async def loads():
+        return [Load(running=250, queued=6, token_usage=0.97, retracted=0)]
+
+    engine.loads = loads
+    simulate(engine, 120)
+    assert engine.limits(60, 120)[-1] == int(0.8 * 64)
 
 
 def test_there_is_room_while_hardly_anything_waits():

@@ -1,5 +1,8 @@
 """Where items come from and how they are named."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -113,3 +116,29 @@ async def test_an_index_whose_item_cannot_be_made_is_not_asked_again():
 
 def test_items_that_are_not_json_have_keys_too():
     assert content_key(({1, 2}, object), Counter()).endswith(".0")
+
+
+NAMING = """
+from collections import Counter
+from dataclasses import dataclass
+from atroposlib.rollouts.source import content_key
+class Level:
+    def __init__(self):
+        self.words = {"b", "a", "c"}
+print(content_key({"level": Level(), "words": {"x", "y", "z"}}, Counter()))
+"""
+
+
+def test_objects_and_sets_have_the_same_key_in_every_process():
+    keys = {
+        subprocess.run(
+            [sys.executable, "-c", NAMING], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in "123"
+    }
+    assert len(keys) == 1
+
+
+def test_numbers_beyond_64_bits_and_broken_text_have_keys():
+    keys = {content_key(item, Counter()) for item in (10**40, 10**40 + 1, "\ud83d", {"n": -(10**30)})}
+    assert len(keys) == 4

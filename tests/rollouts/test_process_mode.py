@@ -1,10 +1,12 @@
 """`process` as a whole, in this process: exact numbers, failures, resuming, the progress file."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 
+import numpy as np
 import pytest
 from counting_env import CountingEnv, StreamingEnv, make_env, make_group
 
@@ -323,3 +325,164 @@ async def test_items_that_failed_before_a_restart_come_last_and_do_not_set_their
     assert (outcome.exit_code, outcome.groups) == (0, 30)
     failed_before = list(range(0, 30, 3))
     assert env.started == [*range(30, 45), *failed_before]
+
+
+async def test_items_that_cannot_be_got_stop_the_run_also_after_a_restart(tmp_path):
+    class NoItemsEnv(StreamingEnv):
+        async def get_next_item(self):
+            raise RuntimeError("no dataset")
+
+    for _ in range(2):
+        async with asyncio.timeout(20):
+            with pytest.raises(AtroposError, match="no dataset"):
+                await process_env(tmp_path, NoItemsEnv, task_failure_limit=1).process_manager()
+
+
+async def test_a_run_that_ends_without_a_single_group_because_all_items_failed_is_an_error(tmp_path):
+    with pytest.raises(AtroposError, match=r"no item gave a group; the last failure: cannot score.*failures\.jsonl"):
+        await process_env(tmp_path, fail_every=1, items=3).process_manager()
+
+
+async def test_a_killed_rollout_may_clean_up_for_longer_than_a_tick(tmp_path):
+    class CleaningEnv(CountingEnv):
+        cleaned = False
+
+        async def collect_trajectories(self, item):
+            if item["number"] == 0:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await asyncio.sleep(0.6)
+                    self.cleaned = True
+            return await super().collect_trajectories(item)
+
+    env = process_env(tmp_path, CleaningEnv, total_steps=5, worker_timeout=0.05)
+    await env.process_manager()
+    assert env.cleaned
+
+
+BEHIND = {"the engine fails": EngineFault("503"), "something is cancelled": asyncio.CancelledError()}
+
+
+@pytest.mark.parametrize("error", BEHIND.values(), ids=BEHIND)
+async def test_a_try_that_fails_behind_its_storing_doubles_nothing(tmp_path, error):
+    class LateFaultEnv(CountingEnv):
+        ended = 0
+
+        async def cleanup(self):
+            self.ended += 1
+            if self.ended == 1:
+                raise error
+
+    await process_env(tmp_path, LateFaultEnv, max_num_workers=2).process_manager()
+    keys = [line["item_key"] for line in rollouts(tmp_path / "o.jsonl")]
+    assert sorted(keys, key=int) == [str(number) for number in range(20)]
+
+
+async def test_groups_that_a_rollout_stores_itself_have_names_of_their_own(tmp_path):
+    class TwoModelsEnv(CountingEnv):
+        async def collect_trajectories(self, item):
+            extra = [make_group(100 + item["number"]), make_group(200 + item["number"])]
+            await self.handle_send_to_api(extra, item)
+            return await super().collect_trajectories(item)
+
+    for total in (9, 12):
+        await process_env(tmp_path, TwoModelsEnv, total_steps=total, max_num_workers=1).process_manager()
+    lines = rollouts(tmp_path / "o.jsonl")
+    assert len({line["group_id"] for line in lines}) == 12
+    assert sorted(line["tokens"][0][0] for line in lines) == [*range(4), *range(100, 104), *range(200, 204)]
+
+
+async def test_a_failure_that_is_no_unicode_text_is_counted(tmp_path):
+    class LoneSurrogateEnv(CountingEnv):
+        async def collect_trajectories(self, item):
+            if item["number"] == 0:
+                raise VerifierFault("no such file: \udcff")
+            return await super().collect_trajectories(item)
+
+    await process_env(tmp_path, LoneSurrogateEnv).process_manager()
+    progress = json.loads((tmp_path / "counting_progress_main.json").read_text())
+    assert progress["failures"] == {"verifier": 1}
+    assert rollouts(tmp_path / "failures.jsonl")[0]["error"] == "no such file: \ufffd"
+
+
+async def test_items_and_groups_may_hold_what_json_cannot(tmp_path):
+    class FactorialsEnv(StreamingEnv):
+        async def get_next_item(self):
+            item = await super().get_next_item()
+            return item and {**item, "answer": 10**40 + item["number"]}
+
+        async def collect_trajectories(self, item):
+            group, _ = await super().collect_trajectories(item)
+            group["answer"] = item["answer"]
+            group["messages"][0][0]["content"] = "half of \ud83d"
+            return group, []
+
+        def item_task(self, item):
+            return item["number"] % 2
+
+    for total in (4, 8):
+        await process_env(tmp_path, FactorialsEnv, total_steps=total).process_manager()
+    lines = rollouts(tmp_path / "o.jsonl")
+    assert sorted(line["answer"] for line in lines) == [str(10**40 + number) for number in range(8)]
+    assert lines[0]["messages"][0][0]["content"] == "half of \ufffd"
+    assert {line["task"] for line in lines} == {"0", "1"}
+
+
+async def test_follow_up_items_may_be_any_objects(tmp_path):
+    class ArraysEnv(CountingEnv):
+        async def collect_trajectories(self, item):
+            number = int(item["number"])
+            return make_group(number), [{"number": np.array(number + 100)}] if number < 3 else []
+
+    await process_env(tmp_path, ArraysEnv, total_steps=3, max_num_workers=3).process_manager()
+    await process_env(tmp_path, ArraysEnv, total_steps=8, items=5).process_manager()
+    numbers = sorted(line["tokens"][0][0] for line in rollouts(tmp_path / "o.jsonl"))
+    assert numbers == [0, 1, 2, 3, 4, 100, 101, 102]
+
+
+async def test_follow_up_items_of_a_rejected_item_survive_a_restart(tmp_path):
+    class FruitlessEnv(CountingEnv):
+        async def collect_trajectories(self, item):
+            if item["number"] == 0:
+                return None, [{"number": 100}]
+            return await super().collect_trajectories(item)
+
+    await process_env(tmp_path, FruitlessEnv, total_steps=1, max_num_workers=1, items=2).process_manager()
+    (tmp_path / "o.jsonl").unlink()
+    (tmp_path / "o.jsonl").touch()  # the group is lost, so that item 1 and the follow-up are to be rolled out
+    await process_env(tmp_path, FruitlessEnv, items=2).process_manager()
+    assert sorted(line["tokens"][0][0] for line in rollouts(tmp_path / "o.jsonl")) == [1, 100]
+
+
+async def test_sigterm_says_that_work_remains_also_without_a_number(tmp_path):
+    env = process_env(tmp_path, seconds=0.02, total_steps=-1)
+    running = asyncio.create_task(env.process_manager())
+    while not getattr(env, "started", None):
+        await asyncio.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (await running).exit_code == 75
+
+
+async def test_a_rollout_that_does_not_heed_its_cancellation_cannot_hold_the_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("atroposlib.rollouts.run.STOP_TIMEOUT_S", 0.02)
+
+    class StubbornEnv(CountingEnv):
+        go_on = asyncio.Event()
+
+        async def collect_trajectories(self, item):
+            self.started.append(item["number"])
+            while not self.go_on.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self.go_on.wait()
+            return make_group(item["number"]), []
+
+    env = process_env(tmp_path, StubbornEnv, max_num_workers=1)
+    running = asyncio.create_task(env.process_manager())
+    while not getattr(env, "started", None):
+        await asyncio.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (await running).exit_code == 75
+    env.go_on.set()
+    async with asyncio.timeout(10):
+        await asyncio.wait(list(env.workers))

@@ -5,6 +5,7 @@ import json
 import os
 import random
 
+import numpy as np
 import pytest
 from counting_env import make_group
 
@@ -314,3 +315,52 @@ async def test_a_kill_between_compressing_and_removing_a_shard_leaves_one_of_the
     assert writer.ledger.done == set("012")
     writer.close()
     assert not (tmp_path / "counting_rollouts_main_0001.jsonl").exists()
+
+
+async def test_a_disk_that_fails_only_when_synced_ends_no_run(tmp_path, monkeypatch, caplog):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    writer = open_run(sharded(tmp_path), per_shard=2)
+    monkeypatch.setattr("atroposlib.rollouts.shards.os.fsync", full)
+    for number in range(5):
+        await writer.append([record(number, writer)])
+        await writer.sync()
+    writer.close()
+    assert "No space left" in caplog.text
+    again = open_run(sharded(tmp_path), per_shard=2)
+    assert (again.ledger.done, len(again.files.shards())) == (set("01234"), 3)
+    again.close()
+
+
+async def test_a_group_that_comes_after_the_end_is_refused(tmp_path):
+    writer = open_run(single(tmp_path))
+    writer.close()
+    with pytest.raises(OSError, match="the run has ended"):
+        await writer.append([record(0, writer)])
+
+
+ODD = {"reasons": {"finish_reasons": [None, "length"]}, "usage": {"usage": {"total": 1.5}}, "backlog": {"backlog": 3}}
+
+
+@pytest.mark.parametrize("extra", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("score", [True, np.bool_(True), 1])
+async def test_a_lost_index_is_made_anew_whatever_an_environment_keeps_in_its_groups(tmp_path, extra, score):
+    writer = open_run(single(tmp_path))
+    work = Work(item=0, key="0", task="t")
+    group = {**make_group(0), **extra, "scores": [score, 0]}
+    await writer.append([to_record(group, work, env="counting", run="main", group_id="g", part=0, parts=1)])
+    writer.close()
+    (tmp_path / "o.jsonl.index").unlink()
+    again = open_run(single(tmp_path))
+    assert (again.ledger.done, again.ledger.totals.accepted) == ({"0"}, 1)
+    again.close()
+
+
+async def test_a_file_with_truth_values_for_scores_is_gone_on_with(tmp_path):
+    await write(single(tmp_path), range(2))
+    path = tmp_path / "o.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"scores":[1.0,0.0]', b'"scores":[true,false]'))
+    again = open_run(single(tmp_path))
+    assert (again.ledger.done, again.ledger.totals.accepted) == ({"0", "1"}, 2)
+    again.close()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 
+import orjson
 import pytest
 from counting_env import CountingEnv, make_env, make_group
 from memory_api import MemoryApi
@@ -294,3 +295,29 @@ async def test_an_api_that_goes_away_is_waited_for_and_nothing_is_lost(tmp_path,
         api.is_up.set()
         assert (await task).groups == 40
     assert sorted(group["tokens"][0][0] for group in api.received) == list(range(40))
+
+
+async def test_a_trainer_that_takes_over_with_larger_batches_gets_them():
+    env, api = serving(api=MemoryApi(batch_size=4, num_steps=7), total_steps=-1)
+    async with running(env):
+        await until(lambda: len(api.received) >= 6)  # three batches ahead
+        api.reset(batch_size=64, num_steps=9)
+        await until(lambda: len(api.received) >= 64 // 2)
+        assert (env.config.batch_size, env.config.total_steps) == (64, 9)
+
+
+async def test_tensors_and_large_numbers_are_sent_as_the_rollout_file_has_them():
+    class Picky(MemoryApi):
+        async def submit(self, groups):
+            orjson.dumps(groups)
+            await super().submit(groups)
+
+    class Factorials(CountingEnv):
+        async def collect_trajectories(self, item):
+            group, _ = await super().collect_trajectories(item)
+            return {**group, "messages": [[{"role": "user", "content": "", "answer": 10**30}]] * 2}, []
+
+    env, api = serving(Factorials, api=Picky())
+    async with running(env):
+        await until(lambda: api.received)
+    assert api.received[0]["messages"][0][0]["answer"] == str(10**30)
