@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,8 @@ from atroposlib.paths import expand_path
 
 EVAL_EVERY = 10
 """Of a file without a test split, every so many-th problem is kept for evaluation."""
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 class Question(TypedDict):
@@ -61,9 +64,11 @@ def _load(dataset: str, split: str) -> list[Question]:
 
 def _read(path: Path) -> list[Question]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # `splitlines` also ends lines inside of texts
     except OSError as error:
         raise ConfigError(f"env.dataset {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}; convert it") from None
     problems = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -93,7 +98,7 @@ def to_question(row: Mapping[str, Any]) -> Question:
     >>> to_question({"question": "6 times 7?", "answer": "It is 42. #### 42"})
     {'question': '6 times 7?', 'gold': '42'}
     """
-    answer = str(row["answer"]).rpartition("####")[2].strip().replace(",", "")
-    if not answer or not isinstance(row["question"], str):
+    answer = _THOUSANDS.sub("", str(row["answer"]).rpartition("####")[2].strip())
+    if not answer or row["answer"] is None or not isinstance(row["question"], str):
         raise ValueError("no question, or no answer")
     return Question(question=row["question"], gold=answer)

@@ -4,13 +4,14 @@ python environments/gsm8k_server.py process --env.dataset my_problems.jsonl
 """
 
 import asyncio
+import importlib.util
 import time
 from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
-from atroposlib.errors import VerifierFault
+from atroposlib.errors import ConfigError, VerifierFault
 from atroposlib.type_definitions import Message
 from environments.cut_off import overrides_of
 from environments.gsm8k_problems import Question, load_problems, order
@@ -59,7 +60,9 @@ class GSM8kEnv(SandboxedEnv):
         return GSM8kConfig(group_size=8, max_token_length=2048, tokenizer_name=server.model_name), [server]
 
     async def setup(self) -> None:
-        """Load the problems; ConfigError or DataError when they cannot be used."""
+        """Load the problems; ConfigError or DataError when they cannot be used, or not judged."""
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError("answers are judged by the package math-verify; run: pip install 'atroposlib[envs]'")
         self.problems = await asyncio.to_thread(load_problems, self.config.dataset, self.config.eval_dataset)
         self.sandbox = Sandbox(workers=self.config.verifier_workers, timeout_s=self.config.verifier_timeout_s)
         self.percent_correct: list[float] = []

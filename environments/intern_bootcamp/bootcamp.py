@@ -9,14 +9,11 @@ A bootcamp makes problems of one kind and verifies answers to them:
 Only the standard library is imported here: sandbox workers load this module, too.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any, Protocol, TypedDict
 
 Identity = Any
 """What defines one problem; mostly a dict."""
-
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class Grading(TypedDict):
@@ -53,8 +50,11 @@ def tagged(answer: str) -> str:
 
 def extract_answer(output: str) -> str | None:
     """What the last pair of answer tags holds, stripped; None when there is none."""
-    found = _ANSWER.findall(output)
-    return found[-1].strip() if found else None
+    for part in reversed(output.split("</answer>")[:-1]):
+        _, opened, answer = part.partition("<answer>")
+        if opened:
+            return answer.strip()
+    return None
 
 
 def has_one_thought(output: str) -> bool:

@@ -10,12 +10,14 @@ from collections import Counter
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
+from atroposlib.envs.server_handling.chat_prompt import render
 from atroposlib.errors import EnvironmentFault, RolloutFault
 from atroposlib.rollouts.early_stop import sample_until
 from environments.cut_off import overrides_of
 from environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
 from environments.intern_bootcamp.problems import Problem, ProblemSource
 from environments.intern_bootcamp.rewards import reward
+from environments.intern_bootcamp.thoughts import opening_of, whole_reply
 from environments.sandboxed_env import SandboxedEnv
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class InternBootcampEnv(SandboxedEnv):
         """Open the tasks; ConfigError when one does not exist."""
         self.problems = ProblemSource(self.config)
         self.sandbox = self.problems.sandbox
+        self.opening = opening_of(render(self.tokenizer, [{"role": "user", "content": ""}]))
         self.verdicts: dict[str, Counter[str]] = {}  # task -> counts of "responses" and "correct" since the last log
         self.eval_metrics: dict[str, float] = {}
         await self.problems.check()
@@ -67,7 +70,7 @@ class InternBootcampEnv(SandboxedEnv):
                     temperature=self.config.temperature,
                     top_p=self.config.top_p,
                 )
-                texts = [choice.message.content or "" for choice in reply.choices]
+                texts = [whole_reply(choice.message.content or "", self.opening) for choice in reply.choices]
                 return [(text, await self.problems.verify(text, meta)) for text in texts]
 
             answers = await sample_until(
@@ -132,7 +135,7 @@ class InternBootcampEnv(SandboxedEnv):
                 reply = await self.server.chat_completion(
                     messages=messages, n=1, max_tokens=self.config.max_token_length, temperature=0.0, split="eval"
                 )
-            text = reply.choices[0].message.content or ""
+            text = whole_reply(reply.choices[0].message.content or "", self.opening)
             verdict = await self.problems.verify(text, meta)
         except RolloutFault as fault:
             logger.warning("evaluation problem failed: task=%s index=%d error=%s", meta["task_name"], index, fault)

@@ -141,6 +141,19 @@ def test_last_boxed_keeps_inner_braces():
 def test_the_right_answer_follows_the_last_hashes_or_is_the_whole_text():
     assert to_question({"question": "q", "answer": "a #### b\n#### 1,234"}) == {"question": "q", "gold": "1234"}
     assert to_question({"question": "q", "answer": 42}) == {"question": "q", "gold": "42"}
+    assert to_question({"question": "q", "answer": "#### (1, 2,345)"})["gold"] == "(1, 2345)"
+
+
+def test_lines_end_only_where_json_lines_do_and_a_byte_order_mark_is_none_of_the_text(tmp_path):
+    line = json.dumps({"question": "one\u2028two\x85three", "answer": "#### 4"}, ensure_ascii=False)
+    path = tmp_path / "odd.jsonl"
+    path.write_bytes(f"\ufeff{line}\r\n{line}\n".encode())
+    assert [found["question"] for found in load_problems(str(path), str(path))["train"]] == [
+        "one\u2028two\x85three"
+    ] * 2
+    path.write_bytes(line.encode("utf-16"))
+    with pytest.raises(DataError, match=r"odd\.jsonl is not UTF-8 text"):
+        load_problems(str(path), None)
 
 
 BAD_LINES = {
@@ -148,6 +161,7 @@ BAD_LINES = {
     "not an object": "3",
     "no answer": '{"question": "q"}',
     "an empty answer": '{"question": "q", "answer": "#### "}',
+    "null for an answer": '{"question": "q", "answer": null}',
     "no question": '{"question": null, "answer": "1"}',
 }
 
@@ -167,6 +181,12 @@ def test_too_few_lines_and_missing_files_are_refused(tmp_path):
     assert len(load_problems(str(few), str(few))["test"]) == 1
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load_problems(str(tmp_path / "none.jsonl"), None)
+
+
+async def test_without_math_verify_nothing_is_generated_that_nobody_could_judge(make_env, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="math-verify"):
+        await make_env("x")
 
 
 def test_a_hub_name_without_the_package_datasets_is_refused_with_what_to_do(monkeypatch):

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import os
 import re
@@ -65,6 +66,29 @@ async def test_a_response_that_was_cut_off_does_not_count_as_a_mistake_unless_it
     group, _ = await env.collect_trajectories(await env.get_item(0))
     assert group["scores"] == [1.0, -0.5, 1.0, -0.5]
     assert group["overrides"] == [{}, {"set_advantage_to_zero": True}, {}, {"set_advantage_to_zero": True}]
+
+
+class OpeningTokenizer(FakeTokenizer):
+    """Ends the prompt as DeepSeek-R1's template does: the thought is open, and the reply only closes it."""
+
+    def apply_chat_template(self, conversation, tokenize=True, add_generation_prompt=False, **_):
+        text = super().apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text += "<think>\n" if add_generation_prompt else ""
+        return self.encode(text) if tokenize else text
+
+
+async def test_a_thought_that_the_chat_template_opened_counts_as_one():
+    env = make_env(
+        lambda prompt: f"One by one.</think>\n{sum_of(prompt)}", task_name="addition", require_reasoning=True
+    )
+    env.config.min_reasoning_length = 0
+    env.tokenizer = OpeningTokenizer()
+    env.server.servers[0].tokenizer = env.tokenizer
+    await env.setup()
+    group, _ = await env.collect_trajectories(await env.get_item(0))
+    assert group["scores"] == [1.0] * 4
+    assert group["messages"][0][-1]["content"].startswith("<think>\nOne by one.</think>\n<answer>")
+    assert (await env.evaluate_one(0, asyncio.Semaphore(1)))["verdict"] == 1.0
 
 
 async def test_requests_carry_the_configured_sampling():

@@ -52,6 +52,9 @@ ANSWERS = {
     "none": ("15", None),
     "the last one counts": ("<answer>1</answer> no, <answer> 15\n</answer>", "15"),
     "not closed": ("<answer>15", None),
+    "a stray end behind it": ("<answer>1</answer> or </answer>", "1"),
+    "opened twice": ("<answer>1 <answer>2</answer>", "1 <answer>2"),
+    "opened ever again, as by a model in a loop": ("<answer>" * 200_000, None),
     "over several lines": ("<answer>1,\n2</answer>", "1,\n2"),
 }
 

@@ -1,0 +1,17 @@
+"""Replies of models whose chat template opens the thought in the prompt (DeepSeek-R1, Qwen3-Thinking)."""
+
+THINK = "<think>"
+
+
+def opening_of(prompt: str) -> str:
+    r"""The tag and the white space after it when a prompt ends in them, else "".
+
+    >>> opening_of("<|User|>6 times 7?<|Assistant|><think>\n")
+    '<think>\n'
+    """
+    return prompt[prompt.rfind(THINK) :] if prompt.rstrip().endswith(THINK) else ""
+
+
+def whole_reply(reply: str, opening: str) -> str:
+    """The reply with the opening of its thought, unless it has one of its own."""
+    return reply if reply.lstrip().startswith(THINK) else opening + reply
