@@ -1,6 +1,7 @@
 """`atropos datagen`: a supervised run from problems to datasets."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ import typer
 from rich.console import Console
 
 from atroposlib.cli.boundary import command, run
+from atroposlib.errors import ConfigError
 from atroposlib.launch.datagen import EXIT_WORK_REMAINS, Stopped, run_datagen
 from atroposlib.launch.display import Display
 from atroposlib.launch.load import load_config
@@ -39,7 +41,10 @@ def datagen(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
     check: Annotated[bool, typer.Option("--check", help="Only find what would go wrong; start nothing.")] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start anew; an earlier run is kept under another name.")
+        bool,
+        typer.Option(
+            "--fresh", help="Start anew; an earlier run is kept under another name. A requeued SLURM job goes on."
+        ),
     ] = False,
     problems: Annotated[int | None, typer.Option(min=1, help="Instead of `problems` in the file.")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Instead of `run_dir` in the file.")] = None,
@@ -55,7 +60,13 @@ def datagen(
         for thing in not_checked(settings, model):
             print(f"not checked: {thing}")
         return
-    if fresh and (kept := keep_earlier(Path(settings.run_dir))):
+    if fresh and settings.share.member:
+        raise ConfigError(
+            "--fresh with share.member would take the folder from the other members; choose another run_dir"
+        )
+    if fresh and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+        print("--fresh was for the first start of this job, which has been queued again; going on", file=sys.stderr)
+    elif fresh and (kept := keep_earlier(Path(settings.run_dir))):
         print(f"earlier run kept as {kept}", file=sys.stderr)
     with Display() as display:
         logging.basicConfig(level=logging.INFO, handlers=[display.log_handler()])

@@ -81,7 +81,9 @@ class RestartConfig(Section):
     """When a service that keeps dying stops the run."""
 
     limit: PositiveInt = Field(5, description="Restarts of one service ...")
-    window_s: PositiveFloat = Field(600, description="... within this many seconds.")
+    window_s: PositiveFloat = Field(
+        600, description="... within this many seconds; without getting ready in between, within any time."
+    )
 
 
 class ShareConfig(Section):

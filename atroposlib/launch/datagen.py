@@ -78,7 +78,8 @@ def run_datagen(config: DatagenConfig, on_progress: OnProgress) -> RunStatus:
         except BaseException as error:
             stopped = isinstance(error, Stopped)
             record.last_error = None if stopped else str(error) or type(error).__name__
-            _save(record, run_dir, "stopped" if stopped else "failed")
+            with contextlib.suppress(OSError):  # on a full disk, what went wrong is said all the same
+                _save(record, run_dir, "stopped" if stopped else "failed")
             raise
         finally:
             write_last_page(run_dir)
@@ -101,29 +102,27 @@ class _Run:
         self._record.starts += 1
         async with aiohttp.ClientSession() as session:
             plan = make_plan(self._config, model, session)
-            ticker = asyncio.create_task(self._tick())
-            try:
-                await self._until_stopped(self._work(plan))
-            finally:
-                await self._stop()
-                ticker.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await ticker
-                self._publish()
+            with _signals(asyncio.get_running_loop()) as stop:
+                ticker = asyncio.create_task(self._tick())
+                try:
+                    await self._until_stopped(self._work(plan), stop)
+                finally:
+                    await self._stop()
+                    ticker.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await ticker
+                    self._publish()
 
-    async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _until_stopped(self, work: Coroutine[Any, Any, None], stop: "asyncio.Future[str]") -> None:
         """Run `work`; a stop signal ends it with Stopped."""
-        loop = asyncio.get_running_loop()
-        stop: asyncio.Future[str] = loop.create_future()
-        with _signals(loop, stop):
-            task = asyncio.create_task(work)
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-                raise Stopped(f"stopped by {stop.result()}; the same command continues where it stands")
-            task.result()
+        task = asyncio.create_task(work)
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            raise Stopped(f"stopped by {stop.result()}; the same command continues where it stands")
+        task.result()
 
     async def _work(self, plan: Plan) -> None:
         """Services up in order; the environment's end is the end.
@@ -201,7 +200,7 @@ class _Run:
             }
             for service in self._services
         ]
-        with contextlib.suppress(OSError):  # a full disk must not end the run; the next second tries again
+        with contextlib.suppress(OSError, LaunchError):  # a disk that fails must not end the run; it is tried again
             _save(self._record, self._run_dir, "running")
             status = read_status(self._run_dir)
             self._page.update(status)
@@ -209,8 +208,9 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _signals(loop: asyncio.AbstractEventLoop, stop: "asyncio.Future[str]") -> Iterator[None]:
-    """The first stop signal resolves `stop`; further ones change nothing."""
+def _signals(loop: asyncio.AbstractEventLoop) -> Iterator["asyncio.Future[str]"]:
+    """The first stop signal, as a future of its name; further ones change nothing."""
+    stop: asyncio.Future[str] = loop.create_future()
 
     def note(sign: signal.Signals) -> None:
         if not stop.done():
@@ -219,7 +219,7 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: "asyncio.Future[str]") -> It
     for sign in _STOP_SIGNALS:
         loop.add_signal_handler(sign, note, sign)
     try:
-        yield
+        yield stop
     finally:
         for sign in _STOP_SIGNALS:
             loop.remove_signal_handler(sign)

@@ -42,7 +42,9 @@ class History(msgspec.Struct):
             return cls()
 
     def add(self, status: RunStatus, at: float) -> bool:
-        """Note the status when the interval is over; whether it was noted."""
+        """Note the status when the interval is over; whether it was noted. A clock set back undoes what lies ahead."""
+        while self.points and self.points[-1].at > at:
+            self.points.pop()
         if self.points and at - self.points[-1].at < self.interval_s:
             return False
         has_engines = status.occupancy is not None

@@ -68,9 +68,12 @@ def _environment(section: EnvironmentConfig, path: Path) -> EnvironmentConfig:
     if section.config:
         config = beside / expand_path(section.config, what=f"{path}: environment.config")
         own = read_mapping(config, expected="env: and openai:", what="a YAML file")
-    servers = own.get("openai") or {}
+    servers, settings = own.get("openai") or {}, own.get("env") or {}
     server = servers[0] if isinstance(servers, list) else servers
-    theirs = {key: value for key, value in (own.get("env") or {}).items() if key != "max_num_workers"}
+    for name, value in (("env", settings), ("openai", server)):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{section.config}: {name} holds {value!r}, expected keys and values")
+    theirs = {key: value for key, value in settings.items() if key != "max_num_workers"}
     env = {**theirs, **section.env}
     for key, value in env.items():
         if isinstance(value, str) and key.endswith(_PATH_KEYS):
@@ -91,7 +94,10 @@ def _apply(content: dict[str, Any], change: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {change}: {section} is {inner!r} in the file, which has no keys")
         content = inner
-    content[last] = yaml.safe_load(text)
+    try:
+        content[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {change}: the value is not YAML: {' '.join(str(error).split())}") from None
 
 
 def _absolute(text: str, what: str) -> str:

@@ -28,7 +28,7 @@ def run_lock(run_dir: Path, *, lost_node_s: float = LOST_NODE_S) -> Iterator[Non
         lost_node_s: how long to wait for a holder on another node, which may have failed, as a requeued job finds it.
 
     Raises:
-        LaunchError: another process holds it; its pid and node are named.
+        LaunchError: another process holds it, and its pid and node are named; or this disk knows no locks.
     """
     with (run_dir / ".lock").open("a+", encoding="utf-8") as stream:
         give_up_at = time.monotonic() + lost_node_s
@@ -51,8 +51,13 @@ def run_lock(run_dir: Path, *, lost_node_s: float = LOST_NODE_S) -> Iterator[Non
 def _try_lock(stream: IO[str]) -> bool:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError as error:
+        raise LaunchError(
+            f"{stream.name} cannot be locked: {error.strerror}; mount this disk with locks (Lustre: -o flock) or "
+            "choose another run_dir"
+        ) from error
     return True
 
 
@@ -60,11 +65,13 @@ def keep_earlier(run_dir: Path) -> Path | None:
     """Rename an existing run folder so that a fresh start overwrites nothing; its new name, or None.
 
     Raises:
-        LaunchError: the run is going on.
+        LaunchError: the run, or a member of a shared one, is going on.
     """
     if not run_dir.exists():
         return None
-    with run_lock(run_dir):
+    with contextlib.ExitStack() as held:
+        for folder in (run_dir, *run_dir.glob("members/*")):
+            held.enter_context(run_lock(folder))
         kept = run_dir.with_name(f"{run_dir.name}-until-{time.strftime('%Y%m%d-%H%M%S')}")
         run_dir.rename(kept)
     return kept

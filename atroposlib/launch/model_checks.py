@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atroposlib.errors import ModelError
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.engine_plan import DEFAULT_CONTEXT
 
@@ -101,7 +102,10 @@ def _json_file(name: str, file: str) -> dict[str, Any]:
         path = _cached(name, file)
     if path is None:
         return {}
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged ({error}); fetch {name} anew") from None
 
 
 def _cached(name: str, file: str) -> Path | None:

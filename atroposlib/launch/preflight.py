@@ -22,7 +22,7 @@ from atroposlib.launch.model_checks import (
     model_problems,
     vocabulary,
 )
-from atroposlib.launch.status import read_status
+from atroposlib.launch.status import RUN_FILE, read_status
 from atroposlib.paths import writable_dir
 
 SETTINGS_FILE = "settings.json"
@@ -44,6 +44,7 @@ def preflight(config: DatagenConfig, *, starts: bool = True) -> Model:
         *_port_problems(config),
         *engine_problems(config, os.environ, starts=starts),
         *_settings_problems(config),
+        *_sharing_problems(config),
     ]
     model = None
     if not problems:
@@ -108,7 +109,8 @@ def _folder_problems(config: DatagenConfig) -> list[str]:
     if problems:
         return problems
     folder = Path(config.run_dir)
-    tokens = config.expected_tokens or config.environment.env.get("max_token_length", DEFAULT_TOKEN_LENGTH) // 4
+    longest = config.environment.env.get("max_token_length")  # only the environment knows what else it may be
+    tokens = config.expected_tokens or (longest if isinstance(longest, int) else DEFAULT_TOKEN_LENGTH) // 4
     missing = max(0, config.problems - _groups_done(folder))
     needed = missing * config.responses * tokens * _BYTES_PER_TOKEN
     free = shutil.disk_usage(folder).free
@@ -149,10 +151,31 @@ def _settings_problems(config: DatagenConfig) -> list[str]:
         earlier = json.loads((Path(config.run_dir) / SETTINGS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    current = json.loads(json.dumps(data_settings(config)))
+    before, now = (_one_by_one(settings) for settings in (earlier, json.loads(json.dumps(data_settings(config)))))
     return [
-        f"{key} was {earlier.get(key)!r} when run_dir {config.run_dir} was started and is {current[key]!r} now; "
+        f"{key} was {before.get(key)!r} when run_dir {config.run_dir} was started and is {now.get(key)!r} now; "
         "set it back, choose another run_dir, or start anew with --fresh"
-        for key in current
-        if current[key] != earlier.get(key)
+        for key in now | before
+        if now.get(key) != before.get(key)
     ]
+
+
+def _one_by_one(settings: dict[str, Any]) -> dict[str, Any]:
+    """The environment's settings each under a name of its own, so that a message holds only what differs."""
+    env = {f"environment.env.{key}": value for key, value in settings.get("env", {}).items()}
+    return {key: value for key, value in settings.items() if key != "env"} | env
+
+
+def _sharing_problems(config: DatagenConfig) -> list[str]:
+    """A run alone and a shared one keep their rollouts apart: each would repeat what the other has done."""
+    run_dir = Path(config.run_dir)
+    members = sorted(record.parent.name for record in run_dir.glob(f"members/*/{RUN_FILE}"))
+    was_alone = (run_dir / RUN_FILE).exists()
+    if config.share.member and was_alone and not members:
+        return [f"run_dir {run_dir} was started without share.member; go on without it, or choose another run_dir"]
+    if members and not was_alone and not config.share.member:
+        return [
+            f"run_dir {run_dir} is shared by {', '.join(members)}; go on with --set share.member={members[0]} (or as a "
+            "job array), or choose another run_dir"
+        ]
+    return []

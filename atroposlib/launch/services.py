@@ -84,10 +84,11 @@ class Supervised:
         """
         while True:
             code = await self._run_once()
+            got_ready = self.ready.is_set()
             self.ready.clear()
             if self._stopping or (self.service.is_job and code >= 0):
                 return code
-            await asyncio.sleep(self._backoff_s(code))
+            await asyncio.sleep(self._backoff_s(code, got_ready))
             if self._stopping:
                 return code
 
@@ -143,17 +144,21 @@ class Supervised:
         logger.error("service stopped answering: name=%s for_s=%.0f", service.name, misses * _HEALTH_EVERY_S)
         self._signal(signal.SIGKILL)
 
-    def _backoff_s(self, code: int) -> float:
-        """Note one unexpected end; how long to wait before the restart."""
+    def _backoff_s(self, code: int, got_ready: bool) -> float:
+        """Note one unexpected end; how long to wait before the restart.
+
+        Only a service that got ready is forgiven its earlier ends: loading may take longer than the window.
+        """
         now = time.monotonic()
         self._recent.append(now)
-        while self._recent[0] < now - self._limits.window_s:
+        while got_ready and self._recent[0] < now - self._limits.window_s:
             self._recent.popleft()
         count = len(self._recent)
         if count > self._limits.limit:
+            how = describe_exit(code) + ("" if got_ready else ", before it was ready")
             raise LaunchError(
-                f"{self.service.name} ended {count} times within {self._limits.window_s:.0f} s (last: "
-                f"{describe_exit(code)}); the end of {self.service.log}:\n{self.tail()}"
+                f"{self.service.name} ended {count} times within {now - self._recent[0]:.0f} s (last: {how}); the end "
+                f"of {self.service.log}:\n{self.tail()}"
             )
         self.restart_count += 1
         wait_s = min(30.0, 0.5 * 2 ** (count - 1))

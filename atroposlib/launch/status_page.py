@@ -10,6 +10,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
+from atroposlib.errors import LaunchError
 from atroposlib.launch.charts import line_chart
 from atroposlib.launch.history import History, Point
 from atroposlib.launch.status import RunStatus, read_status
@@ -43,16 +44,15 @@ class StatusPage:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._history = History.load(run_dir)
-        self._written_at = 0.0
+        self._next_at = 0.0  # of a clock that nobody sets
 
     def update(self, status: RunStatus) -> None:
         """Call it as often as you like; a full disk costs only the update."""
-        now = time.time()
-        if now - self._written_at < REFRESH_S:
+        if time.monotonic() < self._next_at:
             return
-        self._written_at = now
+        self._next_at = time.monotonic() + REFRESH_S
         with contextlib.suppress(OSError):
-            if self._history.add(status, now):
+            if self._history.add(status, time.time()):
                 self._history.save(self._run_dir)
             write_text_atomic(self._run_dir / PAGE_FILE, page(status, self._history.points))
 
@@ -65,8 +65,8 @@ def write_page(status: RunStatus, run_dir: Path) -> Path:
 
 
 def write_last_page(run_dir: Path) -> None:
-    """The page of a run that has just ended, however it did."""
-    with contextlib.suppress(OSError):
+    """The page of a run that has just ended, however it did; a disk that fails costs only the page."""
+    with contextlib.suppress(OSError, LaunchError):
         write_page(read_status(run_dir), run_dir)
 
 

@@ -19,7 +19,7 @@ def render(status: RunStatus) -> Group:
     for name, task in sorted(status.tasks.items()):
         label = f"{name} (set aside: {task.set_aside})" if task.set_aside else name
         share = f"{task.accepted / task.responses:.1%}" if task.responses else "-"
-        tasks.add_row(label, str(task.groups), str(task.responses), str(task.accepted), share)
+        tasks.add_row(Text(label), str(task.groups), str(task.responses), str(task.accepted), share)
     tasks.add_section()
     tasks.add_row(
         "all",

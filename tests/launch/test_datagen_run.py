@@ -195,6 +195,6 @@ def test_an_engine_that_never_starts_ends_the_run_with_the_end_of_its_log(tmp_pa
     run.config.write_text(yaml.safe_dump(settings))
     failed = run.complete()
     assert failed.returncode == 1
-    assert "engine ended 2 times within 600 s (last: exit code 2); the end of" in failed.stderr
+    assert "(last: exit code 2, before it was ready); the end of" in failed.stderr
     assert "No such option: --no-such-flag" in failed.stderr
     assert "Traceback" not in failed.stderr

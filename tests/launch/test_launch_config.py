@@ -89,7 +89,7 @@ def test_values_are_set_from_the_command_line_section_by_section(tmp_path):
     assert config.work_dir == Path(config.run_dir, "members", "x")
 
 
-@pytest.mark.parametrize("change", ["engine.tp", "=4", "name.x=4", "engine.tpp=4"])
+@pytest.mark.parametrize("change", ["engine.tp", "=4", "name.x=4", "engine.tpp=4", "engine.args=["])
 def test_a_change_that_names_nothing_is_refused(tmp_path, change):
     with pytest.raises(ConfigError):
         load_config(good(tmp_path), [change])
@@ -103,6 +103,13 @@ def test_the_environments_own_file_lies_below_what_the_run_says(tmp_path):
     config = load_config(good(tmp_path), changes)
     assert config.environment.env == {"seed": 3, "few_shot": 2}
     assert config.environment.server == {"timeout": 9, "api_key": "k"}
+
+
+@pytest.mark.parametrize("text", ["env: [1]", "env: words", "openai: words", "openai: [words]"])
+def test_an_environments_own_file_without_keys_is_refused(tmp_path, text):
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"own\.yaml: (env|openai) holds .*, expected keys and values"):
+        load_config(good(tmp_path), ["environment.config=own.yaml"])
 
 
 def test_every_path_is_expanded_wherever_it_stands(tmp_path, monkeypatch):

@@ -97,6 +97,42 @@ def test_a_run_folder_is_not_continued_with_other_settings(tmp_path):
     assert "responses was 2 when run_dir" in complaint(config(tmp_path, responses=3))
 
 
+def test_of_an_environments_settings_only_those_that_differ_are_named(tmp_path):
+    script = str(tmp_path / "env.py")
+    first = config(tmp_path, environment={"script": script, "env": {"seed": 1, "few_shot": 4, "temperature": 1.0}})
+    preflight(first)
+    (tmp_path / "run" / SETTINGS_FILE).write_text(json.dumps(data_settings(first)))
+    message = complaint(config(tmp_path, environment={"script": script, "env": {"seed": 2, "few_shot": 4}}))
+    assert "environment.env.seed was 1 when run_dir" in message
+    assert "environment.env.temperature was 1.0" in message
+    assert "few_shot" not in message
+
+
+def test_a_run_alone_is_not_continued_as_a_shared_one_nor_the_other_way_around(tmp_path):
+    """Their rollouts lie in different folders, so each would start over."""
+    run, record = tmp_path / "run", RunRecord(name="t", problems=4, responses=2).to_json()
+    shared = config(tmp_path, share={"member": "task0"})
+    run.mkdir()
+    (run / "run.json").write_text(record)
+    assert "was started without share.member; go on without it" in complaint(shared)
+    preflight(config(tmp_path))
+    (run / "run.json").rename(run / "members" / "task0" / "run.json")
+    assert "is shared by task0; go on with --set share.member=task0" in complaint(config(tmp_path))
+    preflight(shared)
+
+
+@pytest.mark.parametrize("length", ["long", None])
+def test_a_length_that_only_the_environment_can_judge_is_left_to_it(tmp_path, length):
+    environment = {"script": str(tmp_path / "env.py"), "env": {"max_token_length": length}}
+    assert preflight(config(tmp_path, environment=environment)).name == "m"
+
+
+def test_a_damaged_file_of_a_model_is_named(sglang, tmp_path):
+    model = model_folder(tmp_path / "model", ["a"])
+    (tmp_path / "model" / "tokenizer.json").write_text('{"model": ')
+    assert "tokenizer.json is damaged" in complaint(config(tmp_path, engine={**SGLANG, "model": model}))
+
+
 @pytest.fixture
 def sglang(tmp_path, monkeypatch) -> Path:
     """The source of an installed SGLang, as far as it is read, and a node with four GPUs."""

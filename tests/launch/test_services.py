@@ -1,6 +1,7 @@
 """Real child processes: small Python programs that live, die and hang in every way a service can."""
 
 import asyncio
+import errno
 import fcntl
 import os
 import signal
@@ -102,6 +103,14 @@ async def test_a_service_that_never_gets_ready_is_killed(tmp_path):
         await child.run()
 
 
+async def test_slow_ends_before_it_was_ready_are_not_forgiven_one_by_one(tmp_path):
+    service = Service("child", [sys.executable, "-c", SLEEPER], tmp_path / "log", never, ready_timeout_s=0.3)
+    child = Supervised(service, RestartConfig(limit=2, window_s=0.1))  # each start outlasts the window
+    async with asyncio.timeout(60):
+        with pytest.raises(LaunchError, match=r"child ended 3 times .*SIGKILL, before it was ready"):
+            await child.run()
+
+
 async def test_stop_ends_the_process_and_what_it_started(tmp_path):
     child = supervised(tmp_path, PARENT)
     life = asyncio.create_task(child.run())
@@ -148,6 +157,24 @@ def test_a_fresh_start_keeps_the_earlier_folder(tmp_path):
     assert kept is not None
     assert (kept / "rollouts.jsonl").read_text() == "{}\n"
     assert not (tmp_path / "run").exists()
+
+
+def test_a_fresh_start_takes_no_folder_from_a_member_that_runs(tmp_path):
+    member = tmp_path / "run" / "members" / "task1"
+    member.mkdir(parents=True)
+    with run_lock(member), pytest.raises(LaunchError, match=rf"task1 is in use by process {os.getpid()}"):
+        keep_earlier(tmp_path / "run")
+    assert member.is_dir()
+    assert keep_earlier(tmp_path / "run") is not None
+
+
+def test_a_disk_without_locks_is_named_and_no_process_is_blamed(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(LaunchError, match=r"cannot be locked: No locks available; mount"), run_lock(tmp_path):
+        pass
 
 
 def test_a_leftover_is_ended_and_a_reused_pid_is_not(tmp_path):

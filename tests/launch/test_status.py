@@ -1,10 +1,12 @@
 """What `atropos status` and the page say of a run: running, ended, killed, shared; nothing on the page is trusted."""
 
+import io
 import json
 import os
 import re
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from atroposlib.cli.boundary import command
@@ -16,7 +18,7 @@ from atroposlib.launch.history import FIRST_INTERVAL_S, MOST_POINTS, History, Po
 from atroposlib.launch.lock import start_time
 from atroposlib.launch.status import RunRecord, read_status
 from atroposlib.launch.status_page import StatusPage, page, write_last_page, write_page
-from atroposlib.launch.status_table import facts_of
+from atroposlib.launch.status_table import facts_of, render
 
 HOSTILE = '<script>alert("x")</script>'
 PROGRESS = {
@@ -131,6 +133,26 @@ def test_a_history_of_any_length_has_few_points(tmp_path):
     assert history.interval_s > FIRST_INTERVAL_S
     history.save(tmp_path)
     assert History.load(tmp_path) == history
+
+
+def test_a_clock_that_is_set_back_neither_stops_the_page_nor_the_history(tmp_path, monkeypatch):
+    make_run(tmp_path, pid=os.getpid())
+    ticks = iter(range(0, 1000, 10))
+    monkeypatch.setattr("time.monotonic", lambda: next(ticks))
+    keeper = StatusPage(tmp_path)
+    for now in (1000.0, 1010.0, 500.0, 510.0):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        (tmp_path / "status.html").unlink(missing_ok=True)
+        keeper.update(read_status(tmp_path))
+        assert (tmp_path / "status.html").exists()
+    assert [point.at for point in History.load(tmp_path).points] == [500.0, 510.0]
+
+
+def test_a_table_shows_what_a_task_failed_of_as_it_is(tmp_path):
+    tasks = {"[b]sums": {"groups": 1, "responses": 2, "accepted": 1, "set_aside": "KeyError: '[/INST]'"}}
+    shown = Console(width=200, file=io.StringIO())
+    shown.print(render(read_status(make_run(tmp_path, progress=PROGRESS | {"tasks": tasks}))))
+    assert "[b]sums (set aside: KeyError: '[/INST]')" in shown.file.getvalue()
 
 
 def test_time_in_which_nothing_ran_is_a_gap(tmp_path):

@@ -160,6 +160,6 @@ def test_an_engine_that_never_starts_ends_the_chain_with_the_end_of_its_log(run:
     flags = ("--set", "engine.args=[--no-such-flag]", "--set", "restarts.limit=2")
     job = run.submit(arguments=flags)
     run.wait(job, "FAILED")
-    assert "engine ended 3 times within 600 s" in run.output(job)
+    assert "engine ended 3 times within" in run.output(job)
     assert "unrecognized arguments: --no-such-flag" in run.output(job)
     assert run.job(job)["Restarts"] == "0"

@@ -1,0 +1,98 @@
+"""Ends of a run where something else goes wrong as well: a second signal, a full disk, `--fresh` at the wrong time."""
+
+import asyncio
+import errno
+import os
+import signal
+
+import pytest
+from typer.testing import CliRunner
+
+from atroposlib.cli import datagen as cli
+from atroposlib.cli.boundary import command
+from atroposlib.errors import ConfigError, LaunchError
+from atroposlib.launch import datagen
+from atroposlib.launch.config import DatagenConfig
+from atroposlib.launch.datagen import Stopped, _Run, run_datagen
+from atroposlib.launch.status import RunRecord
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> DatagenConfig:
+    """A run of nothing: no checks, no services."""
+    monkeypatch.setattr(datagen, "preflight", lambda config: None)
+    monkeypatch.setattr(datagen, "make_plan", lambda *_: None)
+    values = {"name": "t", "run_dir": str(tmp_path / "run"), "problems": 4, "responses": 2}
+    return DatagenConfig.model_validate({**values, "environment": {"script": "env.py"}})
+
+
+def run_of(config: DatagenConfig) -> _Run:
+    config.work_dir.mkdir()
+    return _Run(config, RunRecord(name="t", problems=4, responses=2), lambda status: None)
+
+
+async def test_a_second_signal_while_the_services_stop_changes_nothing(config, monkeypatch):
+    async def work(self, plan):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    async def stop(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(_Run, "_work", work)
+    monkeypatch.setattr(_Run, "_stop", stop)
+    with pytest.raises(Stopped, match="stopped by SIGINT"):
+        await run_of(config).to_the_end(None)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_record_that_cannot_be_read_just_now_does_not_end_the_run(config, monkeypatch):
+    def unreadable(folder):
+        raise LaunchError("holds no run")
+
+    monkeypatch.setattr(datagen, "read_status", unreadable)
+    run_of(config)._publish()
+
+
+def test_a_full_disk_does_not_hide_why_the_run_failed(config, monkeypatch):
+    async def fail(self, model):
+        raise LaunchError("engine ended 6 times")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(_Run, "to_the_end", fail)
+    monkeypatch.setattr(datagen, "_save", full)
+    with pytest.raises(LaunchError, match="engine ended 6 times"):
+        run_datagen(config, lambda status: None)
+
+
+@pytest.fixture
+def yaml_file(tmp_path, monkeypatch):
+    """A config whose run folder holds something; `run_datagen` only says that it would run."""
+
+    def stop(settings, display):
+        raise Stopped("would run")
+
+    monkeypatch.setattr(cli, "run_datagen", stop)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "kept").touch()
+    path = tmp_path / "run.yaml"
+    path.write_text(f"name: t\nrun_dir: {tmp_path}/run\nproblems: 4\nresponses: 2\nenvironment: {{script: env.py}}\n")
+    return path
+
+
+@pytest.mark.parametrize(("restarts", "is_kept"), [(None, False), ("0", False), ("2", True)])
+def test_fresh_is_for_the_first_start_of_a_slurm_job_and_not_for_its_requeues(
+    yaml_file, monkeypatch, restarts, is_kept
+):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts or "")
+    done = CliRunner().invoke(command(cli.datagen), [str(yaml_file), "--fresh"])
+    assert done.exit_code == 75
+    assert (yaml_file.parent / "run" / "kept").exists() == is_kept
+
+
+def test_fresh_is_refused_to_a_member(yaml_file):
+    done = CliRunner().invoke(command(cli.datagen), [str(yaml_file), "--fresh", "--set", "share.member=task0"])
+    assert isinstance(done.exception, ConfigError)
+    assert (yaml_file.parent / "run" / "kept").exists()
