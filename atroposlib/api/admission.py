@@ -41,6 +41,8 @@ def goes_to_buffer(live: LiveRun, payload: Payload) -> bool:
 def refuse_unfit(live: LiveRun, batch_size: int) -> None:
     """Refused when groups wait that no batch of this size can hold."""
     waiting = {size for _, size in live.queue.pool.classes}
+    formed = (*live.queue.returned, *live.queue.leased.values())
+    waiting |= {group.sequences for batch in formed for group in batch.groups}
     unfit = sorted(
         size for size in waiting if not can_sum(waiting | {e.group_size for e in live.run.envs}, batch_size, size)
     )

@@ -55,13 +55,13 @@ class BatchResponse(Response):
         connection: Connection | None = scope.get(CONNECTION_KEY)
         request = connection.requests if connection is not None else 0
         try:
-            if not await self._send_all_but_the_end(send, connection):
-                await self._service.batches.not_sent(self._batch)
-                return
-            end = self._send_end(connection)
+            end = self._send_end(connection) if await self._send_all_but_the_end(send, connection) else None
         except BaseException:
             await asyncio.shield(self._service.batches.not_sent(self._batch))
             raise
+        if end is None:
+            await self._service.batches.not_sent(self._batch)
+            return
         try:
             await send({"type": "http.response.body", "body": end, "more_body": False})
         finally:

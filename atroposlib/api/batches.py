@@ -39,10 +39,8 @@ class Batches:
         batch = self._take_batch(self._live.run.batch_size)
         if batch is None:
             return None
-        if not batch.counted:
-            batch.counted = True
-            self._live.run.step += 1
         if lease_s is not None:
+            self._count(batch)
             batch.batch_id = batch.batch_id or f"{batch.number}-{secrets.token_hex(4)}"
             batch.expires = time.time() + lease_s
             self._live.queue.leased[batch.batch_id] = batch
@@ -65,6 +63,7 @@ class Batches:
         """
         if batch.expires is not None:
             return lambda: None  # that ends with the lease
+        self._count(batch)
         return self._store.note_delivered(batch.groups, self._live.run.step)
 
     async def sent(self, batch: Batch, started_at: float) -> None:
@@ -87,22 +86,28 @@ class Batches:
 
     async def not_sent(self, batch: Batch) -> None:
         """The response broke off: the batch goes back to the front and does not count."""
+        if not self._is_on_its_way(batch):
+            return
         logger.warning("batch not delivered, it goes back to the front: number=%d", batch.number)
         self._live.queue.leased.pop(batch.batch_id or "", None)
         self._uncount(batch)
         self._give_back(batch)
+        if batch.batch_id is not None:
+            await self._store.change(Change(run=self._live.run.to_json(), settled=[batch.number]))
 
     def recall(self, batch: Batch) -> Coroutine[None, None, None]:
         """After `sent` it turned out that the connection broke: as `not_sent`. Not for leases, which have their end.
 
         From the call on no death of the process can lose the batch; await what it returns for the rest.
         """
-        self._uncount(batch)
-        self._store.note_restored(batch.groups, self._live.run.step)
-        change = Change(run=self._live.run.to_json(), restored=batch.groups, noted=True)
+        noted = self._is_on_its_way(batch)
+        if noted:
+            self._uncount(batch)
+            self._store.note_restored(batch.groups, self._live.run.step)
 
         async def give_back() -> None:
-            await self._store.change(change)
+            restored = batch.groups if self._is_on_its_way(batch) else []
+            await self._store.change(Change(run=self._live.run.to_json(), restored=restored, noted=noted))
             await self.not_sent(batch)
 
         return give_back()
@@ -123,11 +128,17 @@ class Batches:
         await self._store.change(Change(run=self._live.run.to_json(), consumed=batch.groups, settled=[batch.number]))
         self._store.release(batch.groups)
 
-    def recall_leases(self) -> None:
-        """The trainer that held leased batches is gone: they come again, first, and count again."""
-        for batch in self._live.queue.expire_leases(math.inf):
+    def recall_leases(self) -> list[int]:
+        """The trainer that held leased batches is gone: they come again, first, and count again.
+
+        Returns the numbers of the leases that so ended, for the store.
+        """
+        queue = self._live.queue
+        batches, queue.returned = queue.expire_leases(math.inf) + queue.returned, []
+        for batch in batches:
             batch.counted = False
             self._give_back(batch)
+        return [batch.number for batch in batches]
 
     def expire_leases(self) -> None:
         """Leases that ended without acknowledgement: their batches come again."""
@@ -142,16 +153,31 @@ class Batches:
         else:
             self._live.queue.dissolve(batch)
 
+    def _is_on_its_way(self, batch: Batch) -> bool:
+        """Whether this delivery still decides about the batch: no reset and no end of its lease came between."""
+        if batch.expires is not None:
+            return self._live.queue.leased.get(batch.batch_id or "") is batch
+        return batch.run_id == self._live.run.run_id
+
+    def _count(self, batch: Batch) -> None:
+        """Only now: a step that is stored with a batch on its way would count that batch again after a kill."""
+        if not batch.counted and batch.run_id == self._live.run.run_id:
+            batch.counted = True
+            self._live.run.step += 1
+
     def _uncount(self, batch: Batch) -> None:
-        if batch.counted and batch.expires is None:
+        run = self._live.run
+        if batch.counted and run.registration is not None:
             batch.counted = False
-            self._live.run.step -= 1
+            run.step = max(run.step - 1, run.registration.starting_step)  # a trainer may have registered since
 
     async def _drop_lost(self, batch: Batch, error: GroupLost) -> None:
+        if not self._is_on_its_way(batch):
+            return
         lost = error.group
         logger.error("%s; the group is dropped", error)
         self._live.queue.leased.pop(batch.batch_id or "", None)
-        self._live.run.step -= batch.counted
+        self._uncount(batch)
         batch.groups = [group for group in batch.groups if group is not lost]
         self._live.queue.dissolve(batch)
         settled = [batch.number] if batch.batch_id else []
@@ -160,12 +186,13 @@ class Batches:
 
     def _take_batch(self, batch_size: int) -> Batch | None:
         self.expire_leases()
-        if self._live.queue.returned:
-            batch = self._live.queue.returned.pop(0)
-            batch.expires = None
+        run, queue = self._live.run, self._live.queue
+        if queue.returned:
+            batch = queue.returned.pop(0)
+            batch.expires, batch.run_id = None, run.run_id
             return batch
-        groups = self._live.queue.pool.take(batch_size, self._live.minimums())
+        groups = queue.pool.take(batch_size, self._live.minimums())
         if groups is None:
             return None
-        self._live.run.formed += 1
-        return Batch(self._live.run.formed, groups)
+        run.formed += 1
+        return Batch(run.formed, groups, run_id=run.run_id)

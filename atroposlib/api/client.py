@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import aiohttp
 import msgspec
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 REMIND_S = 30.0
+SHORTEST_TRY_S = 1.0
 POST_BYTES = 8_000_000
 """Groups are sent together up to this size."""
 
@@ -100,7 +101,7 @@ class _Client:
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 120.0) -> None:
         self.url, url_token = _split_token(url)
         self._token = token or url_token or os.environ.get(TOKEN_VARIABLE)
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -139,7 +140,7 @@ class _Client:
         patience = Patience(f"{method} {self.url}{path}", deadline_s)
         while True:
             try:
-                answer = await self._try(method, path, body, headers)
+                answer = await self._try(method, path, body, headers, patience.left_s())
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 await patience.wait(f"{type(error).__name__}: {error}")
                 continue
@@ -150,15 +151,20 @@ class _Client:
                 raise ApiError(f"{method} {self.url}{path} answered {answer.status}: {answer.sentence()}")
             return answer
 
-    async def _try(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None) -> _Answer:
+    async def _try(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None, left_s: float | None
+    ) -> _Answer:
+        """One request, of at most `timeout_s` or what is left until the deadline, but long enough for an answer."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=self._timeout, auto_decompress=True)
+            self._session = aiohttp.ClientSession(auto_decompress=True)
+        timeout_s = self._timeout_s if left_s is None else min(self._timeout_s, max(left_s, SHORTEST_TRY_S))
         sent = {"Accept-Encoding": "identity", **(headers or {})}
         if body is not None:
             sent["Content-Type"] = "application/json"
         if self._token:
             sent["Authorization"] = f"Bearer {self._token}"
-        async with self._session.request(method, self.url + path, data=body, headers=sent) as response:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with self._session.request(method, self.url + path, data=body, headers=sent, timeout=timeout) as response:
             return _Answer(response.status, await response.read(), response.headers)
 
 
@@ -359,4 +365,4 @@ def _split_token(url: str) -> tuple[str, str | None]:
         raise ApiError(f"the API's URL is {url!r}; expected http://host:port")
     user_info, _, host = parts.netloc.rpartition("@")
     token = user_info.partition(":")[2] or user_info.partition(":")[0]
-    return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", "")), token or None
+    return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", "")), unquote(token) or None

@@ -50,11 +50,14 @@ class DiskStore:
         self._max_bytes = max_bytes
         self._slack = SLACK_BYTES if max_bytes is None else min(SLACK_BYTES, max_bytes // 4)
         self._lock = _lock_folder(self.folder)
-        self._segments = SegmentFiles(self.folder / "segments")
+        # consumed groups at the begin of the current file count against the limit too: they must not use it up
+        segment_bytes = SEGMENT_BYTES if max_bytes is None else min(SEGMENT_BYTES, max_bytes // 8)
+        self._segments = SegmentFiles(self.folder / "segments", segment_bytes)
         self._index = Index(self.folder / "index.sqlite")
         self._reserve = self.folder / "reserve"
         self._notes = DeliveryNotes(self.folder / "delivered")
         self._writer = Writer(self._add)
+        self._resets = 0  # that are not on disk yet
 
     # -- event loop ---------------------------------------------------------------------------------------------
 
@@ -80,7 +83,11 @@ class DiskStore:
             self._index.reset(run)
             self._segments.drop_all()
 
-        await self._writer.call(forget)
+        self._resets += 1
+        try:
+            await self._writer.call(forget)
+        finally:
+            self._resets -= 1
 
     async def read(self, groups: Sequence[Group]) -> list[bytes]:
         return await asyncio.to_thread(lambda: [self._segments.read(group) for group in groups])
@@ -93,7 +100,7 @@ class DiskStore:
         self._writer.call_later(free)
 
     def knows_group_id(self, group_id: str) -> bool:
-        return self._index.knows_group_id(group_id)
+        return not self._resets and self._index.knows_group_id(group_id)
 
     def bytes_used(self) -> int:
         return self._segments.bytes_used()

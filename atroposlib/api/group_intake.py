@@ -10,9 +10,9 @@ from atroposlib.api.delivery import Connection
 from atroposlib.api.live import LiveRun
 from atroposlib.api.metrics import Metrics
 from atroposlib.api.payload import Payload, env_id_suffix
-from atroposlib.api.queue import Group
 from atroposlib.api.refusal import Refused
 from atroposlib.api.retries import RetryFinder
+from atroposlib.api.run import RunState
 from atroposlib.api.store import Change, NewGroup, Snapshot, Store
 
 StoringKey: TypeAlias = str | bytes
@@ -48,17 +48,24 @@ class GroupIntake:
             Refused: one of them can never be delivered.
             StorageFull: no room now.
         """
-        if run_id is not None and run_id != self._live.run.run_id:
+        run = self._live.run
+        if run_id is not None and run_id != run.run_id:
             raise Refused(404, "these groups belong to a run that was reset; register again", "unknown_env")
         buffered = [goes_to_buffer(self._live, payload) for payload in payloads]
+        keys = [payload.group_id or payload.digest for payload in payloads]
+        while storing := {self._storing[key] for key in keys if key in self._storing}:
+            await asyncio.wait(storing)
+        self._refuse_after_reset(run)
+        # Nothing is awaited from here until the new groups are in `_storing` and handed to the store: no other request
+        # can take one of them for new, and numbers reach the disk in ascending order.
         receipts = [Receipt(duplicate=True)] * len(payloads)
         fresh: list[tuple[int, NewGroup]] = []
         for i, payload in enumerate(payloads):
-            if not await self._is_stored(payload, [group for _, group in fresh], connection):
+            if not self._is_stored(payload, [group for _, group in fresh], connection):
                 fresh.append((i, self._number(payload, buffered[i])))
         for (i, _), receipt in zip(fresh, await self._keep([group for _, group in fresh], connection), strict=True):
             receipts[i] = receipt
-        if fresh:
+        if fresh and run is self._live.run:
             self._latest = payloads[fresh[-1][0]]
         return receipts
 
@@ -74,15 +81,17 @@ class GroupIntake:
         self._latest = None
         self._retries = RetryFinder([])
 
-    async def _is_stored(self, payload: Payload, earlier: Sequence[NewGroup], connection: Connection | None) -> bool:
+    def _is_stored(self, payload: Payload, earlier: Sequence[NewGroup], connection: Connection | None) -> bool:
         """Whether this group was stored before, by its id or because it repeats a request whose answer got lost."""
         if payload.group_id is not None and any(group.group_id == payload.group_id for group in earlier):
             return True
-        while (storing := self._storing.get(payload.group_id or payload.digest)) is not None:
-            await asyncio.wait([storing])
         if payload.group_id is not None:
             return self._store.knows_group_id(payload.group_id)
-        return self._retries.may_repeat(payload.digest, connection)
+        return self._retries.may_repeat((payload.digest, payload.env_id), connection)
+
+    def _refuse_after_reset(self, run: RunState) -> None:
+        if run is not self._live.run:
+            raise Refused(404, "the run was reset while this group was being stored; register again", "unknown_env")
 
     def _number(self, payload: Payload, buffered: bool) -> NewGroup:
         number = self._next_number
@@ -102,7 +111,7 @@ class GroupIntake:
         """Write groups and put them where they wait."""
         if not groups:
             return []
-        run_id, stored = self._live.run.run_id, asyncio.get_running_loop().create_future()
+        run, stored = self._live.run, asyncio.get_running_loop().create_future()
         keys: set[StoringKey] = {group.group_id or group.digest for group in groups}
         self._storing.update(dict.fromkeys(keys, stored))
         try:
@@ -112,22 +121,18 @@ class GroupIntake:
                 if self._storing.get(key) is stored:
                     del self._storing[key]
             stored.set_result(None)
-        for group in kept:
-            self._retries.remember(group, connection)
-        if run_id != self._live.run.run_id:
-            raise Refused(404, "the run was reset while this group was being stored; register again", "unknown_env")
+        self._refuse_after_reset(run)
         receipts: list[Receipt] = []
+        completed: list[int] = []
         for new, group in zip(groups, kept, strict=True):
+            self._retries.remember(group, connection)
             self._metrics.group_stored(group)
             if new.buffered:
-                receipts.append(Receipt(buffered=await self._buffer(group)))
+                completed += self._live.put_buffered(group)
+                receipts.append(Receipt(buffered=self._live.queue.buffered_sequences(group.env_id or 0)))
             else:
                 self._live.queue.pool.put(group)
                 receipts.append(Receipt())
-        return receipts
-
-    async def _buffer(self, group: Group) -> int:
-        completed = self._live.put_buffered(group)
         if completed:
             await self._store.change(Change(completed=completed))
-        return self._live.queue.buffered_sequences(group.env_id or 0)
+        return receipts

@@ -20,14 +20,46 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from atroposlib.api.delivery import Connection, Connections
 
 HEAD_BYTES = 1 << 16
+"""Read at once; and if so much comes without ending a head or being a body, its sender gets no further."""
 
 
 class _Http(HttpToolsProtocol):
-    """uvicorn's protocol, which can be told that the application took the rest of a body itself."""
+    """uvicorn's protocol, which can be told that the application took the rest of a body itself.
+
+    Attributes:
+        pending: bytes that the parser has and nobody else yet, such as those of an unfinished head.
+    """
+
+    def __init__(self, **uvicorn_settings: Any) -> None:
+        super().__init__(**uvicorn_settings)
+        self.pending = 0
+        self._answering = self.cycle
+
+    def data_received(self, data: bytes) -> None:
+        self.pending += len(data)
+        super().data_received(data)
+        if self.pending > HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head of a request may have {HEAD_BYTES} bytes.")
 
     def on_headers_complete(self) -> None:
+        self.pending = 0
         super().on_headers_complete()
         self.cycle.transport = cast(asyncio.Transport, _HeadWithBody(self.transport))
+        if not self.pipeline:  # else it waits there for its turn
+            self._answering = self.cycle
+
+    def on_body(self, body: bytes) -> None:
+        self.pending = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.pending = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._answering, _ = self.pipeline[-1]
+        super().on_response_complete()
 
     def awaits_body(self) -> bool:
         """Whether the current request's body is unfinished and somebody may want it."""
@@ -41,8 +73,8 @@ class _Http(HttpToolsProtocol):
         self.cycle.message_event.set()
 
     def answer_was_sent(self, nbytes: int) -> None:
-        """The application sent so many bytes of the current answer itself."""
-        self.cycle.expected_content_length -= nbytes
+        """The application sent so many bytes of the current answer itself; `cycle` may be one that waits behind it."""
+        self._answering.expected_content_length -= nbytes
 
 
 class _HeadWithBody:
@@ -98,7 +130,8 @@ class Intake(asyncio.BufferedProtocol):
         transport = cast(asyncio.Transport, transport)
         self._http.connection_made(transport)
         self._peer = tuple(transport.get_extra_info("peername") or ())[:2]
-        self._connections[self._peer] = Connection(transport, self.receive_into, self._http.answer_was_sent)
+        self._connection = Connection(transport, self.receive_into, self._http.answer_was_sent)
+        self._connections[self._peer] = self._connection
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._head if self._rest is None else self._rest
@@ -115,11 +148,13 @@ class Intake(asyncio.BufferedProtocol):
             self._finish(True)
 
     def eof_received(self) -> None:
-        self._connections[self._peer].peer_closed()
+        self._connection.peer_closed()
         self._http.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.pop(self._peer).lost(exc)
+        if self._connections.get(self._peer) is self._connection:  # not of a later one from the same port
+            del self._connections[self._peer]
+        self._connection.lost(exc)
         self._http.connection_lost(exc)
         self._finish(False)
 

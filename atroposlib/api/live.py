@@ -52,11 +52,11 @@ class LiveRun:
 
     def minimums(self) -> dict[EnvId, int]:
         """Sequences that each counting environment must have in every batch."""
-        shares = {
-            env.env_id: int((self.run.batch_size or 0) * (env.min_batch_allocation or 0))
-            for env in self.counting_envs()
-        }
-        return {env_id: least for env_id, least in shares.items() if least > 0}
+        shares = {env.env_id: env.min_batch_allocation or 0.0 for env in self.counting_envs()}
+        total = sum(shares.values())
+        scale = 1 / total if total > 1.0 + 1e-9 else 1.0  # above 1: an environment was silent and is back
+        least = {env_id: int((self.run.batch_size or 0) * share * scale) for env_id, share in shares.items()}
+        return {env_id: sequences for env_id, sequences in least.items() if sequences > 0}
 
     def speaking_env(self, env_id: int) -> EnvRecord:
         """The environment that makes this request; Refused when unknown or disconnected."""

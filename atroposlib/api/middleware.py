@@ -36,6 +36,7 @@ BODY_KEY = "atropos.body"
 """Where the hot routes find the body in the ASGI scope; Request.body() would copy it once more."""
 
 INFLATE_INLINE_BYTES = 1 << 16
+MEMBER_BYTES = 1 << 12
 OPEN_PATHS = ("/health",)
 
 
@@ -189,15 +190,19 @@ def gunzip(body: Body, max_bytes: int) -> bytes:
         EOFError: it ends in the middle.
         zlib.error: it is not gzip.
     """
-    parts, size = [], 0
-    while body:
-        stream = zlib.decompressobj(wbits=31)
-        part = stream.decompress(body, max_bytes - size + 1)
+    parts, size, at = [], 0, 0
+    stream = zlib.decompressobj(wbits=31)
+    while at < len(body):
+        # a first member is usually all; of others little at a time, as what follows a member is copied
+        piece = memoryview(body)[at : at + MEMBER_BYTES] if at else body
+        part = stream.decompress(piece, max_bytes - size + 1)
         size += len(part)
         if size > max_bytes:
             raise OverflowError
-        if not stream.eof:
-            raise EOFError
         parts.append(part)
-        body = stream.unused_data
+        at += len(piece) - len(stream.unused_data)
+        if stream.eof and at < len(body):
+            stream = zlib.decompressobj(wbits=31)
+    if not stream.eof:
+        raise EOFError
     return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -201,7 +201,7 @@ def _check(raw: RawGroup, proven: Mapping[str, Matrix]) -> Payload:
         raise GroupError(f"env_id is {raw.env_id}; expected the number that /register-env returned, 0 or above")
     content = _content(raw, scores)
     size = sum(map(len, content))
-    return Payload(content, content_digest(content), size, raw.env_id, raw.group_id, len(lengths), max(lengths))
+    return Payload(content, content_digest(content), size, raw.env_id, raw.group_id or None, len(lengths), max(lengths))
 
 
 def _content(raw: RawGroup, scores: bytes) -> Pieces:

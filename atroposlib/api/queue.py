@@ -8,7 +8,7 @@ A group is never split: it is in the queue, in one buffer, or in one formed batc
 from bisect import insort
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -37,7 +37,8 @@ class Group(msgspec.Struct, frozen=True, gc=False):
 class Batch:
     """Whole groups adding up to one batch, from forming until the trainer has it.
 
-    `counted` says that the step includes it; `expires` is when an unacknowledged lease ends (epoch seconds).
+    `counted` says that the step includes it; `expires` is when an unacknowledged lease ends (epoch seconds); `run_id`
+    is the run that it was taken from for its delivery.
     """
 
     number: int
@@ -45,6 +46,7 @@ class Batch:
     counted: bool = False
     batch_id: str | None = None
     expires: float | None = None
+    run_id: str = ""
 
 
 class GroupPool:
@@ -135,8 +137,8 @@ class TrajectoryQueue:
             self.pool.put(group)
 
     def expire_leases(self, now: float) -> list[Batch]:
-        """Remove and return the batches whose lease has ended."""
+        """Remove and return the batches whose lease has ended; as copies, as the old ones may still be on their way."""
         ended = [batch for batch in self.leased.values() if batch.expires is not None and batch.expires <= now]
         for batch in ended:
             del self.leased[batch.batch_id or ""]
-        return ended
+        return [replace(batch, expires=None) for batch in ended]

@@ -9,9 +9,14 @@ restarted since. The same content over a connection that goes on is a new group.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from atroposlib.api.batching import EnvId
 from atroposlib.api.delivery import Connection
 from atroposlib.api.queue import Group
+
+Content: TypeAlias = tuple[bytes, EnvId]
+"""What a request without id is known by: its group's digest, which does not cover who sent it, and who did."""
 
 WINDOW_S = 120.0
 """How long after a lost answer the same content counts as its retry."""
@@ -30,31 +35,31 @@ class _Open:
 
 
 class RetryFinder:
-    """Remembers contents, by their digest, whose answers are not known to have arrived."""
+    """Remembers contents whose answers are not known to have arrived."""
 
     def __init__(self, stored_before: Sequence[Group]) -> None:
-        self._open: dict[bytes, list[_Open]] = {}
+        self._open: dict[Content, list[_Open]] = {}
         self._next_sweep = 0.0
         until = time.monotonic() + WINDOW_S
         for group in stored_before[-LAST_GROUPS:]:
-            self._add(group.place.digest, _Open(None, 0, until))
+            self._add((group.place.digest, group.env_id), _Open(None, 0, until))
 
     def remember(self, group: Group, connection: Connection | None) -> None:
         """A group was stored by the current request of `connection` (None: unknown, so no retry is looked for)."""
         if connection is not None:
             until = time.monotonic() + WINDOW_S
-            self._add(group.place.digest, _Open(connection, connection.requests, until))
+            self._add((group.place.digest, group.env_id), _Open(connection, connection.requests, until))
 
-    def may_repeat(self, digest: bytes, connection: Connection | None) -> bool:
+    def may_repeat(self, content: Content, connection: Connection | None) -> bool:
         """Whether a group of that content is stored and its sender may not know it."""
         return any(
             (connection is None or entry.connection is not connection) and self._is_open(entry)
-            for entry in self._open.get(digest, ())
+            for entry in self._open.get(content, ())
         )
 
-    def _add(self, digest: bytes, entry: _Open) -> None:
+    def _add(self, content: Content, entry: _Open) -> None:
         self._sweep()
-        self._open.setdefault(digest, []).append(entry)
+        self._open.setdefault(content, []).append(entry)
 
     def _sweep(self) -> None:
         """Now and then forget what is settled, so that memory stays with the last minutes."""

@@ -59,10 +59,15 @@ class _Segment:
 
 
 class SegmentFiles:
-    """Appends groups, reads them, frees them. Used by one thread, except `read`."""
+    """Appends groups, reads them, frees them. Used by one thread, except `read`.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        segment_bytes: a file that has reached this size is followed by another.
+    """
+
+    def __init__(self, folder: Path, segment_bytes: int) -> None:
         self._folder = folder
+        self._segment_bytes = segment_bytes
         folder.mkdir(exist_ok=True)
         found = sorted(int(path.stem) for path in folder.glob("*.seg") if path.stem.isdigit())
         self._segments = {number: _Segment(self._path(number)) for number in found}
@@ -263,7 +268,7 @@ class SegmentFiles:
         path = self._path(number)
         fd = open_for_writing(path)
         try:
-            capacity = allocate(fd, (max(SEGMENT_BYTES, size), size))
+            capacity = allocate(fd, (max(self._segment_bytes, size), size))
         except OSError:
             os.close(fd)
             path.unlink()

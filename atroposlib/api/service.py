@@ -56,14 +56,10 @@ class TrajectoryService:
         Batches that were leased and not acknowledged come again, first: the trainer that held them is gone.
         """
         refuse_unfit(self._live, registration.batch_size)
-        if self.run.registration is not None and self.run.batch_size != registration.batch_size:
-            for batch in self.queue.returned:
-                self.queue.dissolve(batch)
-            self.queue.returned.clear()
         self.run.registration = registration
         self.run.step = registration.starting_step
-        self.batches.recall_leases()
-        await self.store.change(Change(run=self.run.to_json()))
+        ended = self.batches.recall_leases()
+        await self.store.change(Change(run=self.run.to_json(), settled=ended))
         logger.info("trainer registered: batch_size=%d step=%d", registration.batch_size, self.run.step)
         return secrets.randbits(128)
 

@@ -30,6 +30,12 @@ def waiting_for(run: RunState, queue: TrajectoryQueue, minimums: Mapping[EnvId, 
         )
     if queue.pool.sequences < batch_size:
         return f"sequences: {queue.pool.sequences} of {batch_size} are queued{_silence(run, liveness)}"
+    if pick_batch(queue.pool.classes, batch_size):
+        needs = ", ".join(f"{least} of environment {env_id}" for env_id, least in minimums.items())
+        return (
+            f"groups that meet the minimum allocations: no choice of whole groups makes exactly {batch_size} sequences "
+            f"with at least {needs}; lower min_batch_allocation or send smaller groups"
+        )
     sizes = sorted({size for _, size in queue.pool.classes})
     return (
         f"groups of other sizes: {queue.pool.sequences} sequences are queued in groups of "

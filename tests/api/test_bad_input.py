@@ -7,6 +7,8 @@ import zlib
 import pytest
 from api_testing import ENV, REGISTRATION, client_of, make_group, memory_app, started, uids
 
+from atroposlib.api.middleware import gunzip
+
 JSON = {"Content-Type": "application/json"}
 
 
@@ -127,6 +129,42 @@ async def test_a_body_that_cannot_be_read_is_refused(body, encoding, status):
     assert len(answer.text) < 2000
     await client.post("/scored_data", json=make_group(1))
     assert uids(await client.get("/batch")) == [1]
+
+
+async def test_a_group_may_come_in_several_gzip_members():
+    client = await started(memory_app(), batch_size=4)
+    text = json.dumps(make_group(1, tokens=400)).encode()
+    body = b"".join(gzip.compress(part) for part in (b"", text[:5], text[5:6000], b"", text[6000:]))
+    answer = await client.post("/scored_data", content=body, headers={**JSON, "Content-Encoding": "gzip"})
+    assert answer.json() == {"status": "received"}
+    assert uids(await client.get("/batch")) == [1]
+
+
+def test_a_body_of_empty_gzip_members_costs_no_more_than_its_length(monkeypatch):
+    inflator, copied = zlib.decompressobj, [0]
+
+    class Counting:
+        def __init__(self, wbits):
+            self._stream = inflator(wbits=wbits)
+
+        def decompress(self, data, most):
+            copied[0] += len(data)
+            return self._stream.decompress(data, most)
+
+        def __getattr__(self, name):
+            return getattr(self._stream, name)
+
+    monkeypatch.setattr("atroposlib.api.middleware.zlib.decompressobj", Counting)
+    body = gzip.compress(b"") * 5000
+    assert gunzip(body, 1000) == b""
+    assert copied[0] < 5001 * 5000
+
+
+async def test_an_empty_group_id_is_none():
+    client = await started(memory_app())
+    for uid in (1, 2):
+        await client.post("/scored_data", json=make_group(uid, group_id=""))
+    assert uids(await client.get("/batch")) == [1, 2]
 
 
 async def test_text_is_not_taken_for_json():

@@ -112,3 +112,22 @@ async def test_the_token_comes_from_the_url(tmp_path, monkeypatch):
         async with TrainerClient(server.url) as trainer:
             with pytest.raises(ApiError, match="needs a token"):
                 await trainer.info()
+
+
+async def test_the_token_of_a_url_is_decoded_as_other_clients_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATROPOS_API_TOKEN", "p@ss/word")
+    with server_process(tmp_path / "state") as server:
+        monkeypatch.delenv("ATROPOS_API_TOKEN")
+        async with TrainerClient(server.url.replace("//", "//:p%40ss%2Fword@")) as trainer:
+            assert (await trainer.status(deadline_s=10))["current_step"] == 0
+
+
+async def test_a_server_that_never_answers_is_waited_for_until_the_deadline():
+    async def say_nothing(reader, writer):
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    async with silent, TrainerClient(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}") as trainer:
+        with pytest.raises(ApiError, match="1 attempts"):
+            await asyncio.wait_for(trainer.status(deadline_s=0.1), timeout=60)

@@ -44,7 +44,7 @@ async def test_small_groups_of_which_all_are_needed_are_left_where_they_are(tmp_
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", SEGMENT)
+    monkeypatch.setattr(disk, "SEGMENT_BYTES", SEGMENT)
     monkeypatch.setattr(disk, "SLACK_BYTES", SLACK)
 
 

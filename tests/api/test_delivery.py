@@ -5,7 +5,7 @@ import shutil
 import time
 
 import pytest
-from api_testing import client_of, make_group, needs_root, small_disk, started, uids
+from api_testing import ENV, client_of, make_group, needs_root, small_disk, started, uids
 
 from atroposlib.api import notes
 from atroposlib.api.batch_response import BatchResponse
@@ -163,3 +163,13 @@ def test_a_note_needs_no_room_on_a_full_disk(tmp_path):
         written.prepare(Note(1, delivered=[1]))()
         assert kept(disk / "delivered") == [Note(1, delivered=[1])]
         written.close()
+
+
+async def test_a_death_with_a_batch_on_its_way_counts_that_batch_once(delivery, tmp_path):
+    app, _, _, _, _ = delivery
+    client = client_of(app)
+    await client.post("/scored_data_list", json=[make_group(3), make_group(4)])
+    assert uids(await client.get("/batch")) == [3, 4]  # by another trainer, while the first batch is on its way
+    await client.post("/register-env", json=ENV)
+    shutil.copytree(tmp_path / "state", tmp_path / "died")
+    assert await waiting_after(tmp_path / "died") == ([1, 2], 1)

@@ -221,6 +221,16 @@ def test_a_post_repeated_because_its_answer_got_lost_is_stored_once(tmp_path):
         assert client.get("/status").json()["queue_size"] == 1
 
 
+def test_the_same_content_from_another_environment_is_another_group(tmp_path):
+    with server_process(tmp_path / "state") as server, httpx.Client(base_url=server.url) as client:
+        register_run(client)
+        assert client.post("/register-env", json=ENV).json()["env_id"] == 1
+        for env_id in (0, 1):
+            with httpx.Client(base_url=server.url) as env:
+                assert env.post("/scored_data", json=make_group(1, env_id=env_id)).json() == {"status": "received"}
+        assert client.get("/status").json()["queue_size"] == 2
+
+
 def test_a_token_is_asked_for_and_taken_in_both_forms(tmp_path):
     token_file = tmp_path / "token"
     token_file.write_text("s3cret\n")

@@ -77,3 +77,13 @@ async def test_health_names_a_reached_queue_limit_and_a_server_that_only_a_resta
     await app.state.service.store.close()
     assert (await client.get("/health")).json() == {"status": "stuck", "detail": "the writing thread has ended"}
     assert (await client.get("/health")).status_code == 503
+
+
+async def test_consumed_groups_never_use_up_a_small_limit(tmp_path):
+    app = create_app(ApiSettings(state_dir=tmp_path / "state", max_queue_mb=0.1))
+    client = await started(app)
+    for uid in range(0, 120, 2):
+        for part in (uid, uid + 1):
+            assert (await client.post("/scored_data", json=make_group(part, tokens=100))).status_code == 200
+        assert uids(await client.get("/batch")) == [uid, uid + 1]
+    await app.state.service.store.close()

@@ -1,14 +1,19 @@
 """Large bodies over real sockets: in pieces, behind each other, after 100 Continue, cut off, and without a length."""
 
+import contextlib
 import json
 import re
 import socket
 from collections.abc import Iterator
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from api_testing import make_group, register_run, server_process, uids
+from uvicorn.server import ServerState
+
+from atroposlib.api.intake import Intake
 
 TEXT = [[{"role": "user", "content": "x" * 200_000}]] * 4
 
@@ -110,3 +115,44 @@ def test_an_answer_without_a_body_arrives_and_the_next_one_too(url):
         assert connection.recv(65536).startswith(b"HTTP/1.1 405 ")
         connection.sendall(b"".join(post(1)))
         assert answers(connection, 1) == [b"HTTP/1.1 200 OK"]
+
+
+def test_requests_may_follow_one_for_a_batch_at_once(url):
+    httpx.post(f"{url}/scored_data_list", json=[make_group(1), make_group(2)])
+    with connect(url) as connection:
+        connection.sendall(b"GET /batch HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"".join(post(3)))
+        assert answers(connection, 1) == [b"HTTP/1.1 200 OK"] * 2
+    assert httpx.get(f"{url}/status").json()["queue_size"] == 1
+
+
+@pytest.mark.parametrize("unfinished", [b"", b"X: "], ids=["many headers", "one header"])
+def test_a_head_without_an_end_is_refused_before_it_fills_memory(url, unfinished):
+    line = b"a" * 8192 if unfinished else b"A: " + b"a" * 8192 + b"\r\n"
+    with connect(url) as connection:
+        connection.sendall(b"GET /status HTTP/1.1\r\nHost: localhost\r\n" + unfinished)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                connection.sendall(line)
+            assert not connection.recv(1), "8 MB were taken"
+    assert httpx.get(f"{url}/status").status_code == 200
+
+
+def test_a_head_of_60_kb_is_taken(url):
+    assert httpx.get(f"{url}/status", headers={"X-Long": "a" * 60_000}).status_code == 200
+    body = json.dumps(make_group(1, messages=TEXT)).encode()
+    answer = httpx.post(f"{url}/scored_data", content=body, headers={"X-Long": "a" * 60_000})
+    assert answer.json() == {"status": "received"}
+
+
+def test_a_closed_connection_does_not_take_a_later_one_of_the_same_address_with_it():
+    connections = {}
+    settings = {"config": Mock(), "server_state": ServerState(), "app_state": {}, "_loop": Mock()}
+    old, new = Intake(connections, **settings), Intake(connections, **settings)
+    for protocol in (old, new):
+        protocol.connection_made(Mock(get_extra_info=lambda name: ("127.0.0.1", 4000) if "name" in name else None))
+    known = connections["127.0.0.1", 4000]
+    old.connection_lost(None)
+    assert connections == {("127.0.0.1", 4000): known}
+    assert not known.closed
+    new.connection_lost(None)
+    assert connections == {}

@@ -1,0 +1,190 @@
+"""A reset while requests are under way: nothing of the old run reaches the new one, nothing of the new one is lost."""
+
+import asyncio
+import shutil
+import threading
+import time
+
+import pytest
+from api_testing import ENV, client_of, make_group, memory_app, started, uids
+
+from atroposlib.api.server import ApiSettings, create_app
+
+
+@pytest.fixture(params=["memory", "disk"])
+async def app(request, tmp_path):
+    settings = ApiSettings(state_dir=None if request.param == "memory" else tmp_path / "state")
+    app = create_app(settings)
+    yield app
+    await app.state.service.store.close()
+
+
+class Writing:
+    """Holds up the store's writing thread."""
+
+    def __init__(self, store, monkeypatch):
+        self._go_on = threading.Event()
+        add = store._writer._add
+        monkeypatch.setattr(store._writer, "_add", lambda new: self._go_on.wait() and add(new))
+
+    def go_on(self):
+        self._go_on.set()
+
+
+@pytest.fixture
+async def stalled(tmp_path, monkeypatch):
+    """(app, client of a started run, how its writing goes on)."""
+    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    client = await started(app)
+    writing = Writing(app.state.service.store, monkeypatch)
+    yield app, client, writing
+    writing.go_on()
+    await app.state.service.store.close()
+
+
+async def begun(*requests):
+    """The requests as tasks that have come as far as they can."""
+    tasks = []
+    for request in requests:
+        tasks.append(asyncio.create_task(request))
+        for _ in range(50):
+            await asyncio.sleep(0)
+    return tasks
+
+
+async def end_delivery(app, batch, how):
+    service = app.state.service
+    if how == "broken off":
+        await service.batches.not_sent(batch)
+    else:
+        service.batches.note_sent(batch)()
+        await service.batches.sent(batch, time.monotonic())
+        if how == "recalled":
+            await service.batches.recall(batch)
+
+
+@pytest.mark.parametrize("how", ["broken off", "whole", "recalled"])
+@pytest.mark.parametrize("lease_s", [None, 600], ids=["plain", "leased"])
+async def test_a_batch_on_its_way_through_a_reset_leaves_nothing_in_the_new_run(app, how, lease_s):
+    client = await started(app)
+    await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
+    batch = await app.state.service.batches.next(lease_s)
+    await client.get("/reset_data")
+    client = await started(app)
+    await end_delivery(app, batch, how)
+    status = (await client.get("/status")).json()
+    assert (status["current_step"], status["queue_size"], status["leased_batches"]) == (0, 0, 0)
+    assert uids(await client.get("/batch")) is None
+    await client.post("/scored_data_list", json=[make_group(3), make_group(4)])
+    assert uids(await client.get("/batch")) == [3, 4]
+    assert (await client.get("/status")).json()["current_step"] == 1
+
+
+async def test_a_batch_recalled_just_before_a_reset_leaves_nothing_in_the_new_run(app):
+    client = await started(app)
+    await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
+    batch = await app.state.service.batches.next()
+    await end_delivery(app, batch, "whole")
+    taking_back = app.state.service.batches.recall(batch)
+    await client.get("/reset_data")
+    client = await started(app)
+    await taking_back
+    assert (await client.get("/status")).json()["current_step"] == 0
+    assert uids(await client.get("/batch")) is None
+
+
+async def test_a_batch_being_read_through_a_reset_leaves_nothing_in_the_new_run(tmp_path, monkeypatch):
+    app = create_app(ApiSettings(state_dir=tmp_path))
+    client = await started(app)
+    store = app.state.service.store
+    await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
+    read = store.read
+
+    async def read_after_reset(groups):
+        monkeypatch.undo()
+        await client_of(app).get("/reset_data")
+        return await read(groups)
+
+    monkeypatch.setattr(store, "read", read_after_reset)
+    assert (await client.get("/batch")).status_code == 409
+    client = await started(app)
+    status = (await client.get("/status")).json()
+    assert (status["current_step"], status["queue_size"]) == (0, 0)
+    await store.close()
+
+
+async def test_a_group_posted_after_a_reset_is_not_taken_for_one_of_the_run_before(stalled):
+    _, client, writing = stalled
+    group = make_group(1, env_id=None, group_id="one")
+    requests = await begun(
+        client.post("/scored_data", json=group), client.get("/reset_data"), client.post("/scored_data", json=group)
+    )
+    writing.go_on()
+    before, _, after = [await request for request in requests]
+    assert (before.status_code, after.json()) == (404, {"status": "received"})
+    assert (await client.get("/status")).json()["queue_size"] == 1
+
+
+async def test_a_group_that_waited_through_a_reset_belongs_to_the_run_before(stalled):
+    _, client, writing = stalled
+    group = make_group(1, group_id="one")
+    requests = await begun(
+        client.post("/scored_data", json=group), client.post("/scored_data", json=group), client.get("/reset_data")
+    )
+    writing.go_on()
+    assert [(await request).status_code for request in requests] == [404, 404, 200]
+    assert (await client.get("/status")).json()["queue_size"] == 0
+    assert (await client.get("/latest_example")).json()["tokens"] == []
+
+
+async def test_part_groups_stored_through_a_reset_leave_nothing_in_the_new_run(tmp_path, monkeypatch):
+    app = create_app(ApiSettings(state_dir=tmp_path))
+    client = await started(app)
+    store = app.state.service.store
+    change = store.change
+
+    async def change_after_reset(what):
+        monkeypatch.undo()
+        await client_of(app).get("/reset_data")
+        await change(what)
+
+    monkeypatch.setattr(store, "change", change_after_reset)
+    await client.post("/scored_data_list", json=[make_group(uid, sequences=2) for uid in range(4)])
+    assert (await client.get("/status")).json()["queue_size"] == 0
+    await store.close()
+
+
+async def test_requests_that_overlap_store_a_group_once_and_lose_none(stalled, tmp_path):
+    _, client, writing = stalled
+    one, two = make_group(1, group_id="one"), make_group(2, group_id="two")
+    requests = await begun(
+        client.post("/scored_data", json=two),
+        client.post("/scored_data_list", json=[one, two]),
+        client.post("/scored_data", json=one),
+    )
+    writing.go_on()
+    assert [(await request).status_code for request in requests] == [200] * 3
+    assert (await client.get("/status")).json()["queue_size"] == 2
+    shutil.copytree(tmp_path / "state", tmp_path / "died")
+    again = create_app(ApiSettings(state_dir=tmp_path / "died"))
+    client = client_of(again)
+    await client.post("/scored_data", json=make_group(3))
+    await client.post("/scored_data", json=make_group(4))
+    assert sorted([*uids(await client.get("/batch")), *uids(await client.get("/batch"))]) == [1, 2, 3, 4]
+    await again.state.service.store.close()
+
+
+async def test_minimum_allocations_that_grew_above_one_while_an_environment_was_silent_are_scaled(monkeypatch):
+    client = await started(memory_app(env_timeout_s=60), batch_size=16, min_batch_allocation=0.6)
+    await client.get("/status-env?env_id=0")
+    now = time.monotonic
+    monkeypatch.setattr("atroposlib.api.run.time.monotonic", lambda: now() + 61)
+    assert (await client.post("/register-env", json={**ENV, "min_batch_allocation": 0.6})).status_code == 200
+    await client.post("/scored_data_list", json=[make_group(uid, env_id=uid % 2) for uid in range(4)])
+    assert uids(await client.get("/batch")) == [0, 1, 2, 3]
+
+
+async def test_status_names_minimum_allocations_that_no_batch_can_meet():
+    client = await started(memory_app(), envs=3, min_batch_allocation=0.3)
+    await client.post("/scored_data_list", json=[make_group(uid, env_id=uid) for uid in range(3)])
+    assert "2 of environment 1" in (await client.get("/status")).json()["waiting_for"]
