@@ -1,7 +1,6 @@
 """Outages, errors and deadlines: what waits, what is tried again, what moves to another endpoint, what fails."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -26,11 +25,10 @@ async def test_requests_to_a_dead_endpoint_wait_and_go_on_when_it_is_back(engine
     assert not any(task.done() for task in waiting)
 
     await engine.start()
-    back_at = time.monotonic()
-    results = await asyncio.gather(*waiting)
+    async with asyncio.timeout(30):
+        results = await asyncio.gather(*waiting)
 
     assert len(results) == 20
-    assert time.monotonic() - back_at < 2
     assert max(sglang.attempts_list) == 1, "waiting used up tries"
 
 
@@ -203,6 +201,31 @@ async def test_a_rate_limit_is_waited_for_as_long_as_the_server_asks(sglang, mon
     assert await sglang.completion(prompt="x") == "done"
     assert waits == [7.0] * 30
     assert list(sglang.attempts_list) == [1]
+
+
+async def test_a_server_that_asks_for_a_wait_beyond_the_limit_is_given_up_at_the_limit(engine):
+    server = sglang_server(engine, outage_timeout_s=0.05)
+
+    async def wrapper(**_):
+        raise EndpointUnavailable("quota of the day", retry_after_s=86400)
+
+    server._completion_wrapper = wrapper
+    async with asyncio.timeout(20):
+        with pytest.raises(EndpointUnavailable, match="quota"):
+            await server.completion(prompt="x")
+
+
+async def test_a_client_closed_during_an_outage_is_ready_for_the_next_event_loop(engine, sglang):
+    await engine.stop()
+    waiting = asyncio.create_task(sglang.tokens_and_logprobs_completion(**ASK))
+    while sglang.server_healthy:
+        await asyncio.sleep(0.005)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await sglang.close()
+    await engine.start()
+    async with asyncio.timeout(20):
+        await sglang.tokens_and_logprobs_completion(**ASK)
 
 
 async def test_many_requests_are_in_flight_at_once(engine):

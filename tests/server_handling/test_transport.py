@@ -1,12 +1,14 @@
 """HTTP against a server that says exactly these bytes."""
 
 import asyncio
+import gzip
 from contextlib import asynccontextmanager
 
 import pytest
 
 from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavailable, ReplyFault
 from atroposlib.envs.server_handling.transport import Transport
+from atroposlib.errors import EngineFault
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 
@@ -57,11 +59,16 @@ async def transport():
     await made.close()
 
 
+def zipped(body):
+    return [b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body), body]
+
+
 REPLIES = {
     "with its length": [OK],
     "in pieces": [OK[:9], OK[9:40], OK[40:]],
     "chunked": [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nh\r\n", b"1\r\ni\r\n0\r\n\r\n"],
     "after a provisional one": [b"HTTP/1.1 102 Processing\r\n\r\n", OK],
+    "compressed all the same": zipped(gzip.compress(b"hi")),
     "until the connection ends": [b"HTTP/1.1 200 OK\r\nX: y\r\n\r\nh", b"i", None],
 }
 
@@ -106,6 +113,8 @@ FAULTS = {
     "gone": ([None], ReplyFault),
     "gone in its head": ([OK[:12], None], ReplyFault),
     "gone in its body": ([OK[:-1], None], ReplyFault),
+    "gone in its head after a provisional one": ([b"HTTP/1.1 100 Go on\r\n\r\n", OK[:30], None], ReplyFault),
+    "damaged": (zipped(gzip.compress(b"hi")[:-4]), ReplyFault),
     "no HTTP": ([b"220 smtp ready\r\n"], ReplyFault),
     "hangs": ([OK[:-1]], DeadlineFault),
 }
@@ -115,7 +124,7 @@ FAULTS = {
 async def test_failures_become_faults(transport, reply, fault):
     async with scripted(reply) as server:
         with pytest.raises(fault):
-            await transport.post(f"{server.url}/x", {}, deadline_s=0.2)
+            await transport.post(f"{server.url}/x", {}, deadline_s=0.2 if fault is DeadlineFault else 30)
         await transport.close()
 
 
@@ -130,6 +139,55 @@ async def test_a_cancelled_request_takes_its_connection_with_it(transport):
         assert await transport.post(server.url, {}, deadline_s=10) == b"hi"
         assert server.connections == 2
         await transport.close()
+
+
+async def test_a_request_cancelled_when_its_reply_is_there_leaves_no_connection_behind(transport):
+    async with scripted([OK]) as server:
+        plain = (await transport._pool()).plain
+        cut = asyncio.create_task(transport.post(server.url, {}, deadline_s=10))
+        while not any(connection._done and connection._done.done() for connection in plain._open):
+            await asyncio.sleep(0)
+        cut.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cut
+        async with asyncio.timeout(5):
+            while plain._open:
+                await asyncio.sleep(0.001)
+        await transport.close()
+
+
+@pytest.mark.parametrize("more", [OK, OK[:-1]], ids=["whole", "in part"])
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "later"])
+async def test_what_a_server_says_unasked_is_no_reply_to_the_next_request(transport, more, at_once):
+    first = OK.replace(b"hi", b"1.")
+    async with scripted([first + more] if at_once else [first, more], [OK.replace(b"hi", b"2.")]) as server:
+        assert await transport.post(server.url, {}, deadline_s=10) == b"1."
+        async with asyncio.timeout(5):
+            while (await transport._pool()).plain._open:
+                await asyncio.sleep(0.001)
+        assert await transport.post(server.url, {}, deadline_s=10) == b"2."
+        await transport.close()
+
+
+@pytest.mark.parametrize(("no_proxy", "asked"), [("", [b"CONNECT engine.invalid:443 HTTP/1.1\r\n"]), (".invalid", [])])
+async def test_tls_goes_through_the_proxy_of_the_environment(transport, monkeypatch, no_proxy, asked):
+    lines = []
+
+    async def refuse(reader, writer):
+        lines.append(await reader.readline())
+        writer.write(b"HTTP/1.1 502 No\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    proxy = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    for name, value in (
+        ("https_proxy", f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"),
+        ("no_proxy", no_proxy),
+    ):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EngineFault):
+        await transport.post("https://engine.invalid/v1", {}, deadline_s=10)
+    proxy.close()
+    assert lines == asked
 
 
 async def test_a_connection_that_the_server_closed_meanwhile_is_not_used(transport):

@@ -129,6 +129,23 @@ async def test_stock_vllm_is_asked_with_ids_and_answers_with_ids(stock):
     assert trace.engine["weight_version_start"] == "7"
 
 
+async def test_a_gateway_that_is_not_ready_does_not_tell_what_kind_of_vllm_is_behind_it(stock, monkeypatch):
+    engine, server = stock
+    real_get, not_ready = server.transport.get, [502, 503]
+
+    async def get(url, **options):
+        is_route = url.endswith("/generate")
+        return (not_ready.pop(), b"") if is_route and not_ready else await real_get(url, **options)
+
+    monkeypatch.setattr(server.transport, "get", get)
+    engine.scripted = [(200, {"choices": [completion([65], [-0.5])]})]
+
+    _, outputs, _, _ = await server.tokens_and_logprobs_completion(input_ids=[5], max_tokens=1)
+
+    assert outputs == [[65]]
+    assert not not_ready
+
+
 async def test_stock_vllm_gives_prompt_logprobs(stock):
     engine, server = stock
     positions = [None, {"7": {"logprob": -0.5, "rank": 2}, "8": {"logprob": -0.1, "rank": 1}}]

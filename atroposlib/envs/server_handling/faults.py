@@ -2,6 +2,9 @@
 
 from atroposlib.errors import EngineFault
 
+UNAVAILABLE = frozenset({408, 425, 429, 502, 503, 504, 529})
+"""HTTP statuses that say nothing about the request: the endpoint takes none now."""
+
 
 class EndpointUnavailable(EngineFault):
     """No connection, rate limit, or "not ready" (429, 502, 503, 504). Wait for the endpoint; costs no try.

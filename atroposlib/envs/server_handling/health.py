@@ -59,11 +59,13 @@ class EndpointHealth:
             self._watching = asyncio.create_task(self._watch())
 
     async def recover(self) -> None:
-        """Return when the endpoint is up again, having told `set_up`."""
-        while not await self.probe():
-            await asyncio.sleep(PROBE_EVERY_S)
-        logger.warning("server is back: url=%s", self._url)
-        self._set_up(True)
+        """Return when the endpoint is up again; `set_up` is told, also when nobody asks any more."""
+        try:
+            while not await self.probe():
+                await asyncio.sleep(PROBE_EVERY_S)
+            logger.warning("server is back: url=%s", self._url)
+        finally:
+            self._set_up(True)  # after a cancellation (`close`, another event loop) the next request finds out
 
     async def close(self) -> None:
         """Stop asking."""

@@ -5,6 +5,7 @@ an eighth of its CPU. Whatever else HTTP can do (TLS, redirects, streams, other 
 """
 
 import asyncio
+import zlib
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
@@ -105,17 +106,22 @@ class _Connection(asyncio.Protocol):
             raise ConnectionResetError("the server closed the connection")
         self._done, self._is_endless, self._is_kept = loop.create_future(), False, False
         alarm = loop.call_at(give_up_at, self._fail, TimeoutError())
+        reply = None
         try:
             self._transport.write(request)
-            return await self._done
+            reply = await self._done
+            if self._headers.get(b"content-encoding") in (b"gzip", b"deflate"):  # though we asked for none
+                reply.body = _inflated(reply.body)
+            return reply
         finally:
             alarm.cancel()
             self._done, self.idle_since = None, loop.time()
-            if not self._is_kept:
+            if reply is None or not self._is_kept:
                 self.abort()
 
     def abort(self) -> None:
         """Close at once."""
+        self._is_endless = False
         if self._transport is not None:
             self._transport.abort()
 
@@ -128,6 +134,9 @@ class _Connection(asyncio.Protocol):
         self._members.add(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._done is None or self._done.done():
+            self.abort()  # the next request would take what nobody asked for as its reply
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -137,12 +146,13 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._members.discard(self)
-        if self._is_endless:
+        if self._is_endless and exc is None:
             self.on_message_complete()  # by closing the server says that the reply is whole
         self._fail(exc if isinstance(exc, ConnectionError) else ConnectionResetError(str(exc or "server disconnected")))
 
     def on_message_begin(self) -> None:
         self._headers, self._parts = {}, []
+        self._is_endless = self._is_kept = False  # the latter when it follows the reply at once
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.lower()] = value
@@ -160,6 +170,13 @@ class _Connection(asyncio.Protocol):
             self._is_kept = self._parser.should_keep_alive()
             self._done.set_result(Reply(status, b"".join(self._parts), retry_after or None))
         self._parts = []
+
+
+def _inflated(body: bytes) -> bytes:
+    try:
+        return zlib.decompress(body, wbits=32 + zlib.MAX_WBITS)  # with either header
+    except zlib.error as error:
+        raise ConnectionError(f"the compressed reply is damaged: {error}") from error
 
 
 @lru_cache(maxsize=256)

@@ -162,6 +162,8 @@ class APIServer(ABC):
                 if time.monotonic() > give_up_at:
                     raise
                 waits, pause_s = waits + 1, fault.retry_after_s
+                if pause_s is not None:  # a provider may name the end of the day
+                    pause_s = min(pause_s, give_up_at - time.monotonic())
             except (EngineFault, OSError, TimeoutError):
                 tries += 1
                 if tries >= MAX_TRIES:

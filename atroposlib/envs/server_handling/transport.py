@@ -2,6 +2,7 @@
 
 One connection pool per event loop, without a cap on connections: how many requests run is decided by semaphores
 and the rollout pool. Pools close themselves when their event loop ends. Plain POSTs take the short way of `plain_http`.
+TLS goes through the proxy that the environment names (HTTPS_PROXY, NO_PROXY); plain HTTP stays inside a cluster.
 """
 
 import asyncio
@@ -9,19 +10,19 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import orjson
 
-from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavailable, ReplyFault
+from atroposlib.envs.server_handling.faults import UNAVAILABLE, DeadlineFault, EndpointUnavailable, ReplyFault
 from atroposlib.envs.server_handling.plain_http import PlainConnections, Reply
 from atroposlib.errors import RequestFault, RolloutFault
 
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 4.0
 """Below the 5 s after which uvicorn (SGLang, vLLM) closes idle connections, so that none is closed under a request."""
-
-_UNAVAILABLE = frozenset({408, 425, 429, 502, 503, 504, 529})
 
 
 class Transport:
@@ -69,7 +70,8 @@ class Transport:
         session = (await self._pool()).session
         timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_TIMEOUT_S)
         with connection_faults(url, deadline_s):
-            async with session.post(url, data=orjson.dumps(payload), headers=headers, timeout=timeout) as reply:
+            data, proxy = orjson.dumps(payload), _proxy_of(url)
+            async with session.post(url, data=data, headers=headers, timeout=timeout, proxy=proxy) as reply:
                 if reply.status >= 300:
                     raise fault_of_status(url, reply.status, await reply.read(), reply.headers.get("Retry-After"))
                 rest = b""
@@ -88,7 +90,7 @@ class Transport:
         session = (await self._pool()).session
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
         try:
-            async with session.get(url, timeout=timeout) as reply:
+            async with session.get(url, timeout=timeout, proxy=_proxy_of(url)) as reply:
                 return reply.status, await reply.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise EndpointUnavailable(f"GET {url} failed: {error!r}") from error
@@ -134,8 +136,15 @@ async def _post(
 ) -> Reply:
     """With TLS, redirects and whatever else a request may need."""
     timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_TIMEOUT_S)
-    async with session.post(url, data=data, headers=headers, timeout=timeout) as reply:
+    async with session.post(url, data=data, headers=headers, timeout=timeout, proxy=_proxy_of(url)) as reply:
         return Reply(reply.status, await reply.read(), reply.headers.get("Retry-After"))
+
+
+def _proxy_of(url: str) -> str | None:
+    """As OpenAI's own client finds it for TLS; on compute nodes it is often the only way out."""
+    if not url.startswith("https://") or proxy_bypass(urlsplit(url).netloc):
+        return None
+    return getproxies().get("https")
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
@@ -164,7 +173,7 @@ def connection_faults(url: str, deadline_s: float) -> Iterator[None]:
 def fault_of_status(url: str, status: int, body: bytes, retry_after: str | None = None) -> RolloutFault:
     """The fault that a reply which is not 2xx stands for, with the server's words."""
     message = f"POST {url} answered {status}: {_error_message(body)}"
-    if status in _UNAVAILABLE:
+    if status in UNAVAILABLE:
         return EndpointUnavailable(message, float(retry_after) if retry_after and retry_after.isdigit() else None)
     return ReplyFault(message) if status >= 500 else RequestFault(message)
 

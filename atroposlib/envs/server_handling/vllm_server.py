@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from atroposlib.envs.server_handling.config_merge import resolve_openai_configs
-from atroposlib.envs.server_handling.faults import ReplyFault
+from atroposlib.envs.server_handling.faults import UNAVAILABLE, EndpointUnavailable, ReplyFault
 from atroposlib.envs.server_handling.sampling import VLLM_NAMES, VLLM_SAMPLING, sampling_of
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
 from atroposlib.envs.server_handling.token_server import TokenServer
@@ -69,6 +69,8 @@ class VLLMServer(TokenServer):
         """The reply of the route that this server has. A server without `/generate` is stock vLLM."""
         if self._is_stock is None:
             status, _ = await self.transport.get(f"{self.root_url}/generate", timeout_s=30)
+            if status in UNAVAILABLE:  # a gateway whose server is not up yet
+                raise EndpointUnavailable(f"GET {self.root_url}/generate answered {status}")
             self._is_stock = status == _NOT_FOUND
         if self._is_stock:
             url = f"{self.openai_url}/completions"
