@@ -1,6 +1,5 @@
 """Leases that end at the wrong moment: while their batch is being sent, with a restart, with another trainer."""
 
-import asyncio
 import time
 
 import pytest
@@ -131,24 +130,3 @@ async def test_a_batch_given_up_after_a_trainer_registered_does_not_take_from_it
     await batches.recall(batch)
     assert (await client.get("/status")).json()["current_step"] == 5
     assert uids(await client.get("/batch")) == [1, 2]
-
-
-async def test_a_cancelled_delivery_gives_its_batch_back_once(tmp_path, clock):
-    app = disk_app(tmp_path)
-    client = await started(app)
-    await client.post("/scored_data_list", json=[make_group(uid) for uid in range(4)])
-    await client.get("/batch?lease_s=10")
-    clock[0] += 11
-    batch = await app.state.service.batches.next()
-    sending = asyncio.Event()
-
-    async def send(message):
-        sending.set()
-        await asyncio.Event().wait()
-
-    task = asyncio.create_task(BatchResponse(app.state.service, batch, [b"text"], {})({}, None, send))
-    await sending.wait()
-    task.cancel()
-    await asyncio.wait([task])
-    assert await take_all(client) == [0, 1, 2, 3]
-    await app.state.service.store.close()

@@ -19,26 +19,18 @@ async def app(request, tmp_path):
     await app.state.service.store.close()
 
 
-class Writing:
-    """Holds up the store's writing thread."""
-
-    def __init__(self, store, monkeypatch):
-        self._go_on = threading.Event()
-        add = store._writer._add
-        monkeypatch.setattr(store._writer, "_add", lambda new: self._go_on.wait() and add(new))
-
-    def go_on(self):
-        self._go_on.set()
+def held_up(monkeypatch, owner, name):
+    """From now on the function waits until the event that is returned is set."""
+    go_on, function = threading.Event(), getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *arguments: go_on.wait() and function(*arguments))
+    return go_on
 
 
 @pytest.fixture
-async def stalled(tmp_path, monkeypatch):
-    """(app, client of a started run, how its writing goes on)."""
+async def durable(tmp_path):
+    """(client of a started run, its store)."""
     app = create_app(ApiSettings(state_dir=tmp_path / "state"))
-    client = await started(app)
-    writing = Writing(app.state.service.store, monkeypatch)
-    yield app, client, writing
-    writing.go_on()
+    yield await started(app), app.state.service.store
     await app.state.service.store.close()
 
 
@@ -113,25 +105,25 @@ async def test_a_batch_being_read_through_a_reset_leaves_nothing_in_the_new_run(
     await store.close()
 
 
-async def test_a_group_posted_after_a_reset_is_not_taken_for_one_of_the_run_before(stalled):
-    _, client, writing = stalled
+async def test_a_group_posted_after_a_reset_is_not_taken_for_one_of_the_run_before(durable, monkeypatch):
+    client, store = durable
     group = make_group(1, env_id=None, group_id="one")
-    requests = await begun(
-        client.post("/scored_data", json=group), client.get("/reset_data"), client.post("/scored_data", json=group)
-    )
-    writing.go_on()
-    before, _, after = [await request for request in requests]
-    assert (before.status_code, after.json()) == (404, {"status": "received"})
+    await client.post("/scored_data", json=group)
+    go_on = held_up(monkeypatch, store._index, "reset")
+    reset, post = await begun(client.get("/reset_data"), client.post("/scored_data", json=group))
+    go_on.set()
+    assert ((await reset).status_code, (await post).json()) == (200, {"status": "received"})
     assert (await client.get("/status")).json()["queue_size"] == 1
 
 
-async def test_a_group_that_waited_through_a_reset_belongs_to_the_run_before(stalled):
-    _, client, writing = stalled
+async def test_a_group_that_waited_through_a_reset_belongs_to_the_run_before(durable, monkeypatch):
+    client, store = durable
     group = make_group(1, group_id="one")
+    go_on = held_up(monkeypatch, store._writer, "_add")
     requests = await begun(
         client.post("/scored_data", json=group), client.post("/scored_data", json=group), client.get("/reset_data")
     )
-    writing.go_on()
+    go_on.set()
     assert [(await request).status_code for request in requests] == [404, 404, 200]
     assert (await client.get("/status")).json()["queue_size"] == 0
     assert (await client.get("/latest_example")).json()["tokens"] == []
@@ -154,15 +146,16 @@ async def test_part_groups_stored_through_a_reset_leave_nothing_in_the_new_run(t
     await store.close()
 
 
-async def test_requests_that_overlap_store_a_group_once_and_lose_none(stalled, tmp_path):
-    _, client, writing = stalled
+async def test_requests_that_overlap_store_a_group_once_and_lose_none(durable, tmp_path, monkeypatch):
+    client, store = durable
     one, two = make_group(1, group_id="one"), make_group(2, group_id="two")
+    go_on = held_up(monkeypatch, store._writer, "_add")
     requests = await begun(
         client.post("/scored_data", json=two),
         client.post("/scored_data_list", json=[one, two]),
         client.post("/scored_data", json=one),
     )
-    writing.go_on()
+    go_on.set()
     assert [(await request).status_code for request in requests] == [200] * 3
     assert (await client.get("/status")).json()["queue_size"] == 2
     shutil.copytree(tmp_path / "state", tmp_path / "died")
