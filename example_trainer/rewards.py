@@ -2,14 +2,14 @@
 
 import re
 
-_FORM = re.compile(r"(?is)<think>.*?</think>.*?<answer>.*?</answer>")
-_ANSWER = re.compile(r"(?is)<answer>(.*?)</answer>")
+_THINKING = re.compile(r"(?is)<think>.*?</think>")
+_OPENING, _CLOSING = re.compile(r"(?i)<answer>"), re.compile(r"(?i)</answer>")
 _PARENTHESES = re.compile(r"\(((?:[-+]?\d+(?:\.\d+)?)|(?:\\?sqrt\{?\d+\}?))\)")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 def answer_tag_reward(text: str, gold: str, *, require_think: bool = True) -> float:
-    """1.0 when the first `<answer>` holds `gold` (both canonical), else 0.0.
+    """1.0 when the first `<answer>` after the thinking holds `gold` (both canonical), else 0.0.
 
     Args:
         text: the model's whole reply.
@@ -18,10 +18,11 @@ def answer_tag_reward(text: str, gold: str, *, require_think: bool = True) -> fl
     >>> answer_tag_reward("<think>2+1</think><answer> 3.0 </answer>", "3")
     1.0
     """
-    if require_think and not _FORM.match(text):
+    thinking = _THINKING.match(text)
+    if require_think and not thinking:
         return 0.0
-    found = _ANSWER.search(text)
-    return float(found is not None and canonical(found[1]) == canonical(gold))
+    answer = _first_answer(text, thinking.end() if thinking else 0)
+    return float(answer is not None and canonical(answer) == canonical(gold))
 
 
 def math_reward(text: str, gold: str) -> float:
@@ -29,6 +30,13 @@ def math_reward(text: str, gold: str) -> float:
     from atroposlib.envs.reward_fns.math_answers import is_correct
 
     return float(is_correct(text.rpartition("</think>")[2], gold))
+
+
+def _first_answer(text: str, start: int) -> str | None:
+    """What the first `<answer>` holds. One pattern for both takes hours over a reply that repeats only the first."""
+    opening = _OPENING.search(text, start)
+    closing = _CLOSING.search(text, opening.end()) if opening else None
+    return text[opening.end() : closing.start()] if opening and closing else None
 
 
 def canonical(answer: str) -> str:

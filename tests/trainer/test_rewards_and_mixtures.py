@@ -3,6 +3,7 @@ import json
 import pytest
 
 from atroposlib.errors import ConfigError, DataError
+from example_trainer.dataset_env import DatasetEnv, DatasetEnvConfig
 from example_trainer.mixture import Source, mix, split
 from example_trainer.rewards import answer_tag_reward, canonical, math_reward
 
@@ -14,6 +15,10 @@ REWARDS = {
     "text before the thinking": ("Well <think>x</think><answer>3</answer>", "3", 0.0),
     "a number in parentheses": ("<think>x</think><answer>(7)</answer>", "7", 1.0),
     "the first answer counts": ("<think>x</think><answer>1</answer><answer>2</answer>", "2", 0.0),
+    "an answer while thinking": ("<think><answer>2</answer></think><answer>3</answer>", "2", 0.0),
+    "after one while thinking": ("<think><answer>2</answer></think><answer>3</answer>", "3", 1.0),
+    "an answer that is not closed": ("<think>x</think><answer>3", "3", 0.0),
+    "only tags": ("<think>" + "</think><answer>" * 20_000, "3", 0.0),
     "another number": ("<think>x</think><answer>4</answer>", "3", 0.0),
     "ten is not one": ("<think>x</think><answer>10</answer>", "1", 0.0),
 }
@@ -79,3 +84,11 @@ def test_split_gives_every_row_to_one_side():
     train, test = split(rows, 0.2)
     assert (len(train), len(test)) == (8, 2)
     assert train + test == rows[2:] + rows[:2]
+
+
+async def test_every_epoch_has_each_problem_once_in_an_order_of_its_own():
+    env = DatasetEnv.__new__(DatasetEnv)
+    env.config, env.train = DatasetEnvConfig(), [{"problem": i, "answer": i} for i in range(20)]
+    epochs = [[(await env.get_item(20 * epoch + i))["problem"] for i in range(20)] for epoch in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(str(i) for i in range(20))
+    assert epochs[0] != epochs[1]
