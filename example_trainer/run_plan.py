@@ -17,10 +17,13 @@ from atroposlib.paths import expand_path, write_text_atomic
 from example_trainer.config import TrainingConfig
 from example_trainer.exports import exports_folder, first_link
 from example_trainer.model_folder import local_folder, model_folder
+from example_trainer.recipe import ENVIRONMENT
 from example_trainer.run_config import RunConfig
 
 _VLLM_SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_DECIDED = dict.fromkeys(("MAXENT", *ENVIRONMENT), "")
+"""Variables that the run has read, and a flag may have overruled: to the trainer, its recipe says it all."""
 _DATASET_ENV = Path(__file__).with_name("dataset_env.py")
 
 
@@ -51,7 +54,13 @@ def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) 
     return RunPlan(
         servers=[*_engine(config, engine_port, weights, logs, session), api],
         trainer=Service(
-            "trainer", trainer, logs / "trainer.log", at_once, 60, env=_gpus("ATROPOS_TRAINER_GPUS"), is_job=True
+            name="trainer",
+            command=trainer,
+            log=logs / "trainer.log",
+            ready=at_once,
+            ready_timeout_s=60,
+            env={**_gpus("ATROPOS_TRAINER_GPUS"), **_DECIDED},
+            is_job=True,
         ),
         environment=Service("environment", environment, logs / "environment.log", at_once, 60, is_job=True),
     )

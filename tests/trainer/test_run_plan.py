@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,19 @@ async def test_an_engine_starts_from_the_newest_weights_of_the_run(tiny_model, t
         replace_link(served, pushed)
         assert make_plan(config, tmp_path, session).servers[0].command[:5] == command[:5]
     assert served.resolve() == pushed.resolve()
+
+
+async def test_the_trainer_follows_the_runs_flags_and_not_the_variables_that_they_overruled(
+    tiny_model, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MAXENT", "1")
+    monkeypatch.setenv("VLLM_MODEL", "other")
+    flags = {"run_dir": "r", "environment": str(Path(__file__)), "batch_size": 16}
+    config = build(RunConfig, flags | {"model_name": str(tiny_model), "objective": "xdr_grpo"}, os.environ)
+    async with aiohttp.ClientSession() as session:
+        service = make_plan(config, tmp_path, session).trainer
+    trainer = build(TrainingConfig, {"config": service.command[-1]}, {**os.environ, **service.env})
+    assert (trainer.objective, trainer.model_name) == ("xdr_grpo", str(tiny_model))
 
 
 REFUSED = {
