@@ -43,9 +43,10 @@ def replace_link(link: Path, target: Path) -> None:
 
 
 def save_folder(policy: "Policy", exports: Path, version: int) -> Path:
-    """The policy's weights as `<exports>/weights_<version>`."""
+    """The policy's weights as `<exports>/weights_<version>`, which `current` then points at."""
     target = exports / f"weights_{version:08d}"
     write_whole(target, policy.save_merged)
+    replace_link(current_link(exports), target)
     return target
 
 
@@ -60,8 +61,8 @@ def write_whole(target: Path, write: Callable[[Path], object]) -> None:
 
 
 def keep_newest(exports: Path, pattern: str) -> None:
-    """Delete all but the last exports of this pattern."""
-    for old in sorted(exports.glob(pattern))[:-_KEPT]:
+    """Delete all but the exports of this pattern that were written last; a resumed run begins at a smaller version."""
+    for old in sorted(exports.glob(pattern), key=lambda path: path.stat().st_mtime_ns)[:-_KEPT]:
         if old.is_dir():
             shutil.rmtree(old)
         else:

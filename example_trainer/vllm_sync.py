@@ -8,7 +8,7 @@ from pathlib import Path
 
 from example_trainer.config import TrainingConfig
 from example_trainer.engine_requests import Engines, WeightSyncError
-from example_trainer.exports import current_link, keep_newest, replace_link, save_folder, write_whole
+from example_trainer.exports import keep_newest, save_folder, write_whole
 from example_trainer.policy import Policy
 
 _PAUSE = {"drain": "wait", "abort": "abort", "keep": "keep"}
@@ -34,7 +34,6 @@ class VLLMSync:
         for url, reply in self._engines.get("/version").items():
             require_pausing(url, str(reply.get("version")))
         written = save_folder(policy, self._folder, version)
-        replace_link(current_link(self._folder), written)
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(written.resolve())}}
         self._engines.post(f"/sleep?level=2&mode={self._pause}", None)
         self._engines.post("/wake_up?tags=weights", None)

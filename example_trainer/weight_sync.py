@@ -156,6 +156,11 @@ class RestartSync:
         """Save, end our engine, start it from the new weights, wait until it is healthy."""
         target = save_folder(policy, self._folder, version)
         self.close()
+        if self._is_healthy():
+            raise WeightSyncError(
+                f"{self._config.sync_urls[0]} already answers, by a process that this trainer did not start and that "
+                "would be taken for the new engine (a killed trainer leaves its engine behind); end it"
+            )
         command = [part.replace("{model}", str(target.resolve())) for part in self._config.engine_command]
         with (self._folder / "engine.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -179,22 +184,25 @@ class RestartSync:
 
     def _wait_until_healthy(self, command: Sequence[str]) -> None:
         assert self._process is not None
-        url = self._config.sync_urls[0]
         deadline = time.monotonic() + self._config.engine_timeout_s
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise WeightSyncError(
                     f"{command[0]} ended with exit code {self._process.returncode}; read {self._folder / 'engine.log'}"
                 )
-            try:
-                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
+            if self._is_healthy():
+                return
             time.sleep(0.2)
         raise WeightSyncError(
-            f"{url}/health was not 200 within {self._config.engine_timeout_s:.0f} s; read {self._folder / 'engine.log'}"
+            f"{self._config.sync_urls[0]}/health was not 200 within {self._config.engine_timeout_s:.0f} s; read "
+            f"{self._folder / 'engine.log'}"
         )
+
+    def _is_healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self._config.sync_urls[0]}/health", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
 
 
 KINDS: dict[str, Callable[[TrainingConfig, Path], WeightSync]] = {

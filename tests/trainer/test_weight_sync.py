@@ -282,7 +282,16 @@ def test_old_exports_are_deleted(sync_of, engine, tmp_path):
     sync = sync_of("sglang", [engine.url])
     for version in range(4):
         sync.push(FakePolicy(), version)
-    assert sorted(path.name for path in (tmp_path / "engine").iterdir()) == ["weights_00000002", "weights_00000003"]
+    exports = tmp_path / "engine"
+    assert sorted(path.name for path in exports.glob("weights_*")) == ["weights_00000002", "weights_00000003"]
+
+
+def test_weights_pushed_after_a_resume_outlive_those_of_the_steps_that_were_lost(sync_of, engine, tmp_path):
+    for version in (3, 4, 5, 3):
+        sync_of("sglang", [engine.url]).push(FakePolicy(), version)
+    current = (tmp_path / "engine" / "current").resolve()  # what a restarted SGLang would load
+    assert current.name == "weights_00000003"
+    assert os.listdir(current) == ["model.safetensors"]
 
 
 SERVER = """
@@ -323,6 +332,12 @@ def test_restart_replaces_the_engine_it_started_and_ends_no_other(sync_of):
     finally:
         os.killpg(bystander.pid, signal.SIGKILL)
         bystander.wait()
+
+
+def test_an_engine_that_already_answers_is_not_taken_for_the_new_one(sync_of, engine):
+    sync = sync_of("restart", [engine.url], engine_command=[sys.executable, "-c", "import time; time.sleep(600)"])
+    with pytest.raises(WeightSyncError, match="already answers, by a process that this trainer did not start"):
+        sync.push(FakePolicy(), 1)
 
 
 def test_a_restarted_engine_that_dies_is_an_error_at_once(sync_of):
