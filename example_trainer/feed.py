@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.25
 _REMIND_S = 30.0
 _REGISTER_DEADLINE_S = 300.0
+_ACK_DEADLINE_S = 60.0
+_ARRIVING_S = 5.0  # for a batch on its way when the wait ends
 
 
 class BatchFeed:
@@ -57,7 +59,7 @@ class BatchFeed:
         """
         started = next_word = time.monotonic()
         while not should_stop():
-            batch = self._runner.run(self._client.batch(self._config.batch_lease_s, binary=True))
+            batch = self._runner.run(self._ask(started, should_stop))
             if batch is not None and batch.batch_id not in self._trained:
                 return batch
             if batch is not None:
@@ -66,7 +68,7 @@ class BatchFeed:
             now = time.monotonic()
             limit = self._config.batch_wait_s
             if limit is not None and now - started > limit:
-                raise ApiError(f"no batch for {limit:.0f} s from {self._config.atropos_url}; {self._why()}")
+                raise ApiError(f"no batch for {limit:.0f} s from {self._client.url}; {self._why()}")
             if now - next_word > _REMIND_S:
                 logger.warning("waiting for a batch: waited_s=%.0f %s", now - started, self._why())
                 next_word = now
@@ -84,13 +86,33 @@ class BatchFeed:
         self.acknowledge()
 
     def acknowledge(self) -> None:
-        """Tell the API about every saved batch; one it does not know (any more) is done as well."""
+        """Tell the API about every saved batch; one it does not know (any more) is done as well.
+
+        An API that does not answer is told after the next checkpoint: a batch that is forgotten here and comes again
+        would be trained twice.
+        """
+        end = time.monotonic() + _ACK_DEADLINE_S
         for batch_id in [batch_id for batch_id in self._trained if batch_id in self._saved]:
             try:
-                self._runner.run(self._client.ack(batch_id, deadline_s=60))
+                self._runner.run(self._client.ack(batch_id, deadline_s=max(0.0, end - time.monotonic())))
             except ApiError as error:
                 logger.warning("batch %s is not acknowledged: %s", batch_id, error)
+                if " answered 404: " not in str(error):
+                    continue
             self._trained.remove(batch_id)
+
+    async def _ask(self, started: float, should_stop: Callable[[], bool]) -> Batch | None:
+        """A batch, or None; a stop or `batch_wait_s` also ends the wait for an API that is away."""
+        limit = self._config.batch_wait_s
+        asked = asyncio.create_task(self._client.batch(self._config.batch_lease_s, binary=True))
+        while not (await asyncio.wait([asked], timeout=_POLL_S))[0]:
+            if should_stop() or (limit is not None and time.monotonic() - started > limit):
+                if (await asyncio.wait([asked], timeout=_ARRIVING_S))[0]:
+                    break
+                asked.cancel()
+                await asyncio.wait([asked])
+                return None
+        return asked.result()
 
     def _seen_again(self, batch_id: str | None) -> None:
         logger.warning("batch %s came again and is not trained twice; raise batch_lease_s", batch_id)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from atroposlib.errors import ConfigError
 from atroposlib.launch.lock import run_lock
 from atroposlib.paths import expand_path, writable_dir
 from example_trainer import checkpoint as checkpoints
@@ -60,7 +61,12 @@ def _train(config: TrainingConfig, save_path: Path) -> TrainResult:
     """`train`, with the folder locked against a second trainer."""
     config = config.model_copy(update={"save_path": str(save_path)})
     _seed(config.seed)
-    found = checkpoints.newest(save_path) if config.resume else None
+    found = checkpoints.newest(save_path)
+    if found is not None and not config.resume:
+        raise ConfigError(
+            f"resume is false, but {save_path} holds {found.name}, which the next start would take for this "
+            "run's; choose another save_path, or delete it"
+        )
     learner = Learner(config, checkpoint=found)
     trained = checkpoints.restore(learner, found) if found else []
     if not learner.ranks.is_first:
@@ -115,7 +121,8 @@ class _Run:
         while learner.step < config.training_steps and not self.stop():
             if not self._one_step():
                 break
-            if learner.step % config.checkpoint_interval == 0 or learner.step == config.training_steps:
+            due = learner.step % config.checkpoint_interval == 0 or learner.step == config.training_steps
+            if due and learner.step != last_saved:  # equal after a batch that was all too stale
                 self._save()
                 last_saved = learner.step
         if last_saved != learner.step:

@@ -102,7 +102,7 @@ def _start_wandb(config: TrainingConfig, log_dir: Path) -> Any:
         name=config.wandb_run_name,
         dir=str(log_dir),
         mode=mode,  # pyright: ignore[reportArgumentType]
-        config=config.model_dump(mode="json"),
+        config=config.model_dump(mode="json", exclude={"atropos_url"}),  # which may hold a token
     )
 
 

@@ -1,7 +1,10 @@
+import asyncio
+
 import pytest
 from tiny_model import make_config, make_group
 
 from atroposlib.api.client import Batch
+from atroposlib.errors import ApiError
 from example_trainer import feed as feeds
 from example_trainer.feed import BatchFeed, generate_times, staleness
 
@@ -11,16 +14,24 @@ class ScriptedClient:
 
     def __init__(self):
         self.coming, self.acked, self.registered = [], [], []
+        self.url, self.refusal, self.away = "http://api", "", False
 
     async def register(self, registration, *, deadline_s=None):
         self.registered.append(registration)
         return 1
 
     async def batch(self, lease_s=None, binary=False, *, deadline_s=None):
+        if self.away:
+            await asyncio.Event().wait()  # as a client does that waits for its server
         return Batch([make_group([1, 0])], self.coming.pop(0)) if self.coming else None
 
     async def ack(self, batch_id, *, deadline_s=None):
+        if self.refusal:
+            raise ApiError(self.refusal)
         self.acked.append(batch_id)
+
+    async def status(self, *, deadline_s=None):
+        raise ApiError("no answer")
 
     async def close(self):
         pass
@@ -59,6 +70,39 @@ def test_a_batch_that_comes_again_is_not_trained_again(client, config):
     with BatchFeed(config, trained=[]) as feed:
         feed.note_trained(feed.next(never))
         assert feed.next(never).batch_id == "b"
+
+
+def test_a_batch_whose_acknowledgement_did_not_arrive_is_not_trained_again(client, config):
+    client.coming = ["a", "a", "b"]
+    client.refusal = "waited 60 s for POST http://api/batch/ack (9 attempts); the last said: 503: busy"
+    with BatchFeed(config, trained=[]) as feed:
+        feed.note_trained(feed.next(never))
+        feed.saved()
+        assert feed.unacknowledged == ["a"]
+        assert feed.next(never).batch_id == "b"
+        client.refusal = ""
+        feed.saved()
+    assert client.acked == ["a"]
+
+
+def test_a_batch_that_the_api_does_not_know_is_done(client, config):
+    client.refusal = "POST http://api/batch/ack answered 404: batch_id is a; expected one of this run's"
+    with BatchFeed(config, trained=["a"]) as feed:
+        feed.register(5)
+        assert feed.unacknowledged == []
+
+
+def test_a_stop_and_the_longest_wait_also_end_the_wait_for_an_api_that_is_away(client, config, monkeypatch):
+    client.away = True
+    monkeypatch.setattr(feeds, "_ARRIVING_S", 0)
+    answers = iter([False, False, True, True])
+    with BatchFeed(config, trained=[]) as feed:
+        assert feed.next(lambda: next(answers)) is None
+    with (
+        BatchFeed(config.model_copy(update={"batch_wait_s": 0.1}), trained=[]) as feed,
+        pytest.raises(ApiError, match="no batch for 0 s from http://api; no answer"),
+    ):
+        feed.next(never)
 
 
 def test_a_batch_in_the_checkpoint_is_acknowledged_at_the_next_start(client, config):

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from tiny_model import make_config, make_group
 
-from atroposlib.errors import ApiError
+from atroposlib.errors import ApiError, ConfigError
 from example_trainer import checkpoint
 from example_trainer.loop import fresh_groups, train
 
@@ -39,10 +39,10 @@ def api(tmp_path):
         process.stdout.close()
 
 
-def post_groups(api, numbers):
+def post_groups(api, numbers, **extra):
     """Groups of 4; two of them make a batch of 8."""
     for number in numbers:
-        group = make_group([1, 0, 0, 1], seed=number) | {"group_id": f"g{number}"}
+        group = make_group([1, 0, 0, 1], seed=number) | {"group_id": f"g{number}"} | extra
         assert httpx.post(f"{api}/scored_data", json=group).status_code == 200
 
 
@@ -143,6 +143,32 @@ def test_without_a_batch_the_run_ends_with_what_the_api_waits_for(tiny_model, tm
     config = make_config(tiny_model, tmp_path / "run", atropos_url=api, batch_wait_s=0.5)
     with pytest.raises(ApiError, match=r"no batch for 0 s .*waiting_for="):
         train(config)
+
+
+def test_a_checkpoint_is_not_written_again_over_itself_after_a_batch_that_was_too_stale(
+    tiny_model, tmp_path, api, monkeypatch
+):
+    config = make_config(
+        tiny_model, tmp_path / "run", atropos_url=api, training_steps=2, checkpoint_interval=1, batch_wait_s=60,
+        max_staleness=0,
+    )  # fmt: skip
+    saved, save = [], checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda learner, *args, **kw: saved.append(learner.step) or save(
+        learner, *args, **kw
+    ))  # fmt: skip
+    register(api, config)
+    post_groups(api, range(2))
+    post_groups(api, range(2, 4), generation_params={"weight_version_start": "0"})
+    post_groups(api, range(4, 6))
+    assert train(config).step == 2
+    assert saved == [1, 2]
+    assert httpx.get(f"{api}/status").json()["leased_batches"] == 0
+
+
+def test_a_new_run_does_not_begin_beside_the_checkpoints_of_another(tiny_model, tmp_path):
+    (tmp_path / "step_00000100").mkdir()
+    with pytest.raises(ConfigError, match=r"resume is false, but .* holds step_00000100"):
+        train(make_config(tiny_model, tmp_path, resume=False))
 
 
 def test_groups_that_are_too_old_are_dropped_and_counted():
