@@ -61,11 +61,14 @@ def save(learner: Learner, save_path: Path, *, batch_ids: Sequence[str], keep: i
         "use_lora": learner.config.use_lora,
     }
     (making / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    _to_disk(making)
-    shutil.rmtree(target, ignore_errors=True)
+    for path in (*making.rglob("*"), making):
+        _to_disk(path)
+    if target.exists():
+        _delete(target)
     os.replace(making, target)
+    _to_disk(save_path)
     for old in sorted(save_path.glob(f"{_PREFIX}[0-9]*"))[:-keep]:
-        shutil.rmtree(old)
+        _delete(old)
     logger.info("checkpoint written: %s", target)
     return target
 
@@ -81,7 +84,7 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
 def restore(learner: Learner, checkpoint: Path) -> list[str]:
     """Put optimizer, scheduler, controllers, random numbers and step back; the batch ids that were saved.
 
-    The weights are loaded by `Learner(config, checkpoint=...)`.
+    Settings such as lr are the config's. The weights are loaded by `Learner(config, checkpoint=...)`.
     """
     facts = read_facts(checkpoint)
     if facts["model_name"] != learner.config.model_name or facts["use_lora"] != learner.config.use_lora:
@@ -90,8 +93,13 @@ def restore(learner: Learner, checkpoint: Path) -> list[str]:
             f"trains {learner.config.model_name!r} with {learner.config.use_lora}; choose another save_path"
         )
     state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=False)
+    settings = [{**group, "params": None} for group in learner.optimizer.param_groups]
     learner.optimizer.load_state_dict(state["optimizer"])
-    learner.scheduler.load_state_dict(state["scheduler"])
+    schedule = learner.scheduler
+    schedule.load_state_dict({**state["scheduler"], "base_lrs": schedule.base_lrs})
+    factors = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    for group, own, (lr, factor) in zip(learner.optimizer.param_groups, settings, factors, strict=True):
+        group.update({**own, "params": group["params"], "lr": lr * factor(schedule.last_epoch)})
     _set_random_state(state["random"])
     restore_controllers(learner.kl, learner.tau, facts["controllers"])
     learner.step = facts["step"]
@@ -111,7 +119,18 @@ def _set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def _to_disk(folder: Path) -> None:
-    for path in folder.iterdir():
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
+def _to_disk(path: Path) -> None:
+    """A file's content, or a folder's names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _delete(folder: Path) -> None:
+    """A kill in the middle leaves nothing with a checkpoint's name."""
+    doomed = folder.with_name(".deleting")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(folder, doomed)
+    shutil.rmtree(doomed)

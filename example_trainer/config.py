@@ -74,7 +74,7 @@ class BatchSettings(Settings):
         8192, description="Padded tokens per forward pass; lower it when memory runs out. The loss does not change."
     )
     share_prompts: bool = Field(
-        True, description="Compute a prompt once for several responses; needs sdpa or eager attention."
+        True, description="Compute a prompt once for several responses, where attention is full and sdpa."
     )
     num_generations: PositiveInt = Field(8, description="Responses per prompt (atropos-grpo-run: the group size).")
     max_completion_length: PositiveInt = Field(512, description="Tokens of the longest response.")

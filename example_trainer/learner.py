@@ -15,7 +15,7 @@ from example_trainer.data import Row
 from example_trainer.layout import MicroBatch, collate, micro_batches
 from example_trainer.losses.controllers import KLController, TauController
 from example_trainer.objective import StepPlan, micro_loss, plan
-from example_trainer.policy import Policy
+from example_trainer.policy import Policy, shares_prompts
 from example_trainer.ranks import Ranks
 from example_trainer.stats import StepStats
 
@@ -49,6 +49,7 @@ class Learner:
     def __init__(self, config: TrainingConfig, *, checkpoint: Path | None = None) -> None:
         self.config = config
         self.policy = Policy(config, checkpoint=checkpoint)
+        self.share_prompts = shares_prompts(config, self.policy.bare)
         self.ranks = Ranks(self.policy.device)
         self.optimizer = make_optimizer(config, self.policy)
         self.scheduler = make_scheduler(config, self.optimizer)
@@ -80,13 +81,14 @@ class Learner:
         used = [i for i in range(len(rows)) if step.signal[i]]
         stats, loss = StepStats(), 0.0
         chosen = [rows[i] for i in used]
-        for index, lines in enumerate(micro_batches(chosen, config.micro_batch_tokens, share=config.share_prompts)):
+        for index, lines in enumerate(micro_batches(chosen, config.micro_batch_tokens, share=self.share_prompts)):
             if not self.ranks.mine(index):
                 continue
             micro = collate(rows, [[used[i] for i in line] for line in lines], self.policy.device)
             loss += self._micro_step(step, rows, micro, _reference_of(references, micro), stats, clock)
         loss = sum(self.ranks.gather(loss))
-        self.ranks.sum_gradients(self.policy.trainable)
+        if used:  # else no weight moves, as in a single process
+            self.ranks.sum_gradients(self.policy.trainable)
         stats = StepStats.merged(self.ranks.gather(stats))
         grad_norm = self._update(loss)
         clock.lap("optimizer")
@@ -139,14 +141,14 @@ class Learner:
                 "train/logprob_diff_max of the last steps, and lower lr or set dtype to float32"
             )
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def _references(self, rows: Sequence[Row]) -> dict[int, Tensor]:
         """Reference log-probabilities [T-1] of every row."""
         found: dict[int, Tensor] = {}
-        for lines in micro_batches(rows, self.config.micro_batch_tokens, share=self.config.share_prompts):
+        for lines in micro_batches(rows, self.config.micro_batch_tokens, share=self.share_prompts):
             micro = collate(rows, lines, self.policy.device)
             logp = self.policy.reference_logp(micro)
             for values, number in zip(logp, micro.rows, strict=True):
@@ -189,7 +191,10 @@ def make_optimizer(config: TrainingConfig, policy: Policy) -> torch.optim.Optimi
 def make_scheduler(config: TrainingConfig, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
     """Linear warm-up, then constant, linear or cosine to 0 at `training_steps`."""
     from transformers import get_scheduler
+    from transformers.optimization import Adafactor, AdafactorSchedule
 
+    if isinstance(optimizer, Adafactor) and config.adafactor_relative_step:
+        return AdafactorSchedule(optimizer)  # reports the optimizer's own lr
     name = {"constant": "constant_with_warmup"}.get(config.lr_schedule, config.lr_schedule)
     return get_scheduler(name, optimizer, config.warmup_steps, config.training_steps)  # pyright: ignore
 

@@ -83,7 +83,7 @@ def _advantage_plan(
         weights = maxent.xdr_weights(utilities, base.groups, tau=tau, valid=valid)
         entropy = _mean_entropy(weights, base.groups)
     given = torch.tensor([row.advantages is not None and not row.zero_advantage for row in rows])
-    signal = base.signal & ((advantages != 0) | given | (beta > 0)) & (weights != 0)
+    signal = base.signal & ((((advantages != 0) | given) & (weights != 0)) | (beta > 0))
     return replace(base, advantages=advantages.float(), weights=weights.float(), signal=signal, weight_entropy=entropy)
 
 
@@ -108,7 +108,7 @@ class MicroLoss:
     """The part of the step's loss that one micro-batch gives, and what the metrics need."""
 
     loss: Tensor  # scalar with gradient
-    old_logp: Tensor  # [B,T]
+    old_logp: Tensor  # [B,T] what the ratios of the metrics are taken against
     advantages: Tensor  # [B,1] or [B,T]
     kl: Tensor | None  # [B,T]
 
@@ -152,6 +152,9 @@ def micro_loss(
     loss = aggregate(
         per_token, micro.mask, config.preset.aggregation, totals=step.totals, max_tokens=config.max_completion_length
     )
+    if config.preset.loss in ("gspo", "gspo_token"):  # one ratio per sequence, which is what is clipped
+        now = logp.detach()
+        old_logp = now - policy.sequence_log_ratio(now, old_logp, micro.mask)
     return MicroLoss(loss, old_logp, advantages, None if kl is None else kl.detach())
 
 

@@ -1,6 +1,7 @@
 """The model in training: loading, LoRA, log-probabilities of given tokens, and its frozen reference."""
 
 import copy
+import logging
 import os
 import re
 from pathlib import Path
@@ -13,10 +14,12 @@ from atroposlib.errors import ConfigError, ModelError
 from example_trainer.config import TrainingConfig
 from example_trainer.layout import MicroBatch
 from example_trainer.model_folder import model_folder
-from example_trainer.token_scores import TokenScores, token_scores
+from example_trainer.token_scores import TokenScores, require_known_logits, token_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -36,7 +39,13 @@ class Policy:
         if config.init_kl_coeff > 0 and not config.use_lora:
             start = self.model if checkpoint is None else _load_weights(self.folder, torch.float32)
             self._reference = copy.deepcopy(start).to(self.device, self.dtype).eval().requires_grad_(False)
+        require_known_logits(self.bare.eval())
         self.model.train()
+
+    @property
+    def bare(self) -> Any:
+        """The Hugging Face model, which an adapter's layers are already in."""
+        return self.model.get_base_model() if self.config.use_lora else self.model  # pyright: ignore[reportCallIssue]
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -72,7 +81,7 @@ class Policy:
             return {name: value.detach().to(dtype, copy=True) for name, value in self.model.state_dict().items()}
         from peft.tuners.lora import LoraLayer
 
-        base = self.model.get_base_model()  # pyright: ignore[reportCallIssue]
+        base = self.bare
         state = {name: value.detach().cpu() for name, value in base.state_dict().items()}
         state = {name.replace(".base_layer.", "."): value for name, value in state.items() if ".lora_" not in name}
         for name, module in base.named_modules():
@@ -93,8 +102,7 @@ class Policy:
     def save_merged(self, folder: Path) -> None:
         """A folder that `from_pretrained` and inference servers load, weights in the compute dtype."""
         state = self.merged_state(self.dtype)
-        model = self.model.get_base_model() if self.config.use_lora else self.model  # pyright: ignore[reportCallIssue]
-        model.save_pretrained(folder, state_dict=state)  # pyright: ignore[reportCallIssue]
+        self.bare.save_pretrained(folder, state_dict=state)
         self.tokenizer.save_pretrained(folder)
 
     def _score(self, model: Any, micro: MicroBatch, entropy: bool) -> TokenScores:
@@ -126,6 +134,21 @@ def load_tokenizer(folder: Path | str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
+
+
+def shares_prompts(config: TrainingConfig, model: Any) -> bool:
+    """Whether rows may share a line: as asked for, and where every token sees all that its row has before it.
+
+    The mask of such a line is used as it is by sdpa alone, and windows and recurrent layers pay no heed to it.
+    """
+    text = model.config.get_text_config()
+    layers = set(getattr(text, "layer_types", None) or [])
+    attends = layers <= {"full_attention", "sliding_attention", "chunked_attention"} and not model._is_stateful
+    windows = [getattr(text, name, None) or config.seq_len for name in ("sliding_window", "attention_chunk_size")]
+    plain = model.config._attn_implementation == "sdpa" and attends and min(windows) >= config.seq_len
+    if config.share_prompts and not plain:
+        logger.warning("share_prompts is off: the attention of %s is not full, or not sdpa", config.model_name)
+    return config.share_prompts and plain
 
 
 def layer_indices(text: str) -> set[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from atroposlib.errors import ModelError
 from example_trainer.layout import MicroBatch
 
 SLICE_LOGITS = 2**26
@@ -51,6 +52,19 @@ def token_scores(model: Any, micro: MicroBatch, *, entropy: bool) -> TokenScores
     return TokenScores(
         table.index_put((rows, times), logp), table.index_put((rows, times), entropies) if entropy else None
     )
+
+
+@torch.no_grad()
+def require_known_logits(model: Any) -> None:
+    """ModelError for an architecture that makes other logits of its hidden states than `_logits` does."""
+    ids = torch.tensor([[0, 1]], device=model.device)
+    theirs = model(input_ids=ids, use_cache=False).logits
+    ours = _logits(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    if not (ours - theirs).norm() <= 0.02 * theirs.norm():
+        raise ModelError(
+            f"{type(model).__name__} scales or caps its logits in a way that the trainer does not know; add it to "
+            "`_logits` in token_scores.py"
+        )
 
 
 def _sliced(

@@ -21,10 +21,15 @@ class KLController:
     kind: KLControl = "ziegler"
     step_size: float = 0.15
 
+    @property
+    def is_on(self) -> bool:
+        """Whether beta moves."""
+        return min(self.beta, self.target or 0, self.horizon or 0, self.step_size) > 0
+
     def update(self, kl: float, samples: int) -> float:
         """Note the mean KL of one step over `samples` sequences; the new beta."""
         limit = 0.2 if self.kind == "ziegler" else self.step_size
-        if not self.target or not self.horizon or min(self.target, self.horizon, limit) <= 0 or not math.isfinite(kl):
+        if not self.is_on or not self.target or not self.horizon or not math.isfinite(kl):
             return self.beta
         error = min(max(kl / self.target - 1, -limit), limit)
         steps = samples if self.kind == "ziegler" else 1
@@ -66,9 +71,11 @@ def controller_state(kl: KLController, tau: TauController) -> dict[str, dict[str
 
 
 def restore_controllers(kl: KLController, tau: TauController, state: dict[str, dict[str, float | int | None]]) -> None:
-    """Put back what `controller_state` gave; settings such as targets stay those of the current config."""
-    kl.beta = float(state["kl"]["beta"] or 0.0)
-    tau.tau = float(state["tau"]["tau"] or 0.0)
+    """Put back what `controller_state` gave; settings stay the current config's, and a beta or tau that none moves."""
+    if kl.is_on:
+        kl.beta = float(state["kl"]["beta"] or kl.beta)
+    if tau.target_entropy is not None:
+        tau.tau = float(state["tau"]["tau"] or tau.tau)
     ema = state["tau"]["ema"]
     tau.ema = None if ema is None else float(ema)
     tau.steps = int(state["tau"]["steps"] or 0)

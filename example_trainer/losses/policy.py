@@ -45,7 +45,7 @@ def gspo(
 
     Source: GSPO, arXiv:2507.18071.
     """
-    return _clip_loss(_sequence_log_ratio(logp, old_logp, mask).exp(), advantages, eps_low, eps_high).expand_as(logp)
+    return _clip_loss(sequence_log_ratio(logp, old_logp, mask).exp(), advantages, eps_low, eps_high).expand_as(logp)
 
 
 def gspo_token(
@@ -55,7 +55,7 @@ def gspo_token(
 
     Source: GSPO-token, arXiv:2507.18071.
     """
-    sequence = _sequence_log_ratio(logp, old_logp, mask).detach().exp()
+    sequence = sequence_log_ratio(logp, old_logp, mask).detach().exp()
     return _clip_loss(sequence * (logp - logp.detach()).exp(), advantages, eps_low, eps_high)
 
 
@@ -112,7 +112,7 @@ def _clip_loss(
     return -torch.minimum(unclipped * advantages, ratios.clamp(1 - eps_low, 1 + eps_high) * advantages)
 
 
-def _sequence_log_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
+def sequence_log_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
     """[B,1] mean log-ratio over the trained tokens."""
     total = ((logp - old_logp).masked_fill(mask == 0, 0.0)).sum(-1, keepdim=True)
     return (total / mask.sum(-1, keepdim=True).clamp(min=1)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -26,7 +26,12 @@ groups = [make_group([1, 0, 0, 1], completions=[3, 9, 5, 1], seed=1), make_group
 rows = rows_of(groups, seq_len=64, temperature=1.0) if learner.ranks.is_first else []
 for _ in range(2):
     metrics = learner.train_on(learner.ranks.share(rows))
-out = {"weights": torch.cat([p.detach().flatten() for p in learner.policy.trainable]), "beta": learner.kl.beta,
+beta, learner.kl.beta = learner.kl.beta, 0.0
+flat = rows_of([make_group([1, 1])], seq_len=64, temperature=1.0) if learner.ranks.is_first else []
+before = [p.detach().clone() for p in learner.policy.trainable]
+learner.train_on(learner.ranks.share(flat))
+moved = sum((p - old).abs().sum().item() for p, old in zip(learner.policy.trainable, before))
+out = {"moved": moved, "weights": torch.cat([p.detach().flatten() for p in learner.policy.trainable]), "beta": beta,
        "loss": metrics["train/loss"], "diff": metrics["train/logprob_diff_mean"]}
 torch.save(out, Path(sys.argv[2]) / f"rank{learner.ranks.rank}of{learner.ranks.size}.pt")
 """
@@ -63,6 +68,7 @@ def test_two_ranks_take_the_same_steps_as_one(tiny_model, tmp_path):
     alone, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("rank0of1", "rank0of2", "rank1of2"))
     assert torch.equal(first["weights"], second["weights"])
     assert first["beta"] == second["beta"]
+    assert first["moved"] == alone["moved"] == 0  # by a batch without a signal
     torch.testing.assert_close(first["weights"], alone["weights"], atol=1e-4, rtol=0)
     for key in ("loss", "diff", "beta"):
         assert abs(first[key] - alone[key]) < 1e-5

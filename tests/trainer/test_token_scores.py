@@ -5,10 +5,11 @@ import torch
 import transformers
 from tiny_model import VOCABULARY, make_group
 
+from atroposlib.errors import ModelError
 from example_trainer import token_scores as scoring
 from example_trainer.data import rows_of
 from example_trainer.layout import collate
-from example_trainer.token_scores import token_scores
+from example_trainer.token_scores import require_known_logits, token_scores
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -80,3 +81,14 @@ def test_rows_without_a_trained_token_have_scores_of_zero():
     assert found.entropy is not None
     assert not found.logp.any()
     assert not found.entropy.any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_these_architectures_do_to_their_logits_is_known(name):
+    require_known_logits(make_model(name))
+
+
+def test_an_architecture_that_does_more_to_its_logits_is_refused(monkeypatch):
+    monkeypatch.setattr(scoring, "_logits", lambda model, hidden: model.get_output_embeddings()(hidden))
+    with pytest.raises(ModelError, match="GraniteForCausalLM scales or caps its logits"):
+        require_known_logits(make_model("Granite"))

@@ -3,7 +3,7 @@ from typing import get_args
 import pytest
 import torch
 from tiny_model import make_config, make_group
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, MistralConfig
 
 from atroposlib.errors import DataError
 from example_trainer import checkpoint
@@ -72,6 +72,53 @@ def test_sharing_a_prompt_changes_neither_numbers_nor_gradients(make_learner):
     first, second = shared.train_on(found), apart.train_on(found)
     assert first["train/grad_norm"] == pytest.approx(second["train/grad_norm"], rel=1e-4)
     torch.testing.assert_close(weights(shared), weights(apart), atol=1e-4, rtol=0)
+
+
+WINDOWED = {
+    "a window shorter than the sequences": (MistralConfig, {"sliding_window": 8}, False),
+    "a window that holds them": (MistralConfig, {"sliding_window": 64}, True),
+    "attention that is not sdpa": (Gemma2Config, {"sliding_window": 64}, False),
+}
+
+
+@pytest.mark.parametrize(("kind", "extra", "shares"), WINDOWED.values(), ids=WINDOWED)
+def test_a_prompt_is_shared_only_where_the_model_minds_the_mask(
+    make_learner, tiny_model, tmp_path, kind, extra, shares
+):
+    torch.manual_seed(0)
+    config = kind(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, initializer_range=0.5, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+        **extra,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "windowed")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "windowed")
+    group = make_group([1, 0, 0, 1], prompt=20)
+    for ids in group["tokens"]:
+        ids[:20] = range(10, 30)
+    asked, apart = (make_learner(model_name=str(tmp_path / "windowed"), share_prompts=share) for share in (True, False))
+    assert asked.share_prompts == shares
+    first, second = asked.train_on(rows([group])), apart.train_on(rows([group]))
+    assert first["train/loss"] == pytest.approx(second["train/loss"], rel=1e-4)
+    assert first["train/grad_norm"] == pytest.approx(second["train/grad_norm"], rel=1e-4)
+
+
+def test_the_clipped_ratios_of_gspo_are_those_of_sequences(make_learner):
+    group = make_group([1, 0], completions=[4, 4])
+    logp = make_learner().policy.score(collate(rows([group]), [[0], [1]])).logp.detach()[:, 2:]
+    wobble = torch.tensor([0.1, -0.1, 0.1, -0.1])  # means of 0: no sequence has moved
+    group["inference_logprobs"] = [[1.0] * 3 + line for line in (logp + wobble).tolist()]
+    metrics = make_learner(objective="gspo").train_on(rows([group]))
+    assert metrics["train/clip_fraction"] == 0
+    assert metrics["train/ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert make_learner(objective="grpo", clip_eps=3e-4).train_on(rows([group]))["train/clip_fraction"] > 0
+
+
+def test_adafactor_may_choose_its_own_lr(make_learner):
+    learner = make_learner(optimizer="adafactor", adafactor_relative_step=True)
+    before = weights(learner)
+    assert learner.train_on(rows())["train/lr"] > 0
+    assert not torch.equal(weights(learner), before)
 
 
 def test_a_step_raises_the_probability_of_the_better_response(make_learner):
@@ -144,6 +191,15 @@ def test_infinite_tau_trains_exactly_like_dr_grpo(make_learner):
     assert torch.equal(weights(xdr), weights(dr))
 
 
+def test_the_penalty_is_also_that_of_rows_which_xdr_gives_no_weight(make_learner):
+    options = {"objective": "xdr_grpo", "init_kl_coeff": 10.0}
+    zero, small = make_learner(**options, maxent_tau=0.0), make_learner(**options, maxent_tau=0.003)
+    for _ in range(2):
+        first, second = zero.train_on(rows()), small.train_on(rows())
+    assert first["train/kl"] == pytest.approx(second["train/kl"], rel=1e-3)
+    assert first["train/grad_norm"] == pytest.approx(second["train/grad_norm"], rel=1e-3)
+
+
 def test_truncated_responses_can_be_left_out(make_learner):
     found = rows([make_group([1, 0, 0], completions=[4, 32, 5])])
     metrics = make_learner(mask_truncated=True).train_on(found)
@@ -171,6 +227,8 @@ RESUMED = {
     "controllers": {"objective": "maxent", "init_kl_coeff": 0.1, "kl_target": 0.1, "kl_horizon": 5,
                     "maxent_target_weight_entropy": 0.5},
     "a schedule": {"lr_schedule": "cosine", "warmup_steps": 2},
+    "adafactor": {"optimizer": "adafactor"},
+    "adafactor with its own lr": {"optimizer": "adafactor", "adafactor_relative_step": True},
 }  # fmt: skip
 
 
@@ -222,3 +280,44 @@ def test_an_adapter_is_added_into_the_exported_weights(make_learner, tmp_path):
     merged = make_learner(model_name=str(tmp_path / "merged"))
     torch.testing.assert_close(merged.policy.score(micro).logp.detach(), expected, atol=1e-4, rtol=0)
     assert not torch.allclose(make_learner().policy.score(micro).logp, expected, atol=1e-2)
+
+
+def test_settings_that_changed_before_a_resume_are_followed(make_learner, tmp_path):
+    earlier = make_learner(lr=1e-3, init_kl_coeff=0.1, warmup_steps=2, weight_decay=0.1)
+    earlier.train_on(rows())
+    folder = checkpoint.save(earlier, tmp_path, batch_ids=[], keep=1)
+    changes = {"lr": 1e-5, "init_kl_coeff": 0.3, "maxent_tau": 0.7, "weight_decay": 0.0}
+    resumed = Learner(earlier.config.model_copy(update=changes), checkpoint=folder)
+    checkpoint.restore(resumed, folder)
+    settings = resumed.optimizer.param_groups[0]
+    assert (settings["lr"], settings["weight_decay"]) == (pytest.approx(0.5e-5), 0)
+    assert (resumed.kl.beta, resumed.tau.tau) == (0.3, 0.7)
+    assert resumed.train_on(rows())["train/lr"] == pytest.approx(1e-5)
+
+
+def test_a_penalty_that_was_switched_off_stays_off_after_a_resume(make_learner, tmp_path):
+    earlier = make_learner(init_kl_coeff=0.1, kl_target=0.1, kl_horizon=5)
+    folder = checkpoint.save(earlier, tmp_path, batch_ids=[], keep=1)
+    resumed = Learner(earlier.config.model_copy(update={"init_kl_coeff": 0.0}), checkpoint=folder)
+    checkpoint.restore(resumed, folder)
+    assert "train/kl" not in resumed.train_on(rows())
+
+
+def test_a_tokenizer_with_several_chat_templates_is_saved(make_learner, tmp_path):
+    learner = make_learner()
+    learner.policy.tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    folder = checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == {"default": "a", "tool_use": "b"}
+
+
+def test_a_deletion_that_was_killed_leaves_nothing_that_looks_like_a_checkpoint(make_learner, tmp_path, monkeypatch):
+    learner = make_learner()
+    checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    learner.step = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", lambda folder, ignore_errors=False: None)
+        checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
+    learner.step = 2
+    checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
