@@ -28,7 +28,10 @@ def chat_generations(body: Json, engine: Engine) -> list[Generation]:
     _refuse_grammar(body)
     prompt = engine.vocabulary.encode(render_chat(messages, body, engine), begin=False)
     limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    wish = LogprobWish(output=bool(body.get("logprobs")), top=int(body.get("top_logprobs") or 0))
+    top = body.get("top_logprobs") or 0
+    if not isinstance(top, int):
+        raise RequestFault(f"top_logprobs must be an integer, got {top!r}.")
+    wish = LogprobWish(output=bool(body.get("logprobs")), top=top)
     return build_generations(engine, prompt, _sampling(body, limit), wish, body.get("rid"))
 
 
@@ -80,10 +83,10 @@ def _plain_message(message: object) -> Json:
         raise RequestFault(f"every message needs a role, got {str(message)[:80]}.")
     content = message.get("content")
     if isinstance(content, list):
-        kinds = {part.get("type") for part in content if isinstance(part, dict)}
+        kinds = {part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content}
         if kinds != {"text"}:
             raise RequestFault(f"message content has parts of kind {sorted(map(str, kinds))}; this model reads text.")
-        content = "".join(part["text"] for part in content)
+        content = "".join(str(part.get("text") or "") for part in content)
     if content is not None and not isinstance(content, str):
         raise RequestFault(f"message content must be text, got {type(content).__name__}.")
     return {**message, "content": content or ""}

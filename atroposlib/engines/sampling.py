@@ -125,7 +125,7 @@ def _check_lists(given: dict[str, Any]) -> None:
     if not isinstance(seed, int):
         raise RequestFault(f"sampling_seed must be an integer, got {seed!r}.")
     bias = given.get("logit_bias", {})
-    if not (isinstance(bias, dict) and all(str(k).isdigit() and isinstance(v, int | float) for k, v in bias.items())):
+    if not (isinstance(bias, dict) and all(str(k).isdecimal() and isinstance(v, int | float) for k, v in bias.items())):
         raise RequestFault(f"logit_bias must map token ids to numbers, got {bias!r}.")
 
 

@@ -137,6 +137,7 @@ REFUSED = {
     "stop of numbers": ({"stop": [1]}, "stop must be"),
     "grammar": ({"json_schema": "{}"}, "not supported by the embedded engine"),
     "no object": ([1], "sampling_params must be an object"),
+    "bias of a raised number": ({"logit_bias": {"²": 1}}, "logit_bias must map token ids"),
     "bias of words": ({"logit_bias": {"a": 1}}, "logit_bias must map token ids"),
 }
 

@@ -54,7 +54,7 @@ async def scripted(*replies):
 
 @pytest.fixture
 async def transport():
-    made = Transport("key")
+    made = Transport("key\n")
     yield made
     await made.close()
 

@@ -148,8 +148,9 @@ def _proxy_of(url: str) -> str | None:
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
-    """The authorization header, if there is a key."""
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    """The authorization header, if there is a key; a line end that a file or secret left on it is not sent."""
+    key = (api_key or "").strip()
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 @contextmanager
