@@ -28,16 +28,17 @@ from atroposlib.envs.server_handling.server_baseline import (
 )
 from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
 from atroposlib.envs.trainer_side import TrainerSide, logged
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, PathError
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 from atroposlib.rollouts import groups as group_checks
 from atroposlib.rollouts.earlier import EarlierRollouts
 from atroposlib.rollouts.early_stop import EarlyStop, sample_until
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.process import run_process
-from atroposlib.rollouts.run import Outcome, Run
+from atroposlib.rollouts.run import EXIT_DONE, EXIT_WORK_REMAINS, STOP_TIMEOUT_S, Outcome, Run
 from atroposlib.rollouts.serve import run_serve
 from atroposlib.rollouts.source import content_key
+from atroposlib.rollouts.stop import StopSignals
 from atroposlib.rollouts.work import Work, current_work
 from atroposlib.type_definitions import UUID, Item, Message, ScoredDataGroup, ScoredDataItem
 
@@ -339,8 +340,25 @@ class BaseEnv(TrainerSide):
         self.group_size_to_process = self.config.group_size
         return await self._torn_down(run_process(self))
 
-    async def _run_evaluate(self) -> None:
-        await self._torn_down(self._evaluate_once())
+    async def _run_evaluate(self) -> int:
+        """The exit code."""
+        return await self._torn_down(self._evaluate_until_stopped())
+
+    async def _evaluate_until_stopped(self) -> int:
+        stop = StopSignals()
+        stop.catch()
+        evaluating, stopping = asyncio.create_task(self._evaluate_once()), asyncio.create_task(stop.requested.wait())
+        try:
+            await asyncio.wait({evaluating, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not evaluating.done():
+                return EXIT_WORK_REMAINS
+            evaluating.result()
+            return EXIT_DONE
+        finally:
+            evaluating.cancel()
+            stopping.cancel()
+            await asyncio.wait({evaluating, stopping}, timeout=STOP_TIMEOUT_S)
+            stop.release()
 
     async def _evaluate_once(self) -> None:
         """`setup` and `evaluate`; with a folder for the results, the same command goes on after a kill."""
@@ -522,6 +540,10 @@ class BaseEnv(TrainerSide):
         progress = self.progress_path()
         if config.rollouts_dir is None and config.data_path_to_save_groups:
             path = expand_path(config.data_path_to_save_groups, what="env.data_path_to_save_groups")
+            if path.is_dir():
+                raise PathError(
+                    f"env.data_path_to_save_groups is {path}, a folder; give a file, or set env.rollouts_dir"
+                )
             return RunFiles(path.parent, path.stem, self.label, config.run_name, path, progress)
         wanted = config.dump_rollouts or config.total_groups is not None or config.rollouts_dir is not None
         if not self.process_mode and not wanted:

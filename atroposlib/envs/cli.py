@@ -21,6 +21,8 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig, Ser
 from atroposlib.envs.server_handling.server_manager import ServerManagerConfig
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.paths import expand_path
+from atroposlib.rollouts.run import EXIT_WORK_REMAINS
+from atroposlib.rollouts.stop import leave_soon
 from atroposlib.utils.cli import describe_fields, merge_dicts, parse_value, refuse_unknown, split_flags
 
 if TYPE_CHECKING:
@@ -200,7 +202,7 @@ def _load_yaml(texts: list[str] | None) -> dict[str, Any]:
         loaded = yaml.safe_load(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is not YAML: {error}") from error
     if not isinstance(loaded, dict | None):
         raise ConfigError(f"--config {path} holds a {type(loaded).__name__}; it must hold env:, openai: and the like")
@@ -218,14 +220,22 @@ def _typed_flags(texts: Mapping[str, list[str]], models: Mapping[str, type[BaseM
 
 
 def _check_yaml(config: Mapping[str, Any], models: Mapping[str, type[BaseModel]]) -> None:
-    refuse_unknown(config, [*(name for name in models if name), *models[""].model_fields], what="key in the YAML file")
+    refuse_unknown(
+        map(str, config), [*(name for name in models if name), *models[""].model_fields], what="key in the YAML file"
+    )
     for name, model in models.items():
         section = config.get(name) if name else None
+        if isinstance(section, list) and issubclass(model, BaseEnvConfig):
+            raise ConfigError(
+                f"{name}: in the YAML file is a list; it must hold settings, as `group_size: 8`, without `-`"
+            )
         for entry in section if isinstance(section, list) else [section or {}]:
             if not isinstance(entry, Mapping):
                 raise ConfigError(f"{name}: in the YAML file is {entry!r}; it must hold settings, as `group_size: 8`")
             if model.model_config.get("extra") != "allow":
-                refuse_unknown(entry, [*model.model_fields, *_LEGACY.get(name, ())], what=f"setting in {name}:")
+                refuse_unknown(
+                    map(str, entry), [*model.model_fields, *_LEGACY.get(name, ())], what=f"setting in {name}:"
+                )
 
 
 _LEGACY = {OPENAI_NAMESPACE: ("weight",)}
@@ -285,10 +295,13 @@ def _without_secrets(server: dict[str, Any]) -> dict[str, Any]:
 def _run_loop(env: "BaseEnv", mode: Mode) -> int:
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         if mode == "evaluate":
-            runner.run(env._run_evaluate())
-            return 0
-        outcome = runner.run(env.process_manager() if mode == "process" else env.env_manager())
-    return outcome.exit_code if outcome is not None else 0
+            code = runner.run(env._run_evaluate()) or 0
+        else:
+            outcome = runner.run(env.process_manager() if mode == "process" else env.env_manager())
+            code = outcome.exit_code if outcome is not None else 0
+        if code == EXIT_WORK_REMAINS:
+            leave_soon(code)
+    return code
 
 
 def _loop_factory() -> Any:

@@ -101,7 +101,10 @@ def render_text(text: str) -> str:
     if len(text) <= MARKDOWN_CHARS and _PLAIN.fullmatch(text):
         return "<p>" + text.lstrip().replace("\n\n", "</p>\n<p>") + "</p>"
     if len(text) <= MARKDOWN_CHARS:
-        return _markdown().reset().convert(text)
+        try:
+            return _markdown().reset().convert(text)
+        except RecursionError:  # a model that says "- - - - ..." for ever makes a list in a list in a list
+            _markdown.cache_clear()
     if len(text) > SHOWN_CHARS:
         half = SHOWN_CHARS // 2
         text = f"{text[:half]}\n\n[... {len(text) - 2 * half} characters are not shown ...]\n\n{text[-half:]}"
@@ -117,8 +120,8 @@ def page_template() -> str:
 class _Shown(msgspec.Struct):
     """What the page needs of a line; the decoder skips tokens, masks and logprobs without building them."""
 
-    scores: Any = None
-    messages: Any = None
+    scores: list[float | bool] | None = None
+    messages: list[Any] | None = None
     task: Any = None
 
 
@@ -129,9 +132,10 @@ def _groups(source: Path) -> Iterator[Mapping[str, Any]]:
     for line in read_lines(source):
         try:
             shown = _decoder.decode(line.data)
-        except msgspec.DecodeError:
+        except msgspec.DecodeError as problem:
             try:
-                parse_line(line)  # says what is wrong
+                if parse_line(line) is not None:  # says what is wrong, if it sees it
+                    logger.warning("line skipped: %s: %s", line.where, problem)
             except DataError as error:
                 logger.warning("line skipped: %s", error)
             continue

@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from atroposlib.errors import PathError
 from atroposlib.rollouts.json_text import as_json, to_json
 from atroposlib.rollouts.ledger import REJECTED, Entry, Ledger, describe, read_ledger, read_line
 from atroposlib.rollouts.locations import RunFiles
@@ -48,12 +49,16 @@ class RolloutFiles:
 
         Raises:
             LaunchError: another process writes this run.
+            PathError: nothing can be written there.
             DataError: a file of the run is damaged other than at its end.
         """
         self.files = files
         self._accept_score = accept_score
-        files.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = take_lock(files.beside("lock"), otherwise="give this run another --env.run_name")
+        try:
+            files.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = take_lock(files.beside("lock"), otherwise="give this run another --env.run_name")
+        except OSError as error:
+            raise PathError(f"{files.folder} cannot be written: {error.strerror or error}; choose another") from error
         _remove_packed(files)
         self.ledger: Ledger = read_ledger(files, accept_score=accept_score, keep_unacknowledged=sends)
         self.run_id = _run_id(self.ledger)

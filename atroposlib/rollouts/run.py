@@ -7,7 +7,6 @@ within two seconds), or an error that the caller shows.
 import asyncio
 import logging
 import math
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -32,6 +31,7 @@ from atroposlib.rollouts.reports import Reports, html_twin
 from atroposlib.rollouts.shared_draw import SharedDraw
 from atroposlib.rollouts.sink import Sender, Sink
 from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw
+from atroposlib.rollouts.stop import StopSignals
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ TICK_S = 0.25
 SYNC_EVERY_S = 1.0
 ENGINES_EVERY_S = 5.0
 STOP_TIMEOUT_S = 1.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 EXIT_DONE, EXIT_WORK_REMAINS = 0, 75
 
@@ -135,7 +134,7 @@ class Run:
         self.reports = Reports(env.write_html, compress=config.compress_rollouts and not (where and where.single))
         self._display = ProgressDisplay(self.progress)
         self._collections = RareCollections()
-        self._stop_requested = asyncio.Event()
+        self._stop = StopSignals()
         self._following: asyncio.Task[None] | None = None
         self._asking: asyncio.Task[None] | None = None
         if self.files:
@@ -150,12 +149,12 @@ class Run:
             AtroposError: nothing works any more; the message says what failed.
             Whatever `work` raises.
         """
-        self._catch_signals()
+        self._stop.catch()
         if self.shared:
             self.shared.start()
         self._display.start()
         main, watch = asyncio.create_task(work), asyncio.create_task(self._watch())
-        stop = asyncio.create_task(self._stop_requested.wait())
+        stop = asyncio.create_task(self._stop.requested.wait())
         try:
             await asyncio.wait({main, watch, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not stop.done():
@@ -292,27 +291,6 @@ class Run:
     def _where_to_look(self) -> str:
         return f"tracebacks are in {self.failures.path}" if self.failures.path else "see the log above"
 
-    def _catch_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in STOP_SIGNALS:
-            try:
-                loop.add_signal_handler(number, self._stop, number)
-            except (RuntimeError, ValueError):  # not the main thread: whoever runs us handles signals
-                return
-
-    def _stop(self, number: signal.Signals) -> None:
-        """The first signal asks for an orderly stop, the second one has its ordinary effect."""
-        logger.warning("stopping: signal=%s; what is finished is kept", number.name)
-        self._stop_requested.set()
-        self._release_signals()
-
-    def _release_signals(self) -> None:
-        for number in STOP_SIGNALS:
-            try:
-                asyncio.get_running_loop().remove_signal_handler(number)
-            except (RuntimeError, ValueError):
-                return
-
     async def _close(self, tasks: list[asyncio.Task[Any]]) -> None:
         tasks += [task for task in (self._following, self._asking) if task]
         for task in tasks:
@@ -322,7 +300,7 @@ class Run:
         await asyncio.wait(tasks, timeout=STOP_TIMEOUT_S)
         if cancelled:
             logger.info("unfinished rollouts given up: %d", cancelled)
-        self._release_signals()
+        self._stop.release()
         self._collections.end()
         if self.journal:
             self.journal.close()

@@ -4,7 +4,9 @@ import pytest
 import zstandard
 from rollout_factory import make_group, write_groups
 
+from atroposlib.data.index import open_table
 from atroposlib.data.rollout_files import find_rollout_files, read_rollouts
+from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.errors import DataError, PathError
 
 BAD_LINES = {
@@ -94,3 +96,11 @@ def test_patterns_name_each_file_once(tmp_path):
         write_groups(tmp_path / name, [make_group([1.0])])
     found = find_rollout_files([str(tmp_path / "*.jsonl"), str(tmp_path / "b.jsonl")])
     assert [path.name for path in found] == ["a.jsonl", "b.jsonl"]
+
+
+def test_truth_values_for_scores_are_numbers(tmp_path):
+    path = tmp_path / "o.jsonl"
+    path.write_text('{"tokens":[[1,2],[1,3]],"masks":[[-100,2],[-100,3]],"scores":[true,false]}\n')
+    assert open_table(path).responses["score"].tolist() == [1.0, 0.0]
+    export_sft(path, tmp_path / "d.jsonl", options=SftOptions(format="tokens"))
+    assert '"score":1.0' in (tmp_path / "d.jsonl").read_text()

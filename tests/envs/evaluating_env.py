@@ -1,5 +1,6 @@
 """An environment that evaluates: ten questions, one after the other. For tests that kill it; run as a script."""
 
+import logging
 import time
 from typing import Any
 
@@ -27,6 +28,9 @@ class EvaluatingEnv(BaseEnv):
         samples = [await self.answer(number) for number in range(QUESTIONS)]
         accuracy = sum(sample["text"] == "hello" for sample in samples) / len(samples)
         await self.evaluate_log({"eval/accuracy": accuracy}, samples=samples, end_time=time.time())
+
+    async def teardown(self) -> None:
+        logging.getLogger(__name__).info("torn down")
 
     async def answer(self, number: int) -> dict[str, Any]:
         messages = [{"role": "user", "content": f"question {number}"}]

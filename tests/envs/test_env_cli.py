@@ -115,6 +115,9 @@ BAD_YAML = {
     "no mapping": ("- 1", "it must hold env:, openai: and the like"),
     "no YAML": ("env: [", "is not YAML"),
     "a list for env": ("env: [group_size]", "it must hold settings"),
+    "a list of settings for env": ("env: [{group_size: 8}]", "env: in the YAML file is a list; it must hold settings"),
+    "a name that YAML reads as true": ("on: true", "unknown key in the YAML file 'True'"),
+    "a number for a name": ("env: {1: x}", "unknown setting in env: '1'"),
 }
 
 
@@ -246,3 +249,10 @@ def test_a_flag_without_any_value_is_an_empty_list_of_texts():
 def test_a_literal_choice_is_listed_when_wrong():
     with pytest.raises(ConfigError, match="which is not int or auto"):
         parse_value(["many"], BaseEnvConfig.model_fields["max_num_workers"].annotation, flag="env.max_num_workers")
+
+
+def test_a_yaml_file_in_another_encoding_is_refused_in_one_sentence(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b"env: {path: caf\xe9}")
+    with pytest.raises(ConfigError, match="is not YAML: 'utf-8' codec"):
+        settings("--config", str(path))

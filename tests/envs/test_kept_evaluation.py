@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -124,3 +125,17 @@ async def test_two_evaluations_do_not_share_a_folder(tmp_path):
         kept_responses(manager, tmp_path),
     ):
         pass
+
+
+async def test_a_signal_ends_an_evaluation_in_order(engine, tmp_path):
+    engine.held.clear()
+    process = await start(engine, tmp_path)
+    async with asyncio.timeout(60):
+        while not engine.running:
+            await asyncio.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, log = await asyncio.wait_for(process.communicate(), 60)
+    engine.held.set()
+    assert process.returncode == 75
+    assert b"torn down" in log
+    assert b"Traceback" not in log

@@ -112,3 +112,25 @@ def test_module_runs_from_the_command_line(tmp_path):
 @settings(max_examples=400, deadline=None)
 def test_plain_text_looks_as_markdown_would_make_it(text):
     assert render_text(text) == jsonl2html._markdown().reset().convert(text)
+
+
+@pytest.mark.parametrize("mark", ["- ", "* ", "1. "])
+def test_a_model_that_repeats_a_list_mark_for_ever_is_shown_and_spoils_no_other_text(mark):
+    text = mark * 2500 + "x"
+    assert render_text(text) == f"<pre>{text}</pre>"
+    assert render_text("- a\n- b") == "<ul>\n<li>a</li>\n<li>b</li>\n</ul>"
+
+
+ODD_LINES = [
+    '{"messages": ["m"], "scores": [null]}',
+    '{"messages": ["m"], "scores": ["a"]}',
+    '{"messages": 3, "scores": [1]}',
+]
+
+
+@pytest.mark.parametrize("line", ODD_LINES)
+def test_a_group_without_numbers_for_scores_costs_only_itself(tmp_path, caplog, line):
+    source = tmp_path / "o.jsonl"
+    source.write_text('{"messages": ["m"], "scores": [true]}\n' + line + "\n")
+    assert generate_html(source).read_text().count("<details") == 1
+    assert "line skipped" in caplog.text

@@ -18,6 +18,7 @@ class CountingConfig(BaseEnvConfig):
     seconds: float = 0.0
     groups_per_item: int = 1
     html_seconds: float = 0.0
+    thread_seconds: float = 0.0  # of a verifier that nobody can interrupt
     note_starts_in: str | None = None  # a file that gets one line per started rollout
 
 
@@ -50,6 +51,8 @@ class CountingEnv(BaseEnv):
         if self.config.note_starts_in:
             note(self.config.note_starts_in, number)
         await asyncio.sleep(self.config.seconds)
+        if self.config.thread_seconds and number >= 10:
+            await asyncio.to_thread(time.sleep, self.config.thread_seconds)
         if self.config.fail_every and number % self.config.fail_every == 0:
             raise VerifierFault(f"cannot score {number}")
         groups = [make_group(number, self.config.group_size) for _ in range(self.config.groups_per_item)]

@@ -86,6 +86,14 @@ def test_a_stopping_process_does_not_wait_for_its_reports(tmp_path):
     assert list(tmp_path.glob("*.html")) == []
 
 
+def test_a_stopping_process_does_not_wait_for_the_thread_of_a_verifier(tmp_path):
+    process = start(tmp_path, "--env.thread_seconds", "600")
+    wait_for_lines(tmp_path, 10, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+
+
 def test_a_run_in_which_everything_fails_ends_with_code_1_and_one_sentence(tmp_path):
     process = start(tmp_path, "--env.fail_every", "1")
     _, log = process.communicate(timeout=60)

@@ -11,7 +11,7 @@ import pytest
 from counting_env import CountingEnv, StreamingEnv, make_env, make_group
 
 from atroposlib.envs.server_handling.loads import EngineLoad
-from atroposlib.errors import AtroposError, EngineFault, LaunchError, VerifierFault
+from atroposlib.errors import AtroposError, EngineFault, LaunchError, PathError, VerifierFault
 
 TASK_LIMIT = 4
 
@@ -486,3 +486,11 @@ async def test_a_rollout_that_does_not_heed_its_cancellation_cannot_hold_the_pro
     env.go_on.set()
     async with asyncio.timeout(10):
         await asyncio.wait(list(env.workers))
+
+
+async def test_a_folder_for_a_file_and_a_place_that_cannot_be_written_are_named(tmp_path):
+    with pytest.raises(PathError, match="a folder; give a file"):
+        await process_env(tmp_path, data_path_to_save_groups=str(tmp_path)).process_manager()
+    (tmp_path / "file").touch()
+    with pytest.raises(PathError, match="cannot be written: File exists; choose another"):
+        await process_env(tmp_path, data_path_to_save_groups=str(tmp_path / "file" / "o.jsonl")).process_manager()
