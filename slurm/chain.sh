@@ -19,11 +19,11 @@ run_chained() {
     trap 'kill -TERM "$run" 2>/dev/null; queue_again "Reason=TimeLimit"' TERM
     [ -z "$usr1" ] || kill -USR1 "$run"
 
-    # `wait` returns early when a signal arrives
-    wait "$run"; code=$?
+    # `wait` returns early when a signal arrives, also when the command has ended meanwhile
     while kill -0 "$run" 2>/dev/null; do
-        wait "$run"; code=$?
+        wait "$run"
     done
+    wait "$run"; code=$?
     if [ "$code" -ne 0 ] && [ -n "$usr1" ]; then
         queue_again "JobState=RUNNING"
     fi

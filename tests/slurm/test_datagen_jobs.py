@@ -12,7 +12,7 @@ SERVICES = ("engine", "api", "fake_trainer", "environment")
 
 @pytest.mark.short
 def test_a_job_requeued_midway_goes_on_and_a_finished_run_ends_the_chain(run: SlurmRun):
-    job = run.submit()
+    job = run.submit(arguments=("--fresh",))  # of the first start alone
     run.wait_groups(4)
     before = {group["group_id"] for group in run.groups()}
     run.slurm("scontrol", "requeue", job)

@@ -1,0 +1,36 @@
+"""`slurm/chain.sh` without SLURM: which exit code a job has when its command ends at the moment of a signal."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHAIN = Path(__file__).parents[2] / "slurm" / "chain.sh"
+COMMAND = """
+import os, signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(int(sys.argv[1])))
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+JOB = f"""
+source {CHAIN}
+scontrol() {{ echo "$1"; }}
+kill() {{ # the command is gone before anybody looks
+    builtin kill "$@" || return
+    [ "$1" = -0 ] || while builtin kill -0 "$run" 2>/dev/null; do :; done
+}}
+run_chained "$@"
+"""
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_command_that_ends_at_once_keeps_its_exit_code(code):
+    command = ["bash", "-c", JOB, "job", sys.executable, "-c", COMMAND, str(code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=60) == code
