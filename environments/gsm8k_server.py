@@ -5,18 +5,21 @@ python environments/gsm8k_server.py process --env.dataset my_problems.jsonl
 
 import asyncio
 import importlib.util
+import logging
 import time
 from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
-from atroposlib.errors import ConfigError, VerifierFault
+from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault, VerifierFault
 from atroposlib.type_definitions import Message
 from environments.cut_off import overrides_of
 from environments.gsm8k_problems import Question, load_problems, order
 from environments.sandbox import Sandbox, SandboxError
 from environments.sandboxed_env import SandboxedEnv
+
+logger = logging.getLogger(__name__)
 
 SYSTEM_PROMPT = (
     "Think about the problem step by step inside <think> and </think>. After that, give the final answer, a number, "
@@ -112,11 +115,17 @@ class GSM8kEnv(SandboxedEnv):
         return [*(system if self.config.system_prompt else []), {"role": "user", "content": item["question"]}]
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Greedy answers to every problem kept for evaluation."""
+        """Greedy answers to every problem kept for evaluation; those that fail are left out and counted."""
         started = time.time()
         at_once = asyncio.Semaphore(self.config.max_eval_workers)
-        samples = await asyncio.gather(*(self.evaluate_one(item, at_once) for item in self.problems["test"]))
-        self.eval_metrics = {"eval/percent_correct": sum(sample["score"] for sample in samples) / len(samples)}
+        results = await asyncio.gather(*(self.evaluate_one(item, at_once) for item in self.problems["test"]))
+        samples = [sample for sample in results if sample is not None]
+        if not samples:
+            raise EnvironmentFault(f"all {len(results)} problems of the evaluation failed; the log has the reasons")
+        self.eval_metrics = {
+            "eval/percent_correct": sum(sample["score"] for sample in samples) / len(samples),
+            "eval/failed": len(results) - len(samples),
+        }
         await self.evaluate_log(
             self.eval_metrics,
             samples=samples,
@@ -125,18 +134,22 @@ class GSM8kEnv(SandboxedEnv):
             generation_parameters={"temperature": 0.0},
         )
 
-    async def evaluate_one(self, item: Question, at_once: asyncio.Semaphore) -> dict[str, Any]:
-        """One answered problem; score 1 when right, else 0."""
-        async with at_once:
-            reply = await self.server.chat_completion(
-                messages=self.messages(item),
-                n=1,
-                max_tokens=self.config.max_token_length,
-                temperature=0.0,
-                split="eval",
-            )
-            text = reply.choices[0].message.content or ""
-            return {**item, "response": text, "score": int(await self.is_right(text, item))}
+    async def evaluate_one(self, item: Question, at_once: asyncio.Semaphore) -> dict[str, Any] | None:
+        """One answered problem; score 1 when right, else 0. None when it failed."""
+        try:
+            async with at_once:
+                reply = await self.server.chat_completion(
+                    messages=self.messages(item),
+                    n=1,
+                    max_tokens=self.config.max_token_length,
+                    temperature=0.0,
+                    split="eval",
+                )
+                text = reply.choices[0].message.content or ""
+                return {**item, "response": text, "score": int(await self.is_right(text, item))}
+        except RolloutFault as fault:
+            logger.warning("evaluation problem failed: question=%r error=%s", item["question"][:80], fault)
+            return None
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         metrics = {**(wandb_metrics or {}), **self.eval_metrics}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.errors import ConfigError, DataError, VerifierFault
+from atroposlib.errors import ConfigError, DataError, EnvironmentFault, RequestFault, VerifierFault
 from environments.gsm8k_problems import load_problems, to_question
 from environments.gsm8k_server import GSM8kConfig, GSM8kEnv
 from environments.math_answers import last_boxed
@@ -85,6 +85,17 @@ async def test_evaluation_is_greedy_on_problems_that_are_not_trained_on(make_env
     assert asked == {"What is 1004 + 1?", "What is 1014 + 1?"}
     assert not asked & {(await env.get_item(index))["question"] for index in range(18)}
     assert json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]["eval/percent_correct"] == 1.0
+
+
+async def test_a_problem_that_fails_is_left_out_of_an_evaluation_and_counted(make_env, tmp_path):
+    env = await make_env(right_answer, data_dir_to_save_evals=str(tmp_path / "evals"))
+    env.server.servers[0].faults = [RequestFault("too long")]
+    await env.evaluate()
+    metrics = json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]
+    assert metrics == {"eval/percent_correct": 1.0, "eval/failed": 1}
+    env.server.servers[0].faults = [RequestFault("too long")] * 2
+    with pytest.raises(EnvironmentFault, match="all 2 problems of the evaluation failed"):
+        await env.evaluate()
 
 
 async def test_process_writes_its_groups_from_a_local_file(make_env, tmp_path):
