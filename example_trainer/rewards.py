@@ -29,7 +29,10 @@ def math_reward(text: str, gold: str) -> float:
     """1.0 when the answer after the thinking equals `gold` as mathematics, else 0.0; needs math-verify for LaTeX."""
     from atroposlib.envs.reward_fns.math_answers import is_correct
 
-    return float(is_correct(text.rpartition("</think>")[2], gold))
+    _, closed, answer = text.rpartition("</think>")
+    if not closed and "<think>" in answer:  # cut off while thinking
+        return 0.0
+    return float(is_correct(answer, gold))
 
 
 def _first_answer(text: str, start: int) -> str | None:

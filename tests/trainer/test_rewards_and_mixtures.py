@@ -41,6 +41,7 @@ def test_canonical(text, expected):
 def test_math_reward_compares_values_after_the_thinking():
     assert math_reward("<think>#### 5</think> #### 7", "7") == 1.0
     assert math_reward("<think>#### 7</think> #### 5", "7") == 0.0
+    assert math_reward("<think>#### 7", "7") == 0.0
 
 
 def write_rows(path, rows):
