@@ -304,10 +304,11 @@ async def test_a_reset_of_a_proxy_session_reaches_the_proxy_once_and_before_anyt
     assert len(resets) == 2
 
 
-async def test_an_engine_that_fails_behind_the_proxy_is_an_engine_fault():
-    async with serving(create_app(manager_of(FakeServer(faults=[EngineFault("down")])), FakeTokenizer())) as url:
+@pytest.mark.parametrize("fault", [EngineFault("down"), KilledFault("weights updated")], ids=["failed", "killed"])
+async def test_a_fault_behind_the_proxy_keeps_its_class(fault):
+    async with serving(create_app(manager_of(FakeServer(faults=[fault])), FakeTokenizer())) as url:
         session = await create_proxy_session(url)
-        with pytest.raises(EngineFault, match="answered 500"):
+        with pytest.raises(type(fault), match="answered 500"):
             await session.chat_completion(messages=HELLO)
 
 

@@ -12,7 +12,7 @@ import aiohttp
 
 from atroposlib.api.auth import TOKEN_VARIABLE
 from atroposlib.envs.server_handling.sequence import SequenceNode
-from atroposlib.errors import EngineFault, RequestFault
+from atroposlib.errors import EngineFault, KilledFault, RequestFault
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -50,6 +50,7 @@ class ProxyManagedServer:
         Raises:
             RequestFault: the proxy or its engine refused it.
             EngineFault: the engine failed, or the proxy could not be reached.
+            KilledFault: the engine was told to abort it.
         """
         from openai.types.chat.chat_completion import ChatCompletion
 
@@ -147,7 +148,7 @@ async def create_proxy_session(
 
 
 async def call_proxy(method: str, url: str, *, body: Any = None, timeout_s: float) -> dict[str, Any]:
-    """One request to the proxy; the JSON of its reply. RequestFault for 4xx, EngineFault for the rest."""
+    """One request to the proxy; the JSON of its reply. RequestFault for 4xx, else KilledFault or EngineFault."""
     token = os.environ.get(TOKEN_VARIABLE)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
@@ -158,7 +159,8 @@ async def call_proxy(method: str, url: str, *, body: Any = None, timeout_s: floa
             if reply.ok:
                 return await reply.json()
             text = await reply.text()
-            fault = RequestFault if 400 <= reply.status < 500 else EngineFault
+            was_killed = f'"{KilledFault.failure_class}_error"' in text
+            fault = RequestFault if 400 <= reply.status < 500 else KilledFault if was_killed else EngineFault
             raise fault(f"{method} {url} answered {reply.status}: {text[:1000]}")
     except (aiohttp.ClientError, TimeoutError) as error:
         raise EngineFault(f"{method} {url} failed: {error or type(error).__name__}; is the proxy up?") from error
