@@ -10,6 +10,7 @@ import orjson
 import typer
 from rich.console import Console
 from rich.table import Table as TextTable
+from rich.text import Text
 
 from atroposlib.cli.boundary import run
 from atroposlib.cli.reading import reading
@@ -222,7 +223,7 @@ def _print_stats(found: Stats) -> None:
     for name in columns:
         table.add_column(name.replace("_", " "), justify="left" if name == "task" else "right", no_wrap=True)
     for task in (*found.tasks, found.total):
-        table.add_row(*(_cell(task, name) for name in columns))
+        table.add_row(*(Text(_cell(task, name)) for name in columns))
     console.print(table)
     for title, counts in (("ended by", found.finish_reasons), ("failed tries", found.failures)):
         if counts:
