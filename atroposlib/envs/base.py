@@ -293,10 +293,14 @@ class BaseEnv(TrainerSide):
     def from_settings(cls, settings: "Settings") -> Self:
         """Optional: make the environment from the resolved settings of a command."""
         env = cls(settings.env, settings.servers, settings.manager.slurm, settings.manager.testing)
-        env.server.max_n_completions = settings.manager.max_n_completions
-        if settings.manager.proxy_url:
-            env.server.proxy_url, env.server.use_proxy = settings.manager.proxy_url, True
+        env.use_manager_settings(settings)
         return env
+
+    def use_manager_settings(self, settings: "Settings") -> None:
+        """What is set for the servers as a whole; for whoever overrides `from_settings`."""
+        self.server.max_n_completions = settings.manager.max_n_completions
+        if settings.manager.proxy_url:
+            self.server.proxy_url, self.server.use_proxy = settings.manager.proxy_url, True
 
     # -- the three modes -------------------------------------------------------------------------------------------
 

@@ -114,8 +114,7 @@ class TeacherDistillationEnv(BaseEnv):
             testing=settings.manager.testing,
             **({} if teacher is None else {"teacher_server_configs": teacher}),  # subclasses may not know the name
         )
-        env.server.max_n_completions = settings.manager.max_n_completions
-        env.server.proxy_url = settings.manager.proxy_url
+        env.use_manager_settings(settings)
         return env
 
     async def handle_send_to_api(

@@ -119,7 +119,9 @@ class Sink:
             return 0
         waiting = list(self._files.ledger.unacknowledged.values())
         for start in range(0, len(waiting), RESEND_GROUPS):
-            await self._send([self._files.read_group(entry) for entry in waiting[start : start + RESEND_GROUPS]])
+            records = [self._files.read_group(entry) for entry in waiting[start : start + RESEND_GROUPS]]
+            for refusal in await self._refusals(records):
+                logger.warning("group of an earlier process not sent: %s", refusal)
         return len(waiting)
 
     def _missing_parts(self, parts: int, work: Work) -> list[int]:
@@ -147,18 +149,24 @@ class Sink:
             ) from error
 
     async def _send(self, records: Sequence[dict[str, Any]]) -> None:
+        if refusals := await self._refusals(records):
+            raise EnvironmentFault(f"the trajectory API refuses a group: {refusals[0]}") from refusals[0]
+
+    async def _refusals(self, records: Sequence[dict[str, Any]]) -> list[ApiError]:
+        """Send groups; why the API refuses some of them, which are not sent again."""
         if not records or self._sender is None:
-            return
+            return []
         groups = [_for_api(record) for record in records]
-        refused: ApiError | None = None
+        refusals: list[ApiError] = []
         try:
             await self._submit(self._sender, groups)
         except ApiError as error:
-            refused = error
+            if len(records) > 1:  # the one at fault must not take the others with it
+                return [refusal for record in records for refusal in await self._refusals([record])]
+            refusals.append(error)
         if self._files:
             self._files.acknowledge([group["group_id"] for group in groups])
-        if refused:
-            raise EnvironmentFault(f"the trajectory API refuses a group: {refused}") from refused
+        return refusals
 
     async def _submit(self, sender: Sender, groups: list[dict[str, Any]]) -> None:
         try:

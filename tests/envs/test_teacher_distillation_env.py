@@ -215,6 +215,10 @@ def test_the_command_line_makes_the_teacher(mode):
     assert (teacher.base_url, teacher.timeout, env.config.teacher_top_k) == ("http://flag/v1", 9, 4)
 
 
+def test_a_proxy_is_used_as_by_every_environment():
+    assert Student.from_settings(resolve(Student, "process", ["--proxy_url", "http://proxy:1"])).server.use_proxy
+
+
 def test_a_subclass_that_knows_no_teacher_argument_still_starts():
     class Old(Student):
         def __init__(self, config, server_configs, slurm=False, testing=False):

@@ -20,7 +20,7 @@ def serving(env_cls=CountingEnv, api=None, **settings):
 
 
 async def until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -172,7 +172,7 @@ async def test_the_run_ends_when_the_trainer_has_its_steps():
             api.train()
 
     trainer = asyncio.create_task(train())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         outcome = await env.env_manager()
     trainer.cancel()
     assert outcome.exit_code == 0
@@ -182,7 +182,7 @@ async def test_the_run_ends_when_the_trainer_has_its_steps():
 
 async def test_the_number_of_steps_may_come_from_the_trainer():
     env, _ = serving(total_steps=-1, api=MemoryApi(num_steps=0), max_num_workers=2)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await env.env_manager()
     assert env.config.total_steps == 0
 
@@ -321,3 +321,16 @@ async def test_tensors_and_large_numbers_are_sent_as_the_rollout_file_has_them()
     async with running(env):
         await until(lambda: api.received)
     assert api.received[0]["messages"][0][0]["answer"] == str(10**30)
+
+
+async def test_a_refused_group_of_an_earlier_process_takes_no_other_with_it(tmp_path):
+    settings = {"total_groups": 6, "rollouts_dir": str(tmp_path), "max_num_workers": 6, "max_batches_offpolicy": 0}
+    env, api = serving(**settings)
+    api.is_up.clear()
+    async with running(env):
+        await until(lambda: env._run is not None and env._run.sink.totals.groups == 6)
+    again, api = serving(**settings)
+    api.refused = {2}
+    assert (await again.env_manager()).exit_code == 0
+    assert {group["tokens"][0][0] for group in api.received} == {0, 1, 3, 4, 5}
+    assert len((tmp_path / "counting_rollouts_main.acked").read_text().split()) == 6
