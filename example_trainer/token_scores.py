@@ -85,14 +85,14 @@ def _slice_scores(
 ) -> tuple[Tensor, Tensor]:
     """Few passes over the logits, as these decide the time: none for the temperature where `is_one` says it is 1."""
     logits = _logits(model, hidden)
-    with torch.autocast(logits.device.type, enabled=False):  # which would make a float32 copy first
+    with torch.autocast(logits.device.type, enabled=False):  # else a float32 copy first, and entropies in bfloat16
         scaled = logits if is_one else logits.float() / temperature[:, None]
         log_probs = scaled.log_softmax(-1, dtype=torch.float32)
-    logp = log_probs.gather(-1, targets[:, None])[:, 0]
-    if not entropy:
-        return logp, torch.zeros_like(logp)
-    with torch.no_grad():
-        return logp, -torch.linalg.vecdot(log_probs.exp(), log_probs)
+        logp = log_probs.gather(-1, targets[:, None])[:, 0]
+        if not entropy:
+            return logp, torch.zeros_like(logp)
+        with torch.no_grad():
+            return logp, -torch.linalg.vecdot(log_probs.exp(), log_probs)
 
 
 def _logits(model: Any, hidden: Tensor) -> Tensor:

@@ -214,6 +214,16 @@ def test_only_the_named_layers_are_trained(make_learner):
     assert all(".layers.1." in name for name in names)
 
 
+@pytest.mark.parametrize("options", [{}, {"use_lora": True}], ids=["all weights", "an adapter"])
+def test_a_step_in_bfloat16_is_near_that_in_float32_with_scores_that_are_not_rounded(make_learner, options):
+    rounded, exact = make_learner(dtype="bfloat16", **options), make_learner(**options)
+    scores = rounded.policy.score(collate(rows(), [[0], [1]]), entropy=True)
+    assert scores.logp.dtype == scores.entropy.dtype == torch.float32
+    found, expected = rounded.train_on(rows()), exact.train_on(rows())
+    assert found["train/entropy"] == pytest.approx(expected["train/entropy"], rel=0.05)
+    assert found["train/loss"] == pytest.approx(expected["train/loss"], abs=0.1)
+
+
 def test_gradient_checkpointing_gives_the_same_step(make_learner):
     plain, thrifty = make_learner(), make_learner(gradient_checkpointing=True)
     plain.train_on(rows())
