@@ -13,7 +13,7 @@ from atroposlib.api.payload import Payload, env_id_suffix
 from atroposlib.api.refusal import Refused
 from atroposlib.api.retries import RetryFinder
 from atroposlib.api.run import RunState
-from atroposlib.api.store import Change, NewGroup, Snapshot, Store
+from atroposlib.api.store import Change, GroupLost, NewGroup, Snapshot, Store
 
 StoringKey: TypeAlias = str | bytes
 """What a group being stored is known by: its id, else the digest of its content."""
@@ -70,11 +70,14 @@ class GroupIntake:
         return receipts
 
     async def latest(self) -> bytes | None:
-        """The group that entered last, as JSON; None when there is none."""
+        """The group that entered last, as JSON; None when there is none, or none that can be read any more."""
         if self._latest is not None:
             return self._latest.json()
         newest = self._live.queue.pool.newest()
-        return (await self._store.read([newest]))[0] + env_id_suffix(newest.env_id) if newest else None
+        try:
+            return (await self._store.read([newest]))[0] + env_id_suffix(newest.env_id) if newest else None
+        except GroupLost:  # damaged, or consumed meanwhile
+            return None
 
     def forget(self) -> None:
         """The run was reset."""

@@ -129,6 +129,21 @@ def test_a_torn_record_is_dropped_and_the_others_stay(tmp_path, damage):
             assert take_all(client) == [0, 1, 2, 9]
 
 
+def test_the_latest_group_is_none_when_the_disk_has_damaged_it(tmp_path):
+    state = tmp_path / "state"
+    with server_process(state) as server:
+        with httpx.Client(base_url=server.url) as client:
+            register_run(client)
+            client.post("/scored_data", json=make_group(1))
+        server.kill()
+        server.start()
+        (segment,) = (state / "segments").glob("*.seg")
+        content = segment.read_bytes()
+        segment.write_bytes(content.replace(b'"tokens"', b'"tokenz"'))
+        answer = httpx.get(f"{server.url}/latest_example")
+        assert (answer.status_code, answer.json()["tokens"]) == (200, [])
+
+
 def test_groups_that_the_index_has_not_seen_are_adopted(tmp_path):
     state = tmp_path / "state"
     with server_process(state) as server:
