@@ -151,4 +151,4 @@ def _prompt_messages(raw: bytes) -> bytes:
 def _explain(message: str) -> str:
     if "missing required field `scores`" in message:
         return "there are no 'scores'; this is not a rollout line (is it a dataset made from one?)"
-    return f"not a group: {message.removeprefix('JSON is malformed: ')}"
+    return f"not a group: {message.removeprefix('JSON is malformed: ').replace('bool | float', 'float')}"
