@@ -32,6 +32,7 @@ def running_api():
     config = uvicorn.Config(create_app(ApiSettings()), port=0, log_level="error", ws="none")
     server = uvicorn.Server(config)
     listener = config.bind_socket()
+    listener.listen()  # who connects before the thread runs waits, instead of being refused
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
