@@ -160,7 +160,7 @@ def engine_command(config: RunConfig, port: int, weights: Path | str | None = No
         sizes = ["--tp", tp, "--mem-fraction-static", memory, "--context-length", context]
         return [*module, *at, *sizes, "--enable-metrics", *config.engine_args]
     sizes = ["--tensor-parallel-size", tp, "--gpu-memory-utilization", memory, "--max-model-len", context]
-    update = ["--enable-lora", "--max-lora-rank", _lora_rank(config)] if config.use_lora else ["--enable-sleep-mode"]
+    update = ["--enable-lora", "--max-lora-rank", _lora_rank(config)] if config.use_lora else []
     name = config.model_name if config.use_lora else _model_names(config)[0]  # the adapter has a name of its own
     replies = ["--served-model-name", name, "--logprobs-mode", "processed_logprobs"]  # after temperature
     module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]

@@ -1,24 +1,22 @@
-"""Weights into vLLM: all of them through sleep and reload, or a LoRA adapter swapped by name.
-
-Written against the routes of vLLM 0.33.
-"""
+"""Weights into vLLM: all of them reloaded while it is paused, or a LoRA adapter swapped by name."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 from example_trainer.config import TrainingConfig
-from example_trainer.engine_requests import Engines, WeightSyncError
+from example_trainer.engine_requests import Engine, Engines, WeightSyncError
 from example_trainer.exports import keep_newest, save_folder, write_whole
 from example_trainer.policy import Policy
 
 _PAUSE = {"drain": "wait", "abort": "abort", "keep": "keep"}
 """vLLM's names of our `sync_mode`."""
-_PAUSES_SINCE = (0, 17)
-"""Older versions take the memory from under the running requests."""
+_PAUSES_SINCE = (0, 16)
+"""Older versions cannot say what becomes of running requests."""
 
 
 class VLLMSync:
-    """vLLM 0.17 or later with `--enable-sleep-mode` and VLLM_SERVER_DEV_MODE=1.
+    """vLLM 0.16 or later with VLLM_SERVER_DEV_MODE=1.
 
     Requests in flight are finished, aborted, or kept and recomputed under the new weights (`sync_mode`); its prefix
     cache is dropped with the old weights.
@@ -30,21 +28,27 @@ class VLLMSync:
         self._pause = _PAUSE[config.sync_mode]
 
     def push(self, policy: Policy, version: int) -> None:
-        """Save, sleep (weights and cache are dropped), reload, name the version, wake."""
+        """Save and reload."""
         for url, reply in self._engines.get("/version").items():
             require_pausing(url, str(reply.get("version")))
         written = save_folder(policy, self._folder, version)
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(written.resolve())}}
-        self._engines.post(f"/sleep?level=2&mode={self._pause}", None)
-        self._engines.post("/wake_up?tags=weights", None)
-        self._engines.post("/collective_rpc", reload)
-        self._engines.post("/update_weight_version", {"new_version": str(version)}, optional=True)
-        self._engines.post("/wake_up?tags=kv_cache", None)
+        self._engines.each(partial(_reload, pause=self._pause, weights=str(written.resolve()), version=str(version)))
         keep_newest(self._folder, "weights_*")
 
     def close(self) -> None:
         """Let go of the connections."""
         self._engines.close()
+
+
+def _reload(engine: Engine, *, pause: str, weights: str, version: str) -> None:
+    """Pause, reload, drop what was computed with the old weights, name the version; resume also when that failed."""
+    engine.post(f"/pause?mode={pause}")
+    try:
+        engine.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}})
+        engine.post("/reset_prefix_cache?reset_running_requests=true")
+        engine.post("/update_weight_version", {"new_version": version}, optional=True)
+    finally:
+        engine.post("/resume")
 
 
 class VLLMLoraSync:
@@ -73,10 +77,10 @@ class VLLMLoraSync:
 
 
 def require_pausing(url: str, version: str) -> None:
-    """WeightSyncError for a release of vLLM that cannot sleep while requests run; development builds pass."""
+    """WeightSyncError for a release of vLLM that cannot pause as asked; development builds pass."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and "dev" not in version and (int(numbers[1]), int(numbers[2])) < _PAUSES_SINCE:
         raise WeightSyncError(
-            f"{url} is vLLM {version}, which cannot take weights while requests run; install 0.17 or later, or set "
+            f"{url} is vLLM {version}, which cannot take weights while requests run; install 0.16 or later, or set "
             "weight_sync to 'restart'"
         )

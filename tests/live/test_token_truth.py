@@ -6,16 +6,14 @@ import statistics
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
 import pytest
 from transformers import AutoTokenizer
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
 from tests.live.bench_env import WORDS
-from tests.live.conftest import LiveServer
+from tests.live.live_server import LiveServer
 
 SYSTEM = {"role": "system", "content": "You answer with a few words."}
 ADD = {
@@ -53,10 +51,7 @@ def converse(live_server: LiveServer, tokenizer: Any, talk: Callable[[ManagedSer
     """Nodes and recorded sequences of one conversation."""
 
     async def run() -> Any:
-        config = APIServerConfig(
-            server_type="sglang", base_url=f"{live_server.url}/v1", model_name="m", tokenizer_name=live_server.model
-        )
-        manager = ServerManager([config])
+        manager = ServerManager([live_server.client_config()])
         recorder = Recorder(manager)
         managed = ManagedServer(recorder, tokenizer)
         try:
@@ -66,19 +61,6 @@ def converse(live_server: LiveServer, tokenizer: Any, talk: Callable[[ManagedSer
         return managed.get_state()["nodes"], recorder.sequences
 
     return asyncio.run(run())
-
-
-def scored_again(live_server: LiveServer, tokens: list[int]) -> list[float | None]:
-    """Log-probability of every token given those before it, as the server scores a finished sequence."""
-    body = {
-        "input_ids": tokens,
-        "return_logprob": True,
-        "logprob_start_len": 0,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-    }
-    reply = httpx.post(f"{live_server.url}/generate", json=body, timeout=120)
-    reply.raise_for_status()
-    return [entry[0] for entry in reply.json()["meta_info"]["input_token_logprobs"]]
 
 
 def assert_true(nodes: Any, sequences: Any) -> None:
@@ -139,7 +121,7 @@ def test_stored_logprobs_are_those_the_server_gives_when_it_scores_the_ids_again
 
     apart = []
     for node in nodes:
-        again = scored_again(live_server, node.tokens)
+        again = live_server.score(node.tokens)
         apart += [
             abs(stored - (value or 0.0))
             for stored, value, mask in zip(node.logprobs, again, node.masked_tokens, strict=True)

@@ -88,7 +88,6 @@ def test_vllm_is_asked_for_logprobs_after_temperature_under_the_models_name():
     assert command[command.index("--model") + 1] == "/somewhere/current"
     assert command[command.index("--served-model-name") + 1] == "m"
     assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs"
-    assert "--enable-sleep-mode" in command
 
 
 RANKS = {1: "1", 4: "8", 16: "16", 48: "64"}

@@ -197,12 +197,12 @@ def test_an_engine_that_is_not_there_is_an_error(sync_of, engine):
 
 
 class FakeVLLM(FakeEngine):
-    """Serves what the folder it was started from holds, and reloads only as vLLM does: while its weights are awake."""
+    """Serves what the folder it was started from holds; reloads as vLLM does, and forgets prefixes when asked."""
 
     def __init__(self, folder):
         super().__init__()
-        self.folder, self.awake = folder, {"weights", "kv_cache"}
-        self.serves = self.read(folder)
+        self.folder, self.paused = folder, None
+        self.serves = self.cached = self.read(folder)
         self.version = "default"
 
     def read(self, folder):
@@ -210,15 +210,17 @@ class FakeVLLM(FakeEngine):
 
     def reply(self, path, body):
         route, _, query = path.partition("?")
-        if route == "/sleep":
-            self.awake = set()
-            self.serves = None
-        elif route == "/wake_up":
-            self.awake.add(query.removeprefix("tags="))
+        if route == "/pause":
+            self.paused = query
+        elif route == "/resume":
+            self.paused = None
+        elif route == "/reset_prefix_cache":
+            self.cached = self.serves
+            return 200, {"success": query == "reset_running_requests=true"}
         elif route == "/update_weight_version":
             self.version = body["new_version"]
         elif route == "/collective_rpc":
-            if self.awake != {"weights"} or body["method"] != "reload_weights":
+            if self.paused is None or body["method"] != "reload_weights":
                 return 500, {"error": "not the moment"}
             self.serves = self.read(Path(body["kwargs"]["weights_path"]))
         return 200, {}
@@ -236,8 +238,8 @@ def vllm(tmp_path):
 def test_vllm_serves_the_new_weights_and_names_them(sync_of, vllm, tmp_path):
     assert vllm.serves == b"first"
     sync_of("vllm", [vllm.url]).push(FakePolicy(), 1)
-    assert vllm.paths[0] == "/sleep?level=2&mode=wait"
-    assert (vllm.serves, vllm.version, vllm.awake) == (b"weights", "1", {"weights", "kv_cache"})
+    assert vllm.paths[0] == "/pause?mode=wait"
+    assert (vllm.serves, vllm.cached, vllm.version, vllm.paused) == (b"weights", b"weights", "1", None)
     assert vllm.read(tmp_path / "engine" / "current") == b"weights"  # what a restarted one would load
 
 
@@ -256,17 +258,18 @@ def test_a_vllm_that_cannot_name_versions_is_updated_all_the_same(sync_of, vllm)
     assert (vllm.serves, vllm.version) == (b"weights", "default")
 
 
-def test_a_vllm_that_would_sleep_under_its_requests_is_refused(sync_of, vllm):
-    vllm.release = "0.16.1"
-    with pytest.raises(WeightSyncError, match=r"is vLLM 0\.16\.1, which cannot take weights while requests run"):
+def test_a_vllm_that_cannot_pause_as_asked_is_refused(sync_of, vllm):
+    vllm.release = "0.15.1"
+    with pytest.raises(WeightSyncError, match=r"is vLLM 0\.15\.1, which cannot take weights while requests run"):
         sync_of("vllm", [vllm.url]).push(FakePolicy(), 1)
     assert vllm.paths == []
 
 
-def test_a_vllm_that_does_not_reload_is_an_error(sync_of, vllm):
+def test_a_vllm_that_does_not_reload_is_an_error_and_goes_on(sync_of, vllm):
     vllm.failing = "collective_rpc"
     with pytest.raises(WeightSyncError, match="collective_rpc answered 400"):
         sync_of("vllm", [vllm.url]).push(FakePolicy(), 1)
+    assert (vllm.version, vllm.paused) == ("default", None)
 
 
 def test_a_lora_adapter_is_swapped_in_place_from_a_path_of_its_own(sync_of, engine, tmp_path):
