@@ -20,15 +20,18 @@ def hold(path: Path, *, mode: int) -> int:
         mode: permissions of a file made here.
 
     Raises:
-        HeldError: it is taken. OSError: the file cannot be made.
+        HeldError: it is taken. OSError: the file cannot be made, or this disk knows no locks.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         pid = os.read(descriptor, 64).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
         raise HeldError(pid) from None
+    except OSError:
+        os.close(descriptor)
+        raise
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"{os.getpid()}\n".encode())
     return descriptor

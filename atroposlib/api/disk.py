@@ -21,7 +21,7 @@ from atroposlib.api.records import Meta
 from atroposlib.api.segments import SEGMENT_BYTES, SegmentFiles
 from atroposlib.api.store import Change, GroupLost, NewGroup, Snapshot, StorageFull, over_limit
 from atroposlib.api.writer import Writer
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, PathError
 from atroposlib.lock_files import HeldError, hold
 from atroposlib.paths import writable_dir
 
@@ -245,3 +245,8 @@ def _lock_folder(folder: Path) -> int:
         raise ConfigError(
             f"--state-dir {folder} is in use by the server with process id {held.pid}; stop it or choose another folder"
         ) from None
+    except OSError as error:
+        raise PathError(
+            f"--state-dir {folder} cannot be locked: {error.strerror}; mount this disk with locks or choose another "
+            "folder"
+        ) from error

@@ -7,15 +7,16 @@ set as text, never as markup.
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from atroposlib.api.auth import names_this_machine
 from atroposlib.data.index import read_group
 from atroposlib.data.table import FINISH_REASONS, Table, concatenate
 from atroposlib.errors import AtroposError
@@ -83,6 +84,13 @@ class FileRollouts:
 def make_app(rollouts: Rollouts, decode: Decode | None = None) -> FastAPI:
     """The application. `decode` None: tokens are shown as ids."""
     app = FastAPI(title="atropos view-run", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.middleware("http")
+    async def only_this_machine(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        host = request.headers.get("host", "")
+        if names_this_machine(host):
+            return await answer(request)
+        return Response(f"Host is {host[:80]!r}; rollouts are shown to localhost only", status_code=403)
 
     @app.get("/")
     def page() -> Response:

@@ -32,7 +32,9 @@ def client(tmp_path):
     path.write_text("".join(json.dumps(each) + "\n" for each in groups))
     rollouts = FileRollouts()
     rollouts.add(table_of(path))
-    return TestClient(make_app(rollouts, decode=lambda ids: [f"t{token}" for token in ids]))
+    return TestClient(
+        make_app(rollouts, decode=lambda ids: [f"t{token}" for token in ids]), base_url="http://localhost"
+    )
 
 
 def test_a_file_that_becomes_known_while_the_list_is_made_is_in_the_next_list(tmp_path, monkeypatch):
@@ -49,6 +51,13 @@ def test_a_file_that_becomes_known_while_the_list_is_made_is_in_the_next_list(tm
 
     monkeypatch.setattr(run_view, "concatenate", concatenate_meanwhile)
     assert [len(rollouts.table().groups) for _ in range(2)] == [1, 2]
+
+
+def test_a_page_whose_name_was_made_to_resolve_to_this_machine_reads_nothing(client):
+    answer = client.get("/api/groups", headers={"Host": "evil.example"})
+    assert answer.status_code == 403
+    assert "evil.example" in answer.text
+    assert client.get("/api/groups", headers={"Host": "127.0.0.1:9000"}).status_code == 200
 
 
 FILTERS = {

@@ -219,6 +219,8 @@ sglang:num_queue_reqs{model_name="m",dp_rank="0"} 3.0
 sglang:num_retracted_reqs{model_name="m",dp_rank="0"} 1.0
 sglang:token_usage{model_name="m",dp_rank="0"} 0.25
 sglang:token_usage{model_name="m",dp_rank="1"} 0.75
+sglang:token_usage{model_name="m",dp_rank="2"} NaN
+sglang:num_queue_reqs{model_name="m",dp_rank="2"} +Inf
 """
     )
     manager = ServerManager(APIServerConfig(server_type="sglang", base_url=f"{engine.url}/v1"))

@@ -49,13 +49,14 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"so \\boxed{\\frac{1}{2}}.")
     '\\\\frac{1}{2}'
     """
-    for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start:end].strip()
-    return None
+    opened: list[int | None] = []  # for each brace that is open: where its \\boxed begins, if it is one's
+    last = None
+    for match in re.finditer(r"(\\boxed\s*)?\{|\}", text):
+        if match[0] != "}":
+            opened.append(match.end() if match[1] else None)
+        elif opened and (start := opened.pop()) is not None and (last is None or start > last[0]):
+            last = start, match.start()
+    return text[slice(*last)].strip() if last else None
 
 
 def _symbolically_equal(content: str, answer: str) -> bool | None:

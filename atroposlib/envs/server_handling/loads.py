@@ -1,5 +1,6 @@
 """How busy an engine is, by its own account: SGLang's `/v1/loads`, or the Prometheus gauges of SGLang and vLLM."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,9 @@ def _from_metrics(base_url: str, body: bytes) -> EngineLoad | None:
     for line in body.decode("utf-8", "replace").splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name in _READ:  # of hundreds of lines
-            seen.setdefault(name, []).append(float(line.rpartition(" ")[2]))
+            value = _number(line.rpartition(" ")[2])
+            if value is not None:
+                seen.setdefault(name, []).append(value)
     values = {field: next((seen[name] for name in names if name in seen), None) for field, names in _GAUGES.items()}
     running, queued, retracted, usage = (values[field] for field in ("running", "queued", "retracted", "token_usage"))
     if running is None:
@@ -85,3 +88,12 @@ def _from_metrics(base_url: str, body: bytes) -> EngineLoad | None:
         token_usage=max(usage) if usage is not None else None,
         retracted=int(sum(retracted)) if retracted is not None else None,
     )
+
+
+def _number(text: str) -> float | None:
+    """A gauge's value; None for NaN and infinities, which stand for "not measured yet"."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
