@@ -29,7 +29,11 @@ class DataError(AtroposError, ValueError):
 
 
 class ApiError(AtroposError, RuntimeError):
-    """The trajectory API refused a request or did not answer in time."""
+    """The trajectory API refused a request, with this HTTP status, or did not answer in time (None)."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class LaunchError(AtroposError, RuntimeError):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from atroposlib.errors import DataError
+from atroposlib.paths import sync_to_disk
 from example_trainer.learner import Learner
 from example_trainer.losses.controllers import controller_state, restore_controllers
 
@@ -62,11 +63,11 @@ def save(learner: Learner, save_path: Path, *, batch_ids: Sequence[str], keep: i
     }
     (making / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
     for path in (*making.rglob("*"), making):
-        _to_disk(path)
+        sync_to_disk(path)
     if target.exists():
         _delete(target)
     os.replace(making, target)
-    _to_disk(save_path)
+    sync_to_disk(save_path)
     for old in sorted(save_path.glob(f"{_PREFIX}[0-9]*"))[:-keep]:
         _delete(old)
     logger.info("checkpoint written: %s", target)
@@ -117,15 +118,6 @@ def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
         torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def _to_disk(path: Path) -> None:
-    """A file's content, or a folder's names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _delete(folder: Path) -> None:

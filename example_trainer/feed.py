@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, Self
 
 from atroposlib.api.client import Batch, TrainerClient
@@ -97,7 +98,7 @@ class BatchFeed:
                 self._runner.run(self._client.ack(batch_id, deadline_s=max(0.0, end - time.monotonic())))
             except ApiError as error:
                 logger.warning("batch %s is not acknowledged: %s", batch_id, error)
-                if " answered 404: " not in str(error):
+                if error.status != HTTPStatus.NOT_FOUND:
                     continue
             self._trained.remove(batch_id)
 

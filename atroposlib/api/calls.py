@@ -110,7 +110,8 @@ class RepeatingClient:
                 await patience.wait(f"{answer.status}: {answer.sentence()}", _retry_after(answer))
                 continue
             if answer.status >= 400 and answer.code() not in expected:
-                raise ApiError(f"{method} {self.url}{path} answered {answer.status}: {answer.sentence()}")
+                sentence = f"{method} {self.url}{path} answered {answer.status}: {answer.sentence()}"
+                raise ApiError(sentence, answer.status)
             return answer
 
     async def _try(

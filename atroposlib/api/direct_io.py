@@ -41,13 +41,5 @@ def write_all(fd: int, buffer: mmap.mmap, length: int, offset: int) -> int:
     return length
 
 
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def aligned(size: int) -> int:
     return -(-size // BLOCK) * BLOCK

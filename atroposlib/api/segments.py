@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atroposlib.api.compaction import Usage
-from atroposlib.api.direct_io import BLOCK, aligned, allocate, open_for_writing, sync_folder, write_all
+from atroposlib.api.direct_io import BLOCK, aligned, allocate, open_for_writing, write_all
 from atroposlib.api.payload import Pieces, content_digest
 from atroposlib.api.queue import Group, Place
 from atroposlib.api.records import Meta, read_record
 from atroposlib.api.store import GroupLost, NewGroup, StorageFull
+from atroposlib.paths import sync_to_disk
 
 SEGMENT_BYTES = 64 << 20
 _BUFFER_BYTES = 4 << 20
@@ -204,7 +205,7 @@ class SegmentFiles:
                 raise
             finally:
                 os.close(fd)
-        sync_folder(self._folder)
+        sync_to_disk(self._folder)
         self._last, self._segments[number] = number, _Segment(self._path(number), end)
         return places
 
@@ -273,7 +274,7 @@ class SegmentFiles:
             os.close(fd)
             path.unlink()
             raise
-        sync_folder(self._folder)
+        sync_to_disk(self._folder)
         self._fd, self._current, self._last, self._capacity = fd, number, number, capacity
         self._segments[number] = _Segment(path)
         return number, self._segments[number]

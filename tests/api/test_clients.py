@@ -131,3 +131,11 @@ async def test_a_server_that_never_answers_is_waited_for_until_the_deadline():
     async with silent, TrainerClient(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}") as trainer:
         with pytest.raises(ApiError, match="1 attempts"):
             await asyncio.wait_for(trainer.status(deadline_s=0.1), timeout=60)
+
+
+async def test_a_refusal_carries_its_status_for_programs(server):
+    async with TrainerClient(server.url) as trainer:
+        await trainer.register(REGISTRATION)
+        with pytest.raises(ApiError, match="expected one of this run's") as refusal:
+            await trainer.ack("never-leased", deadline_s=10)
+    assert refusal.value.status == 404

@@ -130,7 +130,7 @@ async def test_killed_at_any_moment_of_a_compaction_every_group_is_there_once(tm
 
     with monkeypatch.context() as patch:
         patch.setattr(segments, "write_all", watched(segments.write_all))
-        patch.setattr(segments, "sync_folder", watched(segments.sync_folder))
+        patch.setattr(segments, "sync_to_disk", watched(segments.sync_to_disk))
         patch.setattr(os, "fdatasync", watched(os.fdatasync))
         patch.setattr(Path, "unlink", watched(Path.unlink))
         store.release(go)

@@ -14,7 +14,7 @@ class ScriptedClient:
 
     def __init__(self):
         self.coming, self.acked, self.registered = [], [], []
-        self.url, self.refusal, self.away = "http://api", "", False
+        self.url, self.refusal, self.away = "http://api", None, False
 
     async def register(self, registration, *, deadline_s=None):
         self.registered.append(registration)
@@ -27,7 +27,7 @@ class ScriptedClient:
 
     async def ack(self, batch_id, *, deadline_s=None):
         if self.refusal:
-            raise ApiError(self.refusal)
+            raise self.refusal
         self.acked.append(batch_id)
 
     async def status(self, *, deadline_s=None):
@@ -74,19 +74,19 @@ def test_a_batch_that_comes_again_is_not_trained_again(client, config):
 
 def test_a_batch_whose_acknowledgement_did_not_arrive_is_not_trained_again(client, config):
     client.coming = ["a", "a", "b"]
-    client.refusal = "waited 60 s for POST http://api/batch/ack (9 attempts); the last said: 503: busy"
+    client.refusal = ApiError("waited 60 s for POST http://api/batch/ack (9 attempts); the last said: 503: busy")
     with BatchFeed(config, trained=[]) as feed:
         feed.note_trained(feed.next(never))
         feed.saved()
         assert feed.unacknowledged == ["a"]
         assert feed.next(never).batch_id == "b"
-        client.refusal = ""
+        client.refusal = None
         feed.saved()
     assert client.acked == ["a"]
 
 
 def test_a_batch_that_the_api_does_not_know_is_done(client, config):
-    client.refusal = "POST http://api/batch/ack answered 404: batch_id is a; expected one of this run's"
+    client.refusal = ApiError("POST http://api/batch/ack answered 404: batch_id is a", 404)
     with BatchFeed(config, trained=["a"]) as feed:
         feed.register(5)
         assert feed.unacknowledged == []
