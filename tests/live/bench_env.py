@@ -1,8 +1,8 @@
-"""The environment of `bench_sglang.py`: fixed-length answers, no scoring to speak of.
+"""The environment of `bench_sglang.py` and `bench_knee.py`: answers of a given length, no scoring to speak of.
 
-`python tests/live/bench_env.py process|serve --config FILE`; when it ends, `times_path` holds the start of the first
-request, the end of the last group (Unix time), the CPU seconds of this process between the two, and the seconds that
-all groups took together. One short request beforehand pays for imports and connections.
+`python tests/live/bench_env.py process|serve --config FILE`; when it ends, `spans_path` holds a list [start, end, new
+tokens] of every group (Unix time), and the CPU seconds of this process from the first start to the last end. One short
+request beforehand pays for imports and connections.
 """
 
 import json
@@ -22,7 +22,7 @@ WORDS = ["river", "seven", "blue", "house", "music", "under", "green", "stone", 
 class BenchConfig(BaseEnvConfig):
     new_tokens: int = Field(default=128, description="Tokens of every answer.")
     spread: float = Field(default=0.0, description="Answers of problem i are up to this share longer or shorter.")
-    times_path: str = Field(default="times.json", description="Where the times go.")
+    spans_path: str = Field(default="spans.json", description="Where the times go.")
     first: int = Field(default=0, description="Number of this process's first problem.")
 
 
@@ -38,28 +38,25 @@ class BenchEnv(BaseEnv):
     async def setup(self) -> None:
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             await managed.chat_completion(messages=prompt(-1), n=1, max_tokens=1, temperature=1.0)
-        self._start: tuple[float, float] | None = None
-        self._end = time.time(), time.process_time()
-        self._busy_s = 0.0
+        self._spans: list[tuple[float, float, int]] = []
+        self._cpu_start: float | None = None
+        self._cpu_end = time.process_time()
 
     async def get_item(self, index: int) -> int:
         return self.config.first + index
 
     async def collect_trajectories(self, item: int) -> tuple[ScoredDataGroup, list[Any]]:
-        if self._start is None:
-            self._start = time.time(), time.process_time()
+        if self._cpu_start is None:
+            self._cpu_start = time.process_time()
         began = time.time()
+        tokens = length(item, self.config.new_tokens, self.config.spread)
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             await managed.chat_completion(
-                messages=prompt(item),
-                n=self.config.group_size,
-                max_tokens=length(item, self.config.new_tokens, self.config.spread),
-                temperature=1.0,
-                ignore_eos=True,
+                messages=prompt(item), n=self.config.group_size, max_tokens=tokens, temperature=1.0, ignore_eos=True
             )
             nodes = managed.get_state()["nodes"]
-        self._end = time.time(), time.process_time()
-        self._busy_s += self._end[0] - began
+        self._spans.append((began, time.time(), tokens * self.config.group_size))
+        self._cpu_end = time.process_time()
         return {
             "tokens": [node.tokens for node in nodes],
             "masks": [node.masked_tokens for node in nodes],
@@ -68,9 +65,9 @@ class BenchEnv(BaseEnv):
         }, []
 
     async def teardown(self) -> None:
-        (start, cpu_start), (end, cpu_end) = self._start or self._end, self._end
-        times = {"start": start, "end": end, "cpu_s": cpu_end - cpu_start, "busy_s": self._busy_s}
-        Path(self.config.times_path).write_text(json.dumps(times), encoding="utf-8")
+        cpu_s = self._cpu_end - (self._cpu_start or self._cpu_end)
+        found = {"spans": self._spans, "cpu_s": cpu_s}
+        Path(self.config.spans_path).write_text(json.dumps(found), encoding="utf-8")
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         return None
