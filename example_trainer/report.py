@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atroposlib.json_lines import one_line
 from example_trainer.config import TrainingConfig
 from example_trainer.data import Row
 
@@ -61,7 +62,8 @@ class Report:
         """Log the first rows of the batch: prompt, response, score."""
         table = [_sample(row, tokenizer) for row in rows[: self._samples_per_step]]
         for sample in table:
-            self._samples.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+            line = json.dumps({"step": step, **sample}, ensure_ascii=False).encode()
+            self._samples.write(one_line(line).decode() + "\n")
         self._samples.flush()
         if self._wandb is not None and table:
             import wandb

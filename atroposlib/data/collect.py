@@ -21,6 +21,7 @@ from atroposlib.data.report import ExportReport, finished_report
 from atroposlib.data.rollout_files import expand_input, read_lines
 from atroposlib.data.table import Table, concatenate, scan_after
 from atroposlib.errors import ApiError, ConfigError, PathError
+from atroposlib.json_lines import one_line
 from atroposlib.paths import expand_path
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def _append(ledger: Path, groups: list[dict], seen: set[int]) -> None:
     """Write groups not seen before and sync them to disk."""
     lines = []
     for group in groups:
-        line = orjson.dumps({key: value for key, value in group.items() if value is not None}) + b"\n"
+        line = one_line(orjson.dumps({key: value for key, value in group.items() if value is not None})) + b"\n"
         key = hash64(line)
         if key not in seen:
             seen.add(key)

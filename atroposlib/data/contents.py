@@ -199,7 +199,8 @@ def _eval_texts(against: list[str]) -> Iterator[tuple[str, str]]:
     for name in against:
         path = expand_input(name, what="decontaminate.against")
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            with path.open(encoding="utf-8", newline="\n") as stream:  # unlike splitlines not at U+2028
+                lines = [line.rstrip("\r\n") for line in stream]
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"evaluation set {path} cannot be read: {error}") from error
         for number, line in enumerate(lines, 1):

@@ -16,6 +16,7 @@ import msgspec
 import zstandard
 
 from atroposlib.errors import DataError, PathError
+from atroposlib.json_lines import one_line
 from atroposlib.paths import expand_path
 
 _ROWS_PER_BLOCK = 512
@@ -99,11 +100,11 @@ class JsonlWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
-        self._stream.write(_encoder.encode(record) + b"\n")
+        self._stream.write(one_line(_encoder.encode(record)) + b"\n")
 
     def write_line(self, data: bytes) -> None:
-        """Append one line as it is; a missing newline is added."""
-        self._stream.write(data if data.endswith(b"\n") else data + b"\n")
+        """Append one line that is JSON already; a missing newline is added."""
+        self._stream.write(one_line(data if data.endswith(b"\n") else data + b"\n"))
 
 
 class ParquetWriter:

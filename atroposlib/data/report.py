@@ -15,6 +15,7 @@ from atroposlib.data.output import write_whole
 from atroposlib.data.policy import Policy, Selection, StepResult
 from atroposlib.data.table import Table
 from atroposlib.errors import DataError
+from atroposlib.json_lines import one_line
 from atroposlib.type_definitions import Array
 
 
@@ -97,7 +98,7 @@ def write_meta(output: Path, report: ExportReport) -> Path:
     hits = facts.pop("contamination")
     if hits:
         found = output.with_name(output.name + ".contamination.jsonl")
-        write_whole(found, b"".join(orjson.dumps(hit) + b"\n" for hit in hits))
+        write_whole(found, b"".join(one_line(orjson.dumps(hit)) + b"\n" for hit in hits))
     write_whole(path, orjson.dumps({**facts, "contaminated": len(hits)}, option=orjson.OPT_INDENT_2))
     return path
 

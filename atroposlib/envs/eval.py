@@ -25,6 +25,7 @@ from atroposlib.envs.kept_evaluation import kept_responses
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EnvironmentFault
+from atroposlib.json_lines import one_line
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 from atroposlib.utils.display import display_metrics_table
 from atroposlib.utils.eval_statistics import (
@@ -97,7 +98,7 @@ def evaluate_log(
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "metrics.json", orjson.dumps(results, default=str, option=_JSON_OPTIONS | orjson.OPT_INDENT_2))
     if samples:
-        lines = (orjson.dumps(sample, default=str, option=_JSON_OPTIONS) for sample in samples)
+        lines = (one_line(orjson.dumps(sample, default=str, option=_JSON_OPTIONS)) for sample in samples)
         _write(folder / "samples.jsonl", b"\n".join(lines) + b"\n")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from atroposlib.errors import AtroposError, RolloutFault
+from atroposlib.json_lines import one_line
 from atroposlib.rollouts.json_text import as_json, to_json
 from atroposlib.rollouts.work import Work
 
@@ -146,7 +147,7 @@ class FailureLog:
             return
         try:
             with self.path.open("ab", buffering=0) as stream:
-                stream.write(to_json(line) + b"\n")
+                stream.write(one_line(to_json(line)) + b"\n")
         except OSError as problem:  # the failure is counted and logged; a full disk must not make it worse
             logger.warning("failure not written: file=%s error=%s", self.path, problem)
 

@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 
 from atroposlib.errors import PathError
+from atroposlib.json_lines import one_line
 from atroposlib.rollouts.json_text import as_json, to_json
 from atroposlib.rollouts.ledger import REJECTED, Entry, Ledger, describe, read_ledger, read_line
 from atroposlib.rollouts.locations import RunFiles
@@ -85,7 +86,7 @@ class RolloutFiles:
             OSError: the disk stayed full, or failed in another way.
         """
         entries = [describe(record, self._accept_score) for record in records]
-        lines = [to_json(record) + b"\n" for record in records]
+        lines = [one_line(to_json(record)) + b"\n" for record in records]
         if self._is_closed:  # by a rollout that did not heed its cancellation
             raise OSError(errno.ESHUTDOWN, "the run has ended")
         item = _Item(entries, lines, asyncio.get_running_loop().create_future())

@@ -100,7 +100,7 @@ def test_near_duplicates_are_dropped_and_different_texts_stay(tmp_path):
 
 def test_text_shared_with_an_evaluation_set_is_dropped_and_reported(tmp_path):
     shared = "the quick brown fox jumps over the lazy dog while nine owls watch from afar"
-    (tmp_path / "eval.jsonl").write_text(f'{{"question": "so, {shared}!", "answer": "4"}}\n')
+    (tmp_path / "eval.jsonl").write_text(f'{{"question": "so, {shared}!", "answer": "4\u2028"}}\n')
     groups = [wordy(f"He said: {shared.upper()}.", "0"), wordy("the quick brown fox jumps over a wall", "1")]
     table = open_table(write_groups(tmp_path / "a.jsonl", groups))
     steps = [{"step": "decontaminate", "against": [str(tmp_path / "eval.jsonl")]}]

@@ -39,6 +39,13 @@ def test_rewards_inside_messages_are_left_out(tmp_path):
     assert lines_of(tmp_path / "o.jsonl")[0]["messages"] == [{"role": "user", "content": "q"}]
 
 
+def test_an_example_is_one_line_for_those_who_split_at_unicode_separators_too(tmp_path):
+    group = make_group([1.0]) | {"messages": [[{"role": "assistant", "content": "one\u2028two\x85three"}]]}
+    export_sft(write_groups(tmp_path / "a.jsonl", [group]), tmp_path / "o.jsonl")
+    (line,) = lines_of(tmp_path / "o.jsonl")
+    assert line["messages"][0]["content"] == "one\u2028two\x85three"
+
+
 def test_sharegpt_uses_its_own_words(tmp_path):
     rollouts = write_groups(tmp_path / "a.jsonl", [make_group([1.0])])
     export_sft(rollouts, tmp_path / "o.jsonl", options=SftOptions(format="sharegpt"))

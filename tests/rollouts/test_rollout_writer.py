@@ -364,3 +364,13 @@ async def test_a_file_with_truth_values_for_scores_is_gone_on_with(tmp_path):
     again = open_run(single(tmp_path))
     assert (again.ledger.done, again.ledger.totals.accepted) == ({"0", "1"}, 2)
     again.close()
+
+
+async def test_a_rollout_is_one_line_for_those_who_split_at_unicode_separators_too(tmp_path):
+    files = single(tmp_path)
+    writer = open_run(files)
+    written = record(0, writer) | {"messages": [[{"role": "assistant", "content": "one\u2028two\x85three"}]]}
+    await writer.append([written])
+    writer.close()
+    (line,) = files.single.read_text().splitlines()
+    assert json.loads(line)["messages"] == written["messages"]

@@ -293,3 +293,18 @@ def test_importing_the_manager_loads_no_heavy_package():
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
 
     assert ended.stdout.strip() == "[]"
+
+
+async def test_prompts_cached_under_earlier_weights_are_not_shared(sglang, engine):
+    async def key():
+        await sglang.tokens_and_logprobs_completion(input_ids=[1], max_tokens=1)
+        return engine.requests[-1][1].get("extra_key")
+
+    assert [await key(), await key()] == [None, None]  # never updated: as the server is left to itself
+    engine.weight_version = "7"
+    assert await key() is None
+    first = await key()
+    assert first is not None
+    engine.weight_version = "8"
+    assert await key() == first
+    assert await key() not in (None, first)

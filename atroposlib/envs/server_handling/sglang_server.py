@@ -71,12 +71,19 @@ class _IdGeneration(msgspec.Struct):
 
 
 _id_decoder = msgspec.json.Decoder(_IdGeneration | list[_IdGeneration])
+_NEVER_UPDATED = "default"
 _ALLOWED = SGLANG_SAMPLING | SGLANG_REQUEST
 _decoder = msgspec.json.Decoder(Generation | list[Generation])
 
 
 class SGLangServer(TokenServer):
-    """One SGLang server (or router)."""
+    """One SGLang server (or router).
+
+    Its prefix cache keeps what was computed with earlier weights where an update did not flush it. Requests therefore
+    name the weights that answered last (`extra_key`): prefixes are shared only among requests that name the same.
+    """
+
+    _weights: str | None = None  # that answered last
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
         prompt_ids = self._prompt_ids(kwargs)
@@ -123,6 +130,7 @@ class SGLangServer(TokenServer):
             finally:
                 reader.note()
             reason = reader.finish_reason()
+            self._weights = reader.version
         self._record(
             EngineReply(
                 finish_reasons=[finish_reason_of(reason)],
@@ -145,7 +153,9 @@ class SGLangServer(TokenServer):
         wanted = sampling.get("n", 1)
         if len(generations) != wanted:
             raise ReplyFault(f"{url} gave {len(generations)} generations for n={wanted}")
-        self._record(_facts(generations, kwargs, sampling, self.root_url))
+        facts = _facts(generations, kwargs, sampling, self.root_url)
+        self._weights = facts.weight_version
+        self._record(facts)
         return generations
 
     async def _body(self, prompt_ids: list[int], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -155,13 +165,16 @@ class SGLangServer(TokenServer):
         if "max_new_tokens" not in sampling:  # SGLang would stop after 128
             room = await self._room_for(len(prompt_ids))
             sampling |= {} if room is None else {"max_new_tokens": room}
-        return {
+        body = {
             "input_ids": prompt_ids,
             "sampling_params": sampling,
             "return_logprob": True,
             "return_text_in_logprobs": False,
             **{key: value for key, value in asked.items() if key in SGLANG_REQUEST},
         }
+        if self._weights not in (None, _NEVER_UPDATED):
+            body["extra_key"] = f"{body.get('extra_key', '')} weights {self._weights}"
+        return body
 
 
 def decode_generations(data: bytes) -> list[Generation]:

@@ -28,7 +28,7 @@ _NEUTRAL = (None, 0, 0.0, [], "", False)
 _PLAIN_REQUEST = frozenset(
     {
         *("input_ids", "sampling_params", "return_logprob", "return_text_in_logprobs"),
-        *("priority", "lora_path", "lora_id"),
+        *("priority", "lora_path", "lora_id", "extra_key"),
     }
 )
 
@@ -64,7 +64,7 @@ class StreamReader:
         self._parsed_bytes = 0
         self._parsed_at = time.monotonic()
         self._reason: object = None
-        self._version = draft.version
+        self.version = draft.version
 
     def take(self, event: bytes) -> None:
         """One event; `[DONE]` ends the stream."""
@@ -80,7 +80,7 @@ class StreamReader:
         if self._last:
             self._parse(self._last)
         if not self.is_over:
-            self._draft.save(self._version)
+            self._draft.save(self.version)
 
     def finish_reason(self) -> object:
         """Why the engine stopped; ReplyFault when the stream ended without saying so."""
@@ -104,7 +104,7 @@ class StreamReader:
                 f"{meta.completion_tokens} tokens; events must be "
                 "cumulative: start the server without --stream-output"
             )
-        self._version = meta.weight_version
+        self.version = meta.weight_version
         self._reason = meta.finish_reason
         self._draft.grow(ids, logprobs, base=self._base, version=meta.weight_version, is_over=self.is_over)
         self._parsed_bytes, self._parsed_at = len(event), time.monotonic()
