@@ -5,9 +5,6 @@ through the output layer, a slice at a time. The backward pass uses the first sl
 surely has room for, and computes the others again.
 """
 
-import functools
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from atroposlib.errors import ModelError
 from example_trainer.layout import MicroBatch
-
-logger = logging.getLogger(__name__)
 
 SLICE_LOGITS = 2**26
 """Logits of one slice: 256 MiB in float32."""
@@ -88,40 +83,16 @@ def _sliced(
 def _slice_scores(
     model: Any, entropy: bool, is_one: bool, hidden: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Few passes over the logits, as these decide the time: none for the temperature where `is_one` says it is 1."""
     logits = _logits(model, hidden)
     with torch.autocast(logits.device.type, enabled=False):  # else a float32 copy first, and entropies in bfloat16
-        scorer = _scorer(logits.device, logits.shape[-1], logits.dtype)
-        return scorer(logits, targets, None if is_one else temperature, entropy)
-
-
-def _scores(logits: Tensor, targets: Tensor, temperature: Tensor | None, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Few passes over the logits, as these decide the time: none for a temperature of 1, which is None."""
-    scaled = logits if temperature is None else logits.float() / temperature[:, None]
-    log_probs = scaled.log_softmax(-1, dtype=torch.float32)
-    logp = log_probs.gather(-1, targets[:, None])[:, 0]
-    if not entropy:
-        return logp, torch.zeros_like(logp)
-    with torch.no_grad():
-        return logp, -torch.linalg.vecdot(log_probs.exp(), log_probs)
-
-
-@functools.cache
-def _scorer(device: torch.device, vocabulary: int, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`_scores`; on a GPU compiled, which keeps neither probabilities nor float32 logits in memory."""
-    return _compiled(device, vocabulary, dtype) if device.type == "cuda" else _scores
-
-
-def _compiled(device: torch.device, vocabulary: int, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Compiled `_scores`, or itself where that cannot be: torch.compile needs Triton and a C compiler."""
-    compiled = torch.compile(_scores)
-    logits = torch.zeros(2, vocabulary, device=device, dtype=dtype, requires_grad=True)
-    try:
-        with torch.enable_grad():
-            compiled(logits, torch.zeros(2, device=device, dtype=torch.long), None, True)[0].sum().backward()
-    except Exception as error:  # of any of the compilers below
-        logger.warning("tokens are scored without torch.compile, which is slower: %s", str(error).split("\n")[0])
-        return _scores
-    return compiled
+        scaled = logits if is_one else logits.float() / temperature[:, None]
+        log_probs = scaled.log_softmax(-1, dtype=torch.float32)
+        logp = log_probs.gather(-1, targets[:, None])[:, 0]
+        if not entropy:
+            return logp, torch.zeros_like(logp)
+        with torch.no_grad():
+            return logp, -torch.linalg.vecdot(log_probs.exp(), log_probs)
 
 
 def _logits(model: Any, hidden: Tensor) -> Tensor:

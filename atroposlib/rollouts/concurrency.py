@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from atroposlib.rollouts.rate_climber import HOLD_RATES, RateClimber, RateMeter
+from atroposlib.rollouts.rate_climber import FEWEST_GROUPS, HOLD_RATES, GroupTimes, RateClimber, RateMeter
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ TICK_S = 0.1
 LOAD_EVERY_S = 0.7
 SAMPLES = 3  # of the load; the calmest counts, as a queue right after a burst of requests is none
 PATIENCE_S = 5.0
+LONG_TO_TIME_S = 30.0
 HOLD_RATES_WITH_LOADS = 1  # a probe upwards is cheap where the engine says that it has room
 
 
@@ -85,7 +86,7 @@ class AutoConcurrency:
         *,
         loads: Callable[[], Awaitable[Sequence[Load]]],
         in_flight: Callable[[], int],
-        completed: Callable[[], tuple[int, float]],
+        times: GroupTimes,
         is_parked: Callable[[], bool] = lambda: False,
     ) -> None:
         """
@@ -93,13 +94,13 @@ class AutoConcurrency:
             start: first limit.
             loads: what the engines say.
             in_flight: groups running now.
-            completed: groups that ended so far, and the seconds that they took together.
+            times: told of every group that begins and ends.
             is_parked: whether the run waits for an engine, a disk or the API: nothing can be learned then.
         """
         self.limit = start
         self._loads = loads
         self._in_flight = in_flight
-        self._completed = completed
+        self._times = times
         self._is_parked = is_parked
         self._climber = RateClimber(start)
         self._was_timed = False  # a rate has been measured
@@ -128,16 +129,16 @@ class AutoConcurrency:
             await asyncio.sleep(LOAD_EVERY_S)
 
     async def _next_limit(self) -> int:
-        """Down on pressure; else by the rate, or blindly upwards until the first groups were long enough in flight.
+        """Down on pressure; else by the rate, or blindly upwards while the first one is far away.
 
         Not later: an engine that slows down without a queue would get more and more.
         """
         clock = asyncio.get_running_loop().time
-        meter = RateMeter(self.limit, clock())
+        meter = RateMeter(self.limit, self._times, clock())
         while True:
             await asyncio.sleep(TICK_S)
             now, in_flight = clock(), self._in_flight()
-            rate = meter.rate(now, *self._completed(), in_flight=0 if self._is_parked() else in_flight)
+            rate = meter.rate(now, in_flight=0 if self._is_parked() else in_flight)
             calmest = min(self._samples, key=_queue_share) if len(self._samples) == SAMPLES else []
             if (limit := relieved(self.limit, in_flight, calmest)) < self.limit:
                 self._climber.restart(limit)
@@ -146,6 +147,11 @@ class AutoConcurrency:
                 self._was_timed = True
                 hold = HOLD_RATES if not calmest else HOLD_RATES_WITH_LOADS
                 return self._climber.observe(rate, may_grow=has_room(calmest), hold=hold)
-            if not self._was_timed and calmest and has_room(calmest) and now - meter.began >= PATIENCE_S:
+            if calmest and has_room(calmest) and now - meter.began >= PATIENCE_S and self._is_blind(meter, now):
                 self._climber.restart(math.ceil(self.limit * GROW_UNTIMED))
                 return self._climber.limit
+
+    def _is_blind(self, meter: RateMeter, now: float) -> bool:
+        """No rate is known or near: no group has ended yet, or so few are in flight that a rate takes long."""
+        left_s = meter.left_s(now)
+        return not self._was_timed and (left_s == math.inf or (self.limit < FEWEST_GROUPS and left_s > LONG_TO_TIME_S))

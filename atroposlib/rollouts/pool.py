@@ -21,6 +21,7 @@ from atroposlib.rollouts.failures import (
     describe_error,
     failure_class,
 )
+from atroposlib.rollouts.rate_climber import GroupTimes
 from atroposlib.rollouts.source import ItemSource
 from atroposlib.rollouts.trace import tracing
 from atroposlib.rollouts.work import Work, current_work
@@ -75,8 +76,7 @@ class RolloutPool:
         self._starts_left: int | None = 0
         self._changed = asyncio.Event()
         self._closing = False
-        self.completed = 0  # rollouts that ended without failing
-        self.completed_s = 0.0  # that they took together, storing not included
+        self.times = GroupTimes()  # storing not included
         self._fatal: StorageError | None = None
 
     @property
@@ -183,7 +183,7 @@ class RolloutPool:
         work.asked.clear()
         if self._starts_left is not None:
             self._starts_left -= 1
-        task = asyncio.create_task(self._run(work), name=f"rollout {work.key}")
+        task = asyncio.create_task(self._run(work, self.times.begin()), name=f"rollout {work.key}")
         self._running_items[work.uuid] = {"item": work.item, "worker": task, "start_time": work.started_at}
         self._tasks.add(task)
         self._works[task] = work
@@ -205,8 +205,9 @@ class RolloutPool:
             del self._running_items[work.uuid]
         self._changed.set()
 
-    async def _run(self, work: Work) -> None:
+    async def _run(self, work: Work, began: int) -> None:
         current_work.set(work)
+        took_s: float | None = None
         try:
             with tracing() as trace:
                 work.trace = trace
@@ -223,10 +224,11 @@ class RolloutPool:
                 raise asyncio.CancelledError from error  # code on the way made something else of our cancellation
             self._failed(work, error)
         else:
-            self.completed += 1
-            self.completed_s += work.rollout_s if work.is_rolled_out else time.time() - work.started_at
+            took_s = work.rollout_s if work.is_rolled_out else time.time() - work.started_at
             self._settled(work.key)
             self._health.succeeded(work.task)
+        finally:
+            self.times.end(began, took_s)
 
     def _failed(self, work: Work, error: BaseException) -> None:
         kind, reason = failure_class(error), describe_error(error)

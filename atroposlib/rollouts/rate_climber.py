@@ -11,6 +11,39 @@ TRIES = 2
 FEWEST_GROUPS = 40  # in a rate
 SHORTEST_S = 1.0
 _BUSY, _OVER = 0.8, 1.1  # of the limit is in flight: less or more says nothing about the limit
+_FEW = 0.1  # of the limit
+
+
+@dataclass(slots=True)
+class GroupTimes:
+    """How long groups took: only those that began since the last `mark`, as earlier ones met another load."""
+
+    took: int = 0  # groups
+    took_s: float = 0.0  # together
+    ended: int = 0  # since the mark, earlier ones and failures included
+    earlier: int = 0  # that began before the mark and still run
+    _running: int = 0
+    _marks: int = 0
+
+    def mark(self) -> None:
+        """Forget what was noted."""
+        self._marks += 1
+        self.took, self.took_s, self.ended, self.earlier = 0, 0.0, 0, self._running
+
+    def begin(self) -> int:
+        """A group begins; `end` wants the number returned."""
+        self._running += 1
+        return self._marks
+
+    def end(self, began: int, seconds: float | None) -> None:
+        """That group ended; None: by a failure, of which the time says nothing."""
+        self._running -= 1
+        self.ended += 1
+        if began != self._marks:
+            self.earlier -= 1
+        elif seconds is not None:
+            self.took += 1
+            self.took_s += seconds
 
 
 @dataclass(slots=True)
@@ -18,29 +51,44 @@ class RateMeter:
     """Groups per second while `limit` groups are in flight: limit / mean time of a group (Little's law).
 
     Ends of groups are not counted against the clock: groups of equal length end together, and whether an interval holds
-    two such rounds or three is chance. Groups that were in flight already do not count.
+    two such rounds or three is chance. It begins when hardly a group is left that began under another limit.
     """
 
     limit: int
+    times: GroupTimes
     began: float  # s; moved on while the limit is not what is in flight
-    _skip_to: int | None = None  # groups ended
-    _first: tuple[float, int, float] | None = None  # time, groups ended, their seconds
+    _is_marked: bool = False
+    _first: tuple[float, int, float] | None = None  # time, groups, their seconds
 
-    def rate(self, now: float, ended: int, spent_s: float, *, in_flight: int) -> float | None:
-        """None until enough groups have ended. `ended` and `spent_s` count all that ever did."""
+    def rate(self, now: float, *, in_flight: int) -> float | None:
+        """None until enough groups have ended."""
+        times = self.times
         if not _BUSY * self.limit <= in_flight <= math.ceil(_OVER * self.limit):
-            self.began, self._skip_to, self._first = now, None, None
-        elif self._skip_to is None:
-            self._skip_to = ended + in_flight
+            self.began, self._is_marked, self._first = now, False, None
+        elif not self._is_marked:
+            self._is_marked = True
+            times.mark()
         elif self._first is None:
-            self._first = (now, ended, spent_s) if ended >= self._skip_to else None
+            self._first = (now, times.took, times.took_s) if times.earlier <= max(1, _FEW * self.limit) else None
         else:
-            began, before, spent_before = self._first
-            groups, seconds = ended - before, spent_s - spent_before
-            if groups >= max(self.limit, FEWEST_GROUPS) and now - began >= SHORTEST_S and seconds > 0:
-                self._first = now, ended, spent_s
+            began, groups_before, seconds_before = self._first
+            groups, seconds = times.took - groups_before, times.took_s - seconds_before
+            if groups >= self._enough and now - began >= SHORTEST_S and seconds > 0:
+                self._first = now, times.took, times.took_s
                 return self.limit * groups / seconds
         return None
+
+    def left_s(self, now: float) -> float:
+        """Seconds until the next rate, by the groups that ended so far; infinite before the first."""
+        if not self._is_marked or not self.times.ended:
+            return math.inf
+        counted = 0 if self._first is None else self.times.took - self._first[1]
+        missing = self.times.earlier + self._enough - counted
+        return missing * (now - self.began) / self.times.ended
+
+    @property
+    def _enough(self) -> int:
+        return max(self.limit, FEWEST_GROUPS)
 
 
 @dataclass(slots=True)
@@ -57,6 +105,7 @@ class RateClimber:
     _climbing: bool = True  # no end of the climb was seen yet
     _held: int = 0
     _probes: int = 0
+    _patience: int = 1
     _tried: list[float] = field(default_factory=list)  # rates at a limit that is not the best
 
     def __post_init__(self) -> None:
@@ -67,13 +116,13 @@ class RateClimber:
         """Somebody knows better: go on from this limit, of which no rate is known; on upwards if it is higher."""
         self._climbing = limit > self.limit
         self.limit = self._best = limit
-        self._rate, self._held = None, 0
+        self._rate, self._held, self._patience = None, 0, 1
 
     def observe(self, rate: float, *, may_grow: bool = True, hold: int = HOLD_RATES) -> int:
         """Note the rate at `limit`; the next limit.
 
         Args:
-            hold: rates before the next probe upwards.
+            hold: rates before the next probe upwards; failed probes double it, up to `HOLD_RATES`.
         """
         known, up = self._rate, GROW if may_grow else 1.0
         if known is None:
@@ -81,24 +130,29 @@ class RateClimber:
         if self.limit != self._best:
             return self._judge(rate, known, up)
         if not known * CHANGED <= rate <= known / CHANGED:
+            self._patience = 1
             return self._take(rate, PROBE_DOWN if rate < known else up)
         self._rate = known + 0.3 * (rate - known)
         self._held += 1
         is_up = may_grow and self._probes % 2 == 0
-        if self._held < (hold if is_up else HOLD_RATES):
+        if self._held < (min(HOLD_RATES, hold * self._patience) if is_up else HOLD_RATES):
             return self.limit
         self._probes += 1
         return self._try(PROBE_UP if is_up else PROBE_DOWN)
 
     def _judge(self, rate: float, known: float, up: float) -> int:
-        """Does another limit pay? Two rates that say "fewer groups" are believed, a single one is not."""
+        """Does another limit pay? "Fewer groups" is believed of two rates, or of one that is far below the best."""
         self._tried.append(rate)
         mean, is_higher = sum(self._tried) / len(self._tried), self.limit > self._best
         pays = mean / known - 1 >= WORTH * (self.limit / self._best - 1)
-        if pays is not is_higher and len(self._tried) < TRIES:
+        if pays is not is_higher and len(self._tried) < TRIES and mean >= CHANGED * known:
             return self.limit
         if pays:
-            return self._take(mean, up if is_higher else PROBE_DOWN)
+            self._patience = 1
+            further = min(up, GROW if self._climbing else PROBE_UP)
+            return self._take(mean, further if is_higher else PROBE_DOWN)
+        if is_higher:  # at the end of the climb a smaller step comes next
+            self._patience = 0 if self._climbing else max(1, min(2 * self._patience, HOLD_RATES))
         self._rate, self._climbing = None, False  # it may have been luck that nothing else came up to it
         return self._try(1.0)
 

@@ -116,7 +116,7 @@ class Run:
                 env.first_worker_count(),
                 loads=env.server.engine_loads,
                 in_flight=lambda: self.pool.rolling,
-                completed=lambda: (self.pool.completed, self.pool.completed_s),
+                times=self.pool.times,
                 is_parked=lambda: self.progress.state == "parked",
             )
             if config.max_num_workers == "auto"

@@ -63,26 +63,30 @@ class Spans:
     def rate(self, window: tuple[float, float]) -> float:
         """New tokens per second; those of a group count evenly from its start to its end."""
         began, ended = window
-        tokens = sum(n * _overlap(start, end, window) / (end - start) for start, end, n in self._all())
+        tokens = sum(n * _overlap(start, end, window) / (end - start) for start, end, n in self.all())
         return tokens / (ended - began)
 
     def busy(self, window: tuple[float, float]) -> float:
         """Mean number of groups being generated."""
-        return sum(_overlap(start, end, window) for start, end, _ in self._all()) / (window[1] - window[0])
+        return sum(_overlap(start, end, window) for start, end, _ in self.all()) / (window[1] - window[0])
 
     def cores(self) -> dict[str, float]:
         """Cores busy, by process."""
-        seconds = max(s[1] for s in self._all()) - min(s[0] for s in self._all())
+        seconds = max(s[1] for s in self.all()) - min(s[0] for s in self.all())
         return {name: cpu / seconds for name, cpu in self.cpu_s.items()}
 
-    def _all(self) -> Iterator[tuple[float, float, int]]:
+    def all(self) -> Iterator[tuple[float, float, int]]:
+        """Those of every client."""
         return itertools.chain.from_iterable(self.clients)
 
 
 def both(one: Spans, other: Spans) -> tuple[float, float]:
-    """The window in which both sides hand out work."""
+    """The window in which both sides hand out work, and no group is left that began when one side was alone."""
     first, second = one.handing_out(), other.handing_out()
-    return max(first[0], second[0]), min(first[1], second[1])
+    began = max(first[0], second[0])
+    spans = itertools.chain(one.all(), other.all())
+    began = max([end for start, end, _ in spans if start < began], default=began)
+    return began, min(first[1], second[1])
 
 
 def _overlap(start: float, end: float, window: tuple[float, float]) -> float:
@@ -90,12 +94,12 @@ def _overlap(start: float, end: float, window: tuple[float, float]) -> float:
 
 
 def sized(load: Load, seconds: float) -> Load:
-    """With as many groups as take about that long, two per slot at least; a trial run tells, which also warms up."""
+    """With as many groups as take about that long, four per slot at least; a trial run tells, which also warms up."""
     assert isinstance(load.slots, int)
     flush(load)
     trial = bare(replace(load, groups=4 * load.slots))
     groups = int(trial.rate(trial.handing_out()) * seconds / load.new_tokens / GROUP)
-    groups = max(groups, 2 * load.slots)
+    groups = max(groups, 4 * load.slots)
     return replace(load, groups=groups - groups % load.processes)
 
 
@@ -155,11 +159,12 @@ def framework(way: str, load: Load) -> Spans:
             port = free_ports(1)[0]
             api_url = f"http://127.0.0.1:{port}"
             api = ["-m", "atroposlib.cli.run_api", "--port", str(port), "--state-dir", str(folder / "api")]
-            beside["API"] = CPU(stack.enter_context(_started(api, folder / "api.log")))
+            api_pid = stack.enter_context(_started(api, folder / "api.log"))
             _wait_for(f"{api_url}/health")
             trainer = ["-m", "example_trainer.fake_trainer", "--api-url", api_url, "--batch-size", "64"]
-            beside["trainer"] = CPU(stack.enter_context(_started(trainer, folder / "trainer.log")))
+            trainer_pid = stack.enter_context(_started(trainer, folder / "trainer.log"))
             _wait_for_text(folder / "trainer.log", "registered")
+            beside = {"API": CPU(api_pid), "trainer": CPU(trainer_pid)}
         environments = []
         for number in range(load.processes):
             config = folder / f"env{number}.yaml"

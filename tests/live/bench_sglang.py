@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["bare", "process", "serve"], choices=WAYS, help="bare first.")
     parser.add_argument("--beside", action="store_true", help="Each way at the same time as a bare client.")
     parser.add_argument("--spread", type=float, default=0.0, help="Share by which lengths differ from --tokens.")
-    parser.add_argument("--seconds", type=float, default=8, help="Of one run; never fewer than two answers per slot.")
+    parser.add_argument("--seconds", type=float, default=8, help="Of one run; never fewer than four answers per slot.")
     parser.add_argument("--repeat", type=int, default=3, help="Runs of every way.")
     parser.add_argument("--processes", type=int, default=1, help="Environment processes that share the work.")
     parser.add_argument("--out", type=Path, help="All runs as JSON.")

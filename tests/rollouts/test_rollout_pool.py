@@ -48,7 +48,7 @@ async def test_a_try_that_starts_while_the_failed_one_is_still_ending_keeps_its_
     )
     source.on_return = lambda: pool._start(source.waiting.pop())
     pool.pace(1)
-    await pool.run(lambda: pool.completed == 1)
+    await pool.run(lambda: pool.times.took == 1)
     assert items_seen == [{"n": 1}, {"n": 1}]
     assert running_items == {}
     assert failures.counts["environment"] == 0
@@ -91,7 +91,7 @@ async def test_an_item_that_is_being_stored_does_not_keep_the_engine_from_the_ne
         running_items={},
     )
     pool.pace(2)
-    running = asyncio.create_task(pool.run(lambda: pool.completed == 8))
+    running = asyncio.create_task(pool.run(lambda: pool.times.took == 8))
     async with asyncio.timeout(60):
         while storing < 2:
             await asyncio.sleep(0)

@@ -1,7 +1,5 @@
 """Log-probabilities from hidden states against those from the model's own logits."""
 
-import shutil
-
 import pytest
 import torch
 import transformers
@@ -94,35 +92,3 @@ def test_an_architecture_that_does_more_to_its_logits_is_refused(monkeypatch):
     monkeypatch.setattr(scoring, "_logits", lambda model, hidden: model.get_output_embeddings()(hidden))
     with pytest.raises(ModelError, match="GraniteForCausalLM scales or caps its logits"):
         require_known_logits(make_model("Granite"))
-
-
-def compiled_on_this_cpu():
-    return scoring._compiled(torch.device("cpu"), VOCABULARY, torch.bfloat16)
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="torch.compile needs a C compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own imports
-def test_compiled_scores_are_the_same_for_every_number_of_tokens():
-    score = compiled_on_this_cpu()
-    assert score is not scoring._scores
-    for tokens, temperature in [(7, None), (4, None), (7, torch.tensor(0.7)), (1, None)]:
-        given = torch.randn(tokens, VOCABULARY).bfloat16()
-        targets = torch.randint(VOCABULARY, (tokens,))
-        temperatures = None if temperature is None else temperature.expand(tokens)
-        found = []
-        for each in (score, scoring._scores):
-            logits = given.clone().requires_grad_()
-            logp, entropy = each(logits, targets, temperatures, True)
-            (logp * torch.arange(tokens)).sum().backward()
-            found.append((logp, entropy, logits.grad))
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-2)
-
-
-def test_without_a_compiler_tokens_are_scored_all_the_same(monkeypatch, caplog):
-    def fails(*_):
-        raise RuntimeError("no C compiler\nlong trace")
-
-    monkeypatch.setattr(torch, "compile", lambda _: fails)
-    assert compiled_on_this_cpu() is scoring._scores
-    assert "no C compiler" in caplog.text
