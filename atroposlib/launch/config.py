@@ -57,6 +57,10 @@ class EnvironmentConfig(Section):
         None, description="The environment's own YAML; its `env:` and first `openai:` entry lie below the fields here."
     )
     workers: PositiveInt = Field(16, description="Problems rolled out at the same time.")
+    hang_s: PositiveFloat | None = Field(
+        1800,
+        description="Killed and restarted after so many seconds without a sign of life, as in a deadlock; null: never.",
+    )
     env: dict[str, Any] = Field({}, description="Fields of the environment's own config, as under `env:` in its YAML.")
     server: dict[str, Any] = Field({}, description="Fields of its engine client, as under `openai:`, e.g. timeout.")
 

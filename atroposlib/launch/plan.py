@@ -1,7 +1,9 @@
 """From a checked config to the services of a datagen run: their commands, logs, probes and config files."""
 
+import contextlib
 import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,17 +102,37 @@ def _environment(config: DatagenConfig, env_yaml: Path) -> Service:
     script = Path(config.environment.script)
     command = [sys.executable, str(script), "serve", "--config", str(env_yaml)]
     log = config.logs / f"{script.stem.removesuffix('_env')}.log"
-    ready = _reports(config.work_dir / PROGRESS_FILE)
-    return Service("environment", command, log, ready=ready, ready_timeout_s=600, is_job=True)
+    progress = config.work_dir / PROGRESS_FILE
+    healthy = _goes_on(progress, config.environment.hang_s) if config.environment.hang_s else None
+    return Service(
+        "environment", command, log, ready=_reports(progress), ready_timeout_s=600, healthy=healthy, is_job=True
+    )
 
 
 def _reports(progress: Path) -> Probe:
     """True when the progress file is the running process's own."""
 
     async def probe(pid: int) -> bool:
-        try:
-            return json.loads(progress.read_text(encoding="utf-8")).get("pid") == pid
-        except (OSError, ValueError):
-            return False
+        return _read(progress).get("pid") == pid
 
     return probe
+
+
+def _goes_on(progress: Path, hang_s: float) -> Probe:
+    """False when a process that rolls out has not touched its progress file for so long: its event loop hangs."""
+
+    async def probe(pid: int) -> bool:
+        if _read(progress).get("state") not in ("running", "parked"):
+            return True  # set-up and the reports at the end may take any time
+        with contextlib.suppress(OSError):
+            return time.time() - progress.stat().st_mtime < hang_s
+        return True
+
+    return probe
+
+
+def _read(progress: Path) -> dict[str, Any]:
+    try:
+        return json.loads(progress.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

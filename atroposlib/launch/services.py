@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -29,6 +30,9 @@ _PR_SET_PDEATHSIG = 1
 _HEALTH_EVERY_S = 10.0
 _HEALTH_MISSES = 6
 _TAIL_LINES = 50
+LOG_BYTES = 256 * 2**20
+"""A log that is larger is moved to `<name>.1`, in place of the one before."""
+LOG_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -113,13 +117,14 @@ class Supervised:
         process = self._process = await _spawn(self.service)
         self.pid, self.started = process.pid, start_time(process.pid)
         logger.info("service started: name=%s pid=%d", self.service.name, process.pid)
-        watcher = asyncio.create_task(self._watch(process.pid))
+        beside = [asyncio.create_task(self._watch(process.pid)), asyncio.create_task(_trim(self.service.log))]
         try:
             code = await process.wait()
         finally:
-            watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watcher
+            for task in beside:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
         self._signal(signal.SIGKILL)  # what the process itself left behind in its group
         return code
 
@@ -191,6 +196,16 @@ def log_tail(path: Path, lines: int) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
+
+
+async def _trim(log: Path) -> None:
+    """Keep the log of a service that runs for weeks from filling the disk; it is appended to, so it may be cut."""
+    while True:
+        await asyncio.sleep(LOG_EVERY_S)
+        with contextlib.suppress(OSError):  # no room for the copy: then the log does not grow either
+            if log.stat().st_size > LOG_BYTES:
+                await asyncio.to_thread(shutil.copyfile, log, log.with_name(f"{log.name}.1"))
+                os.truncate(log, 0)
 
 
 async def _spawn(service: Service) -> asyncio.subprocess.Process:

@@ -4,6 +4,7 @@ The file is replaced atomically at most once a second, and at the end; other pro
 read it.
 """
 
+import contextlib
 import logging
 import os
 import time
@@ -161,6 +162,8 @@ class Progress:
             write_text_atomic(self.path, orjson.dumps(self.snapshot(), option=orjson.OPT_INDENT_2).decode())
         except OSError as error:
             logger.warning("progress not written: file=%s error=%s", self.path, error)
+            with contextlib.suppress(OSError):
+                os.utime(self.path)  # its time says that this process goes on, which takes no space
 
     def sample(self) -> None:
         """Remember the counts now, for the rates of the last minute."""

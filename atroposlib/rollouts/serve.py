@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.1
 API_SLOW_S = 3.0
+GOODBYE_S = 2.0
 
 
 async def run_serve(env: ServingEnvironment) -> Outcome:
@@ -29,6 +30,7 @@ async def run_serve(env: ServingEnvironment) -> Outcome:
     try:
         return await run.supervise(_work(env, run))
     finally:
+        await env.api.disconnect(deadline_s=GOODBYE_S)  # so that after a stop no trainer waits for this environment
         await env.api.close()
 
 

@@ -176,7 +176,7 @@ def _read(text: str, annotation: Any) -> Any:
     try:
         TypeAdapter(annotation).validate_python(value, strict=True)
     except ValidationError:
-        return text if not isinstance(value, list | dict) else value
+        return value if isinstance(value, list | dict) and not _allows(annotation, str) else text
     return value
 
 

@@ -251,6 +251,12 @@ def test_a_literal_choice_is_listed_when_wrong():
         parse_value(["many"], BaseEnvConfig.model_fields["max_num_workers"].annotation, flag="env.max_num_workers")
 
 
+def test_text_that_would_be_a_mapping_or_a_list_stays_text_where_text_is_meant():
+    assert parse_value(["answer: 4"], str, flag="env.x") == "answer: 4"
+    assert parse_value(["[think] first"], str | None, flag="env.x") == "[think] first"
+    assert parse_value(["{a: 1}"], str | dict[str, int], flag="env.x") == {"a": 1}
+
+
 def test_a_yaml_file_in_another_encoding_is_refused_in_one_sentence(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_bytes(b"env: {path: caf\xe9}")

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import LaunchError
+from atroposlib.launch import plan, services
 from atroposlib.launch.config import RestartConfig
 from atroposlib.launch.lock import end_leftover, keep_earlier, run_lock, start_time
 from atroposlib.launch.services import Service, Supervised, log_tail
@@ -200,3 +202,48 @@ def test_the_lock_of_a_node_that_failed_is_waited_for(tmp_path):
         with run_lock(tmp_path, lost_node_s=60):
             assert (tmp_path / ".lock").read_text() == f"{os.getpid()} {socket.gethostname()}"
         release.join()
+
+
+HANGS_ONCE = """
+import json, os, pathlib, time
+progress, seen = pathlib.Path({progress!r}), pathlib.Path({seen!r})
+progress.write_text(json.dumps({{"pid": os.getpid(), "state": "running"}}))
+if not seen.exists():
+    seen.touch()
+    time.sleep(600)
+"""
+
+
+async def test_an_environment_without_a_sign_of_life_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(services, "_HEALTH_EVERY_S", 0.05)
+    progress = tmp_path / "progress.json"
+    program = HANGS_ONCE.format(progress=str(progress), seen=str(tmp_path / "seen"))
+    child = supervised(
+        tmp_path, program, is_job=True, ready=plan._reports(progress), healthy=plan._goes_on(progress, 0.5)
+    )
+    async with asyncio.timeout(60):
+        assert await child.run() == 0
+    assert child.restart_count == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "age_s", "is_well"),
+    [("running", 0, True), ("parked", 90, False), ("running", 90, False), ("starting", 90, True), ("done", 90, True)],
+)
+async def test_only_rollouts_must_show_signs_of_life(tmp_path, state, age_s, is_well):
+    progress = tmp_path / "progress.json"
+    progress.write_text(json.dumps({"state": state}))
+    os.utime(progress, (time.time() - age_s,) * 2)
+    assert await plan._goes_on(progress, 60)(1) is is_well
+
+
+async def test_a_log_that_grew_large_is_kept_beside_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(services, "LOG_BYTES", 10_000)
+    monkeypatch.setattr(services, "LOG_EVERY_S", 0.01)
+    writes = "import time\nfor n in range(3000):\n    print(n, 'x' * 40, flush=True)\n    time.sleep(0.0005)"
+    child = supervised(tmp_path, writes, is_job=True)
+    assert await child.run() == 0
+    earlier = tmp_path / "child.log.1"
+    assert child.service.log.stat().st_size + earlier.stat().st_size < 100_000
+    assert child.tail(1).startswith("2999 ")
+    assert {path.name for path in tmp_path.iterdir()} == {"child.log", "child.log.1"}

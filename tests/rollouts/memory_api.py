@@ -53,7 +53,7 @@ class MemoryApi:
                 raise ApiError("scores: must be finite")
             self.received.append(group)
 
-    async def disconnect(self) -> None:
+    async def disconnect(self, *, deadline_s: float | None = 10.0) -> None:
         self.disconnected = True
 
     async def close(self) -> None:

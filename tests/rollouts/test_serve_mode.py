@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import os
+import signal
 
 import orjson
 import pytest
@@ -178,6 +180,16 @@ async def test_the_run_ends_when_the_trainer_has_its_steps():
     assert outcome.exit_code == 0
     assert api.disconnected
     assert len(api.received) <= 16 + 1  # three steps and the batch that makes it sure
+
+
+async def test_after_a_stop_signal_no_trainer_waits_for_this_environment():
+    env, api = serving(total_steps=1000, max_num_workers=4)
+    life = asyncio.create_task(env.env_manager())
+    await until(lambda: api.received)
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(60):
+        await life
+    assert api.disconnected
 
 
 async def test_the_number_of_steps_may_come_from_the_trainer():

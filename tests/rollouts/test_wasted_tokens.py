@@ -1,11 +1,14 @@
 """Tokens of no use are counted by cause, over restarts and kills."""
 
+import errno
 import json
+import os
 
 import pytest
 from counting_env import CountingEnv, make_env
 
 from atroposlib.errors import EngineFault, KilledFault, VerifierFault
+from atroposlib.rollouts import progress as progress_module
 from atroposlib.rollouts.early_stop import Limits
 from atroposlib.rollouts.failures import FailureLog, TaskHealth
 from atroposlib.rollouts.ledger import Totals
@@ -66,3 +69,16 @@ async def test_a_run_counts_rejected_groups_and_cut_off_responses(tmp_path):
     progress = json.loads((tmp_path / "counting_progress_main.json").read_text())
     assert progress["wasted"] == {"retry": 0, "kill": 0, "truncation": 6 * 2, "rejected": 6 * 10}
     assert progress["rates"].keys() == {"groups_s", "responses_s", "tokens_s"}
+
+
+def test_a_full_disk_does_not_make_a_running_process_look_dead(tmp_path, monkeypatch):
+    progress = progress_of(tmp_path)
+    progress.write()
+    os.utime(tmp_path / "p.json", (0, 0))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(progress_module, "write_text_atomic", full)
+    progress.write()
+    assert (tmp_path / "p.json").stat().st_mtime > 0
