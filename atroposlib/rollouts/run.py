@@ -173,6 +173,7 @@ class Run:
     def mark_running(self, apply_limit: Callable[[int], None] = lambda limit: None) -> None:
         """Set-up is over, rollouts begin. `apply_limit` gets every new limit of `max_num_workers: auto`."""
         self.progress.state = "running"
+        self.progress.write()  # before any rollout can hang: who watches must know that set-up is over
         self._collections.begin()
         self._asking = asyncio.create_task(self._ask_engines())
         if self.concurrency:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -494,3 +495,20 @@ async def test_a_folder_for_a_file_and_a_place_that_cannot_be_written_are_named(
     (tmp_path / "file").touch()
     with pytest.raises(PathError, match="cannot be written: File exists; choose another"):
         await process_env(tmp_path, data_path_to_save_groups=str(tmp_path / "file" / "o.jsonl")).process_manager()
+
+
+class HangsAtOnceEnv(CountingEnv):
+    """What the progress file says when the first rollout begins, which may be the last thing that it ever says."""
+
+    said = None
+
+    async def get_item(self, index):
+        path = Path(self.config.data_path_to_save_groups).parent / "counting_progress_main.json"
+        self.said = self.said or json.loads(path.read_text())
+        return await super().get_item(index)
+
+
+async def test_who_watches_knows_that_set_up_is_over_before_the_first_rollout(tmp_path):
+    env = process_env(tmp_path, HangsAtOnceEnv, total_steps=1)
+    await env.process_manager()
+    assert env.said["state"] == "running"
