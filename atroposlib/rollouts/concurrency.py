@@ -103,6 +103,7 @@ class AutoConcurrency:
         self._times = times
         self._is_parked = is_parked
         self._climber = RateClimber(start)
+        self._meter: RateMeter | None = None
         self._was_timed = False  # a rate has been measured
         self._samples: deque[Sequence[Load]] = deque(maxlen=SAMPLES)
 
@@ -134,7 +135,9 @@ class AutoConcurrency:
         Not later: an engine that slows down without a queue would get more and more.
         """
         clock = asyncio.get_running_loop().time
-        meter = RateMeter(self.limit, self._times, clock())
+        if self._meter is None or self._meter.limit != self.limit:
+            self._meter = RateMeter(self.limit, self._times, clock())
+        meter = self._meter
         while True:
             await asyncio.sleep(TICK_S)
             now, in_flight = clock(), self._in_flight()
