@@ -11,7 +11,9 @@ def one_line(data: bytes) -> bytes:
     >>> one_line('"a\u2028b"\n'.encode())
     b'"a\\u2028b"\n'
     """
+    if data.isascii():
+        return data
     for raw, escape in _SEPARATORS.items():
-        if raw in data:
+        if raw[-1] in data and raw in data:  # one byte is looked for a hundred times faster than three
             data = data.replace(raw, escape)
     return data
