@@ -122,11 +122,13 @@ def _goes_on(progress: Path, hang_s: float) -> Probe:
     """False when a process that rolls out has not touched its progress file for so long: its event loop hangs."""
 
     async def probe(pid: int) -> bool:
-        if _read(progress).get("state") not in ("running", "parked"):
+        said = _read(progress)
+        if said.get("state") not in ("running", "parked"):
             return True  # set-up and the reports at the end may take any time
+        seen = said.get("updated_at", 0.0)  # by this machine's clock, which a file server's need not follow
         with contextlib.suppress(OSError):
-            return time.time() - progress.stat().st_mtime < hang_s
-        return True
+            seen = max(seen, progress.stat().st_mtime)  # alone touched while the disk is full
+        return time.time() - seen < hang_s
 
     return probe
 

@@ -232,9 +232,18 @@ async def test_an_environment_without_a_sign_of_life_is_started_again(tmp_path, 
 )
 async def test_only_rollouts_must_show_signs_of_life(tmp_path, state, age_s, is_well):
     progress = tmp_path / "progress.json"
-    progress.write_text(json.dumps({"state": state}))
-    os.utime(progress, (time.time() - age_s,) * 2)
+    then = time.time() - age_s
+    progress.write_text(json.dumps({"state": state, "updated_at": then}))
+    os.utime(progress, (then, then))
     assert await plan._goes_on(progress, 60)(1) is is_well
+
+
+@pytest.mark.parametrize(("said_age_s", "touched_age_s"), [(0, 5000), (5000, 0)])
+async def test_a_file_servers_clock_or_a_full_disk_is_no_hang(tmp_path, said_age_s, touched_age_s):
+    progress = tmp_path / "progress.json"
+    progress.write_text(json.dumps({"state": "running", "updated_at": time.time() - said_age_s}))
+    os.utime(progress, (time.time() - touched_age_s,) * 2)
+    assert await plan._goes_on(progress, 60)(1)
 
 
 async def test_a_log_that_grew_large_is_kept_beside_once(tmp_path, monkeypatch):
