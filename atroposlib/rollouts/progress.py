@@ -163,7 +163,8 @@ class Progress:
         except OSError as error:
             logger.warning("progress not written: file=%s error=%s", self.path, error)
             with contextlib.suppress(OSError):
-                os.utime(self.path, (time.time(),) * 2)  # its time says that this process goes on, which takes no space
+                now = time.time()
+                os.utime(self.path, (now, now))  # its time says that this process goes on, which takes no space
 
     def sample(self) -> None:
         """Remember the counts now, for the rates of the last minute."""
