@@ -105,7 +105,14 @@ def _environment(config: DatagenConfig, env_yaml: Path) -> Service:
     progress = config.work_dir / PROGRESS_FILE
     healthy = _goes_on(progress, config.environment.hang_s) if config.environment.hang_s else None
     return Service(
-        "environment", command, log, ready=_reports(progress), ready_timeout_s=600, healthy=healthy, is_job=True
+        "environment",
+        command,
+        log,
+        ready=_reports(progress),
+        ready_timeout_s=600,
+        healthy=healthy,
+        is_job=True,
+        achieved=lambda: _read(progress).get("groups_done", 0),
     )
 
 

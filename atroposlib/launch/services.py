@@ -44,6 +44,7 @@ class Service:
         ready_timeout_s: how long it may take from start to ready.
         healthy: asked again and again once it is ready; None: being alive is enough.
         is_job: a job ends by itself; its exit codes 0 to 127 are final, only a signal restarts it.
+        achieved: what it has done so far; ends between which this stays the same are never forgiven.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Service:
     env: Mapping[str, str] = field(default_factory=dict)
     healthy: Probe | None = None
     is_job: bool = False
+    achieved: Callable[[], int] | None = None
 
 
 class Supervised:
@@ -87,12 +89,15 @@ class Supervised:
             LaunchError: too many restarts; the message ends with the last lines of the log.
         """
         while True:
+            before = self._achieved()
             code = await self._run_once()
-            got_ready = self.ready.is_set()
+            failing = "" if self.ready.is_set() else ", before it was ready"
+            if self.service.achieved and self._achieved() == before:
+                failing = failing or ", without getting any further"
             self.ready.clear()
             if self._stopping or (self.service.is_job and code >= 0):
                 return code
-            await asyncio.sleep(self._backoff_s(code, got_ready))
+            await asyncio.sleep(self._backoff_s(code, failing))
             if self._stopping:
                 return code
 
@@ -149,18 +154,25 @@ class Supervised:
         logger.error("service stopped answering: name=%s for_s=%.0f", service.name, misses * _HEALTH_EVERY_S)
         self._signal(signal.SIGKILL)
 
-    def _backoff_s(self, code: int, got_ready: bool) -> float:
+    def _achieved(self) -> int:
+        return self.service.achieved() if self.service.achieved else 0
+
+    def _backoff_s(self, code: int, failing: str) -> float:
         """Note one unexpected end; how long to wait before the restart.
 
-        Only a service that got ready is forgiven its earlier ends: loading may take longer than the window.
+        Only a service that got ready, and further, is forgiven its earlier ends: loading may take longer than the
+        window, and so may the way to an item at which it hangs each time.
+
+        Args:
+            failing: why it is not forgiven; empty: it is.
         """
         now = time.monotonic()
         self._recent.append(now)
-        while got_ready and self._recent[0] < now - self._limits.window_s:
+        while not failing and self._recent[0] < now - self._limits.window_s:
             self._recent.popleft()
         count = len(self._recent)
         if count > self._limits.limit:
-            how = describe_exit(code) + ("" if got_ready else ", before it was ready")
+            how = describe_exit(code) + failing
             raise LaunchError(
                 f"{self.service.name} ended {count} times within {now - self._recent[0]:.0f} s (last: {how}); the end "
                 f"of {self.service.log}:\n{self.tail()}"

@@ -226,6 +226,28 @@ async def test_an_environment_without_a_sign_of_life_is_started_again(tmp_path, 
     assert child.restart_count == 1
 
 
+async def test_ends_without_getting_further_stop_the_run_however_far_apart_they_are(tmp_path):
+    done = tmp_path / "done"
+    done.write_text("0")
+    program = f"import os, pathlib; d = pathlib.Path({str(done)!r}); n = int(d.read_text())"
+    program += "; d.write_text(str(n + (n < 4))); os.kill(os.getpid(), 9)"  # the fifth item kills it each time
+    service = Service(
+        "child",
+        [sys.executable, "-c", program],
+        tmp_path / "log",
+        at_once,
+        ready_timeout_s=30,
+        is_job=True,
+        achieved=lambda: int(done.read_text()),
+    )
+    child = Supervised(service, RestartConfig(limit=2, window_s=1e-6))
+    async with asyncio.timeout(60):
+        with pytest.raises(LaunchError, match=r"child ended 3 times .*without getting any further"):
+            await child.run()
+    assert done.read_text() == "4"
+    assert child.restart_count == 4 + 1
+
+
 @pytest.mark.parametrize(
     ("state", "age_s", "is_well"),
     [("running", 0, True), ("parked", 90, False), ("running", 90, False), ("starting", 90, True), ("done", 90, True)],
