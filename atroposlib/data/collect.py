@@ -212,7 +212,7 @@ def _repair(ledger: Path) -> set[int]:
     if ledger.exists():
         for line in read_lines(ledger):
             if line.is_complete:
-                seen.add(hash64(line.data))
+                seen.add(hash64(one_line(line.data)))  # as `_append` does; earlier versions escaped nothing
                 end = line.offset + line.size
         os.truncate(ledger, end)
     return seen

@@ -8,12 +8,13 @@ import time
 from contextlib import contextmanager
 
 import httpx
+import orjson
 import pytest
 import uvicorn
 from rollout_factory import make_group, write_groups
 
 from atroposlib.api.server import ApiSettings, create_app
-from atroposlib.data import sft
+from atroposlib.data import collect, sft
 from atroposlib.data.collect import Collection
 from atroposlib.data.conversion import SftOptions
 from atroposlib.data.dpo import DpoOptions, collect_dpo
@@ -189,3 +190,12 @@ def test_the_live_view_keeps_each_group_once():
     table = live.table()
     assert table.responses["score"].tolist() == [1.0, 0.0, 0.5]
     assert json.loads(live.group(1))["item_key"] == "1"
+
+
+def test_a_group_that_an_earlier_version_wrote_unescaped_is_not_collected_again(tmp_path):
+    group = {"tokens": [[1]], "messages": [[{"role": "assistant", "content": "one\u2028two"}]]}
+    ledger = tmp_path / "o.jsonl.collecting.jsonl"
+    ledger.write_bytes(orjson.dumps(group) + b"\n")
+    before = ledger.read_bytes()
+    collect._append(ledger, [group], collect._repair(ledger))
+    assert ledger.read_bytes() == before
