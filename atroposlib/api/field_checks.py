@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 NULL = msgspec.Raw(b"null")
 MAX_NESTING = 64
 """How deep free-form fields (messages, images, parameters) may nest; recursive readers fail at about 1000."""
-
-
 MAX_TOKEN_ID = 2**31 - 1
-
-
 _PER_SEQUENCE = (
     "advantages",
     "ref_logprobs",
@@ -29,22 +25,12 @@ _PER_SEQUENCE = (
     "distill_token_ids",
     "distill_logprobs",
 )
-
-
 _decode_scores = msgspec.json.Decoder(list[float | bool]).decode
-
-
 _decode_floats = msgspec.json.Decoder(list[list[float]]).decode
-
-
 _decode_integers = msgspec.json.Decoder(
     list[list[Annotated[int, msgspec.Meta(ge=-MAX_TOKEN_ID - 1, le=MAX_TOKEN_ID)]]]
 ).decode
-
-
 _decode_tokens = msgspec.json.Decoder(list[list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]]).decode
-
-
 _decode_any = msgspec.json.decode
 
 

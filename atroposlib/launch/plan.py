@@ -1,7 +1,6 @@
 """From a checked config to the services of a datagen run: their commands, logs, probes and config files."""
 
 import contextlib
-import json
 import sys
 import time
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from atroposlib.launch.engine_plan import EnginePlan, plan_engines
 from atroposlib.launch.model_checks import Model
 from atroposlib.launch.probes import at_once, free_ports, trajectory_api
 from atroposlib.launch.services import Probe, Service
-from atroposlib.launch.status import PROGRESS_FILE
+from atroposlib.launch.status import PROGRESS_FILE, read_json
 from atroposlib.paths import write_text_atomic
 
 
@@ -112,7 +111,7 @@ def _environment(config: DatagenConfig, env_yaml: Path) -> Service:
         ready_timeout_s=600,
         healthy=healthy,
         is_job=True,
-        achieved=lambda: _read(progress).get("groups_done", 0),
+        achieved=lambda: (read_json(progress) or {}).get("groups_done", 0),
     )
 
 
@@ -120,7 +119,7 @@ def _reports(progress: Path) -> Probe:
     """True when the progress file is the running process's own."""
 
     async def probe(pid: int) -> bool:
-        return _read(progress).get("pid") == pid
+        return (read_json(progress) or {}).get("pid") == pid
 
     return probe
 
@@ -129,7 +128,7 @@ def _goes_on(progress: Path, hang_s: float) -> Probe:
     """False when a process that rolls out has not touched its progress file for so long: its event loop hangs."""
 
     async def probe(pid: int) -> bool:
-        said = _read(progress)
+        said = read_json(progress) or {}
         if said.get("state") not in ("running", "parked"):
             return True  # set-up and the reports at the end may take any time
         seen = said.get("updated_at", 0.0)  # by this machine's clock, which a file server's need not follow
@@ -138,10 +137,3 @@ def _goes_on(progress: Path, hang_s: float) -> Probe:
         return time.time() - seen < hang_s
 
     return probe
-
-
-def _read(progress: Path) -> dict[str, Any]:
-    try:
-        return json.loads(progress.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}

@@ -137,13 +137,13 @@ def read_status(run_dir: Path) -> RunStatus:
     Raises:
         LaunchError: the folder holds no run.
     """
-    run = _read_json(run_dir / RUN_FILE)
+    run = read_json(run_dir / RUN_FILE)
     if run is not None:
         return _status(run_dir, run)
     members = [
         _status(folder, record)
         for folder in sorted(run_dir.glob("members/*"))
-        if (record := _read_json(folder / RUN_FILE)) is not None
+        if (record := read_json(folder / RUN_FILE)) is not None
     ]
     if not members:
         raise LaunchError(f"{run_dir} holds no run ({RUN_FILE} is missing); give the run_dir of a datagen YAML file")
@@ -193,7 +193,7 @@ def sum_of(members: list[RunStatus], run_dir: Path) -> RunStatus:
 
 
 def _status(run_dir: Path, run: dict[str, Any]) -> RunStatus:
-    progress = _read_json(run_dir / PROGRESS_FILE) or {}
+    progress = read_json(run_dir / PROGRESS_FILE) or {}
     running = _is_running(run)
     engines = (progress.get("engines") or {}) if running else {}
     services = [ServiceStatus(**entry) for entry in run.get("services", [])]
@@ -254,7 +254,7 @@ class RunRecord:
     @classmethod
     def load(cls, run_dir: Path, **current: Any) -> "RunRecord":
         """The record of an earlier start with `current` fields replaced, or a new one."""
-        known = {**(_read_json(run_dir / RUN_FILE) or {}), **current}
+        known = {**(read_json(run_dir / RUN_FILE) or {}), **current}
         return cls(**{name: value for name, value in known.items() if name in cls.__dataclass_fields__})
 
     def forget_services(self) -> None:
@@ -292,7 +292,8 @@ def _outputs(files: dict[str, Any], exports: list[str], logs: str) -> dict[str, 
     return {kind: paths for kind, paths in found.items() if paths}
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """What a file of a run says; None while it is not there or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -159,10 +158,10 @@ def framework(way: str, load: Load) -> Spans:
             port = free_ports(1)[0]
             api_url = f"http://127.0.0.1:{port}"
             api = ["-m", "atroposlib.cli.run_api", "--port", str(port), "--state-dir", str(folder / "api")]
-            api_pid = stack.enter_context(_started(api, folder / "api.log"))
+            api_pid = stack.enter_context(_running(api, folder / "api.log")).pid
             _wait_for(f"{api_url}/health")
             trainer = ["-m", "example_trainer.fake_trainer", "--api-url", api_url, "--batch-size", "64"]
-            trainer_pid = stack.enter_context(_started(trainer, folder / "trainer.log"))
+            trainer_pid = stack.enter_context(_running(trainer, folder / "trainer.log")).pid
             _wait_for_text(folder / "trainer.log", "registered")
             beside = {"API": CPU(api_pid), "trainer": CPU(trainer_pid)}
         environments = []
@@ -221,11 +220,6 @@ class CPU:
         return sum(sum(process.cpu_times()[:2]) for process in (parent, *parent.children(recursive=True)))
 
 
-def median_cores(cores: Sequence[dict[str, float]]) -> str:
-    """Of several runs, as text."""
-    return ", ".join(f"{name} {statistics.median(each[name] for each in cores):.2f}" for name in cores[0])
-
-
 def _check_complete(folder: Path, groups: int) -> None:
     """Every group is in the rollout files."""
     lines = sum(path.read_bytes().count(b"\n") for path in (folder / "rollouts").rglob("*.jsonl"))
@@ -277,12 +271,6 @@ def _running(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[b
     finally:
         process.terminate()
         process.wait(30)
-
-
-@contextlib.contextmanager
-def _started(arguments: Sequence[str], log: Path) -> Iterator[int]:
-    with _running(arguments, log) as process:
-        yield process.pid
 
 
 def _wait_for(url: str, seconds: float = 60) -> None:

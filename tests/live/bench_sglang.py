@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.live.bench_clients import CPU, GROUP, Load, bare, both, flush, framework, median_cores, side_by_side, sized
+from tests.live.bench_clients import CPU, GROUP, Load, bare, both, flush, framework, side_by_side, sized
 
 WAYS = ("bare", "process", "serve", "responses", "tokens")
 
@@ -98,7 +98,7 @@ def line(runs: Sequence[Run]) -> str:
     ratio = statistics.median(run.ratio for run in runs)
     each = ", ".join(f"{run.ratio:.3f}" for run in runs)
     slots = statistics.median(run.occupancy for run in runs)
-    cores = median_cores([run.cores for run in runs])
+    cores = ", ".join(f"{name} {statistics.median(run.cores[name] for run in runs):.2f}" for name in runs[0].cores)
     cells = (runs[0].concurrency, runs[0].new_tokens, runs[0].way, f"{rate:,.0f}", f"{ratio:.3f}", each)
     return "| " + " | ".join(map(str, (*cells, f"{slots:.3f}", cores))) + " |"
 
