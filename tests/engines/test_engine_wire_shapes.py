@@ -41,7 +41,18 @@ def is_text_keyed(item: dict[str, Any]) -> bool:
 
 def replay(live_engine: Any, recorded: Any) -> Any:
     request = recorded["request"]
-    return live_engine.client.request(request["method"], request["path"], json=request["json"])
+    return live_engine.client.request(request["method"], request["path"], json=to_full_length(request["json"]))
+
+
+def to_full_length(body: Any) -> Any:
+    """The recorded request, whose drawn answers cannot end early by chance: every recorded one has its full length."""
+    if not isinstance(body, dict):
+        return body
+    sampling = body.get("sampling_params", body)
+    if not sampling.get("temperature"):
+        return body
+    changed = {**sampling, "ignore_eos": True}
+    return {**body, "sampling_params": changed} if "sampling_params" in body else changed
 
 
 GENERATE = [
