@@ -31,6 +31,9 @@ class EnvironmentSettings(Settings):
     )
     environment_config: dict[str, Any] = Field({}, description="Fields of the environment's config, as JSON or YAML.")
     environment_workers: PositiveInt = Field(8, description="Problems rolled out at the same time.")
+    hang_s: PositiveFloat | None = Field(
+        1800, description="The environment is restarted after so many seconds without a sign of life; null: never."
+    )
     datasets: list[Source] = Field([], description="Mixture of problem sets with columns problem and answer.")
     reward: Literal["answer_tag", "math"] = Field("answer_tag", description="How `datasets` answers are scored.")
     system_prompt: str | None = Field(None, description="datasets: system message of every prompt.")

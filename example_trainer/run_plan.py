@@ -11,8 +11,9 @@ import aiohttp
 import yaml
 
 from atroposlib.errors import ConfigError
-from atroposlib.launch.probes import answers, at_once, free_ports, trajectory_api
+from atroposlib.launch.probes import answers, at_once, environment, free_ports, trajectory_api
 from atroposlib.launch.services import Service
+from atroposlib.launch.status import PROGRESS_FILE
 from atroposlib.paths import expand_path, write_text_atomic
 from example_trainer.config import TrainingConfig
 from example_trainer.exports import exports_folder, first_link
@@ -48,8 +49,6 @@ def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) 
     logs = run_dir / "logs"
     api = trajectory_api(run_dir, api_port, session)
     trainer = [*trainer_launcher(os.environ), "example_trainer.grpo", "--config", str(trainer_yaml)]
-    script = str(_script(config))
-    environment = [sys.executable, script, "serve", "--config", str(environment_yaml)]
     weights = _weights(config, run_dir)
     return RunPlan(
         servers=[*_engine(config, engine_port, weights, logs, session), api],
@@ -62,7 +61,9 @@ def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) 
             env={**_gpus("ATROPOS_TRAINER_GPUS"), **_DECIDED},
             is_job=True,
         ),
-        environment=Service("environment", environment, logs / "environment.log", at_once, 60, is_job=True),
+        environment=environment(
+            _script(config), environment_yaml, logs / "environment.log", run_dir / PROGRESS_FILE, config.hang_s
+        ),
     )
 
 
@@ -113,7 +114,6 @@ def environment_settings(config: RunConfig, run_dir: Path, engine_urls: list[str
         "wandb_name": "train",
         "dump_rollouts": True,
         "rollouts_dir": str(run_dir / "rollouts"),
-        "progress_path": str(run_dir / "progress.json"),
         **(from_datasets if config.datasets else {}),
         **config.environment_config,
         "group_size": config.num_generations,
@@ -121,6 +121,7 @@ def environment_settings(config: RunConfig, run_dir: Path, engine_urls: list[str
         "total_steps": _steps_asked_for(config),
         "tokenizer_name": tokenizer,
         "rollout_server_url": api_url,
+        "progress_path": str(run_dir / PROGRESS_FILE),
     }
     servers = [
         {

@@ -1,8 +1,6 @@
 """From a checked config to the services of a datagen run: their commands, logs, probes and config files."""
 
-import contextlib
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ import yaml
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.engine_plan import EnginePlan, plan_engines
 from atroposlib.launch.model_checks import Model
-from atroposlib.launch.probes import at_once, free_ports, trajectory_api
-from atroposlib.launch.services import Probe, Service
-from atroposlib.launch.status import PROGRESS_FILE, read_json
+from atroposlib.launch.probes import at_once, environment, free_ports, trajectory_api
+from atroposlib.launch.services import Service
+from atroposlib.launch.status import PROGRESS_FILE
 from atroposlib.paths import write_text_atomic
 
 
@@ -99,41 +97,5 @@ def _trainer(config: DatagenConfig, api_url: str) -> Service:
 
 def _environment(config: DatagenConfig, env_yaml: Path) -> Service:
     script = Path(config.environment.script)
-    command = [sys.executable, str(script), "serve", "--config", str(env_yaml)]
     log = config.logs / f"{script.stem.removesuffix('_env')}.log"
-    progress = config.work_dir / PROGRESS_FILE
-    healthy = _goes_on(progress, config.environment.hang_s) if config.environment.hang_s else None
-    return Service(
-        "environment",
-        command,
-        log,
-        ready=_reports(progress),
-        ready_timeout_s=600,
-        healthy=healthy,
-        is_job=True,
-        achieved=lambda: (read_json(progress) or {}).get("groups_done", 0),
-    )
-
-
-def _reports(progress: Path) -> Probe:
-    """True when the progress file is the running process's own."""
-
-    async def probe(pid: int) -> bool:
-        return (read_json(progress) or {}).get("pid") == pid
-
-    return probe
-
-
-def _goes_on(progress: Path, hang_s: float) -> Probe:
-    """False when a process that rolls out has not touched its progress file for so long: its event loop hangs."""
-
-    async def probe(pid: int) -> bool:
-        said = read_json(progress) or {}
-        if said.get("state") not in ("running", "parked"):
-            return True  # set-up and the reports at the end may take any time
-        seen = said.get("updated_at", 0.0)  # by this machine's clock, which a file server's need not follow
-        with contextlib.suppress(OSError):
-            seen = max(seen, progress.stat().st_mtime)  # alone touched while the disk is full
-        return time.time() - seen < hang_s
-
-    return probe
+    return environment(script, env_yaml, log, config.work_dir / PROGRESS_FILE, config.environment.hang_s)

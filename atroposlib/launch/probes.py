@@ -1,13 +1,15 @@
-"""What the services of every run have in common: free ports, readiness probes, the trajectory API."""
+"""What the services of every run have in common: free ports, readiness probes, the trajectory API, the environment."""
 
 import contextlib
 import socket
 import sys
+import time
 from pathlib import Path
 
 import aiohttp
 
 from atroposlib.launch.services import Probe, Service
+from atroposlib.launch.status import read_json
 
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 _HIGHEST_PORT = 65_535 - 10_000
@@ -55,3 +57,45 @@ def trajectory_api(run_dir: Path, port: int, session: aiohttp.ClientSession, *, 
     command = [sys.executable, "-m", "atroposlib.cli.run_api", *where]
     log = (logs or run_dir / "logs") / "api.log"
     return Service("api", command, log, ready=health, healthy=health, ready_timeout_s=60)
+
+
+def environment(script: Path, settings: Path, log: Path, progress: Path, hang_s: float | None) -> Service:
+    """An environment's file in `serve` mode; killed and started again after `hang_s` without a sign of life.
+
+    Args:
+        settings: its YAML, which names `progress`, the file where it says how far it is.
+    """
+    return Service(
+        "environment",
+        [sys.executable, str(script), "serve", "--config", str(settings)],
+        log,
+        ready=_reports(progress),
+        ready_timeout_s=600,
+        healthy=_goes_on(progress, hang_s) if hang_s else None,
+        is_job=True,
+        achieved=lambda: (read_json(progress) or {}).get("groups_done", 0),
+    )
+
+
+def _reports(progress: Path) -> Probe:
+    """True when the progress file is the running process's own."""
+
+    async def probe(pid: int) -> bool:
+        return (read_json(progress) or {}).get("pid") == pid
+
+    return probe
+
+
+def _goes_on(progress: Path, hang_s: float) -> Probe:
+    """False when a process that rolls out has not touched its progress file for so long: its event loop hangs."""
+
+    async def probe(pid: int) -> bool:
+        said = read_json(progress) or {}
+        if said.get("state") not in ("running", "parked"):
+            return True  # set-up and the reports at the end may take any time
+        seen = said.get("updated_at", 0.0)  # by this machine's clock, which a file server's need not follow
+        with contextlib.suppress(OSError):
+            seen = max(seen, progress.stat().st_mtime)  # alone touched while the disk is full
+        return time.time() - seen < hang_s
+
+    return probe

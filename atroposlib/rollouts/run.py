@@ -153,6 +153,7 @@ class Run:
         if self.shared:
             self.shared.start()
         self._display.start()
+        self.progress.write()  # set-up may hold the event loop for longer than whoever started us waits for a sign
         main, watch = asyncio.create_task(work), asyncio.create_task(self._watch())
         stop = asyncio.create_task(self._stop.requested.wait())
         try:

@@ -498,18 +498,22 @@ async def test_a_folder_for_a_file_and_a_place_that_cannot_be_written_are_named(
 
 
 class HangsAtOnceEnv(CountingEnv):
-    """What the progress file says when the first rollout begins, which may be the last thing that it ever says."""
+    """What the progress file says when set-up and the first rollout begin: it may be the last that it ever says."""
 
-    said = None
+    async def setup(self):
+        self.said = [self.state()]
+        await super().setup()
 
     async def get_item(self, index):
-        path = Path(self.config.data_path_to_save_groups).parent / "counting_progress_main.json"
-        if self.said is None:
-            self.said = json.loads(path.read_text())["state"] if path.exists() else "nothing"
+        self.said.append(self.state())
         return await super().get_item(index)
 
+    def state(self):
+        path = Path(self.config.data_path_to_save_groups).parent / "counting_progress_main.json"
+        return json.loads(path.read_text())["state"] if path.exists() else "nothing"
 
-async def test_who_watches_knows_that_set_up_is_over_before_the_first_rollout(tmp_path):
+
+async def test_who_watches_knows_what_a_process_does_before_it_can_hang(tmp_path):
     env = process_env(tmp_path, HangsAtOnceEnv, total_steps=1)
     await env.process_manager()
-    assert env.said == "running"
+    assert env.said[:2] == ["starting", "running"]

@@ -1,6 +1,8 @@
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import aiohttp
@@ -125,6 +127,22 @@ async def test_the_trainer_follows_the_runs_flags_and_not_the_variables_that_the
         service = make_plan(config, tmp_path, session).trainer
     trainer = build(TrainingConfig, {"config": service.command[-1]}, {**os.environ, **service.env})
     assert (trainer.objective, trainer.model_name) == ("xdr_grpo", str(tiny_model))
+
+
+async def test_an_environment_that_hangs_is_noticed_by_the_file_it_is_told_to_write(tiny_model, tmp_path):
+    own = {"progress_path": "elsewhere.json"}  # not the user's to decide: the run reads it
+    config = make_run(model_name=str(tiny_model), environment=str(Path(__file__)), environment_config=own, hang_s=60)
+    async with aiohttp.ClientSession() as session:
+        service = make_plan(config, tmp_path, session).environment
+    progress = Path(yaml.safe_load(Path(service.command[-1]).read_text())["env"]["progress_path"])
+    assert not await service.ready(7)
+    progress.write_text(json.dumps({"pid": 7, "state": "running", "updated_at": time.time(), "groups_done": 5}))
+    assert await service.ready(7)
+    assert await service.healthy(7)
+    assert service.achieved() == 5
+    progress.write_text(json.dumps({"pid": 7, "state": "running"}))
+    os.utime(progress, (time.time() - 90,) * 2)
+    assert not await service.healthy(7)
 
 
 REFUSED = {
