@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from atroposlib.envs import checkpoints
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs.server_handling.fan_out import contained, raise_first
 from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.server_baseline import (
     APIServer,
@@ -37,9 +38,8 @@ from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.process import run_process
 from atroposlib.rollouts.run import EXIT_DONE, EXIT_WORK_REMAINS, STOP_TIMEOUT_S, Outcome, Run
 from atroposlib.rollouts.serve import run_serve
-from atroposlib.rollouts.source import content_key
 from atroposlib.rollouts.stop import StopSignals
-from atroposlib.rollouts.work import Work, current_work
+from atroposlib.rollouts.work import current_work
 from atroposlib.type_definitions import UUID, Item, Message, ScoredDataGroup, ScoredDataItem
 
 if TYPE_CHECKING:
@@ -185,11 +185,9 @@ class BaseEnv(TrainerSide):
         config = self.config
 
         async def ask(size: int) -> list[tuple[ScoredDataItem | None, list[Item]]]:
-            tries = (self.collect_trajectory(item) for _ in range(size))
+            tries = (contained(self.collect_trajectory(item)) for _ in range(size))
             results = await asyncio.gather(*tries, return_exceptions=True)
-            for result in results:
-                if isinstance(result, BaseException):
-                    raise result
+            raise_first(results)
             return [result for result in results if not isinstance(result, BaseException)]
 
         backlog: list[Item] = []
@@ -416,8 +414,14 @@ class BaseEnv(TrainerSide):
             self.task_duration.append(seconds)
             durations.append(seconds)
             self.task_successful.append(int(durations is self.succeeded_task_duration))
-            ended = self.cleanup()
-            if ended is not None:  # some environments define a plain function
+            with logged("cleanup failed"):  # of a group that may be stored already
+                await self._cleaned_up()
+
+    async def _cleaned_up(self) -> None:
+        ended = self.cleanup()
+        if ended is not None:  # some environments define a plain function
+            limit_s = self.config.worker_timeout
+            async with asyncio.timeout(limit_s if limit_s > 0 else None):
                 await ended
 
     async def handle_send_to_api(
@@ -450,7 +454,7 @@ class BaseEnv(TrainerSide):
                 self._note_rejected(reason)
         if self._run is None:
             return 0
-        work = current_work.get() or Work(item, content_key(item, self._run.direct_items), str(self.item_task(item)))
+        work = current_work.get() or self._run.work_outside(item)
         if not usable:
             await self._run.sink.reject(work)
             return 0

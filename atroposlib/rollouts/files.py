@@ -150,7 +150,7 @@ class RolloutFiles:
             piece = self._hand_over()
             try:
                 await self._patiently(lambda piece=piece: self._shards.write(piece))
-            except OSError as error:
+            except Exception as error:
                 self._settle()
                 for _ in range(self._handed):
                     self._waiting.popleft().written.set_exception(error)

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from atroposlib.errors import DataError
+from atroposlib.rollouts.json_text import as_json
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.type_definitions import Item
 
@@ -95,19 +96,17 @@ class Ledger:
         self.last: Entry | None = None
         self.groups_in_shard: Counter[int] = Counter()
         self.unacknowledged: dict[str, Entry] = {}  # by group id
-        self.backlog: list[Item] = []  # items that finished rollouts asked for
+        self.backlog: list[Item] = []  # items that rollouts of earlier processes asked for
 
     def add(self, entry: Entry, *, acknowledged: bool) -> None:
         """Count one entry of the index or one line just written."""
         if entry.shard == REJECTED:
             self.done.add(entry.item_key)
             self.totals.rejected_tokens += entry.completion_tokens
-            self.backlog.extend(entry.backlog)
             return
         self.totals.add(entry)
         self.groups_in_shard[entry.shard] += 1
         self.last = entry
-        self.backlog.extend(entry.backlog)
         if not acknowledged:
             self.unacknowledged[entry.group_id] = entry
         present = self.parts.setdefault(entry.item_key, set())
@@ -136,6 +135,7 @@ def read_ledger(files: RunFiles, *, accept_score: float, keep_unacknowledged: bo
     ledger = Ledger()
     for entry in sorted(entries, key=lambda e: (e.shard, e.start)):
         ledger.add(entry, acknowledged=acked is None or entry.group_id in acked)
+        ledger.backlog.extend(entry.backlog)
     return ledger
 
 
@@ -184,17 +184,17 @@ def describe(record: Mapping[str, Any], accept_score: float) -> Entry:
     usage, reasons, backlog = (record.get(key) for key in ("usage", "finish_reasons", "backlog"))
     prompt, completion, length = _counts(usage, "prompt_tokens", "completion_tokens", "length_tokens")
     return Entry(
-        group_id=record.get("group_id") or "",
+        group_id=as_json(str(record.get("group_id") or "")),
         item_key=record["item_key"],
         part=record.get("part") or 0,
         parts=record.get("parts") or 1,
-        task=str(record.get("task") or ""),
+        task=as_json(str(record.get("task") or "")),
         responses=len(scores),
         accepted=sum(bool(score > accept_score) for score in scores),
         prompt_tokens=prompt,
         completion_tokens=completion,
         length_stops=reasons.count("length") if isinstance(reasons, list) else 0,
-        backlog=backlog if isinstance(backlog, list) else [],
+        backlog=as_json(backlog) if backlog and isinstance(backlog, list) else [],
         length_tokens=length,
     )
 
@@ -236,7 +236,7 @@ def _entries(files: RunFiles, accept_score: float, *, repair: bool) -> tuple[lis
     found = [
         entry
         for shard, path in shards.items()
-        if path.suffix != ".zst" or not covered[shard]
+        if path.suffix != ".zst" or not covered[shard] or damaged  # compressed once the index has it all
         for entry in _scan(path, shard, covered[shard], accept_score, repair=repair)
     ]
     return [*trusted, *found], not (damaged or found or len(trusted) != len(entries))

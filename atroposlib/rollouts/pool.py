@@ -145,11 +145,9 @@ class RolloutPool:
 
         `outage_s` more seconds passed with the engine down; they do not count.
         """
-        now = time.time()
         for task, work in self._works.items():
             work.waited_s += outage_s
-            took_s = now - work.started_at - work.waited_s
-            if timeout_s > 0 and took_s > timeout_s and not work.is_rolled_out:
+            if timeout_s > 0 and work.took_s - work.waited_s > timeout_s and not work.is_rolled_out:
                 task.cancel(f"the rollout took longer than env.worker_timeout ({timeout_s:.0f} s)")
                 work.waited_s += KILL_AGAIN_S
 
@@ -165,7 +163,9 @@ class RolloutPool:
     async def _next_work(self) -> Work | None:
         try:
             return await self._source.next()
-        except Exception as error:
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:
             self._failed(Work(item=None, key=NO_ITEM, task="(items)", tries=MAX_TRIES), error)
             return None
 
@@ -178,7 +178,8 @@ class RolloutPool:
             pass  # time to look again
 
     def _start(self, work: Work) -> None:
-        work.started_at, work.waited_s, work.is_rolled_out = time.time(), 0.0, False
+        work.started_at, work.began_s, work.waited_s = time.time(), time.monotonic(), 0.0
+        work.is_rolled_out = False
         work.backlog, work.stores = [], 0
         work.asked.clear()
         if self._starts_left is not None:
@@ -218,17 +219,23 @@ class RolloutPool:
             self._failed(work, KilledFault(str(cancelled) or "the rollout was cancelled"))
         except StorageError as error:
             self._fatal = error
-        except Exception as error:
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # also the SystemExit of a program that a verifier runs, or a panic of Rust code
             task = asyncio.current_task()
             if self._closing and task is not None and task.cancelling():
                 raise asyncio.CancelledError from error  # code on the way made something else of our cancellation
             self._failed(work, error)
         else:
-            took_s = work.rollout_s if work.is_rolled_out else time.time() - work.started_at
-            self._settled(work.key)
+            took_s = work.rollout_s if work.is_rolled_out else work.took_s
+            self._settle(work)
             self._health.succeeded(work.task)
         finally:
             self.times.end(began, took_s)
+
+    def _settle(self, work: Work) -> None:
+        work.is_settled = True
+        self._settled(work.key)
 
     def _failed(self, work: Work, error: BaseException) -> None:
         kind, reason = failure_class(error), describe_error(error)
@@ -240,7 +247,7 @@ class RolloutPool:
         if not is_final:
             self._source.put_back(work)
             return
-        self._settled(work.key)
+        self._settle(work)
         if work.key in self._failures.failed_before:
             return  # such items come last, all in a row: that they fail again says nothing new
         if self._health.failed(work.task, kind, reason):

@@ -7,6 +7,7 @@ read it.
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
@@ -18,6 +19,7 @@ import orjson
 from atroposlib.paths import write_text_atomic
 from atroposlib.rollouts.early_stop import Limits
 from atroposlib.rollouts.failures import FailureLog, TaskHealth
+from atroposlib.rollouts.json_text import as_json
 from atroposlib.rollouts.ledger import TaskCount, Totals
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class Progress:
     rejected: int = 0  # groups of no use (wrong size, equal scores), this process only
     started_at: float = field(default_factory=time.time)
     _killed_tokens: int = 0  # in flight when earlier processes ended
+    _writing: threading.Lock = field(default_factory=threading.Lock)  # what is written last was noted last
     _waits: dict[str, str] = field(default_factory=dict)  # by counterpart: "engine", "disk", "api"
     _samples: deque[tuple[float, int, int, int, float]] = field(
         default_factory=deque
@@ -158,13 +161,15 @@ class Progress:
         """Replace the progress file; a full disk only costs the update."""
         if self.path is None:
             return
-        try:
-            write_text_atomic(self.path, orjson.dumps(self.snapshot(), option=orjson.OPT_INDENT_2).decode())
-        except OSError as error:
-            logger.warning("progress not written: file=%s error=%s", self.path, error)
-            with contextlib.suppress(OSError):
-                now = time.time()
-                os.utime(self.path, (now, now))  # its time says that this process goes on, which takes no space
+        with self._writing:
+            try:
+                text = orjson.dumps(as_json(self.snapshot()), option=orjson.OPT_INDENT_2).decode()
+                write_text_atomic(self.path, text)
+            except OSError as error:
+                logger.warning("progress not written: file=%s error=%s", self.path, error)
+                with contextlib.suppress(OSError):
+                    now = time.time()
+                    os.utime(self.path, (now, now))  # its time says that this process goes on, which takes no space
 
     def sample(self) -> None:
         """Remember the counts now, for the rates of the last minute."""

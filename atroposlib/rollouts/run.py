@@ -23,6 +23,7 @@ from atroposlib.rollouts.environment import Environment
 from atroposlib.rollouts.failures import FailureLog, TaskHealth, describe_error
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.journal import ResponseJournal
+from atroposlib.rollouts.json_text import as_json
 from atroposlib.rollouts.leases import Leases
 from atroposlib.rollouts.locations import RunFiles, choose_run
 from atroposlib.rollouts.pool import RolloutPool
@@ -30,8 +31,10 @@ from atroposlib.rollouts.progress import EngineUse, Progress
 from atroposlib.rollouts.reports import Reports, html_twin
 from atroposlib.rollouts.shared_draw import SharedDraw
 from atroposlib.rollouts.sink import Sender, Sink
-from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw
+from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw, content_key
 from atroposlib.rollouts.stop import StopSignals
+from atroposlib.rollouts.work import Work
+from atroposlib.type_definitions import Item
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ class Run:
         """
         config, label = env.config, env.label
         self._env = env
-        self.direct_items: Counter[str] = Counter()  # items stored without having been drawn, for their keys
+        self._outside: Counter[str] = Counter()  # items stored without having been drawn, for their keys
         self.files = (
             RolloutFiles(
                 choose_run(files, fresh=env.fresh),
@@ -180,6 +183,16 @@ class Run:
         if self.concurrency:
             self._following = asyncio.create_task(self.concurrency.follow(apply_limit))
 
+    def work_outside(self, item: Item) -> Work:
+        """The work of groups that an environment sends by itself, outside of a rollout."""
+        key = content_key(item, self._outside)
+        while item is None and self.files and key in self.files.ledger.done:
+            key = content_key(item, self._outside)  # nothing names it: it is none of those of an earlier process
+        return Work(item, key, self._task_of(item))
+
+    def _task_of(self, item: Item) -> str:
+        return as_json(str(self._env.item_task(item)))
+
     async def report(self) -> None:
         """Make the HTML twins that are still missing."""
         await self.reports.finish(self.files.files.shards().values() if self.files else ())
@@ -192,7 +205,7 @@ class Run:
         return ItemSource(
             self.shared or (IndexedDraw(env.get_item, done, late) if indexed else StreamDraw(env.get_next_item, late)),
             is_done=done.__contains__,
-            task_of=lambda item: str(env.item_task(item)),
+            task_of=self._task_of,
             is_set_aside=self.health.set_aside.__contains__,
             backlog=lambda: env.backlog,
             ends=(ends or indexed) and self.shared is None,
@@ -219,7 +232,7 @@ class Run:
             seats_per_block=config.lease_items,
             files=self.files.files,
             done=self.files.ledger.done,
-            skips=lambda item: str(env.item_task(item)) in self.health.set_aside,
+            skips=lambda item: self._task_of(item) in self.health.set_aside,
             on_end=lambda is_over: setattr(self.source, "drawn_out", is_over),
         )
         self.sink.may_store = draw.may_store

@@ -97,7 +97,11 @@ class Sink:
         if not records or not self.may_store(work.key):
             return 0
         self._taken += len(records)
-        await self._write(records)
+        try:
+            await self._write(records)
+        except Exception:
+            self._taken -= len(records)  # another group may have their place
+            raise
         if self._files and not all(send[part] for part in wanted):
             self._files.acknowledge([r["group_id"] for part, r in zip(wanted, records, strict=True) if not send[part]])
         await self._send([record for part, record in zip(wanted, records, strict=True) if send[part]])

@@ -6,13 +6,12 @@ a hash of its content and how often that content came before. Items whose key is
 
 import asyncio
 import hashlib
+import re
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Container
+from collections.abc import Awaitable, Callable, Collection, Container, Iterator
 from typing import Protocol
 
-import orjson
-
-from atroposlib.rollouts.json_text import to_json
+from atroposlib.rollouts.json_text import as_json, to_json
 from atroposlib.rollouts.work import Work
 from atroposlib.type_definitions import Item
 
@@ -94,7 +93,7 @@ class ItemSource:
         waiting = self._backlog()
         if waiting:
             item = waiting.pop(0)
-            return f"b{content_key(item, self._seen)}", item
+            return f"b{content_key(as_json(item), self._seen)}", item  # as a restart will find it in the files
         if self.drawn_out:
             return None
         drawn = await self._draw()
@@ -155,19 +154,31 @@ class StreamDraw:
 
 def content_key(item: Item, seen: Counter[str]) -> str:
     """`<hash>.<occurrence>`: equal items get 0, 1, 2, ... in the order in which they come; counted in `seen`."""
-    try:
-        text = orjson.dumps(item, default=_lasting, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # half a surrogate pair, a number beyond 64 bits
-        text = to_json(item)
-    digest = hashlib.blake2b(text, digest_size=8).hexdigest()
+    digest = hashlib.blake2b(to_json(item, _lasting), digest_size=8).hexdigest()
     occurrence = seen[digest]
     seen[digest] += 1
     return f"{digest}.{occurrence}"
 
 
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
 def _lasting(value: object) -> object:
     """What names a value in every process: neither an address nor the order of a set does."""
     if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
-    is_named_by_address = type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__")
-    return [type(value).__qualname__, vars(value)] if is_named_by_address else repr(value)
+        return sorted(_ADDRESS.sub("", repr(each)) for each in value)
+    kind = type(value)
+    if kind.__repr__ is object.__repr__:
+        names = dict.fromkeys([*getattr(value, "__dict__", ()), *_slots(kind)])
+        return [kind.__qualname__, {name: getattr(value, name) for name in names if hasattr(value, name)}]
+    text = _ADDRESS.sub("", shown := repr(value))
+    to_bytes = getattr(value, "tobytes", None)
+    if text != shown and callable(to_bytes):  # an image: its text says nothing of what it shows
+        return [text, hashlib.blake2b(bytes(to_bytes()), digest_size=8).hexdigest()]  # pyright: ignore[reportArgumentType]
+    return text
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for each in kind.__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        yield from [slots] if isinstance(slots, str) else slots

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from atroposlib.errors import EnvironmentFault
+
 T = TypeVar("T")
 
 
@@ -17,3 +19,30 @@ async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+    finally:
+        del tasks  # they hold the error, whose traceback holds this frame
+
+
+async def contained(coroutine: Coroutine[Any, Any, T]) -> T:
+    """For a task of its own: one that calls `sys.exit`, as programs do that a verifier runs, would end the event loop.
+
+    Raises:
+        EnvironmentFault: it did.
+    """
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as leaving:
+        message = f"the rollout raised {leaving!r}; a program that it runs needs a process of its own"
+        raise EnvironmentFault(message) from leaving
+
+
+def raise_first(results: list[Any]) -> None:
+    """Raise the first error among results; they are forgotten then, as they would hold each other alive."""
+    error = next((result for result in results if isinstance(result, BaseException)), None)
+    if error is None:
+        return
+    results.clear()
+    try:
+        raise error
+    finally:
+        del error

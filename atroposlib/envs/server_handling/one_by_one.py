@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from atroposlib.envs.server_handling.fan_out import all_or_none
+from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
 from atroposlib.envs.server_handling.openai_wire import join_choices, parse_chat, parse_completion, reply_facts
 from atroposlib.errors import RolloutFault
 from atroposlib.rollouts.earlier import EarlierRollouts
@@ -70,7 +70,8 @@ class OneByOne:
     def applies(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a request belongs to something whose responses are kept."""
         is_kept = self._evaluations or kwargs.get("split", "train") == "train"
-        return is_kept and current_work.get() is not None
+        work = current_work.get()
+        return is_kept and work is not None and not work.is_settled
 
     async def chat(self, server: Asker, kwargs: dict[str, Any]) -> "ChatCompletion":
         """As `APIServer.chat_completion`."""
@@ -143,9 +144,7 @@ class OneByOne:
             return draft
 
         results = await all_or_none([finished(place) for place in places])
-        for result in results:
-            if isinstance(result, RolloutFault):
-                raise result
+        raise_first(results)
         drafts = [result for result in results if isinstance(result, Draft)]
         trace = current_trace()
         if trace is not None:
