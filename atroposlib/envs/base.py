@@ -501,8 +501,8 @@ class BaseEnv(TrainerSide):
 
     @property
     def label(self) -> str:
-        """The environment's name in files, groups and logs."""
-        return self.name or type(self).__name__
+        """The environment's name in files, groups and logs; a part of file names, so without slashes."""
+        return (self.name or type(self).__name__).replace("/", "_")
 
     @property
     def has_get_item(self) -> bool:

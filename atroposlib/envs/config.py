@@ -19,13 +19,15 @@ class BaseEnvConfig(BaseModel):
     refused in YAML files and on the command line."""
 
     # groups and their rollouts
-    group_size: int = Field(default=4, description="Sequences per group: how often each item is rolled out.")
+    group_size: int = Field(default=4, ge=1, description="Sequences per group: how often each item is rolled out.")
     max_num_workers: int | Literal["auto"] = Field(
         default=-1,
         description="Groups rolled out at the same time; -1: max_num_workers_per_node for each inference server; "
         "auto: found and followed from the engine's load.",
     )
-    max_num_workers_per_node: int = Field(default=8, description="Groups at the same time for each inference server.")
+    max_num_workers_per_node: int = Field(
+        default=8, ge=1, description="Groups at the same time for each inference server."
+    )
     max_eval_workers: int = Field(
         default=16, description="Evaluation requests at the same time, where an environment uses it."
     )

@@ -27,6 +27,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EnvironmentFault
 from atroposlib.json_lines import one_line
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
+from atroposlib.rollouts.json_text import as_json, to_json
 from atroposlib.utils.display import display_metrics_table
 from atroposlib.utils.eval_statistics import (
     Interval,
@@ -51,8 +52,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-_JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 def evaluate_log(
@@ -96,9 +95,9 @@ def evaluate_log(
     }
     folder = expand_path(eval_dir, what="eval_dir")
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "metrics.json", orjson.dumps(results, default=str, option=_JSON_OPTIONS | orjson.OPT_INDENT_2))
+    _write(folder / "metrics.json", orjson.dumps(as_json(results), option=orjson.OPT_INDENT_2))
     if samples:
-        lines = (one_line(orjson.dumps(sample, default=str, option=_JSON_OPTIONS)) for sample in samples)
+        lines = (one_line(to_json(sample)) for sample in samples)
         _write(folder / "samples.jsonl", b"\n".join(lines) + b"\n")
 
 
@@ -221,7 +220,7 @@ async def eval_runner(eval_env: EvalBase) -> dict[str, float]:
     model = {"model_name": args.model_name} if args.model_name else {}
     config = APIServerConfig(api_key="none", base_url=args.server_url, health_check=False, **model)
     metrics = await eval_env(ServerManager(configs=[config]))
-    print(orjson.dumps(metrics, default=str, option=_JSON_OPTIONS | orjson.OPT_INDENT_2).decode())
+    print(orjson.dumps(as_json(metrics), option=orjson.OPT_INDENT_2).decode())
     return metrics
 
 

@@ -1,5 +1,6 @@
 """Live progress on a terminal, one log line now and then elsewhere."""
 
+import contextlib
 import logging
 import sys
 import time
@@ -32,7 +33,8 @@ class ProgressDisplay:
     def update(self) -> None:
         """Draw the present state."""
         if self._live:
-            self._live.update(render(self._progress), refresh=True)
+            with contextlib.suppress(OSError):  # the terminal is gone, the run is not
+                self._live.update(render(self._progress), refresh=True)
         elif time.monotonic() - self._logged_at > LOG_EVERY_S:
             self._logged_at = time.monotonic()
             logger.info("%s", self._progress.line())
@@ -40,8 +42,9 @@ class ProgressDisplay:
     def stop(self) -> None:
         """Leave the last state on the screen, or in the log."""
         if self._live:
-            self._live.update(render(self._progress), refresh=True)
-            self._live.stop()
+            with contextlib.suppress(OSError):
+                self._live.update(render(self._progress), refresh=True)
+                self._live.stop()
         else:
             logger.info("%s: %s", self._progress.state, self._progress.line())
 

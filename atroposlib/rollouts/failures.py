@@ -115,6 +115,7 @@ class FailureLog:
     def __init__(self, path: Path | None, *, env: str, run: str) -> None:
         """`path` None: failures are only counted."""
         self.path = path
+        self._is_torn = False  # a full disk took only a part of the last line
         self._env, self._run = env, run
         self.counts: Counter[str] = Counter()
         self.wasted: Counter[str] = Counter()  # cause -> tokens that the engine had replied with before a try failed
@@ -147,7 +148,8 @@ class FailureLog:
             return
         try:
             with self.path.open("ab", buffering=0) as stream:
-                stream.write(one_line(to_json(line)) + b"\n")
+                data = b"\n" * self._is_torn + one_line(to_json(line)) + b"\n"
+                self._is_torn = stream.write(data) < len(data)
         except OSError as problem:  # the failure is counted and logged; a full disk must not make it worse
             logger.warning("failure not written: file=%s error=%s", self.path, problem)
 
@@ -173,5 +175,5 @@ def _earlier_failures(path: Path, env: str, run: str) -> Iterator[dict[str, Any]
                 failure = orjson.loads(line)
             except orjson.JSONDecodeError:
                 continue  # the torn last line of a killed process
-            if failure.get("env") == env and failure.get("run") == run:
+            if isinstance(failure, dict) and failure.get("env") == env and failure.get("run") == run:
                 yield failure

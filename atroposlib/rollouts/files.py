@@ -21,11 +21,12 @@ import orjson
 
 from atroposlib.errors import PathError
 from atroposlib.json_lines import one_line
+from atroposlib.rollouts.append_file import AppendFile, sync_and_close
 from atroposlib.rollouts.json_text import as_json, to_json
 from atroposlib.rollouts.ledger import REJECTED, Entry, Ledger, describe, read_ledger, read_line
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.lock import take_lock
-from atroposlib.rollouts.shards import ItemLines, ShardWriter, open_append, sync_and_close, write_all
+from atroposlib.rollouts.shards import ItemLines, ShardWriter
 from atroposlib.type_definitions import Item
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class RolloutFiles:
         self.ledger: Ledger = read_ledger(files, accept_score=accept_score, keep_unacknowledged=sends)
         self.run_id = _run_id(self.ledger)
         self._shards = ShardWriter(files, self.ledger, lines_per_shard=groups_per_shard)
-        self._acked = open_append(files.beside("acked")) if sends else None
+        self._acked = AppendFile(files.beside("acked")) if sends else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
         self._waiting: deque[_Item] = deque()  # in the order in which they came
         self._piece: deque[ItemLines] = deque()  # the first of them, as far as the thread has not written them
@@ -72,6 +73,7 @@ class RolloutFiles:
         self._writing: asyncio.Task[None] | None = None
         self._is_closed = False
         self.on_wait: Callable[[str | None], None] = lambda waiting_for: None
+        self.may_write: Callable[[str], bool] = lambda item_key: True  # asked by item key
 
     def on_shard_complete(self, tell: Callable[[Path], None]) -> None:
         """Call `tell`, in the writing thread, with every shard that is full."""
@@ -80,7 +82,8 @@ class RolloutFiles:
     async def append(self, records: Sequence[Mapping[str, Any]]) -> Sequence[Entry]:
         """Write the records of one item; they are done when this returns, also when the caller is cancelled meanwhile.
 
-        A full disk is waited for (`on_wait` is told), at most `DISK_FULL_DEADLINE_S`.
+        A full disk is waited for (`on_wait` is told), at most `DISK_FULL_DEADLINE_S`; nothing is written, and nothing
+        returned, when the item is not ours any more then (`may_write`).
 
         Raises:
             OSError: the disk stayed full, or failed in another way.
@@ -94,7 +97,7 @@ class RolloutFiles:
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_waiting())
         await _uncancelled(item.written)
-        return entries
+        return item.entries
 
     async def reject(self, item_key: str, tokens: int, backlog: Sequence[Item] = ()) -> None:
         """Remember that this item gave no usable group, so that a restart does not roll it out again.
@@ -113,7 +116,7 @@ class RolloutFiles:
             self.ledger.unacknowledged.pop(group_id, None)
         if self._acked is not None:
             acked, text = self._acked, "".join(f"{group_id}\n" for group_id in group_ids).encode()
-            self._thread.submit(write_all, acked, text)
+            self._thread.submit(acked.write, text)
 
     def read_group(self, entry: Entry) -> dict[str, Any]:
         """One stored group, as it was written."""
@@ -133,7 +136,9 @@ class RolloutFiles:
         self._thread.shutdown(wait=True)
         self._settle()
         try:
-            self._shards.write(self._hand_over())
+            piece = self._hand_over()
+            self._drop_what_is_not_ours()
+            self._shards.write(piece)
         except OSError as error:
             logger.error("finished groups not written: folder=%s error=%s", self.files.folder, error)
         self._settle()
@@ -141,7 +146,7 @@ class RolloutFiles:
             item.written.cancel()
         self._shards.close()
         if self._acked is not None:
-            sync_and_close([self._acked])
+            sync_and_close([self._acked.descriptor])
         os.close(self._lock)
 
     async def _write_waiting(self) -> None:
@@ -149,7 +154,7 @@ class RolloutFiles:
         while self._waiting:
             piece = self._hand_over()
             try:
-                await self._patiently(lambda piece=piece: self._shards.write(piece))
+                await self._patiently(lambda piece=piece: self._shards.write(piece), self._drop_what_is_not_ours)
             except Exception as error:
                 self._settle()
                 for _ in range(self._handed):
@@ -175,7 +180,19 @@ class RolloutFiles:
             if not item.written.done():
                 item.written.set_result(None)
 
-    async def _patiently(self, write: Callable[[], None]) -> None:
+    def _drop_what_is_not_ours(self) -> None:
+        """While we waited for space, another member of a shared run may have taken an item over."""
+        self._settle()
+        for item in list(self._waiting)[: self._handed]:
+            if not self.may_write(item.entries[0].item_key):
+                self._piece.remove(item)
+                self._waiting.remove(item)
+                self._handed -= 1
+                item.entries = []
+                if not item.written.done():
+                    item.written.set_result(None)
+
+    async def _patiently(self, write: Callable[[], None], before_retry: Callable[[], None] = lambda: None) -> None:
         loop = asyncio.get_running_loop()
         give_up = loop.time() + DISK_FULL_DEADLINE_S
         while True:
@@ -186,6 +203,7 @@ class RolloutFiles:
                     raise
                 self.on_wait(f"{self.files.folder} cannot be written ({error.strerror}); free some space")
                 await asyncio.sleep(DISK_FULL_RETRY_S)
+                before_retry()
             else:
                 self.on_wait(None)
                 return

@@ -11,7 +11,6 @@ decides nothing: when it cannot be written (full disk), the run goes on without 
 """
 
 import logging
-import os
 import re
 import struct
 import time
@@ -24,6 +23,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
+from atroposlib.rollouts.append_file import AppendFile
 from atroposlib.rollouts.trace import EngineReply
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,7 @@ class ResponseJournal:
         for number in numbers:
             self._load(number, done)
         self._number = numbers[-1] if numbers else 0
-        self._descriptor: int | None = None
-        self._size = 0
+        self._file: AppendFile | None = None
         self._is_failing = False
 
     def open(self, item_key: str, sample: bytes) -> "Draft":
@@ -96,7 +95,7 @@ class ResponseJournal:
             for place in places:
                 self._living[place.segment] -= 1
         for number in [number for number, living in self._living.items() if not living]:
-            if number != self._number or self._descriptor is None:
+            if number != self._number or self._file is None:
                 self._remove(number)
 
     def write(self, draft: "Draft", piece: Piece) -> None:
@@ -107,7 +106,7 @@ class ResponseJournal:
         payload = msgspec.msgpack.encode(piece)
         frame = _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
         try:
-            self._append(frame)
+            end = self._append(frame)
         except OSError as error:
             if not self._is_failing:
                 logger.warning("responses are not journalled for now: file=%s error=%s", self._base, error)
@@ -115,7 +114,7 @@ class ResponseJournal:
             del drafts[piece.sample]  # a later piece would leave a gap
             return
         self._is_failing = False
-        place = _Place(self._number, self._size - len(payload), len(payload))
+        place = _Place(self._number, end - len(payload), len(payload))
         self._places.setdefault(piece.item_key, {}).setdefault(piece.sample, []).append(place)
         self._living[self._number] += 1
         if piece.reply is not None:
@@ -123,31 +122,21 @@ class ResponseJournal:
 
     def close(self) -> None:
         """Close the segment, and remove it when nothing in it is needed."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
             if not self._living[self._number]:
                 self._remove(self._number)
 
-    def _append(self, frame: bytes) -> None:
-        if self._descriptor is None or self._size >= SEGMENT_BYTES:
-            self._next_segment()
-        assert self._descriptor is not None
-        rest = memoryview(frame)
-        try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except OSError:
-            os.ftruncate(self._descriptor, self._size)
-            raise
-        self._size += len(frame)
-
-    def _next_segment(self) -> None:
-        path = self._path(self._number + 1)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self.close()
-        self._descriptor, self._size = descriptor, 0
-        self._number += 1
+    def _append(self, frame: bytes) -> int:
+        """Where the frame ends in the segment."""
+        if self._file is None or self._file.size >= SEGMENT_BYTES:
+            file = AppendFile(self._path(self._number + 1), must_be_new=True)
+            self.close()
+            self._file = file
+            self._number += 1
+        self._file.write(frame)
+        return self._file.size
 
     def _load(self, number: int, done: Container[str]) -> None:
         with self._path(number).open("rb") as stream:

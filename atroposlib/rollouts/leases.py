@@ -3,6 +3,7 @@
     b000012.1        made by the member that took block 12 first; making it fails for everybody else
     b000012.2        made by the one that took the block over; the highest number holds it
     pulse.<member>   rewritten by a living member; says where its rollouts are
+    member.<member>  made by the first that uses this name; says where its rollouts are, seen from here
 
 Block files are only ever added, so no reader sees a change half done. A member is silent when its pulse has not
 changed for `timeout_s` of the watcher's own clock; the clocks of the nodes need not agree.
@@ -16,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from atroposlib.errors import LaunchError
 from atroposlib.paths import write_text_atomic
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,9 @@ class Leases:
         """
         Args:
             rollouts: where this member's rollout files are.
+
+        Raises:
+            LaunchError: the name belongs to a member whose rollouts are elsewhere.
         """
         self.member = member
         self.timeout_s = timeout_s
@@ -59,6 +64,7 @@ class Leases:
         self._stop = threading.Event()
         self._pulse = threading.Thread(target=self._keep_beating, name="lease pulse", daemon=True)
         folder.mkdir(parents=True, exist_ok=True)
+        self._claim_name()
 
     def start(self) -> None:
         """Show the others that this member lives, from now until `close`."""
@@ -70,7 +76,10 @@ class Leases:
         if not self._stop.is_set():
             self._stop.set()
             self._pulse.join()
-            self._beat("stopped")
+            try:
+                self._beat("stopped")
+            except OSError as error:
+                logger.warning("end not announced, others wait for the timeout: %s", error)
 
     def holders(self) -> dict[int, Holder]:
         """Every block that somebody has taken."""
@@ -118,6 +127,20 @@ class Leases:
         """Where the members of the run, this one included, have their rollout files."""
         pulses = [json.loads(path.read_text("utf-8")) for path in sorted(self._folder.glob("pulse.*"))]
         return [Path(pulse["rollouts"]) for pulse in pulses]
+
+    def _claim_name(self) -> None:
+        """Two members of one name would take each other's blocks for their own."""
+        path, ours = self._folder / f"member.{self.member}", os.path.relpath(self._rollouts, self._folder)
+        try:
+            with path.open("x", encoding="utf-8") as claim:
+                claim.write(ours)
+        except FileExistsError:
+            theirs = path.read_text("utf-8")
+            if theirs not in ("", ours):  # empty: a kill came between the two steps
+                raise LaunchError(
+                    f"{path} says that the rollouts of member {self.member!r} are in {theirs}, not in {ours}; give "
+                    "every member of a shared run another env.lease_owner, or remove that file if they were moved"
+                ) from None
 
     def _look_at(self, member: str) -> _Watched:
         path = self._folder / f"pulse.{member}"

@@ -219,9 +219,10 @@ class Progress:
 
 def _read(path: Path | None) -> dict[str, Any]:
     try:
-        return orjson.loads(path.read_bytes()) if path else {}
+        said = orjson.loads(path.read_bytes()) if path else {}
     except (OSError, ValueError):
         return {}
+    return said if isinstance(said, dict) else {}
 
 
 def duration(seconds: float) -> str:

@@ -209,6 +209,7 @@ class Run:
             is_set_aside=self.health.set_aside.__contains__,
             backlog=lambda: env.backlog,
             ends=(ends or indexed) and self.shared is None,
+            lost=self._settled,
         )
 
     def _make_shared_draw(self, total: int | None) -> SharedDraw:
@@ -235,7 +236,7 @@ class Run:
             skips=lambda item: self._task_of(item) in self.health.set_aside,
             on_end=lambda is_over: setattr(self.source, "drawn_out", is_over),
         )
-        self.sink.may_store = draw.may_store
+        self.sink.may_store = self.files.may_write = draw.may_store
         return draw
 
     def _settled(self, item_key: str) -> None:
@@ -284,6 +285,7 @@ class Run:
         self.progress.sample()
         self._display.update()
         await asyncio.to_thread(self.progress.write)
+        self._collections.watch()
         if self.files:
             await self.files.sync()
 

@@ -45,13 +45,23 @@ async def _work(env: ServingEnvironment, run: Run) -> None:
     await env.register_env()
     await env.get_server_info()
     run.progress.wait_for("api", None)
-    resent = await run.sink.resend()
-    if resent:
-        logger.info("sent again what was not acknowledged: groups=%d", resent)
+    await _resend(env, run)
     run.mark_running()
     await _roll_out(env, run)
+    if not env.is_served():
+        await _resend(env, run)  # what an author's code or a deadline ended in the middle of its sending
     await env.disconnect()
     await run.report()
+
+
+async def _resend(env: ServingEnvironment, run: Run) -> None:
+    if not run.sink.unsent:
+        return
+    run.progress.wait_for(
+        "api", f"the trajectory API {env.config.rollout_server_url}, to send it what it does not have"
+    )
+    logger.info("sent again what was not acknowledged: groups=%d", await run.sink.resend())
+    run.progress.wait_for("api", None)
 
 
 async def _roll_out(env: ServingEnvironment, run: Run) -> None:

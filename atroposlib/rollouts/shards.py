@@ -4,7 +4,6 @@ Lines that wait together are written in one piece. A write that fails, as on a f
 The index may lag behind the rollouts but has no gaps, so whatever it lacks is found again at their end.
 """
 
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,10 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from atroposlib.rollouts.append_file import AppendFile, sync_and_close
 from atroposlib.rollouts.ledger import Entry, Ledger
 from atroposlib.rollouts.locations import RunFiles
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +35,8 @@ class ShardWriter:
         self._lines = ledger.groups_in_shard[self._number]
         existing = files.shards().get(self._number)
         is_packed = existing is not None and existing.suffix == ".zst"
-        self._shard = None if is_packed else open_append(files.rollouts(self._number))
-        self._index = open_append(files.beside("index"))
+        self._shard = None if is_packed else AppendFile(files.rollouts(self._number))
+        self._index = AppendFile(files.beside("index"))
         self._index_owed = b""
         self.is_dirty = False  # something was written since the last `duplicates`
         self.on_shard_complete: Callable[[Path], None] = lambda path: None
@@ -52,8 +50,8 @@ class ShardWriter:
         while waiting:
             shard = self._open_shard()
             items = self._that_fit(waiting)
-            place = os.fstat(shard).st_size
-            write_all(shard, b"".join(line for item in items for line in item.lines))
+            place = shard.size
+            shard.write(b"".join(line for item in items for line in item.lines))
             for item in items:
                 place = self._note_places(item, place)
                 waiting.popleft()
@@ -70,17 +68,20 @@ class ShardWriter:
         Raises:
             OSError: none was written.
         """
-        write_all(self._index, self._index_owed + _index_lines(entries))
+        self._index.write(self._index_owed + _index_lines(entries))
         self._index_owed = b""
 
     def duplicates(self) -> list[int]:
         """Descriptors of the open files, for whoever syncs them; this object may close its own meanwhile."""
         self.is_dirty = False
-        return [os.dup(fd) for fd in (self._shard, self._index) if fd is not None]
+        return [os.dup(file.descriptor) for file in self._files_open()]
 
     def close(self) -> None:
         """Sync and close the files."""
-        sync_and_close([fd for fd in (self._shard, self._index) if fd is not None])
+        sync_and_close([file.descriptor for file in self._files_open()])
+
+    def _files_open(self) -> list[AppendFile]:
+        return [file for file in (self._shard, self._index) if file is not None]
 
     def _that_fit(self, waiting: Sequence[ItemLines]) -> list[ItemLines]:
         """The first of `waiting`, and what follows it into the open shard."""
@@ -100,17 +101,19 @@ class ShardWriter:
         self._lines += len(item.lines)
         return place
 
-    def _open_shard(self) -> int:
+    def _open_shard(self) -> AppendFile:
         """The shard to write to: a new one when the last is full or compressed."""
         full = self._per_shard is not None and self._lines >= self._per_shard
         if self._shard is not None and not full:
             return self._shard
         if self._shard is not None:
-            sync_and_close([self._shard])
+            self.write_index([])  # whoever compresses it takes away what the index would be made of again
+            os.fsync(self._index.descriptor)
+            sync_and_close([self._shard.descriptor])
             finished = self._files.rollouts(self._number)
             self._shard = None
             self.on_shard_complete(finished)
-        self._shard = open_append(self._files.rollouts(self._number + 1))
+        self._shard = AppendFile(self._files.rollouts(self._number + 1))
         self._number += 1
         self._lines = 0
         return self._shard
@@ -118,30 +121,3 @@ class ShardWriter:
 
 def _index_lines(entries: Sequence[Entry]) -> bytes:
     return b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
-
-
-def open_append(path: Path) -> int:
-    """A descriptor that only appends."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    """Append all of `data` or nothing of it."""
-    start = os.fstat(descriptor).st_size
-    rest = memoryview(data)
-    try:
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-    except OSError:
-        os.ftruncate(descriptor, start)
-        raise
-
-
-def sync_and_close(descriptors: Sequence[int]) -> None:
-    """Bring everything to the disk itself; where that fails, everybody still reads what was written."""
-    for descriptor in descriptors:
-        for step in (os.fsync, os.close):
-            try:
-                step(descriptor)
-            except OSError as error:  # a network disk that is full says so only here
-                logger.error("written, but maybe not on the disk itself: %s", error)

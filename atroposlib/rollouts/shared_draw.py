@@ -79,10 +79,15 @@ class SharedDraw:
             if str(index) in self._done:
                 self._waiting.appendleft(index + self._seats)
                 continue
-            item = await self._get_item(index)
+            try:
+                item = await self._get_item(index)
+                is_skipped = item is not None and self._skips(item)
+            except BaseException:
+                self._waiting.append(index + self._seats)  # its seat needs another one
+                raise
             if item is None:
                 logger.warning("no item for a seat: index=%d", index)
-            elif self._skips(item):
+            elif is_skipped:
                 self._waiting.append(index + self._seats)
                 skipped += 1
             else:

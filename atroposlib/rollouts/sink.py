@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from atroposlib.errors import ApiError, EnvironmentFault
 from atroposlib.rollouts.early_stop import Limits
@@ -20,6 +20,8 @@ from atroposlib.rollouts.pool import StorageError
 from atroposlib.rollouts.work import Work
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RESEND_GROUPS = 16
 """Groups per request when groups of an earlier process are sent again."""
@@ -70,7 +72,7 @@ class Sink:
 
     @property
     def unsent(self) -> int:
-        """Groups of an earlier process that the API did not acknowledge."""
+        """Stored groups that the API did not acknowledge; those being sent now are among them."""
         return len(self._files.ledger.unacknowledged) if self._files else 0
 
     async def store(self, groups: Sequence[Mapping[str, Any]], work: Work, *, send: Sequence[bool]) -> int:
@@ -98,10 +100,12 @@ class Sink:
             return 0
         self._taken += len(records)
         try:
-            await self._write(records)
+            is_written = await self._write(records)
         except Exception:
             self._taken -= len(records)  # another group may have their place
             raise
+        if not is_written:
+            return 0
         if self._files and not all(send[part] for part in wanted):
             self._files.acknowledge([r["group_id"] for part, r in zip(wanted, records, strict=True) if not send[part]])
         await self._send([record for part, record in zip(wanted, records, strict=True) if send[part]])
@@ -118,14 +122,14 @@ class Sink:
             await self._stored(self._files.reject(work.key, work.trace.usage["completion_tokens"], work.backlog))
 
     async def resend(self) -> int:
-        """Send what an earlier process stored and the API did not acknowledge; how many groups."""
+        """Send what is stored and the API did not acknowledge; how many groups. Not while others are being sent."""
         if self._files is None or self._sender is None:
             return 0
         waiting = list(self._files.ledger.unacknowledged.values())
         for start in range(0, len(waiting), RESEND_GROUPS):
             records = [self._files.read_group(entry) for entry in waiting[start : start + RESEND_GROUPS]]
             for refusal in await self._refusals(records):
-                logger.warning("group of an earlier process not sent: %s", refusal)
+                logger.warning("stored group not sent: %s", refusal)
         return len(waiting)
 
     def _missing_parts(self, parts: int, work: Work) -> list[int]:
@@ -135,17 +139,18 @@ class Sink:
         missing = [part for part in range(parts) if part not in present]
         return missing if self._total is None else missing[: max(0, self._total - self._taken)]
 
-    async def _write(self, records: Sequence[dict[str, Any]]) -> None:
+    async def _write(self, records: Sequence[dict[str, Any]]) -> bool:
+        """False: another member has taken the item over."""
         if self._files is None:
             for record in records:
                 self.totals.add(describe(record, self._accept_score))
-            return
-        await self._stored(self._files.append(records))
+            return True
+        return bool(await self._stored(self._files.append(records)))
 
-    async def _stored(self, writing: Awaitable[object]) -> None:
+    async def _stored(self, writing: Awaitable[T]) -> T:
         assert self._files is not None
         try:
-            await writing
+            return await writing
         except OSError as error:
             raise StorageError(
                 f"{self._files.files.folder} cannot be written: {error.strerror or error}; the run stops, and the same "

@@ -39,6 +39,7 @@ class ItemSource:
         is_set_aside: Callable[[str], bool],
         backlog: Callable[[], list[Item]],
         ends: bool,
+        lost: Callable[[str], None] = lambda key: None,
     ) -> None:
         """
         Args:
@@ -48,6 +49,7 @@ class ItemSource:
             is_set_aside: by task; items of such tasks are skipped.
             backlog: the environment's list of items to roll out before drawing new ones; emptied from the front.
             ends: a None of `draw` means that there will be no more items.
+            lost: told the key of an item that will not be rolled out, as its task cannot be told.
         """
         self._draw = draw
         self._is_done = is_done
@@ -55,6 +57,7 @@ class ItemSource:
         self._is_set_aside = is_set_aside
         self._backlog = backlog
         self._ends = ends
+        self._lost = lost
         self._again: deque[Work] = deque()
         self._seen: Counter[str] = Counter()
         self.drawn_out = False  # `draw` will give nothing more
@@ -78,7 +81,11 @@ class ItemSource:
             if drawn is None:
                 return None
             key, item = drawn
-            task = self._task_of(item)
+            try:
+                task = self._task_of(item)
+            except BaseException:
+                self._lost(key)
+                raise
             if not self._is_done(key):
                 if not self._is_set_aside(task):
                     return Work(item=item, key=key, task=task)
