@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 FAILURES = "failures.jsonl"
 
 
@@ -62,7 +64,8 @@ def choose_run(files: RunFiles, *, fresh: bool) -> RunFiles:
         existing = candidate.shards()
         if not existing:
             return candidate if fresh or ours is None else ours
-        if is_ours(min(existing.items())[1], env=files.env, run=candidate.run):
+        first = min(existing.items())[1]
+        if is_ours(first, env=files.env, run=candidate.run) and not _is_begun_by_another(candidate):
             ours = candidate
     raise AssertionError("candidates never end")
 
@@ -78,6 +81,15 @@ def is_ours(path: Path, *, env: str, run: str) -> bool:
     with path.open("rb") as stream:
         start = stream.read(len(prefix))
     return prefix.startswith(start)
+
+
+def _is_begun_by_another(files: RunFiles) -> bool:
+    """The named file is still empty, and the settings beside it name another run."""
+    settings = files.beside("config.yaml")
+    if files.single is None or files.single.stat().st_size or not settings.exists():
+        return False
+    said = yaml.safe_load(settings.read_text("utf-8"))
+    return said["env"]["run_name"] != files.run
 
 
 def line_prefix(*, env: str, run: str) -> bytes:

@@ -177,6 +177,7 @@ class Run:
     def mark_running(self, apply_limit: Callable[[int], None] = lambda limit: None) -> None:
         """Set-up is over, rollouts begin. `apply_limit` gets every new limit of `max_num_workers: auto`."""
         self.progress.state = "running"
+        self.progress.sample()
         self.progress.write()  # before any rollout can hang: who watches must know that set-up is over
         self._collections.begin()
         self._asking = asyncio.create_task(self._ask_engines())
@@ -328,6 +329,7 @@ class Run:
             self.progress.rollouts = list(self.files.files.shards().values())
             self.progress.html = [twin for path in self.progress.rollouts if (twin := html_twin(path)).exists()]
         self.progress.in_flight = 0
+        self.progress.sample()
         self.progress.write()
         self._display.stop()
 

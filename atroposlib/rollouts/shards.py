@@ -108,8 +108,7 @@ class ShardWriter:
             return self._shard
         if self._shard is not None:
             self.write_index([])  # whoever compresses it takes away what the index would be made of again
-            os.fsync(self._index.descriptor)
-            sync_and_close([self._shard.descriptor])
+            sync_and_close([os.dup(self._index.descriptor), self._shard.descriptor])
             finished = self._files.rollouts(self._number)
             self._shard = None
             self.on_shard_complete(finished)

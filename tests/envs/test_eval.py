@@ -140,3 +140,10 @@ async def test_the_runner_reads_server_and_model_from_the_command_line(manager, 
     await eval_runner(Echo())
     assert (seen[0].base_url, seen[0].model_name, seen[0].health_check) == ("http://engine/v1", "m", False)
     assert json.loads(capsys.readouterr().out) == {"accuracy": 0.5, "length": 2.0}
+
+
+def test_samples_and_metrics_of_any_kind_are_kept(tmp_path):
+    sample = {"answer": 2**64, "text": "\ud83d", (1, 2): {3}}
+    evaluate_log({"largest": 2**70}, str(tmp_path), samples=[sample], verbose=False)
+    assert json.loads((tmp_path / "samples.jsonl").read_text())["answer"] == str(2**64)
+    assert json.loads((tmp_path / "metrics.json").read_text())["results"]["all"]["largest"] == str(2**70)

@@ -1,17 +1,20 @@
 """Where items come from and how they are named."""
 
+import functools
 import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from atroposlib.rollouts.json_text import as_json
 from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw, content_key
 from atroposlib.rollouts.work import Work
 
 
-def source_of(draw, *, done=(), set_aside=(), backlog=None, ends=True):
+def source_of(draw, *, done=(), set_aside=(), backlog=None, ends=True, **options):
     waiting = [] if backlog is None else backlog
     return ItemSource(
         draw,
@@ -20,6 +23,7 @@ def source_of(draw, *, done=(), set_aside=(), backlog=None, ends=True):
         is_set_aside=set(set_aside).__contains__,
         backlog=lambda: waiting,
         ends=ends,
+        **options,
     )
 
 
@@ -142,3 +146,65 @@ def test_objects_and_sets_have_the_same_key_in_every_process():
 def test_numbers_beyond_64_bits_and_broken_text_have_keys():
     keys = {content_key(item, Counter()) for item in (10**40, 10**40 + 1, "\ud83d", {"n": -(10**30)})}
     assert len(keys) == 4
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Picture:
+    """Like an image of PIL: its text holds an address and says nothing of what it shows."""
+
+    def __init__(self, shown):
+        self.shown = shown
+
+    def __repr__(self):
+        return f"<Picture at {hex(id(self))}>"
+
+    def tobytes(self):
+        return self.shown
+
+
+def cyclic(value):
+    item = {"value": value}
+    item["parent"] = {"child": item}
+    return item
+
+
+@pytest.mark.parametrize(
+    ("make", "tells_apart"),
+    [
+        (lambda value: {"check": lambda: value}, False),
+        (lambda value: {"check": functools.partial(int, value)}, True),
+        (lambda value: {"check": Slotted(value).__init__}, False),
+        (Slotted, True),
+        (lambda value: Picture(bytes([value])), True),
+        (cyclic, True),
+        (lambda value: {(1, value): "a board"}, True),
+    ],
+    ids=["function", "partial", "method", "slots", "image", "cycle", "tuple keys"],
+)
+def test_an_items_name_holds_no_address(make, tells_apart):
+    kept = [make(1) for _ in range(2)]  # at different addresses
+    names = [content_key(item, Counter()) for item in (*kept, make(2))]
+    assert names[0] == names[1]
+    assert (names[1] != names[2]) is tells_apart
+
+
+@pytest.mark.parametrize("item", [{1, 2}, b"bytes", Path("a/b"), (1, (2, 3))], ids=repr)
+async def test_a_backlog_item_has_the_name_that_it_has_after_a_restart(item):
+    (now,) = await take_all(source_of(stream([]), backlog=[item]))
+    (later,) = await take_all(source_of(stream([]), backlog=[as_json(item)]))
+    assert now.key == later.key
+
+
+async def test_the_key_of_an_item_whose_task_cannot_be_told_is_given_back():
+    lost = []
+    source = source_of(indexed([{"no": "task"}, {"task": "t"}]), lost=lost.append)
+    with pytest.raises(KeyError):
+        await source.next()
+    assert lost == ["0"]
+    assert [work.key for work in await take_all(source)] == ["1"]

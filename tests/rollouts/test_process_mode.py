@@ -5,14 +5,22 @@ import contextlib
 import json
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from counting_env import CountingEnv, StreamingEnv, make_env, make_group
 
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.loads import EngineLoad
+from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.errors import AtroposError, EngineFault, LaunchError, PathError, VerifierFault
+from atroposlib.rollouts import progress as progress_module
+from atroposlib.rollouts.files import RolloutFiles
+from atroposlib.rollouts.work import current_work
 
 TASK_LIMIT = 4
 
@@ -517,3 +525,144 @@ async def test_who_watches_knows_what_a_process_does_before_it_can_hang(tmp_path
     env = process_env(tmp_path, HangsAtOnceEnv, total_steps=1)
     await env.process_manager()
     assert env.said[:2] == ["starting", "running"]
+
+
+class PanicException(BaseException):
+    """As a Rust extension raises it."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), PanicException("unwrap on None")], ids=repr)
+@pytest.mark.parametrize("one_by_one", [True, False], ids=["collect_trajectory", "collect_trajectories"])
+async def test_what_ends_programs_ends_one_rollout(tmp_path, error, one_by_one):
+    class EndingEnv(CountingEnv):
+        if one_by_one:
+            collect_trajectories = BaseEnv.collect_trajectories
+
+        async def collect_trajectory(self, item):
+            if item["number"] == 3:
+                raise error
+            return {"tokens": [item["number"], 1], "masks": [-100, 1], "scores": 1.0}, []
+
+        if not one_by_one:
+
+            async def collect_trajectories(self, item):
+                await self.collect_trajectory(item)
+                return await super().collect_trajectories(item)
+
+    outcome = await process_env(tmp_path, EndingEnv, include_messages=False).process_manager()
+    assert (outcome.exit_code, outcome.groups) == (0, 20)
+    (failure,) = rollouts(tmp_path / "failures.jsonl")
+    assert (failure["item_key"], failure["class"]) == ("3", "environment")
+
+
+async def test_a_run_in_which_everything_panics_ends(tmp_path):
+    class PanickingEnv(CountingEnv):
+        async def collect_trajectories(self, item):
+            raise PanicException("unwrap on None")
+
+    async with asyncio.timeout(60):
+        with pytest.raises(AtroposError, match="unwrap on None"):
+            await process_env(tmp_path, PanickingEnv, task_failure_limit=2).process_manager()
+
+
+async def test_a_group_that_cannot_be_stored_leaves_its_place_to_another(tmp_path, monkeypatch):
+    env = process_env(tmp_path)
+    real = RolloutFiles.append
+
+    async def append(self, records):
+        if records[0]["item_key"] == "3":
+            raise ValueError("no JSON in any way")
+        return await real(self, records)
+
+    monkeypatch.setattr(RolloutFiles, "append", append)
+    async with asyncio.timeout(60):
+        outcome = await env.process_manager()
+    assert outcome.groups == 20
+    assert "3" not in {line["item_key"] for line in rollouts(tmp_path / "o.jsonl")}
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["hangs", "raises"])
+async def test_a_cleanup_that_fails_costs_neither_the_group_nor_a_place(tmp_path, hangs, caplog):
+    class BadCleanupEnv(CountingEnv):
+        async def cleanup(self):
+            if hangs:
+                await asyncio.Event().wait()
+            raise RuntimeError("sandbox is gone")
+
+    async with asyncio.timeout(60):
+        outcome = await process_env(tmp_path, BadCleanupEnv, worker_timeout=0.1, total_steps=9).process_manager()
+    assert outcome.groups == 9
+    assert "cleanup failed" in caplog.text
+    assert not (tmp_path / "failures.jsonl").exists()
+
+
+async def test_a_clock_that_is_set_kills_nothing(tmp_path, monkeypatch):
+    class ClockEnv(CountingEnv):
+        async def collect_trajectories(self, item):
+            shift.append(3600.0 * (-1) ** item["number"])
+            await asyncio.sleep(0.4)
+            return await super().collect_trajectories(item)
+
+    shift, real = [0.0], time.time
+    monkeypatch.setattr(time, "time", lambda: real() + shift[-1])
+    await process_env(tmp_path, ClockEnv, worker_timeout=600, total_steps=6).process_manager()
+    assert not (tmp_path / "failures.jsonl").exists()
+    assert all(0 <= line["duration_s"] < 60 for line in rollouts(tmp_path / "o.jsonl"))
+
+
+async def test_a_progress_that_is_written_late_does_not_replace_a_later_one(tmp_path, monkeypatch):
+    env = process_env(tmp_path, total_steps=2)
+    await env.process_manager()
+    progress, path = env._run.progress, tmp_path / "counting_progress_main.json"
+    may_go_on, is_writing, real = threading.Event(), threading.Event(), progress_module.write_text_atomic
+
+    def slow(path, text):
+        is_writing.set()
+        assert may_go_on.wait(60)
+        real(path, text)
+
+    progress.state = "running"
+    with monkeypatch.context() as patch:
+        patch.setattr(progress_module, "write_text_atomic", slow)
+        late = threading.Thread(target=progress.write)
+        late.start()
+        assert is_writing.wait(60)
+    progress.state = "done"
+    last = threading.Thread(target=progress.write)
+    last.start()
+    may_go_on.set()
+    late.join()
+    last.join()
+    assert json.loads(path.read_text())["state"] == "done"
+
+
+async def test_a_settled_item_journals_nothing_more(tmp_path):
+    class StragglingEnv(CountingEnv):
+        async def collect_trajectories(self, item):
+            work = current_work.get()
+            seen.append(OneByOne(self._run.journal, streams=False, seed=None).applies({}))
+            self.works.append(work)
+            return await super().collect_trajectories(item)
+
+    seen: list[bool] = []
+    env = process_env(tmp_path, StragglingEnv, total_steps=2, response_journal="responses")
+    env.works = []
+    await env.process_manager()
+    assert all(seen)
+    current_work.set(env.works[0])
+    assert not OneByOne(env._run.journal, streams=False, seed=None).applies({})
+
+
+async def test_a_name_with_a_slash_makes_file_names_without_one(tmp_path):
+    class HubNamedEnv(CountingEnv):
+        name = "org/env"
+
+    env = make_env(HubNamedEnv, rollouts_dir=str(tmp_path), total_steps=3)
+    await env.process_manager()
+    assert len(rollouts(tmp_path / "org_env_rollouts_main_0001.jsonl")) == 3
+
+
+def test_sizes_of_nothing_are_refused():
+    for field in ("group_size", "max_num_workers_per_node"):
+        with pytest.raises(ValueError, match=field):
+            BaseEnvConfig(**{field: 0})

@@ -1,6 +1,7 @@
 """Rollout files and their ledger: torn lines, lost indexes, shards, locks, disks that fill up."""
 
 import asyncio
+import errno
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import pytest
 from counting_env import make_group
 
 from atroposlib.errors import DataError, LaunchError
+from atroposlib.rollouts import append_file
 from atroposlib.rollouts import files as files_module
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.groups import to_record
@@ -374,3 +376,99 @@ async def test_a_rollout_is_one_line_for_those_who_split_at_unicode_separators_t
     writer.close()
     (line,) = files.single.read_text().splitlines()
     assert json.loads(line)["messages"] == written["messages"]
+
+
+@pytest.mark.parametrize(("run", "goes_on"), [("main", True), ("z", False)])
+def test_an_empty_file_is_of_the_run_that_its_settings_name(tmp_path, run, goes_on):
+    (tmp_path / "o.jsonl").touch()
+    (tmp_path / "o.jsonl.config.yaml").write_text(f"env:\n  run_name: {run}\n")
+    assert (choose_run(single(tmp_path), fresh=False).single == tmp_path / "o.jsonl") is goes_on
+
+
+async def test_what_authors_put_into_groups_never_stops_the_writer(tmp_path):
+    writer = open_run(single(tmp_path))
+    holds_itself: dict = {}
+    holds_itself["me"] = holds_itself
+    for number, odd in enumerate([{("a", 1): 2}, holds_itself, "\ud83d", {1, 2}, object]):
+        group = {**record(number, writer), "task": "\ud83d", "backlog": [odd], "extra": odd}
+        async with asyncio.timeout(30):
+            await writer.append([group])
+    writer.close()
+    again = open_run(single(tmp_path))
+    assert again.ledger.done == set("01234")
+    assert len((tmp_path / "o.jsonl").read_bytes().splitlines()) == 5
+    again.close()
+
+
+async def test_a_write_that_fails_in_another_way_than_the_disk_is_told_and_the_next_one_works(tmp_path, monkeypatch):
+    writer = open_run(single(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(writer._shards, "write", lambda waiting: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await writer.append([record(0, writer)])
+    await writer.append([record(1, writer)])
+    writer.close()
+    assert [json.loads(line)["item_key"] for line in (tmp_path / "o.jsonl").read_text().splitlines()] == ["1"]
+
+
+async def test_a_torn_write_that_cannot_be_cut_off_at_once_is_cut_off_before_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(files_module, "DISK_FULL_RETRY_S", 0.0)
+    writer = open_run(single(tmp_path))
+    real_write, real_cut = os.write, os.ftruncate
+    failures = ["write", "cut"]
+
+    def half(descriptor, data):
+        if failures == ["write", "cut"]:
+            failures.pop(0)
+            return real_write(descriptor, bytes(data)[:20])
+        if failures:
+            raise OSError(errno.EIO, "the file server is away")
+        return real_write(descriptor, data)
+
+    def no_cut(descriptor, size):
+        if failures:
+            failures.pop()
+            raise OSError(errno.EIO, "the file server is away")
+        real_cut(descriptor, size)
+
+    monkeypatch.setattr(append_file.os, "write", half)
+    monkeypatch.setattr(append_file.os, "ftruncate", no_cut)
+    for number in range(3):
+        await writer.append([record(number, writer)])
+    writer.close()
+    assert not failures
+    assert [json.loads(line)["item_key"] for line in (tmp_path / "o.jsonl").read_text().splitlines()] == list("012")
+
+
+async def test_a_damaged_index_of_compressed_shards_is_made_anew(tmp_path):
+    files = sharded(tmp_path)
+    await write(files, range(6), per_shard=3)
+    for path in list(files.shards().values())[:1]:
+        compress(path)
+    index = files.beside("index")
+    index.write_bytes(index.read_bytes()[: index.stat().st_size // 3] + b"\xff")
+    again = open_run(files, per_shard=3)
+    assert again.ledger.done == set("012345")
+    assert again.ledger.totals.groups == 6
+    again.close()
+
+
+async def test_an_index_is_whole_before_its_shard_may_be_compressed(tmp_path, monkeypatch):
+    monkeypatch.setattr(files_module, "DISK_FULL_RETRY_S", 0.0)
+    writer, seen = open_run(sharded(tmp_path), per_shard=2), []
+    index = writer._shards._index
+    writer.on_shard_complete(lambda path: seen.append(index.size))
+    real, refusals = index.write, [True, True, True]
+
+    def without_room(data):
+        if refusals:
+            refusals.pop()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(data)
+
+    monkeypatch.setattr(index, "write", without_room)
+    for number in range(3):
+        await writer.append([record(number, writer)])
+    assert not refusals
+    assert [size > 0 for size in seen] == [True]
+    writer.close()

@@ -250,6 +250,39 @@ async def test_code_may_send_groups_of_its_own():
     assert env.items_sent_this_step == 3
 
 
+async def test_groups_that_code_sends_without_an_item_are_new_ones_after_a_restart(tmp_path):
+    class SendingEnv(CountingEnv):
+        async def add_train_workers(self):
+            if len(self._api.received) < 3:
+                await self.handle_send_to_api(make_group(len(self._api.received)))
+
+    for _ in range(2):
+        env, api = serving(SendingEnv, max_batches_offpolicy=0, rollouts_dir=str(tmp_path))
+        async with running(env):
+            await until(lambda api=api: len(api.received) == 3)
+    lines = (tmp_path / "counting_rollouts_main_0001.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["group_id"] for line in lines}) == len(lines) == 6
+
+
+async def test_what_a_deadline_ended_in_the_middle_of_its_sending_is_sent_before_the_end(tmp_path):
+    class SendsItselfEnv(CountingEnv):
+        async def collect_trajectories(self, item):
+            await self.handle_send_to_api(make_group(item["number"]), item)
+            return None, []
+
+    env, api = serving(
+        SendsItselfEnv, total_groups=4, rollouts_dir=str(tmp_path), worker_timeout=0.2, max_num_workers=4
+    )
+    api.is_up.clear()
+    async with running(env) as task:
+        await until(lambda: env._run is not None and env._run.sink.is_full and env._run.failures.counts["kill"])
+        api.is_up.set()
+        async with asyncio.timeout(60):
+            await asyncio.wait([task])
+    assert sorted(group["tokens"][0][0] for group in api.received) == [0, 1, 2, 3]
+    assert env._run.sink.unsent == 0
+
+
 async def test_a_wait_without_items_ends_when_there_are_some():
     class PatientEnv(CountingEnv):
         """Nothing at first."""

@@ -13,8 +13,9 @@ import pytest
 import yaml
 from counting_env import CountingEnv, StreamingEnv, make_env
 
-from atroposlib.errors import ConfigError
-from atroposlib.rollouts import shared_draw
+from atroposlib.errors import ConfigError, LaunchError
+from atroposlib.rollouts import files, shared_draw
+from atroposlib.rollouts import leases as leases_module
 from atroposlib.rollouts.leases import Leases
 
 SEATS = 20
@@ -155,6 +156,81 @@ def test_a_member_is_silent_only_after_the_timeout_of_the_watcher(tmp_path):
 async def test_an_environment_without_get_item_cannot_share_a_run(tmp_path):
     with pytest.raises(ConfigError, match="get_item"):
         await member(tmp_path, "a", StreamingEnv).process_manager()
+
+
+class FailsOnceEnv(CountingEnv):
+    """The item of seat 3, or its task, cannot be told at the first try."""
+
+    what = "item"
+
+    async def setup(self):
+        await super().setup()
+        self.failed = False
+
+    def fail_once(self, index, what):
+        if (index, what) == (3, self.what) and not self.failed:
+            self.failed = True
+            raise OSError("not now")
+
+    async def get_item(self, index):
+        self.fail_once(index, "item")
+        return await super().get_item(index)
+
+    def item_task(self, item):
+        self.fail_once(item["number"], "task")
+        return super().item_task(item)
+
+
+@pytest.mark.parametrize("what", ["item", "task"])
+async def test_a_seat_whose_item_cannot_be_told_gets_another(tmp_path, what):
+    env = member(tmp_path, "a", FailsOnceEnv)
+    env.what = what
+    outcome = await env.process_manager()
+    assert outcome.groups == SEATS
+    assert {number % SEATS for number in everything(tmp_path)} == set(range(SEATS))
+
+
+async def test_two_members_of_one_name_are_refused_and_a_restart_or_a_moved_run_is_not(tmp_path):
+    await member(tmp_path / "run", "a").process_manager()
+    with pytest.raises(LaunchError, match=r"rollouts of member 'a' are in \.\./a, not in \.\./b; give every member"):
+        await member(tmp_path / "run", "b", lease_owner="a").process_manager()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    await member(tmp_path / "moved", "a").process_manager()
+    assert everything(tmp_path / "moved") == list(range(SEATS))
+
+
+async def test_what_waited_for_space_is_not_written_once_another_member_has_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "DISK_FULL_RETRY_S", 0.01)
+    env = member(tmp_path, "a", max_num_workers=1, lease_timeout=1e6)
+    real, lost = files.ShardWriter.write, []
+
+    def without_room(writer, waiting):
+        if not lost and waiting:
+            lost.append(waiting[0].entries[0].item_key)
+            other = leases(tmp_path, "b")
+            assert other.take(int(lost[0]) // 2, term=2)
+            raise OSError(28, "No space left on device")
+        real(writer, waiting)
+
+    monkeypatch.setattr(files.ShardWriter, "write", without_room)
+    running = asyncio.create_task(env.process_manager())
+    async with asyncio.timeout(60):
+        while len(everything(tmp_path)) < SEATS - 2:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])
+    assert lost[0] not in map(str, everything(tmp_path))
+
+
+def test_an_end_that_cannot_be_announced_is_no_failure(tmp_path, monkeypatch):
+    one = leases(tmp_path, "a")
+    one.start()
+
+    def refuse(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(leases_module, "write_text_atomic", refuse)
+    one.close()
 
 
 def start_member(folder: Path, name: str, **changes) -> subprocess.Popen:
