@@ -232,6 +232,16 @@ async def test_tool_calls_are_parsed_and_the_sequence_goes_on_from_their_text():
     assert "tools" not in server.requests[0]
 
 
+async def test_a_malformed_tool_call_stays_text_and_the_other_responses_stay():
+    malformed = '<tool_call>{{"name": "look", "arguments": {"at": 1}}}</tool_call>'
+    managed = managed_of(FakeServer([malformed, CALL], tokenizer=ToolTokenizer()), tool_parser="hermes")
+
+    reply = await managed.chat_completion(messages=[USER], tools=TOOLS, n=2)
+
+    assert [choice.finish_reason for choice in reply.choices] == ["stop", "tool_calls"]
+    assert reply.choices[0].message.content == malformed
+
+
 async def test_a_text_cut_by_length_stays_a_length_stop_with_tools():
     managed = managed_of(FakeServer("so", finish_reason="length", tokenizer=ToolTokenizer()), tool_parser="hermes")
 

@@ -94,6 +94,13 @@ async def test_tool_calls_come_out_parsed_and_go_back_in_as_written():
     assert CALL in nodes[0]["full_text"]
 
 
+async def test_half_a_surrogate_pair_in_a_tool_call_is_answered_escaped():
+    async with client_of(FakeServer(CALL.replace('"a": 1', '"a": "\\ud83d"'))) as client:
+        session = await created(client)
+        reply = await client.post(f"/{session}/v1/chat/completions", json={"messages": HELLO, "tools": TOOLS})
+    assert reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": "\\ud83d"}'
+
+
 async def test_rendering_shows_the_prompt_and_tracks_nothing():
     async with client_of(FakeServer()) as client:
         session = await created(client)
