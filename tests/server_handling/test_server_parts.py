@@ -3,6 +3,8 @@
 import asyncio
 import logging
 
+import numpy as np
+import openai
 import pytest
 
 from atroposlib.envs.server_handling import discovery
@@ -149,6 +151,14 @@ def test_openai_names_become_the_engines_names():
     assert sampling_of({"max_new_tokens": 5}, names=VLLM_NAMES, allowed=VLLM_SAMPLING, engine="vLLM") == {
         "max_tokens": 5
     }
+
+
+def test_what_openais_client_calls_not_given_is_left_out():
+    assert sglang_sampling(temperature=openai.NOT_GIVEN, seed=openai.omit, stop=None, top_p=1.0) == {"top_p": 1.0}
+
+
+def test_numpy_numbers_become_pythons():
+    assert type(sglang_sampling(temperature=np.float64(0.5))["temperature"]) is float
 
 
 def test_extra_body_is_merged_in():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 from atroposlib.envs.server_handling.faults import ReplyFault
+from atroposlib.envs.server_handling.sampling import as_plain, is_given
 from atroposlib.errors import RequestFault
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of
 
@@ -28,7 +29,7 @@ _NOT_SAMPLING = frozenset({"model", "messages", "prompt", "tools", "tool_choice"
 
 
 def request_body(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON body: `extra_body` merged in, None and client options left out.
+    """The JSON body: `extra_body` merged in, what is not given and client options left out.
 
     Raises:
         RequestFault: `stream=True`; replies are read as a whole.
@@ -36,9 +37,9 @@ def request_body(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if kwargs.get("stream"):
         raise RequestFault("stream=True is not supported; leave it out, the reply comes as a whole")
     body = {
-        key: value
+        key: as_plain(value)
         for key, value in kwargs.items()
-        if value is not None and key not in ("extra_body", "extra_headers", "timeout", "stream")
+        if is_given(value) and key not in ("extra_body", "extra_headers", "timeout", "stream")
     }
     return {**body, **(kwargs.get("extra_body") or {})}
 
