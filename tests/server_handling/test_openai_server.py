@@ -100,7 +100,11 @@ async def test_what_openais_own_client_takes_is_sent(given, sent, server, engine
     assert msgspec.msgpack.encode(list(trace.sampling.values()))  # as the journal writes them
 
 
-UNWRITABLE = {"half a surrogate pair": "\ud83d", "an object": object(), "no number with a long one": [1 << 70, float("nan")]}
+UNWRITABLE = {
+    "half a surrogate pair": "\ud83d",
+    "an object": object(),
+    "no number with a long one": [1 << 70, float("nan")],
+}
 
 
 @pytest.mark.parametrize("content", UNWRITABLE.values(), ids=UNWRITABLE)
@@ -161,6 +165,39 @@ def test_content_that_a_reasoning_parser_took_is_an_empty_text(message):
     body["choices"] = [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", **message}}]
 
     assert parse_chat(json.dumps(body).encode()).choices[0].message.content == ""
+
+
+FAILED_CHOICES = {
+    "null": None,
+    "no message": {"index": 0, "finish_reason": "stop"},
+    "a null message": {"index": 0, "finish_reason": "stop", "message": None},
+    "an error behind a router": {
+        "finish_reason": "error",
+        "error": {"code": 502, "message": "Upstream error"},
+        "message": {"role": "assistant", "content": ""},
+    },
+}
+
+
+@pytest.mark.parametrize("choice", FAILED_CHOICES.values(), ids=FAILED_CHOICES)
+async def test_a_choice_that_is_none_is_asked_for_again(choice, server, engine):
+    engine.scripted = [(200, {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})]
+
+    reply = await server.chat_completion(messages=MESSAGES)
+
+    assert [choice.message.content for choice in reply.choices] == ["hello"]
+    assert len(engine.requests) == 2
+
+
+async def test_usage_without_numbers_counts_nothing(server, engine):
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "a"}}
+    usage = {"prompt_tokens": None, "completion_tokens": None}
+    engine.scripted = [(200, {"id": "x", "choices": [choice], "usage": usage})]
+
+    with tracing() as trace:
+        await server.chat_completion(messages=MESSAGES)
+
+    assert trace.usage == {"prompt_tokens": 0, "completion_tokens": 0}
 
 
 def test_finish_reasons_that_openai_does_not_know_are_kept():

@@ -57,7 +57,9 @@ def parse_chat(data: bytes) -> "ChatCompletion":
     parsed = _parse(data)
     for choice in parsed["choices"]:
         message = choice.get("message")
-        if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
+        if not isinstance(message, dict):
+            raise ReplyFault(f"a choice has no message: {data[:500]!r}")
+        if message.get("content") is None and not message.get("tool_calls"):
             message["content"] = ""
     return _build(_types()[0], parsed)
 
@@ -142,6 +144,12 @@ def _parse(data: bytes) -> dict[str, Any]:
         raise ReplyFault(f"reply is not JSON ({error}): {data[:200]!r}") from error
     if not isinstance(parsed, dict) or not isinstance(parsed.get("choices"), list) or not parsed["choices"]:
         raise ReplyFault(f"reply has no choices: {data[:500]!r}")
+    for choice in parsed["choices"]:
+        if not isinstance(choice, dict) or choice.get("finish_reason") == "error" or choice.get("error"):
+            raise ReplyFault(f"a choice failed: {data[:500]!r}")  # routers say so of the provider behind them
+    usage = parsed.get("usage")
+    if isinstance(usage, dict):
+        usage.update({name: usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens", "total_tokens")})
     return parsed
 
 

@@ -55,7 +55,7 @@ def sampling_of(
 ) -> dict[str, Any]:
     """Keyword arguments of a call as the engine's own parameters.
 
-    Client options and what is not given are left out, `extra_body` is merged in, OpenAI's names are translated by `names`.
+    Client options and what is not given are left out, `extra_body` is merged in, `names` translates OpenAI's names.
 
     Raises:
         RequestFault: a key that the engine does not know.
