@@ -7,6 +7,7 @@ import pytest
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer, ManagedServerAdapter
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
+from tests import fakes
 from tests.fakes import BOS, EOS, FakeServer, FakeTokenizer
 
 USER = {"role": "user", "content": "hi"}
@@ -54,6 +55,17 @@ async def test_the_end_token_is_not_doubled_in_the_next_turn():
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>"
     )
     assert server.requests[1]["input_ids"] == node.tokens[: -len("two") - 1]
+
+
+async def test_the_last_of_two_end_tokens_is_not_doubled_in_the_next_turn(monkeypatch):
+    monkeypatch.setitem(fakes.SPECIALS, "<|calls_end|>", 259)
+    managed = managed_of(FakeServer(["one<|calls_end|>", "two"]))
+    await managed.chat_completion(messages=[USER])
+
+    await managed.chat_completion(messages=[USER, said("one"), USER])
+
+    (node,) = managed.get_state()["nodes"]
+    assert "\none<|calls_end|><|im_end|>\n<|im_start|>user" in FakeTokenizer().decode(node.tokens)
 
 
 async def test_completion_keeps_earlier_turns_trainable():
