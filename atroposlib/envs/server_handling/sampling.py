@@ -47,6 +47,9 @@ _CLIENT_ONLY = _words(
     """model messages prompt input_ids timeout extra_headers extra_body stream user logprobs tools tool_choice
     skip_reasoning"""
 )
+OPTIONS = SGLANG_SAMPLING | SGLANG_REQUEST | VLLM_SAMPLING | SGLANG_NAMES.keys() | VLLM_NAMES.keys() | _CLIENT_ONLY
+"""Whatever one of the engines, or our clients, can be told."""
+
 _NOT_GIVEN_TYPES = ("NotGiven", "Omit")  # by name: importing `openai` takes 0.6 s of CPU
 
 
