@@ -147,6 +147,47 @@ async def test_a_gateway_that_is_not_ready_does_not_tell_what_kind_of_vllm_is_be
     assert not not_ready
 
 
+async def test_a_404_of_a_gateway_that_starts_does_not_make_a_server_stock(server, engine, monkeypatch):
+    real_get, starting = server.transport.get, [404]
+
+    async def get(url, **options):
+        return (starting.pop(), b"") if starting else await real_get(url, **options)
+
+    monkeypatch.setattr(server.transport, "get", get)
+    engine.scripted = [(404, "not found"), (200, {"logprobs": [[{"65": -0.5}]], "finish_reasons": ["stop"]})]
+
+    with pytest.raises(RequestFault, match="404"):
+        await server.tokens_and_logprobs_completion(input_ids=[5], max_tokens=1)
+    _, outputs, _, _ = await server.tokens_and_logprobs_completion(input_ids=[5], max_tokens=1)
+
+    assert outputs == [[65]]
+    assert [path for path, _ in engine.requests] == ["/v1/completions", "/generate"]
+
+
+MODELS = {
+    "a page": b"<html>",
+    "null": b"null",
+    "no list": b"{}",
+    "an empty list": b'{"data": []}',
+    "no length": b'{"data": [{}]}',
+}
+
+
+@pytest.mark.parametrize("body", MODELS.values(), ids=MODELS)
+async def test_a_server_that_does_not_tell_its_context_is_sent_no_limit(body, server, engine, monkeypatch):
+    real_get = server.transport.get
+
+    async def get(url, **options):
+        return (200, body) if url.endswith("/models") else await real_get(url, **options)
+
+    monkeypatch.setattr(server.transport, "get", get)
+    engine.scripted = [(200, {"logprobs": [[{"65": -0.5}]], "finish_reasons": ["stop"]})]
+
+    await server.tokens_and_logprobs_completion(input_ids=[5])
+
+    assert "max_tokens" not in engine.requests[0][1]
+
+
 GOOD = {"choices": [completion([65], [-0.5]), completion([66], [-0.5])]}
 NO_REPLIES = {
     "null": None,

@@ -27,7 +27,7 @@ _NOT_FOUND = 404
 class VLLMServer(TokenServer):
     """One vLLM server."""
 
-    _is_stock: bool | None = None  # None: not asked yet
+    _is_stock: bool | None = None  # None: no reply yet
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
         prompt_ids = self._prompt_ids(kwargs)
@@ -81,12 +81,13 @@ class VLLMServer(TokenServer):
 
     async def _ask(self, prompt_ids: list[int], sampling: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The reply of the route that this server has. A server without `/generate` is stock vLLM."""
-        if self._is_stock is None:
+        is_stock = self._is_stock
+        if is_stock is None:
             status, _ = await self.transport.get(f"{self.root_url}/generate", timeout_s=30)
             if status in UNAVAILABLE:  # a gateway whose server is not up yet
                 raise EndpointUnavailable(f"GET {self.root_url}/generate answered {status}")
-            self._is_stock = status == _NOT_FOUND
-        if self._is_stock:
+            is_stock = status == _NOT_FOUND
+        if is_stock:
             url = f"{self.openai_url}/completions"
             model = kwargs.get("model") or self.config.model_name  # a LoRA adapter is chosen by its name
             asked = {"return_token_ids": True, "return_weight_versions": True}  # older versions ignore the second
@@ -100,4 +101,5 @@ class VLLMServer(TokenServer):
             raise ReplyFault(f"{url} answered no JSON ({error}): {data[:200]!r}") from error
         if not isinstance(reply, dict) or reply.get("object") == "error" or reply.get("error"):
             raise ReplyFault(f"{url} answered an error as if all were well: {data[:500]!r}")
+        self._is_stock = is_stock  # only now is it sure: a gateway whose server is not up yet may say 404, too
         return reply
