@@ -69,7 +69,7 @@ def parse_lenient_object(text: str) -> dict[str, Any] | None:
 def _json(text: str) -> Any:
     try:
         return json.loads(text, strict=False)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError also: a number of more digits than Python converts
         return None
 
 
@@ -78,7 +78,7 @@ def _python_literal(text: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unknown escapes in what the model wrote
             return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # TypeError: {{...}}, an unhashable key
         return None
 
 

@@ -7,6 +7,7 @@ import pytest
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer, ManagedServerAdapter
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
+from tests import fakes
 from tests.fakes import BOS, EOS, FakeServer, FakeTokenizer
 
 USER = {"role": "user", "content": "hi"}
@@ -54,6 +55,17 @@ async def test_the_end_token_is_not_doubled_in_the_next_turn():
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>"
     )
     assert server.requests[1]["input_ids"] == node.tokens[: -len("two") - 1]
+
+
+async def test_the_last_of_two_end_tokens_is_not_doubled_in_the_next_turn(monkeypatch):
+    monkeypatch.setitem(fakes.SPECIALS, "<|calls_end|>", 259)
+    managed = managed_of(FakeServer(["one<|calls_end|>", "two"]))
+    await managed.chat_completion(messages=[USER])
+
+    await managed.chat_completion(messages=[USER, said("one"), USER])
+
+    (node,) = managed.get_state()["nodes"]
+    assert "\none<|calls_end|><|im_end|>\n<|im_start|>user" in FakeTokenizer().decode(node.tokens)
 
 
 async def test_completion_keeps_earlier_turns_trainable():
@@ -230,6 +242,16 @@ async def test_tool_calls_are_parsed_and_the_sequence_goes_on_from_their_text():
     (node,) = managed.get_state()["nodes"]
     assert written(node) == f"{CALL}<|im_end|>done<|im_end|>"
     assert "tools" not in server.requests[0]
+
+
+async def test_a_malformed_tool_call_stays_text_and_the_other_responses_stay():
+    malformed = '<tool_call>{{"name": "look", "arguments": {"at": 1}}}</tool_call>'
+    managed = managed_of(FakeServer([malformed, CALL], tokenizer=ToolTokenizer()), tool_parser="hermes")
+
+    reply = await managed.chat_completion(messages=[USER], tools=TOOLS, n=2)
+
+    assert [choice.finish_reason for choice in reply.choices] == ["stop", "tool_calls"]
+    assert reply.choices[0].message.content == malformed
 
 
 async def test_a_text_cut_by_length_stays_a_length_stop_with_tools():

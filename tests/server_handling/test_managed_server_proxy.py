@@ -5,12 +5,13 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 import uvicorn
+from jinja2 import TemplateError
 
 from atroposlib.envs.server_handling import managed_server_proxy as proxy_module
 from atroposlib.envs.server_handling import proxy_client
 from atroposlib.envs.server_handling.managed_server_proxy import create_app
 from atroposlib.envs.server_handling.proxy_client import create_proxy_session
-from atroposlib.envs.server_handling.proxy_schemas import load_config
+from atroposlib.envs.server_handling.proxy_schemas import _note_ignored, load_config
 from atroposlib.envs.server_handling.proxy_sessions import Sessions, UnknownSessionError, choose_server
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -30,8 +31,8 @@ def manager_of(*servers):
 
 
 @asynccontextmanager
-async def client_of(server, **options):
-    app = create_app(manager_of(server), FakeTokenizer(), "fake", **options)
+async def client_of(server, tokenizer=None, **options):
+    app = create_app(manager_of(server), tokenizer or FakeTokenizer(), "fake", **options)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
         yield client
@@ -77,6 +78,45 @@ async def test_every_sampling_option_reaches_the_engine():
     assert "stream" not in request
 
 
+MEANT_FOR_OPENAI = {
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "store": False,
+    "metadata": {"a": "b"},
+    "reasoning_effort": "low",
+    "service_tier": "auto",
+    "safety_identifier": "x",
+    "prompt_cache_key": "k",
+    "top_logprobs": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"), [("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "p"})]
+)
+async def test_fields_that_no_engine_knows_are_ignored_and_logged_once(path, asked, caplog):
+    _note_ignored.cache_clear()
+    server = FakeServer("hello")
+    async with client_of(server) as client:
+        session = await created(client)
+        for _ in range(2):
+            reply = await client.post(f"/{session}/v1/{path}", json={**asked, **MEANT_FOR_OPENAI, "top_p": 0.5})
+            assert reply.status_code == 200
+    assert not server.requests[0].keys() & MEANT_FOR_OPENAI.keys()
+    assert server.requests[0]["top_p"] == 0.5
+    assert caplog.text.count("no engine knows it: store") == 1
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": -1}, {"temperature": "hot"}, {"n": 0}], ids=str)
+async def test_wrong_values_of_known_fields_are_refused(wrong):
+    server = FakeServer("hello")
+    async with client_of(server) as client:
+        session = await created(client)
+        reply = await client.post(f"/{session}/v1/chat/completions", json={"messages": HELLO, **wrong})
+    assert reply.status_code == 422
+    assert server.requests == []
+
+
 async def test_tool_calls_come_out_parsed_and_go_back_in_as_written():
     server = FakeServer([CALL, "The sum is 1."])
     async with client_of(server) as client:
@@ -92,6 +132,13 @@ async def test_tool_calls_come_out_parsed_and_go_back_in_as_written():
     assert second["message"]["content"] == "The sum is 1."
     assert len(nodes) == 1
     assert CALL in nodes[0]["full_text"]
+
+
+async def test_half_a_surrogate_pair_in_a_tool_call_is_answered_escaped():
+    async with client_of(FakeServer(CALL.replace('"a": 1', '"a": "\\ud83d"'))) as client:
+        session = await created(client)
+        reply = await client.post(f"/{session}/v1/chat/completions", json={"messages": HELLO, "tools": TOOLS})
+    assert reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": "\\ud83d"}'
 
 
 async def test_rendering_shows_the_prompt_and_tracks_nothing():
@@ -147,16 +194,26 @@ async def test_models_and_servers_are_shown():
         ]
 
 
+class WithoutSystemRole(FakeTokenizer):
+    def apply_chat_template(self, conversation, **options):
+        if conversation[0]["role"] == "system":
+            raise TemplateError("no system role")
+        return super().apply_chat_template(conversation, **options)
+
+
 REFUSALS = {
     "unknown session": ("nobody", {"messages": HELLO}, 404, "no session nobody"),
     "no messages": (None, {"messages": []}, 400, "must not be empty"),
     "streaming": (None, {"messages": HELLO, "stream": True}, 400, "stream=true"),
+    "no role": (None, {"messages": [*HELLO, {"content": "x"}]}, 400, "messages[1] has no role"),
+    "refused by the template": (None, {"messages": [{"role": "system", "content": ""}]}, 400, "no system role"),
+    "broken by the template": (None, {"messages": [{"role": "user"}]}, 500, "KeyError"),
 }
 
 
 @pytest.mark.parametrize(("session", "body", "status", "message"), REFUSALS.values(), ids=REFUSALS)
 async def test_refusals_have_openai_form(session, body, status, message):
-    async with client_of(FakeServer()) as client:
+    async with client_of(FakeServer(), tokenizer=WithoutSystemRole()) as client:
         session = session or await created(client)
         reply = await client.post(f"/{session}/v1/chat/completions", json=body)
     assert reply.status_code == status
@@ -276,7 +333,7 @@ async def test_a_proxy_session_is_used_like_a_managed_server():
             await session.chat_completion(messages=HELLO)
         assert len(session.get_state()["nodes"]) == 1
         assert session.get_url() == f"{url}/{session.session_uuid}/v1"
-        with pytest.raises(RequestFault, match="404"):
+        with pytest.raises(KilledFault, match="404"):
             await session.fetch_state()
     assert server.requests[0]["top_p"] == 0.5
 
@@ -310,6 +367,23 @@ async def test_a_fault_behind_the_proxy_keeps_its_class(fault):
         session = await create_proxy_session(url)
         with pytest.raises(type(fault), match="answered 500"):
             await session.chat_completion(messages=HELLO)
+
+
+async def test_a_session_that_a_restart_of_the_proxy_forgot_is_a_kill(caplog):
+    async with serving(create_app(manager_of(FakeServer()), FakeTokenizer())) as url:
+        session = await create_proxy_session(url)
+        await session.chat_completion(messages=HELLO)
+    async with serving(create_app(manager_of(FakeServer()), FakeTokenizer())) as session.proxy_url:
+        with pytest.raises(KilledFault, match="no session"):
+            await session.chat_completion(messages=HELLO)
+        await session.cleanup()
+    assert "proxy session not deleted" in caplog.text
+
+
+async def test_another_address_of_the_proxy_is_no_kill():
+    async with serving(create_app(manager_of(FakeServer()), FakeTokenizer())) as url:
+        with pytest.raises(RequestFault, match="404"):
+            await create_proxy_session(f"{url}/elsewhere")
 
 
 async def test_the_server_manager_uses_the_proxy():

@@ -1,5 +1,8 @@
 import json
 
+import msgspec
+import numpy as np
+import openai
 import pytest
 
 from atroposlib.envs.server_handling.http_server import endpoint_urls
@@ -71,6 +74,47 @@ async def test_client_options_are_not_sent(server, engine):
     assert len(server.eval_request_timings) == 1
 
 
+async def test_a_reply_of_the_model_goes_back_in_as_it_came(server, engine):
+    reply = await server.chat_completion(messages=MESSAGES)
+
+    await server.chat_completion(messages=[*MESSAGES, reply.choices[0].message])
+
+    assert engine.requests[1][1]["messages"] == [*MESSAGES, {"role": "assistant", "content": "hello"}]
+
+
+TAKEN = {
+    "numpy float": ({"temperature": np.linspace(0, 1, 3)[1]}, {"temperature": 0.5}),
+    "numpy int": ({"n": np.int64(1)}, {"n": 1}),
+    "numpy array": ({"stop_token_ids": np.array([1, 2])}, {"stop_token_ids": [1, 2]}),
+    "ids as keys": ({"logit_bias": {50256: -100}}, {"logit_bias": {"50256": -100}}),
+    "not given": ({"tools": openai.NOT_GIVEN, "stop": openai.omit}, {}),
+}
+
+
+@pytest.mark.parametrize(("given", "sent"), TAKEN.values(), ids=TAKEN)
+async def test_what_openais_own_client_takes_is_sent(given, sent, server, engine):
+    with tracing() as trace:
+        await server.chat_completion(messages=MESSAGES, **given)
+
+    assert engine.requests == [("/v1/chat/completions", {"messages": MESSAGES, "model": "m", **sent})]
+    assert msgspec.msgpack.encode(list(trace.sampling.values()))  # as the journal writes them
+
+
+UNWRITABLE = {
+    "half a surrogate pair": "\ud83d",
+    "an object": object(),
+    "no number with a long one": [1 << 70, float("nan")],
+}
+
+
+@pytest.mark.parametrize("content", UNWRITABLE.values(), ids=UNWRITABLE)
+async def test_what_is_no_json_is_refused(content, server, engine):
+    with pytest.raises(RequestFault, match="cannot be written as JSON"):
+        await server.chat_completion(messages=[{"role": "user", "content": content}])
+
+    assert engine.requests == []
+
+
 async def test_streaming_is_refused(server):
     with pytest.raises(RequestFault, match="stream=True is not supported"):
         await server.completion(prompt="x", stream=True)
@@ -121,6 +165,39 @@ def test_content_that_a_reasoning_parser_took_is_an_empty_text(message):
     body["choices"] = [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", **message}}]
 
     assert parse_chat(json.dumps(body).encode()).choices[0].message.content == ""
+
+
+FAILED_CHOICES = {
+    "null": None,
+    "no message": {"index": 0, "finish_reason": "stop"},
+    "a null message": {"index": 0, "finish_reason": "stop", "message": None},
+    "an error behind a router": {
+        "finish_reason": "error",
+        "error": {"code": 502, "message": "Upstream error"},
+        "message": {"role": "assistant", "content": ""},
+    },
+}
+
+
+@pytest.mark.parametrize("choice", FAILED_CHOICES.values(), ids=FAILED_CHOICES)
+async def test_a_choice_that_is_none_is_asked_for_again(choice, server, engine):
+    engine.scripted = [(200, {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})]
+
+    reply = await server.chat_completion(messages=MESSAGES)
+
+    assert [choice.message.content for choice in reply.choices] == ["hello"]
+    assert len(engine.requests) == 2
+
+
+async def test_usage_without_numbers_counts_nothing(server, engine):
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "a"}}
+    usage = {"prompt_tokens": None, "completion_tokens": None}
+    engine.scripted = [(200, {"id": "x", "choices": [choice], "usage": usage})]
+
+    with tracing() as trace:
+        await server.chat_completion(messages=MESSAGES)
+
+    assert trace.usage == {"prompt_tokens": 0, "completion_tokens": 0}
 
 
 def test_finish_reasons_that_openai_does_not_know_are_kept():

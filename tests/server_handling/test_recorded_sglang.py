@@ -110,6 +110,41 @@ async def test_a_reply_without_logprobs_keeps_its_ids(client, engine):
     assert logprobs == [[]]
 
 
+INCOMPLETE = {
+    "neither ids nor log-probabilities": {"output_ids": None, "output_token_logprobs": None},
+    "no ids": {"output_ids": [], "output_token_logprobs": None},
+    "more ids than log-probabilities": {"output_token_logprobs": [[-0.5, 1, None]]},
+}
+
+
+@pytest.mark.parametrize("left_out", INCOMPLETE.values(), ids=INCOMPLETE)
+async def test_a_reply_of_which_a_part_is_missing_is_asked_for_again(left_out, client, engine):
+    exchange = recorded("generate_logprob")
+    body = exchange["body"]
+    part = {**body, **left_out, "meta_info": {**body["meta_info"], **left_out}}
+    engine.scripted = [(200, part), (200, body)]
+
+    _, outputs, _, _ = await client.tokens_and_logprobs_completion(**asked(exchange))
+
+    assert outputs == [body["output_ids"]]
+    assert len(engine.requests) == 2
+
+
+async def test_choices_of_different_weights_span_the_trace_from_the_oldest_to_the_newest(client, engine):
+    exchange = recorded("generate_n2")
+    for choice, version in zip(exchange["body"], ("10", "9"), strict=True):
+        choice["meta_info"]["weight_version"] = version
+    engine.scripted = [(200, exchange["body"])]
+
+    with tracing() as trace:
+        await client.tokens_and_logprobs_completion(**asked(exchange))
+    await client.tokens_and_logprobs_completion(input_ids=[1], max_tokens=1)
+
+    assert (trace.engine["weight_version_start"], trace.engine["weight_version_end"]) == ("9", "10")
+    assert trace.usage["prompt_tokens"] == exchange["body"][0]["meta_info"]["prompt_tokens"]
+    assert engine.requests[1][1]["extra_key"] == " weights 10"  # prefixes of the newest are shared
+
+
 @pytest.mark.parametrize("text", [None, ""])
 async def test_ids_count_when_a_reasoning_parser_leaves_no_text(text, client, engine):
     exchange = recorded("generate_logprob")

@@ -1,11 +1,14 @@
 """The small parts of the clients: slots, reasoning options, sampling keys, discovery, config merging."""
 
 import asyncio
+import json
 import logging
 
+import numpy as np
+import openai
 import pytest
 
-from atroposlib.envs.server_handling import discovery
+from atroposlib.envs.server_handling import discovery, sglang_stream
 from atroposlib.envs.server_handling.config_merge import resolve_openai_configs
 from atroposlib.envs.server_handling.discovery import expand_nodelist, slurm_base_urls
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
@@ -21,8 +24,12 @@ from atroposlib.envs.server_handling.sampling import (
 from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import server_configs
+from atroposlib.envs.server_handling.sglang_server import decode_generations
+from atroposlib.envs.server_handling.sglang_stream import StreamReader
 from atroposlib.envs.server_handling.timings import timing_metrics
 from atroposlib.errors import ConfigError, RequestFault
+from atroposlib.rollouts.journal import ResponseJournal
+from atroposlib.type_definitions import PROMPT_LOGPROB
 
 # -- slots -------------------------------------------------------------------------------------------------------
 
@@ -149,6 +156,14 @@ def test_openai_names_become_the_engines_names():
     assert sampling_of({"max_new_tokens": 5}, names=VLLM_NAMES, allowed=VLLM_SAMPLING, engine="vLLM") == {
         "max_tokens": 5
     }
+
+
+def test_what_openais_client_calls_not_given_is_left_out():
+    assert sglang_sampling(temperature=openai.NOT_GIVEN, seed=openai.omit, stop=None, top_p=1.0) == {"top_p": 1.0}
+
+
+def test_numpy_numbers_become_pythons():
+    assert type(sglang_sampling(temperature=np.float64(0.5))["temperature"]) is float
 
 
 def test_extra_body_is_merged_in():
@@ -338,3 +353,23 @@ def test_timings_become_metrics():
 
 def test_the_99th_percentile_is_the_time_that_99_of_100_requests_kept():
     assert timing_metrics("s", [float(second) for second in range(1, 201)], [])["s_request_time_99p"] == 198.0
+
+
+# -- streams -----------------------------------------------------------------------------------------------------
+
+
+def event_of(ids, logprobs):
+    meta = {"completion_tokens": len(ids), "output_token_logprobs": [[logprob, 0, None] for logprob in logprobs]}
+    return json.dumps({"output_ids": ids, "meta_info": meta}).encode()
+
+
+def test_log_probabilities_that_begin_later_stay_with_their_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(sglang_stream, "PIECE_TOKENS", 0)  # every event is parsed
+    draft = ResponseJournal(tmp_path / "run.journal", set()).open("1", b"place")
+    reader = StreamReader(draft, decode_generations)
+
+    reader.take(event_of([1, 2], []))
+    reader.take(event_of([1, 2, 3], [-0.1, -0.2, -0.3]))
+
+    assert draft.ids.tolist() == [1, 2, 3]
+    assert draft.logprobs.tolist() == [PROMPT_LOGPROB, PROMPT_LOGPROB, -0.3]

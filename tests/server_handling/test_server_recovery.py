@@ -203,6 +203,36 @@ async def test_a_rate_limit_is_waited_for_as_long_as_the_server_asks(sglang, mon
     assert list(sglang.attempts_list) == [1]
 
 
+async def test_a_rate_limit_without_a_wait_is_no_busy_loop(sglang, monkeypatch):
+    waits = []
+    real_sleep = asyncio.sleep
+
+    async def sleep(seconds):
+        waits.append(seconds)
+        await real_sleep(0)
+
+    limits = [EndpointUnavailable("slow down", retry_after_s=0.0)] * 5
+
+    async def wrapper(**_):
+        if limits:
+            raise limits.pop()
+        return "done"
+
+    monkeypatch.setattr(server_baseline.asyncio, "sleep", sleep)
+    monkeypatch.setattr(sglang, "_completion_wrapper", wrapper)
+
+    assert await sglang.completion(prompt="x") == "done"
+    assert len(waits) == 5
+    assert min(waits) >= server_baseline.FIRST_PAUSE_S / 2
+
+
+@pytest.mark.parametrize("failures", [1, 1_026, 10**6])
+def test_a_pause_has_its_bounds_after_any_number_of_failures(failures):
+    pause_s = server_baseline.backoff_s(failures)
+
+    assert server_baseline.FIRST_PAUSE_S / 2 <= pause_s <= server_baseline.LONGEST_PAUSE_S
+
+
 async def test_a_server_that_asks_for_a_wait_beyond_the_limit_is_given_up_at_the_limit(engine):
     server = sglang_server(engine, outage_timeout_s=0.05)
 

@@ -27,6 +27,7 @@ def parsed(translator, raw, tool_choice="auto", tools=TOOLS):
 
 
 CATS = ("search", {"query": "cats"})
+UNORDERED = "<tool_call>{'name': 'search', 'arguments': {'query': {'cats'}}}</tool_call>"
 OUTPUTS = {
     "one call": (CALL, (None, [CATS], "tool_calls")),
     "two calls": (f"{CALL}\n{CALL}", (None, [CATS, CATS], "tool_calls")),
@@ -39,6 +40,8 @@ OUTPUTS = {
     "no json": ("<tool_call>search cats</tool_call>", ("<tool_call>search cats</tool_call>", [], "stop")),
     "one of two broken": (f"{CALL}<tool_call>{{", (f"{CALL}<tool_call>{{", [], "stop")),
     "no name": ('<tool_call>{"arguments": {}}</tool_call>', ('<tool_call>{"arguments": {}}</tool_call>', [], "stop")),
+    "half a surrogate pair": (CALL.replace("cats", "\\ud83d"), (None, [("search", {"query": "\ud83d"})], "tool_calls")),
+    "no json in a python literal": (UNORDERED, (UNORDERED, [], "stop")),
     "only thought of": (f"<think>{CALL}</think>no", (f"<think>{CALL}</think>no", [], "stop")),
 }
 

@@ -4,6 +4,7 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import RequestFault
 from atroposlib.rollouts.trace import tracing
+from atroposlib.type_definitions import PROMPT_LOGPROB
 from tests.fake_engine import FakeEngine
 from tests.fakes import FakeTokenizer
 
@@ -144,6 +145,98 @@ async def test_a_gateway_that_is_not_ready_does_not_tell_what_kind_of_vllm_is_be
 
     assert outputs == [[65]]
     assert not not_ready
+
+
+async def test_a_404_of_a_gateway_that_starts_does_not_make_a_server_stock(server, engine, monkeypatch):
+    real_get, starting = server.transport.get, [404]
+
+    async def get(url, **options):
+        return (starting.pop(), b"") if starting else await real_get(url, **options)
+
+    monkeypatch.setattr(server.transport, "get", get)
+    engine.scripted = [(404, "not found"), (200, {"logprobs": [[{"65": -0.5}]], "finish_reasons": ["stop"]})]
+
+    with pytest.raises(RequestFault, match="404"):
+        await server.tokens_and_logprobs_completion(input_ids=[5], max_tokens=1)
+    _, outputs, _, _ = await server.tokens_and_logprobs_completion(input_ids=[5], max_tokens=1)
+
+    assert outputs == [[65]]
+    assert [path for path, _ in engine.requests] == ["/v1/completions", "/generate"]
+
+
+MODELS = {
+    "a page": b"<html>",
+    "null": b"null",
+    "no list": b"{}",
+    "an empty list": b'{"data": []}',
+    "no length": b'{"data": [{}]}',
+}
+
+
+@pytest.mark.parametrize("body", MODELS.values(), ids=MODELS)
+async def test_a_server_that_does_not_tell_its_context_is_sent_no_limit(body, server, engine, monkeypatch):
+    real_get = server.transport.get
+
+    async def get(url, **options):
+        return (200, body) if url.endswith("/models") else await real_get(url, **options)
+
+    monkeypatch.setattr(server.transport, "get", get)
+    engine.scripted = [(200, {"logprobs": [[{"65": -0.5}]], "finish_reasons": ["stop"]})]
+
+    await server.tokens_and_logprobs_completion(input_ids=[5])
+
+    assert "max_tokens" not in engine.requests[0][1]
+
+
+GOOD = {"choices": [completion([65], [-0.5]), completion([66], [-0.5])]}
+NO_REPLIES = {
+    "null": None,
+    "an error object": {"object": "error", "message": "engine restarting", "code": 500},
+    "an error inside": {"error": {"message": "engine restarting"}},
+    "a null choice": {"choices": [None, None]},
+    "fewer choices than n": {"choices": [completion([65], [-0.5])]},
+    "fewer log-probabilities than tokens": {"choices": [completion([65, 66], [-0.5]), completion([66], [-0.5])]},
+}
+
+
+@pytest.mark.parametrize("reply", NO_REPLIES.values(), ids=NO_REPLIES)
+async def test_what_is_no_reply_is_asked_for_again(reply, stock):
+    engine, server = stock
+    engine.scripted = [(200, reply), (200, GOOD)]
+
+    _, outputs, _, _ = await server.tokens_and_logprobs_completion(input_ids=[5], max_tokens=1, n=2)
+
+    assert outputs == [[65], [66]]
+
+
+@pytest.mark.parametrize("position", [None, {}, "A"])
+async def test_a_position_without_its_token_is_asked_for_again(position, server, engine):
+    good = {"logprobs": [[{"65": -0.5}]], "finish_reasons": ["stop"]}
+    engine.scripted = [(200, {**good, "logprobs": [[position]]}), (200, good)]
+
+    _, outputs, _, _ = await server.tokens_and_logprobs_completion(input_ids=[5], max_tokens=1)
+
+    assert outputs == [[65]]
+
+
+async def test_a_null_log_probability_marks_a_token_that_takes_no_loss(stock):
+    engine, server = stock
+    engine.scripted = [(200, {"choices": [completion([65, 66], [-0.5, None])]})]
+
+    _, _, logprobs, _ = await server.tokens_and_logprobs_completion(input_ids=[5], max_tokens=2)
+
+    assert logprobs == [[-0.5, PROMPT_LOGPROB]]
+
+
+async def test_the_oldest_weights_of_all_choices_count(stock):
+    engine, server = stock
+    versions = [[{"version": version}] for version in ("10", "9")]
+    engine.scripted = [(200, {"choices": [completion([65], [-0.5], weight_versions=each) for each in versions]})]
+
+    with tracing() as trace:
+        await server.tokens_and_logprobs_completion(input_ids=[5], max_tokens=1, n=2)
+
+    assert trace.engine["weight_version_start"] == "9"
 
 
 async def test_stock_vllm_gives_prompt_logprobs(stock):

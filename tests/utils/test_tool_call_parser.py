@@ -22,6 +22,10 @@ CALLS = {
     "no object": ("[1, 2]", FAILED),
     "no json": ("move to e4", FAILED),
     "deeply nested": ("[" * 100_000, FAILED),
+    "doubled braces": ('{{"name": "move", "arguments": {"to": 1}}}', FAILED),
+    "a list as a key": ("{['name']: 'move'}", FAILED),
+    "a number of 5000 digits": ('{"name": "move", "arguments": {"to": ' + "1" * 5000 + "}}", FAILED),
+    "a hundred thousand signs": ("-" * 100_000 + "1", FAILED),
 }
 
 

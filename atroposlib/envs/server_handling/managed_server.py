@@ -188,7 +188,7 @@ class ManagedServer:
                     output,
                     values,
                     text=prompt.text + text,
-                    tail=codec.decode(tail, skip_special_tokens=False) if tail else "",
+                    tail=tuple(codec.decode([token], skip_special_tokens=False) for token in tail),
                     chat=chat,
                     metadata={"finish_reason": word},
                 )

@@ -17,11 +17,13 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 
 from atroposlib.api.auth import TOKEN_VARIABLE, is_authorized, is_loopback, read_token
 from atroposlib.envs.server_handling.chat_prompt import render
 from atroposlib.envs.server_handling.proxy_schemas import (
+    UNKNOWN_SESSION,
     ChatCompletionProxyRequest,
     CompletionProxyRequest,
     RenderResponse,
@@ -90,6 +92,8 @@ def create_app(
     app.add_exception_handler(UnknownSessionError, _unknown_session)
     app.add_exception_handler(RolloutFault, _rollout_fault)
     app.add_exception_handler(ConfigError, _bad_request)
+    app.add_exception_handler(TemplateError, _template_error)
+    app.add_exception_handler(Exception, _server_error)
     return app
 
 
@@ -178,8 +182,8 @@ class _Proxy:
 
     async def completions(self, session_uuid: str, request: CompletionProxyRequest) -> dict[str, Any]:
         with self.sessions.using(session_uuid) as session:
-            options = request.model_dump(exclude_none=True, exclude={"model", "stream", "user"})
-            return _as_openai(await session.managed_server.completion(**options), session, prefix="cmpl")
+            reply = await session.managed_server.completion(prompt=request.prompt, **request.sampling())
+            return _as_openai(reply, session, prefix="cmpl")
 
     async def render(self, session_uuid: str, request: ChatCompletionProxyRequest) -> RenderResponse:
         with self.sessions.using(session_uuid) as session:
@@ -246,6 +250,9 @@ def _app_from(args: argparse.Namespace, token: str | None) -> FastAPI:
 def _check_chat(request: ChatCompletionProxyRequest) -> None:
     if not request.messages:
         raise RequestFault("messages must not be empty")
+    for index, message in enumerate(request.messages):
+        if not isinstance(message.get("role"), str):
+            raise RequestFault(f"messages[{index}] has no role; give each message one, such as 'user'")
     if request.stream:
         raise RequestFault("stream=true is not supported: a tracked reply is complete; leave it out")
 
@@ -272,7 +279,7 @@ async def _http_error(_: Request, error: Any) -> JSONResponse:
 
 
 async def _unknown_session(_: Request, error: Exception) -> JSONResponse:
-    return openai_error(404, str(error))
+    return openai_error(404, str(error), UNKNOWN_SESSION)
 
 
 async def _rollout_fault(_: Request, error: Any) -> JSONResponse:
@@ -283,6 +290,14 @@ async def _rollout_fault(_: Request, error: Any) -> JSONResponse:
 
 async def _bad_request(_: Request, error: Exception) -> JSONResponse:
     return openai_error(400, str(error))
+
+
+async def _template_error(_: Request, error: Exception) -> JSONResponse:
+    return openai_error(400, f"the chat template refused the messages: {error}")
+
+
+async def _server_error(_: Request, error: Exception) -> JSONResponse:
+    return openai_error(500, f"{type(error).__name__}: {error}", "server_error")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 from atroposlib.envs.server_handling.faults import ReplyFault
+from atroposlib.envs.server_handling.sampling import as_plain, is_given
 from atroposlib.errors import RequestFault
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of
 
@@ -28,7 +29,7 @@ _NOT_SAMPLING = frozenset({"model", "messages", "prompt", "tools", "tool_choice"
 
 
 def request_body(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON body: `extra_body` merged in, None and client options left out.
+    """The JSON body: `extra_body` merged in, what is not given and client options left out.
 
     Raises:
         RequestFault: `stream=True`; replies are read as a whole.
@@ -36,9 +37,9 @@ def request_body(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if kwargs.get("stream"):
         raise RequestFault("stream=True is not supported; leave it out, the reply comes as a whole")
     body = {
-        key: value
+        key: as_plain(value)
         for key, value in kwargs.items()
-        if value is not None and key not in ("extra_body", "extra_headers", "timeout", "stream")
+        if is_given(value) and key not in ("extra_body", "extra_headers", "timeout", "stream")
     }
     return {**body, **(kwargs.get("extra_body") or {})}
 
@@ -56,7 +57,9 @@ def parse_chat(data: bytes) -> "ChatCompletion":
     parsed = _parse(data)
     for choice in parsed["choices"]:
         message = choice.get("message")
-        if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
+        if not isinstance(message, dict):
+            raise ReplyFault(f"a choice has no message: {data[:500]!r}")
+        if message.get("content") is None and not message.get("tool_calls"):
             message["content"] = ""
     return _build(_types()[0], parsed)
 
@@ -141,6 +144,12 @@ def _parse(data: bytes) -> dict[str, Any]:
         raise ReplyFault(f"reply is not JSON ({error}): {data[:200]!r}") from error
     if not isinstance(parsed, dict) or not isinstance(parsed.get("choices"), list) or not parsed["choices"]:
         raise ReplyFault(f"reply has no choices: {data[:500]!r}")
+    for choice in parsed["choices"]:
+        if not isinstance(choice, dict) or choice.get("finish_reason") == "error" or choice.get("error"):
+            raise ReplyFault(f"a choice failed: {data[:500]!r}")  # routers say so of the provider behind them
+    usage = parsed.get("usage")
+    if isinstance(usage, dict):
+        usage.update({name: usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens", "total_tokens")})
     return parsed
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from atroposlib.api.auth import TOKEN_VARIABLE
+from atroposlib.envs.server_handling.proxy_schemas import UNKNOWN_SESSION
 from atroposlib.envs.server_handling.sequence import SequenceNode
-from atroposlib.errors import EngineFault, KilledFault, RequestFault
+from atroposlib.errors import EngineFault, KilledFault, RequestFault, RolloutFault
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -50,7 +51,7 @@ class ProxyManagedServer:
         Raises:
             RequestFault: the proxy or its engine refused it.
             EngineFault: the engine failed, or the proxy could not be reached.
-            KilledFault: the engine was told to abort it.
+            KilledFault: the engine was told to abort it, or the session is gone, as after a restart of the proxy.
         """
         from openai.types.chat.chat_completion import ChatCompletion
 
@@ -88,7 +89,7 @@ class ProxyManagedServer:
         """Delete the session. A proxy that cannot be reached is only logged: sessions expire there."""
         try:
             await self._call("DELETE", "", timeout_s=CONTROL_TIMEOUT_S)
-        except (EngineFault, RequestFault) as error:
+        except RolloutFault as error:
             logger.warning("proxy session not deleted: %s", error)
 
     async def __aenter__(self) -> "ProxyManagedServer":
@@ -148,7 +149,13 @@ async def create_proxy_session(
 
 
 async def call_proxy(method: str, url: str, *, body: Any = None, timeout_s: float) -> dict[str, Any]:
-    """One request to the proxy; the JSON of its reply. RequestFault for 4xx, else KilledFault or EngineFault."""
+    """One request to the proxy; the JSON of its reply.
+
+    Raises:
+        KilledFault: the engine aborted it, or the session is gone; the item can be tried again.
+        RequestFault: another 4xx.
+        EngineFault: whatever else failed.
+    """
     token = os.environ.get(TOKEN_VARIABLE)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
@@ -159,8 +166,8 @@ async def call_proxy(method: str, url: str, *, body: Any = None, timeout_s: floa
             if reply.ok:
                 return await reply.json()
             text = await reply.text()
-            was_killed = f'"{KilledFault.failure_class}_error"' in text
-            fault = RequestFault if 400 <= reply.status < 500 else KilledFault if was_killed else EngineFault
+            was_killed = any(f'"{kind}"' in text for kind in (f"{KilledFault.failure_class}_error", UNKNOWN_SESSION))
+            fault = KilledFault if was_killed else RequestFault if 400 <= reply.status < 500 else EngineFault
             raise fault(f"{method} {url} answered {reply.status}: {text[:1000]}")
     except (aiohttp.ClientError, TimeoutError) as error:
         raise EngineFault(f"{method} {url} failed: {error or type(error).__name__}; is the proxy up?") from error

@@ -1,19 +1,28 @@
 """What the managed-server proxy is asked and answers, and its config file."""
 
+import logging
+from functools import lru_cache
 from typing import Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
+from atroposlib.envs.server_handling.sampling import OPTIONS
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.errors import ConfigError
 from atroposlib.paths import expand_path
 
+logger = logging.getLogger(__name__)
+
+UNKNOWN_SESSION = "unknown_session_error"
+"""The type of the error that says a session is gone: the proxy was restarted, or the session deleted or unused."""
+
 _NOT_FOR_THE_ENGINE = {"messages", "tools", "tool_choice", "model", "stream", "user", "max_completion_tokens"}
+_NOT_FOR_THE_ENGINE |= {"logprobs", "top_logprobs"}  # a reply of the proxy has none
 
 
 class ChatCompletionProxyRequest(BaseModel):
-    """OpenAI's chat request. Further fields, such as `top_p`, go to the engine as they are."""
+    """OpenAI's chat request. Further fields that an engine knows, such as `top_p`, go there as they are."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -29,12 +38,12 @@ class ChatCompletionProxyRequest(BaseModel):
 
     def sampling(self) -> dict[str, Any]:
         """What the engine is told beside the prompt."""
-        given = self.model_dump(exclude=_NOT_FOR_THE_ENGINE, exclude_none=True)
+        given = known_options(self.model_dump(exclude=_NOT_FOR_THE_ENGINE, exclude_none=True))
         return {**given, "max_tokens": self.max_completion_tokens or self.max_tokens}
 
 
 class CompletionProxyRequest(BaseModel):
-    """OpenAI's completion request, for one prompt. Further fields go to the engine as they are."""
+    """OpenAI's completion request, for one prompt. Further fields that an engine knows go there as they are."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -43,6 +52,24 @@ class CompletionProxyRequest(BaseModel):
     temperature: float = 1.0
     n: PositiveInt = 1
     stop: list[str] | str | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """What the engine is told beside the prompt."""
+        return known_options(self.model_dump(exclude={"prompt", *_NOT_FOR_THE_ENGINE}, exclude_none=True))
+
+
+def known_options(given: dict[str, Any]) -> dict[str, Any]:
+    """`given` without what no engine knows: OpenAI's clients send much that is meant for OpenAI only."""
+    unknown = given.keys() - OPTIONS - {"split"}
+    for key in unknown:
+        _note_ignored(key)
+    return {key: value for key, value in given.items() if key not in unknown}
+
+
+@lru_cache(maxsize=1000)
+def _note_ignored(key: str) -> None:
+    """Once for each key."""
+    logger.warning("request field ignored, no engine knows it: %s", key)
 
 
 class SessionCreateRequest(BaseModel):

@@ -40,7 +40,7 @@ class SequenceNode(BaseModel):
     logprobs: list[float]  # [T]
     metadata: dict[str, Any] | None = None  # finish_reason
 
-    _tail: str = PrivateAttr(default="")  # text of the end tokens that `tokens` has and `full_text` has not
+    _tail: tuple[str, ...] = PrivateAttr(default=())  # text of each end token that `tokens` has, `full_text` has not
     _chat: Chat | None = PrivateAttr(default=None)  # None for text completions
     _extensions: int = PrivateAttr(default=0)  # requests that are extending this node now
 
@@ -82,7 +82,20 @@ def _best(nodes: Iterable[SequenceNode]) -> SequenceNode | None:
 
 def extend_text(base: SequenceNode, rest: str, codec: Codec) -> list[int]:
     """Ids of a node's sequence followed by the text `rest`, which may repeat the end tokens the node has already."""
-    return base.tokens + codec.encode(rest.removeprefix(base._tail), add_special_tokens=False)
+    return base.tokens + codec.encode(without_repeated(base._tail, rest), add_special_tokens=False)
+
+
+def without_repeated(tail: Sequence[str], rest: str) -> str:
+    """`rest` without the last tokens of `tail` if it begins with them: a template may write fewer than the model did.
+
+    >>> without_repeated(["<calls_end>", "<im_end>"], "<im_end>hi")
+    'hi'
+    """
+    for first in range(len(tail)):
+        repeated = "".join(tail[first:])
+        if rest.startswith(repeated):
+            return rest[len(repeated) :]
+    return rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +126,7 @@ def grow(
     output_logprobs: list[float],
     *,
     text: str,
-    tail: str,
+    tail: tuple[str, ...],
     chat: Chat | None,
     metadata: dict[str, Any],
 ) -> SequenceNode:

@@ -162,8 +162,8 @@ class APIServer(ABC):
                 if time.monotonic() > give_up_at:
                     raise
                 waits, pause_s = waits + 1, fault.retry_after_s
-                if pause_s is not None:  # a provider may name the end of the day
-                    pause_s = min(pause_s, give_up_at - time.monotonic())
+                if pause_s is not None:  # a provider may name the end of the day, or no wait at all
+                    pause_s = min(max(pause_s, backoff_s(1)), give_up_at - time.monotonic())
             except (EngineFault, OSError, TimeoutError):
                 tries += 1
                 if tries >= MAX_TRIES:
@@ -243,4 +243,5 @@ class APIServer(ABC):
 
 def backoff_s(failures: int) -> float:
     """Seconds before the next attempt after `failures` failures: doubling, jittered, at most `LONGEST_PAUSE_S`."""
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+    doublings = min(failures - 1, 32)  # a float ends at 1024
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**doublings) * random.uniform(0.5, 1.0)

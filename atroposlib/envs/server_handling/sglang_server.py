@@ -4,6 +4,7 @@ Log-probabilities are of the distribution after temperature. Stop tokens stay in
 list. The embedded engine speaks the same protocol.
 """
 
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,9 +15,10 @@ from atroposlib.envs.server_handling.sampling import SGLANG_NAMES, SGLANG_REQUES
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
 from atroposlib.envs.server_handling.sglang_stream import StreamReader, is_resumable, streamed
 from atroposlib.envs.server_handling.token_server import TokenServer
+from atroposlib.envs.server_handling.weight_versions import oldest_first
 from atroposlib.errors import EngineFault
 from atroposlib.rollouts.journal import Draft
-from atroposlib.rollouts.trace import EngineReply, finish_reason_of
+from atroposlib.rollouts.trace import EngineReply, finish_reason_of, same_prompt
 from atroposlib.type_definitions import PROMPT_LOGPROB
 
 __all__ = ["APIServerConfig", "ReasoningConfig", "SGLangServer", "resolve_openai_configs"]
@@ -60,6 +62,13 @@ class Generation(msgspec.Struct):
         tokens = self.meta_info.output_token_logprobs or []
         logprobs = [PROMPT_LOGPROB if (logprob := token.logprob) is None else logprob for token in tokens]
         return self.output_ids or [], logprobs
+
+    def is_whole(self) -> bool:
+        """Generated tokens have ids, and it is known which log-probability belongs to which."""
+        ids, tokens = self.output_ids, self.meta_info.output_token_logprobs
+        if not ids:
+            return self.meta_info.completion_tokens == 0
+        return not tokens or len(tokens) >= len(ids)
 
 
 class _IdMetaInfo(msgspec.Struct):
@@ -153,9 +162,13 @@ class SGLangServer(TokenServer):
         wanted = sampling.get("n", 1)
         if len(generations) != wanted:
             raise ReplyFault(f"{url} gave {len(generations)} generations for n={wanted}")
-        facts = _facts(generations, kwargs, sampling, self.root_url)
-        self._weights = facts.weight_version
-        self._record(facts)
+        if not all(generation.is_whole() for generation in generations):
+            raise ReplyFault(f"{url} left out ids, or some of the log-probabilities: {data[:500]!r}")
+        replies = _facts(generations, kwargs, sampling, self.root_url)
+        self._weights = replies[-1].weight_version
+        for index, reply in enumerate(replies):
+            with same_prompt() if index else nullcontext():
+                self._record(reply)
         return generations
 
     async def _body(self, prompt_ids: list[int], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -195,14 +208,20 @@ def _as_list(decoded: T | list[T]) -> list[T]:
 
 def _facts(
     generations: list[Generation], kwargs: dict[str, Any], sampling: dict[str, Any], base_url: str
-) -> EngineReply:
+) -> list[EngineReply]:
+    """One for all choices; where the weights changed between them one for each, oldest weights first."""
     infos = [generation.meta_info for generation in generations]
-    return EngineReply(
-        finish_reasons=[finish_reason_of(info.finish_reason) for info in infos],
-        prompt_tokens=infos[0].prompt_tokens,
-        completion_tokens=sum(info.completion_tokens for info in infos),
-        model=kwargs.get("model"),
-        base_url=base_url,
-        weight_version=infos[-1].weight_version,
-        sampling=sampling,
-    )
+    versions = oldest_first(info.weight_version for info in infos)
+    parts = [infos] if versions[0] == versions[-1] else [[info] for info in infos]
+    return [
+        EngineReply(
+            finish_reasons=[finish_reason_of(info.finish_reason) for info in part],
+            prompt_tokens=part[0].prompt_tokens,
+            completion_tokens=sum(info.completion_tokens for info in part),
+            model=kwargs.get("model"),
+            base_url=base_url,
+            weight_version=version,
+            sampling=sampling,
+        )
+        for part, version in zip(parts, versions, strict=False)
+    ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from atroposlib.envs.server_handling.faults import ReplyFault
 from atroposlib.rollouts.journal import PIECE_S, PIECE_TOKENS, Draft
 from atroposlib.rollouts.trace import finish_reason_of
+from atroposlib.type_definitions import PROMPT_LOGPROB
 
 if TYPE_CHECKING:
     from atroposlib.envs.server_handling.sglang_server import Generation
@@ -106,5 +107,6 @@ class StreamReader:
             )
         self.version = meta.weight_version
         self._reason = meta.finish_reason
+        logprobs = logprobs or [PROMPT_LOGPROB] * len(ids)  # later events may have them
         self._draft.grow(ids, logprobs, base=self._base, version=meta.weight_version, is_over=self.is_over)
         self._parsed_bytes, self._parsed_at = len(event), time.monotonic()

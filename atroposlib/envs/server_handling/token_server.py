@@ -84,8 +84,10 @@ class TokenServer(HttpServer):
                 return None
             if status != 200:
                 return None
-            models = orjson.loads(body).get("data") or [{}]
-            self._context = models[0].get("max_model_len")
+            try:
+                self._context = orjson.loads(body)["data"][0]["max_model_len"]
+            except (ValueError, LookupError, TypeError):  # a page of a gateway, or a list of another kind
+                return None
         return None if self._context is None else max(1, self._context - prompt_tokens - 1)
 
     def _health_url(self) -> str:

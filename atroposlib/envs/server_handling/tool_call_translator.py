@@ -120,10 +120,16 @@ def _function_call(text: str) -> FunctionCall | None:
     if call is None or not isinstance(call.get("name"), str):
         return None
     arguments = call.get("arguments", {})
-    return FunctionCall(
-        name=call["name"],
-        arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
-    )
+    try:
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # a Python literal may hold sets, bytes and numbers of any length
+        return None
+    return FunctionCall(name=_escaped(call["name"]), arguments=_escaped(written))
+
+
+def _escaped(text: str) -> str:
+    """`text` with half a surrogate pair, which no reply can carry, as JSON's escape for it."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _written(tool_call: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ TLS goes through the proxy that the environment names (HTTPS_PROXY, NO_PROXY); p
 """
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import orjson
+from pydantic import BaseModel
 
 from atroposlib.envs.server_handling.faults import UNAVAILABLE, DeadlineFault, EndpointUnavailable, ReplyFault
 from atroposlib.envs.server_handling.plain_http import PlainConnections, Reply
+from atroposlib.envs.server_handling.sampling import as_plain
 from atroposlib.errors import RequestFault, RolloutFault
 
 CONNECT_TIMEOUT_S = 10.0
@@ -39,10 +42,10 @@ class Transport:
         """Body of the 2xx reply to `payload`.
 
         Raises:
-            RequestFault: the server refused the request (4xx), with its words.
+            RequestFault: the server refused the request (4xx), with its words; or the payload is no JSON.
             EndpointUnavailable, ReplyFault, DeadlineFault: see there.
         """
-        pool, data = await self._pool(), orjson.dumps(payload)
+        pool, data = await self._pool(), request_json(payload)
         is_plain = url.startswith("http://") and headers is None and "@" not in url
         with connection_faults(url, deadline_s):
             reply = None
@@ -70,7 +73,7 @@ class Transport:
         session = (await self._pool()).session
         timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_TIMEOUT_S)
         with connection_faults(url, deadline_s):
-            data, proxy = orjson.dumps(payload), _proxy_of(url)
+            data, proxy = request_json(payload), _proxy_of(url)
             async with session.post(url, data=data, headers=headers, timeout=timeout, proxy=proxy) as reply:
                 if reply.status >= 300:
                     raise fault_of_status(url, reply.status, await reply.read(), reply.headers.get("Retry-After"))
@@ -151,6 +154,31 @@ def bearer(api_key: str | None) -> dict[str, str]:
     """The authorization header, if there is a key; a line end that a file or secret left on it is not sent."""
     key = (api_key or "").strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def request_json(payload: dict[str, Any]) -> bytes:
+    """What OpenAI's own client makes of a payload, which may hold its message objects; NumPy's numbers, too.
+
+    Raises:
+        RequestFault: something in it cannot be written, such as half a surrogate pair.
+    """
+    try:
+        return orjson.dumps(payload, default=_jsonable)
+    except TypeError:  # keys that are numbers (`logit_bias`), integers beyond 64 bits
+        try:
+            return json.dumps(payload, default=_jsonable, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise RequestFault(f"the request cannot be written as JSON: {error}") from error
+
+
+def _jsonable(value: object) -> object:
+    """A message object without the fields that nobody set; NumPy's scalars and arrays as Python's."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_unset=True, exclude_none=True, warnings=False)
+    plain = as_plain(value)
+    if plain is value:
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    return plain
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
-import orjson
 from transformers import AutoTokenizer
 
 from atroposlib.envs.server_handling.deadline import generation_deadline_s
@@ -18,6 +17,7 @@ from atroposlib.envs.server_handling.transport import (
     bearer,
     connection_faults,
     fault_of_status,
+    request_json,
 )
 from atroposlib.rollouts.trace import EngineReply
 
@@ -90,7 +90,7 @@ class TrlVllmServer(APIServer):
             timeout=aiohttp.ClientTimeout(total=deadline_s),
             headers=bearer(self.config.api_key),
             raise_for_status=_raise_for_status,
-            json_serialize=lambda body: orjson.dumps(body).decode(),
+            json_serialize=lambda body: request_json(body).decode(),
         )
         with connection_faults(url, deadline_s):
             async with session as opened, opened.post(url, json={"prompts": [prompt], **asked}) as reply:

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from atroposlib.envs.server_handling.weight_versions import oldest_first
 from atroposlib.rollouts.trace import finish_reason_of
-from atroposlib.type_definitions import FinishReason
+from atroposlib.type_definitions import PROMPT_LOGPROB, FinishReason
 
 Position = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 """Candidates of one position: {token id: log-probability or {"logprob": x}}, or a list of such objects."""
@@ -23,6 +24,11 @@ class Choices:
     logprobs: list[list[float]]  # [n][T]
     finish_reasons: list[FinishReason]
     weight_version: str | None = None  # of the oldest token, so that no reply counts as fresher than it is
+
+    def are_whole(self, n: int) -> bool:
+        """There are n, and every token has an entry for its log-probability."""
+        lengths = [len(logprobs) for logprobs in self.logprobs]
+        return len(lengths) == len(self.finish_reasons) == n and lengths == [len(ids) for ids in self.ids]
 
 
 def generate_choices(reply: Mapping[str, Any]) -> Choices:
@@ -38,12 +44,12 @@ def generate_choices(reply: Mapping[str, Any]) -> Choices:
 def completion_choices(reply: Mapping[str, Any]) -> Choices:
     """Of `/v1/completions`. ValueError: ids or log-probabilities are missing, as in vLLM before 0.10.2."""
     choices = _list(reply, "choices")
-    spans = [span for choice in choices for span in choice.get("weight_versions") or []][:1]
+    first_spans = [spans[0] for choice in choices if (spans := choice.get("weight_versions"))]
     return Choices(
         ids=[_list(choice, "token_ids") for choice in choices],
-        logprobs=[_list(choice.get("logprobs") or {}, "token_logprobs") for choice in choices],
+        logprobs=[_known(_list(choice.get("logprobs") or {}, "token_logprobs")) for choice in choices],
         finish_reasons=[finish_reason_of(choice.get("finish_reason")) for choice in choices],
-        weight_version=spans[0]["version"] if spans else None,
+        weight_version=oldest_first(span["version"] for span in first_spans)[0] if first_spans else None,
     )
 
 
@@ -65,6 +71,11 @@ def candidates(position: Position) -> list[tuple[int, float]]:
         for entry in entries
         for token, value in entry.items()
     ]
+
+
+def _known(logprobs: list[float | None]) -> list[float]:
+    """`PROMPT_LOGPROB` where vLLM gave none."""
+    return [PROMPT_LOGPROB if logprob is None else logprob for logprob in logprobs]
 
 
 def _list(reply: Mapping[str, Any], name: str) -> list[Any]:

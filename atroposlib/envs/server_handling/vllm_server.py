@@ -11,6 +11,7 @@ from atroposlib.envs.server_handling.sampling import VLLM_NAMES, VLLM_SAMPLING, 
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
 from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.envs.server_handling.vllm_replies import (
+    Choices,
     candidates,
     completion_choices,
     generate_choices,
@@ -26,7 +27,7 @@ _NOT_FOUND = 404
 class VLLMServer(TokenServer):
     """One vLLM server."""
 
-    _is_stock: bool | None = None  # None: not asked yet
+    _is_stock: bool | None = None  # None: no reply yet
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
         prompt_ids = self._prompt_ids(kwargs)
@@ -35,7 +36,7 @@ class VLLMServer(TokenServer):
             room = await self._room_for(len(prompt_ids))
             sampling |= {} if room is None else {"max_tokens": room}
         reply = await self._ask(prompt_ids, sampling, kwargs)
-        choices = completion_choices(reply) if self._is_stock else generate_choices(reply)
+        choices = self._choices(reply, sampling.get("n", 1))
         self._record(
             EngineReply(
                 finish_reasons=choices.finish_reasons,
@@ -62,17 +63,31 @@ class VLLMServer(TokenServer):
             "prompt_topk_logprobs": [[logprob for _, logprob in pairs] for pairs in ranked],
         }
 
+    def _choices(self, reply: dict[str, Any], n: int) -> Choices:
+        """What the reply holds; ReplyFault when that is not n whole choices."""
+        try:
+            choices = completion_choices(reply) if self._is_stock else generate_choices(reply)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:  # null where a choice or a position belongs
+            raise ReplyFault(f"{self.root_url} gave no readable choices ({error!r}): {str(reply)[:500]}") from error
+        if not choices.are_whole(n):
+            raise ReplyFault(
+                f"{self.root_url} gave {len(choices.ids)} choices for n={n}, or fewer log-probabilities than tokens: "
+                f"{str(reply)[:500]}"
+            )
+        return choices
+
     def _sampling(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return sampling_of(kwargs, names=VLLM_NAMES, allowed=VLLM_SAMPLING, engine="vLLM")
 
     async def _ask(self, prompt_ids: list[int], sampling: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The reply of the route that this server has. A server without `/generate` is stock vLLM."""
-        if self._is_stock is None:
+        is_stock = self._is_stock
+        if is_stock is None:
             status, _ = await self.transport.get(f"{self.root_url}/generate", timeout_s=30)
             if status in UNAVAILABLE:  # a gateway whose server is not up yet
                 raise EndpointUnavailable(f"GET {self.root_url}/generate answered {status}")
-            self._is_stock = status == _NOT_FOUND
-        if self._is_stock:
+            is_stock = status == _NOT_FOUND
+        if is_stock:
             url = f"{self.openai_url}/completions"
             model = kwargs.get("model") or self.config.model_name  # a LoRA adapter is chosen by its name
             asked = {"return_token_ids": True, "return_weight_versions": True}  # older versions ignore the second
@@ -81,6 +96,10 @@ class VLLMServer(TokenServer):
             url, body = f"{self.root_url}/generate", {"prompt": {"prompt_token_ids": prompt_ids}, **sampling}
         data = await self._post(url, body, kwargs, sampling.get("max_tokens"))
         try:
-            return orjson.loads(data)
+            reply = orjson.loads(data)
         except orjson.JSONDecodeError as error:
             raise ReplyFault(f"{url} answered no JSON ({error}): {data[:200]!r}") from error
+        if not isinstance(reply, dict) or reply.get("object") == "error" or reply.get("error"):
+            raise ReplyFault(f"{url} answered an error as if all were well: {data[:500]!r}")
+        self._is_stock = is_stock  # only now is it sure: a gateway whose server is not up yet may say 404, too
+        return reply
