@@ -30,10 +30,11 @@ import httpx
 from atroposlib.errors import LaunchError
 from atroposlib.launch.probes import free_ports
 from example_trainer.countdown_env import Countdown, make_problem, prompt, right_answer
+from example_trainer.engine_plan import engine_command
+from example_trainer.exports import CURRENT_GGUF, exports_folder
 from example_trainer.recipe import check, read_recipe
 from example_trainer.run import run
 from example_trainer.run_config import RunConfig
-from example_trainer.run_plan import engine_command
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +129,8 @@ def _train_and_score(folder: Path, config: RunConfig, problems: int) -> Scores:
         code = run(config)
         if code != 0:
             raise LaunchError(f"run {config.run_dir} ended with exit code {code}; read its logs folder")
-    exports = final.parent / "engine"
-    model = max(exports.glob("weights_*.gguf")) if config.engine == "embedded" else final
+    newest = (exports_folder(final.parent) / CURRENT_GGUF).resolve()
+    model = newest if config.engine == "embedded" else final
     return _scores(folder / "after", config, str(model), problems)
 
 

@@ -99,7 +99,9 @@ class _Running:
             if self.stop_requested.is_set():
                 return _WORK_REMAINS
         trainer = self._start(plan.trainer)
-        self._start(plan.environment)
+        ended = await self._first_of(asyncio.create_task(trainer.ready.wait()))
+        if ended is None and not self.stop_requested.is_set():
+            self._start(plan.environment)
         while not self.stop_requested.is_set():
             ended = await self._first_of()
             if ended is None:

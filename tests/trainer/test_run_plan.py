@@ -8,13 +8,17 @@ from pathlib import Path
 import aiohttp
 import pytest
 import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from atroposlib.errors import ConfigError
 from example_trainer.config import TrainingConfig
-from example_trainer.exports import replace_link
+from example_trainer.engine_plan import engine_command
+from example_trainer.engine_start import newest_flags
+from example_trainer.exports import CURRENT, CURRENT_ADAPTER, CURRENT_GGUF, first_link, replace_link
 from example_trainer.recipe import build, check, read_recipe
 from example_trainer.run_config import RunConfig
-from example_trainer.run_plan import engine_command, environment_settings, make_plan, trainer_launcher, trainer_settings
+from example_trainer.run_plan import environment_settings, make_plan, trainer_launcher, trainer_settings
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "trainer").glob("*.yaml"))
@@ -114,6 +118,59 @@ async def test_an_engine_starts_from_the_newest_weights_of_the_run(tiny_model, t
         replace_link(served, pushed)
         assert make_plan(config, tmp_path, session).servers[0].command[:5] == command[:5]
     assert served.resolve() == pushed.resolve()
+
+
+def started_by(weight_sync, exports):
+    """Arguments of a program that `engine_start` becomes."""
+    program = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))", "own"]
+    starter = [sys.executable, "-m", "example_trainer.engine_start", weight_sync, str(exports), *program]
+    return json.loads(subprocess.run(starter, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+
+
+def test_an_engine_that_is_started_again_gets_the_adapter_that_was_pushed_last(tmp_path):
+    assert started_by("vllm_lora", tmp_path) == ["own"]
+    (tmp_path / "adapter_00000012").mkdir()
+    replace_link(tmp_path / CURRENT_ADAPTER, tmp_path / "adapter_00000012")
+    assert started_by("vllm_lora", tmp_path) == ["own", "--lora-modules", f"policy={tmp_path}/current_adapter"]
+
+
+def test_an_engine_that_can_be_told_is_started_with_the_version_of_its_weights(tmp_path):
+    assert newest_flags("embedded", tmp_path) == newest_flags("sglang", tmp_path) == []
+    (tmp_path / "weights_00000012.gguf").touch()
+    (tmp_path / "weights_00000013").mkdir()
+    replace_link(tmp_path / CURRENT_GGUF, tmp_path / "weights_00000012.gguf")
+    replace_link(tmp_path / CURRENT, tmp_path / "weights_00000013")
+    weights = str((tmp_path / "weights_00000012.gguf").resolve())
+    assert newest_flags("embedded", tmp_path) == ["--weights", weights, "--weight-version", "12"]
+    assert newest_flags("sglang", tmp_path) == ["--weight-version", "13"]
+    assert newest_flags("vllm", tmp_path) == []
+
+
+def test_a_model_folder_that_is_called_like_an_export_has_no_version(tmp_path):
+    (tmp_path / "weights_00000012").mkdir()
+    assert newest_flags("sglang", first_link(tmp_path / "engine", tmp_path / "weights_00000012").parent) == []
+
+
+async def test_the_trainer_is_ready_when_vllm_serves_what_the_environment_asks_for(tiny_model, tmp_path):
+    models = [{"id": "base"}]
+
+    async def listed(_request):
+        return web.json_response({"data": models})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", listed)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        urls = [str(server.make_url("/v1"))]
+        config = make_run(
+            model_name=str(tiny_model), environment=str(Path(__file__)), engine="vllm", use_lora=True, engine_urls=urls
+        )
+        plan = make_plan(config, tmp_path, session)
+        (asked,) = yaml.safe_load((tmp_path / "environment.yaml").read_text())["openai"]
+        assert not await plan.trainer.ready(7)
+        models.append({"id": asked["model_name"]})
+        assert await plan.trainer.ready(7)
+        await server.close()
+        assert not await plan.trainer.ready(7)
 
 
 async def test_the_trainer_follows_the_runs_flags_and_not_the_variables_that_they_overruled(
