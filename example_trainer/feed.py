@@ -147,9 +147,20 @@ def staleness(group: Mapping[str, Any], version: int) -> int | None:
     A rollout over several turns may span updates; the engine names one version per reply, so the oldest is that of
     the first reply.
     """
+    first = _first_version(group)
+    return version - int(first) if first is not None and first.isdigit() else None
+
+
+def names_other_weights(group: Mapping[str, Any]) -> bool:
+    """True when the engine's name for the weights is none that a push gave, as after an engine was started again."""
+    first = _first_version(group)
+    return first is not None and not first.isdigit()
+
+
+def _first_version(group: Mapping[str, Any]) -> str | None:
     params = group.get("generation_params") or {}
-    first = str(params.get("weight_version_start", params.get("weight_version")))
-    return version - int(first) if first.isdigit() else None
+    first = params.get("weight_version_start", params.get("weight_version"))
+    return None if first is None else str(first)
 
 
 def generate_times(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
