@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ _FACTS = "trainer.json"
 
 def newest(save_path: Path) -> Path | None:
     """The complete checkpoint of the greatest step, or None."""
-    return max(save_path.glob(f"{_PREFIX}[0-9]*"), default=None)
+    return max(_ours(save_path), key=_step, default=None)
 
 
 def save(learner: Learner, save_path: Path, *, batch_ids: Sequence[str], keep: int) -> Path:
@@ -68,7 +69,7 @@ def save(learner: Learner, save_path: Path, *, batch_ids: Sequence[str], keep: i
         _delete(target)
     os.replace(making, target)
     sync_to_disk(save_path)
-    for old in sorted(save_path.glob(f"{_PREFIX}[0-9]*"))[:-keep]:
+    for old in sorted(_ours(save_path), key=_step)[:-keep]:
         _delete(old)
     logger.info("checkpoint written: %s", target)
     return target
@@ -105,6 +106,15 @@ def restore(learner: Learner, checkpoint: Path) -> list[str]:
     restore_controllers(learner.kl, learner.tau, facts["controllers"])
     learner.step = facts["step"]
     return facts["batch_ids"]
+
+
+def _ours(save_path: Path) -> list[Path]:
+    """Checkpoints by their name in full: a copy that a user made (`step_00000012_good`) is left alone."""
+    return [path for path in save_path.iterdir() if re.fullmatch(rf"{_PREFIX}\d+", path.name)]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def _random_state() -> dict[str, Any]:

@@ -272,6 +272,18 @@ def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(make_learner,
     assert checkpoint.newest(tmp_path) == tmp_path / "step_00000010"
 
 
+def test_copies_that_a_user_made_of_a_checkpoint_are_neither_resumed_nor_deleted(make_learner, tmp_path):
+    learner = make_learner()
+    copies = {"step_00000010.good", "step_00000012_backup"}
+    for name in copies:
+        (tmp_path / name).mkdir()
+    for step in (1, 10):
+        learner.step = step
+        checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_00000010"
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000010", *copies}
+
+
 def test_a_checkpoint_of_another_model_is_refused(make_learner, tmp_path):
     learner = make_learner()
     folder = checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
