@@ -27,6 +27,10 @@ from example_trainer.engine_plan import (
 from example_trainer.recipe import ENVIRONMENT
 from example_trainer.run_config import RunConfig
 
+TRAINER_GRACE_S = 120.0
+"""For a step and a checkpoint, after SIGTERM."""
+_LAUNCHER_GRACE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(TRAINER_GRACE_S) - 10)}
+"""As long for the processes of several GPUs, whose launcher kills them after 30 s unless told."""
 _DECIDED = dict.fromkeys(("MAXENT", *ENVIRONMENT), "")
 """Variables that the run has read, and a flag may have overruled: to the trainer, its recipe says it all."""
 _DATASET_ENV = Path(__file__).with_name("dataset_env.py")
@@ -63,7 +67,7 @@ def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) 
             log=logs / "trainer.log",
             ready=adapter_is_served(session, engine_urls[0]) if waits else at_once,
             ready_timeout_s=config.engine_ready_s,
-            env={**gpus("ATROPOS_TRAINER_GPUS"), **_DECIDED},
+            env={**gpus("ATROPOS_TRAINER_GPUS"), **_LAUNCHER_GRACE, **_DECIDED},
             is_job=True,
         ),
         environment=environment(

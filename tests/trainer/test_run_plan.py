@@ -18,7 +18,13 @@ from example_trainer.engine_start import newest_flags
 from example_trainer.exports import CURRENT, CURRENT_ADAPTER, CURRENT_GGUF, first_link, replace_link
 from example_trainer.recipe import build, check, read_recipe
 from example_trainer.run_config import RunConfig
-from example_trainer.run_plan import environment_settings, make_plan, trainer_launcher, trainer_settings
+from example_trainer.run_plan import (
+    TRAINER_GRACE_S,
+    environment_settings,
+    make_plan,
+    trainer_launcher,
+    trainer_settings,
+)
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "trainer").glob("*.yaml"))
@@ -47,6 +53,20 @@ def test_the_trainers_recipe_is_one_that_the_trainer_reads(tmp_path):
 def test_the_trainer_gets_one_process_for_each_of_its_gpus():
     assert trainer_launcher({"ATROPOS_TRAINER_GPUS": "1,2,3"})[-3:] == ["--num_processes", "3", "-m"]
     assert trainer_launcher({"ATROPOS_TRAINER_GPUS": "1"}) == trainer_launcher({}) == [sys.executable, "-m"]
+
+
+async def test_the_launcher_of_several_processes_leaves_them_the_trainers_grace(tiny_model, tmp_path, monkeypatch):
+    from torch.distributed.launcher.api import LaunchConfig
+
+    config = make_run(model_name=str(tiny_model), environment=str(Path(__file__)))
+    async with aiohttp.ClientSession() as session:
+        trainer = make_plan(config, tmp_path, session).trainer
+    for name, value in trainer.env.items():
+        monkeypatch.setenv(name, value)
+    launcher = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2)
+    if not hasattr(launcher, "shutdown_timeout"):
+        pytest.skip("this torch always waits 30 s")
+    assert 60 < launcher.shutdown_timeout < TRAINER_GRACE_S
 
 
 SYNCS = {("sglang", False): "sglang", ("vllm", False): "vllm", ("vllm", True): "vllm_lora", ("external", False): "none"}
