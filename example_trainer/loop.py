@@ -116,7 +116,7 @@ class _Run:
         config, learner = self.config, self.learner
         if config.weight_sync != "none":
             self.sync.push(learner.policy, learner.step)
-        self.feed.register(learner.step)
+        self.feed.register(learner.step, self.stop)
         last_saved = learner.step
         while learner.step < config.training_steps and not self.stop():
             if not self._one_step():
@@ -171,7 +171,7 @@ class _Run:
     def _save(self) -> None:
         ids = self.feed.unacknowledged
         checkpoints.save(self.learner, self.save_path, batch_ids=ids, keep=self.config.keep_checkpoints)
-        self.feed.saved()
+        self.feed.saved(self.stop)
 
 
 def fresh_groups(
