@@ -130,10 +130,20 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_tokenizer(folder: Path | str) -> "PreTrainedTokenizerBase":
-    """The model's own tokenizer."""
+    """The model's own tokenizer.
+
+    Raises:
+        ConfigError: there is none; it is what is loaded first, so the name is the likely cause.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers raises many kinds; all mean that this tokenizer cannot be had
+        raise ConfigError(
+            f"model_name is {str(folder)!r}, which is neither a model's folder with a tokenizer nor can it be "
+            f"downloaded: {' '.join(str(error).split())[:300]}; give a folder, a hub name or smollm2-135m"
+        ) from error
 
 
 def shares_prompts(config: TrainingConfig, model: Any) -> bool:

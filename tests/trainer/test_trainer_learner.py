@@ -5,7 +5,7 @@ import torch
 from tiny_model import make_config, make_group
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, MistralConfig
 
-from atroposlib.errors import DataError
+from atroposlib.errors import ConfigError, DataError
 from example_trainer import checkpoint
 from example_trainer.config import LossSettings
 from example_trainer.data import rows_of
@@ -282,6 +282,18 @@ def test_copies_that_a_user_made_of_a_checkpoint_are_neither_resumed_nor_deleted
         checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
     assert checkpoint.newest(tmp_path) == tmp_path / "step_00000010"
     assert {path.name for path in tmp_path.iterdir()} == {"step_00000010", *copies}
+
+
+def test_a_model_that_cannot_be_had_is_one_sentence(make_learner, tmp_path):
+    with pytest.raises(ConfigError, match=r"mistyped', which is neither a model's folder with a tokenizer nor"):
+        make_learner(model_name=str(tmp_path / "models" / "mistyped"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}"])
+def test_a_tokenizer_that_cannot_be_read_is_one_sentence(make_learner, tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match="which is neither a model's folder with a tokenizer nor"):
+        make_learner(model_name=str(tmp_path))
 
 
 def test_a_checkpoint_of_another_model_is_refused(make_learner, tmp_path):
