@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from atroposlib.errors import AtroposError, ConfigError
 from example_trainer.config import TrainingConfig
-from example_trainer.recipe import build, parser_of
+from example_trainer.recipe import build, parser_of, require_torch
 
 _WORK_REMAINS = 75
 
@@ -29,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         print(f"atropos-grpo: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    from example_trainer.loop import train
-
     try:
+        require_torch()
+        from example_trainer.loop import train
+
         result = train(config)
     except AtroposError as error:
         print(f"atropos-grpo: {error}", file=sys.stderr)

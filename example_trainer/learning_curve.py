@@ -27,12 +27,12 @@ from typing import Any
 import aiohttp
 import httpx
 
-from atroposlib.errors import LaunchError
+from atroposlib.errors import AtroposError, LaunchError
 from atroposlib.launch.probes import free_ports
 from example_trainer.countdown_env import Countdown, make_problem, prompt, right_answer
 from example_trainer.engine_plan import engine_command
 from example_trainer.exports import CURRENT_GGUF, exports_folder
-from example_trainer.recipe import check, read_recipe
+from example_trainer.recipe import check, read_recipe, require_torch
 from example_trainer.run import run
 from example_trainer.run_config import RunConfig
 
@@ -72,6 +72,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", default="sglang", choices=["sglang", "embedded"])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=JSON", help="Further fields of the recipe.")
     args = parser.parse_args(argv)
+    try:
+        compare(args)
+    except AtroposError as error:
+        print(f"learning_curve: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Train and evaluate what the command's flags ask for; print and write the table, draw the picture."""
+    require_torch()
     args.out.mkdir(parents=True, exist_ok=True)
     changes = {key: json.loads(value) for key, _, value in (entry.partition("=") for entry in args.set)}
     base = {**read_recipe(args.recipe), "model_name": args.model, "training_steps": args.steps, "engine": args.engine}

@@ -6,8 +6,10 @@ flag is refused with the nearest known name.
 
 import argparse
 import difflib
+import importlib.util
 import json
 import os
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,6 +49,14 @@ RETIRED = {
 """Flags of upstream's trainer that have no meaning here, and what to do instead."""
 BRIDGE_MODES = {"none": "none", "lora_only": "vllm_lora", "lora_restart": "restart"}
 """Upstream's `--weight-bridge-mode` and what it is called here."""
+
+
+def require_torch() -> None:
+    """ConfigError where the trainer's packages are not installed, before anything is started for it."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            f"the trainer needs torch, which {sys.executable} lacks; run: pip install -e '.[trainer]' in the repository"
+        )
 
 
 class RecipeParser(argparse.ArgumentParser):

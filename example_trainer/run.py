@@ -26,7 +26,7 @@ from atroposlib.launch.lock import end_leftovers, run_lock
 from atroposlib.launch.services import Service, Supervised, describe_exit
 from atroposlib.launch.status import read_json
 from atroposlib.paths import writable_dir, write_text_atomic
-from example_trainer.recipe import build, parser_of
+from example_trainer.recipe import build, parser_of, require_torch
 from example_trainer.run_config import RunConfig
 from example_trainer.run_plan import TRAINER_GRACE_S, RunPlan, make_plan
 
@@ -67,8 +67,10 @@ def run(config: RunConfig) -> int:
     """Run to the end of the training or to a stop signal; the trainer's exit code.
 
     Raises:
+        ConfigError: the trainer's packages are not installed, or the recipe names what is not there.
         LaunchError: the folder is in use, a service failed for good, or the environment failed.
     """
+    require_torch()
     run_dir = writable_dir(config.run_dir, what="run_dir").absolute()
     with run_lock(run_dir):
         last = read_json(run_dir / _SERVICES_FILE) or {"services": [], "node": ""}
