@@ -24,6 +24,7 @@ from example_trainer.engine_plan import (
     serves_adapter,
     weight_sync_of,
 )
+from example_trainer.mixture import is_local
 from example_trainer.recipe import ENVIRONMENT
 from example_trainer.run_config import RunConfig
 
@@ -46,7 +47,13 @@ class RunPlan:
 
 
 def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) -> RunPlan:
-    """Choose ports, write the trainer's and the environment's YAML, describe the services."""
+    """Choose ports, write the trainer's and the environment's YAML, describe the services.
+
+    Raises:
+        ConfigError: a file that the recipe names is not there.
+    """
+    script = _script(config)
+    _require_files(config)
     free = free_ports(2)
     engine_port, api_port = config.engine_port or free[0], free[1]
     engine_urls = [url.rstrip("/").removesuffix("/v1") for url in config.engine_urls]
@@ -71,7 +78,7 @@ def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) 
             is_job=True,
         ),
         environment=environment(
-            _script(config), environment_yaml, logs / "environment.log", run_dir / PROGRESS_FILE, config.hang_s
+            script, environment_yaml, logs / "environment.log", run_dir / PROGRESS_FILE, config.hang_s
         ),
     )
 
@@ -157,9 +164,22 @@ def _script(config: RunConfig) -> Path:
     """The environment's file; ConfigError when it is not there."""
     if config.environment is None:
         return _DATASET_ENV
-    script = expand_path(config.environment, what="environment").absolute()
-    if not script.is_file():
+    return _existing(config.environment, "environment", "a Python file")
+
+
+def _require_files(config: RunConfig) -> None:
+    """ConfigError when a file of problems or a template is not there; what the hub has shows when it is loaded."""
+    for source in config.datasets:
+        if is_local(source):
+            _existing(source.id, "data set", "a file of JSON lines")
+    if config.chat_template:
+        _existing(config.chat_template, "chat_template", "a Jinja file")
+
+
+def _existing(name: str, what: str, expected: str) -> Path:
+    path = expand_path(name, what=what).absolute()
+    if not path.is_file():
         raise ConfigError(
-            f"environment {script} does not exist; give a Python file, relative to the recipe or to the current folder"
+            f"{what} {path} does not exist; give {expected}, relative to the recipe or to the current folder"
         )
-    return script
+    return path

@@ -226,6 +226,8 @@ REFUSED = {
     "nothing to train on": ({"environment": None}, "give either environment"),
     "two things to train on": ({"datasets": [{"id": "d.jsonl"}]}, "give either environment"),
     "groups that do not fill a step": ({"num_generations": 7}, "not a multiple of num_generations 7"),
+    "a port that does not exist": ({"engine_port": 99_999}, r"engine_port is 99999: .* less than or equal to 65535"),
+    "a port that SGLang cannot add 10,000 to": ({"engine": "sglang", "engine_port": 60_000}, "give one up to 55535"),
     "an external engine nowhere": ({"engine": "external"}, "engine_urls is empty"),
     "a source with an unknown key": (
         {"environment": None, "datasets": [{"id": "d", "wieght": 1}]},
@@ -256,6 +258,20 @@ def test_an_environment_that_is_not_there_is_named_before_anything_starts(tmp_pa
     assert done.returncode == 1
     assert "no_such_env.py does not exist" in done.stderr
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "missing"),
+    [
+        ({"datasets": [{"id": "hub/name"}, {"id": "no_such.jsonl"}]}, "data set .*/no_such.jsonl does not exist"),
+        ({"datasets": [{"id": "hub/name"}], "chat_template": "no_such.jinja"}, "chat_template .*/no_such.jinja does"),
+    ],
+)
+async def test_files_of_problems_that_are_not_there_are_named_before_anything_starts(tmp_path, fields, missing):
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(ConfigError, match=missing):
+            make_plan(make_run(environment=None, **fields), tmp_path, session)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_recipe_that_is_no_mapping_is_refused(tmp_path):
