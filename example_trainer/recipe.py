@@ -73,9 +73,14 @@ class RecipeParser(argparse.ArgumentParser):
         return known
 
 
-def parser_of(config: type[BaseModel], description: str) -> RecipeParser:
+def parser_of(config: type[BaseModel], description: str, examples: str) -> RecipeParser:
     """One flag per field, its help the field's description. Values stay text; pydantic reads them."""
-    parser = RecipeParser(description=description, allow_abbrev=False)
+    parser = RecipeParser(
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", metavar="YAML", help="Recipe; flags override it.")
     parser.add_argument("--weight-bridge-mode", choices=[*BRIDGE_MODES, "shared_vllm"], help=argparse.SUPPRESS)
     for name, field in config.model_fields.items():

@@ -37,6 +37,12 @@ _END = {
     0: "training finished; weights in {folder}/checkpoints/final, metrics in {folder}/metrics/metrics.jsonl",
     _WORK_REMAINS: "stopped; the same command goes on",
 }
+_EXAMPLES = """\
+examples:
+  atropos-grpo-run --config configs/trainer/smoke.yaml    # two CPU cores, 20 steps
+  atropos-grpo-run --config configs/trainer/grpo.yaml --model-name Qwen/Qwen3-0.6B --lr 2e-6
+  ATROPOS_ENGINE_GPUS=0 ATROPOS_TRAINER_GPUS=1,2 atropos-grpo-run --config configs/trainer/countdown.yaml
+"""
 _SERVICES_FILE = "services.json"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -45,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the command. Exit codes: the trainer's (0, 1, 75), 1 for any other failure, 2 for wrong usage."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
-        args = parser_of(RunConfig, "Train with engine, API, environment and trainer in one command.").parse_args(argv)
+        parser = parser_of(RunConfig, "Train with engine, API, environment and trainer in one command.", _EXAMPLES)
+        args = parser.parse_args(argv)
         config = build(RunConfig, vars(args), os.environ)
     except ConfigError as error:
         print(f"atropos-grpo-run: {error}", file=sys.stderr)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError
-from example_trainer import TrainingConfig, config_from_args, parse_args
+from example_trainer import TrainingConfig, config_from_args, parse_args, run
 from example_trainer.recipe import build, check
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +38,20 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path):
     path = recipe(tmp_path, "model_name: m\nbatchsize: 16\n")
     with pytest.raises(ConfigError, match="unknown key 'batchsize'; did you mean 'batch_size'"):
         config_from_args(parse_args(["--config", path]))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "trainer").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_of_a_whole_run_is_called_so(path):
+    with pytest.raises(ConfigError, match=r"recipe of atropos-grpo-run.* it has .*run_dir.*atropos-grpo-run --config"):
+        config_from_args(parse_args(["--config", str(path)]))
+
+
+@pytest.mark.parametrize("parse", [parse_args, run.main])
+def test_help_ends_with_examples(parse, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    examples = capsys.readouterr().out.partition("\nexamples:\n")[2]
+    assert [line for line in examples.splitlines() if "--config" in line]
 
 
 def test_an_unknown_flag_names_the_nearest_one():
