@@ -67,6 +67,8 @@ def _train(config: TrainingConfig, save_path: Path) -> TrainResult:
             f"resume is false, but {save_path} holds {found.name}, which the next start would take for this "
             "run's; choose another save_path, or delete it"
         )
+    if found is not None:
+        checkpoints.require_same_model(config, found)
     learner = Learner(config, checkpoint=found)
     trained = checkpoints.restore(learner, found) if found else []
     if not learner.ranks.is_first:

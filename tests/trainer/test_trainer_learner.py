@@ -299,9 +299,31 @@ def test_a_tokenizer_that_cannot_be_read_is_one_sentence(make_learner, tmp_path,
 def test_a_checkpoint_of_another_model_is_refused(make_learner, tmp_path):
     learner = make_learner()
     folder = checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
-    learner.config = learner.config.model_copy(update={"model_name": "other"})
-    with pytest.raises(DataError, match="choose another save_path"):
-        checkpoint.restore(learner, folder)
+    for change in ({"model_name": "other"}, {"use_lora": True}):
+        with pytest.raises(DataError, match="choose another save_path"):
+            checkpoint.require_same_model(learner.config.model_copy(update=change), folder)
+
+
+ADAPTERS = {
+    "lora_r": (4, "with lora_r 8, this run asks for 4"),
+    "lora_alpha": (64, "with lora_alpha 16, this run asks for 64"),
+    "lora_dropout": (0.5, r"with lora_dropout 0\.0, this run asks for 0\.5"),
+    "lora_target_modules": (["q_proj"], "with lora_target_modules .*'v_proj'.*, this run asks for .*'q_proj'"),
+    "lora_layer_indices": ("0", r"with lora_layer_indices \[0, 1\], this run asks for \[0\]"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_of_another_shape_than_the_checkpoints_is_refused(make_learner, tmp_path, name):
+    modules = ["v_proj", "q_proj"]
+    learner = make_learner(
+        use_lora=True, lora_r=8, lora_alpha=16, lora_target_modules=modules, lora_layer_indices="0-1"
+    )
+    folder = checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    checkpoint.require_same_model(learner.config, folder)
+    value, message = ADAPTERS[name]
+    with pytest.raises(DataError, match=message):
+        checkpoint.require_same_model(learner.config.model_copy(update={name: value}), folder)
 
 
 def test_an_adapter_is_added_into_the_exported_weights(make_learner, tmp_path):

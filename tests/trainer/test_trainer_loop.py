@@ -14,8 +14,9 @@ import pytest
 import yaml
 from tiny_model import make_config, make_group
 
-from atroposlib.errors import ApiError, ConfigError
+from atroposlib.errors import ApiError, ConfigError, DataError
 from example_trainer import checkpoint, loop
+from example_trainer.learner import Learner
 from example_trainer.loop import fresh_groups, train
 from example_trainer.weight_sync import NoSync
 
@@ -197,6 +198,14 @@ def test_a_new_run_does_not_begin_beside_the_checkpoints_of_another(tiny_model, 
     (tmp_path / "step_00000100").mkdir()
     with pytest.raises(ConfigError, match=r"resume is false, but .* holds step_00000100"):
         train(make_config(tiny_model, tmp_path, resume=False))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's own
+def test_a_run_does_not_go_on_with_another_adapter_than_asked_for(tiny_model, tmp_path):
+    config = make_config(tiny_model, tmp_path, use_lora=True)
+    checkpoint.save(Learner(config), tmp_path, batch_ids=[], keep=1)
+    with pytest.raises(DataError, match=r"holds an adapter with lora_r 16, this run asks for 4"):
+        train(config.model_copy(update={"lora_r": 4}))
 
 
 def test_groups_that_are_too_old_are_dropped_and_counted():
