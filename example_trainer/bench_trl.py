@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from atroposlib.errors import ConfigError
-from example_trainer.bench_step import WARM_UP, Timing, Work, peak_bytes, start_peak
 from example_trainer.data import Row
 from example_trainer.policy import pick_dtype
+from example_trainer.step_timing import WARM_UP, Timing, Work, peak_bytes, start_peak
 
 _LOSSES = {"grpo": ("grpo", "group"), "dr_grpo": ("dr_grpo", "none")}
 """TRL's loss_type and scale_rewards of an objective."""

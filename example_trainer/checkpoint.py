@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +20,10 @@ import torch
 
 from atroposlib.errors import DataError
 from atroposlib.paths import sync_to_disk
+from example_trainer.config import TrainingConfig
 from example_trainer.learner import Learner
 from example_trainer.losses.controllers import controller_state, restore_controllers
+from example_trainer.policy import PEFT_NAMES, adapter_settings
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ _FACTS = "trainer.json"
 
 def newest(save_path: Path) -> Path | None:
     """The complete checkpoint of the greatest step, or None."""
-    return max(save_path.glob(f"{_PREFIX}[0-9]*"), default=None)
+    return max(_ours(save_path), key=_step, default=None)
 
 
 def save(learner: Learner, save_path: Path, *, batch_ids: Sequence[str], keep: int) -> Path:
@@ -68,7 +71,7 @@ def save(learner: Learner, save_path: Path, *, batch_ids: Sequence[str], keep: i
         _delete(target)
     os.replace(making, target)
     sync_to_disk(save_path)
-    for old in sorted(save_path.glob(f"{_PREFIX}[0-9]*"))[:-keep]:
+    for old in sorted(_ours(save_path), key=_step)[:-keep]:
         _delete(old)
     logger.info("checkpoint written: %s", target)
     return target
@@ -82,17 +85,33 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
         raise DataError(f"checkpoint {checkpoint} has no readable {_FACTS} ({error}); delete that folder") from error
 
 
+def require_same_model(config: TrainingConfig, checkpoint: Path) -> None:
+    """DataError when the checkpoint is of another model or adapter than the config's, whose place it would take."""
+    facts = read_facts(checkpoint)
+    if facts["model_name"] != config.model_name or facts["use_lora"] != config.use_lora:
+        raise DataError(
+            f"checkpoint {checkpoint} is of model {facts['model_name']!r} with use_lora {facts['use_lora']}, this run "
+            f"trains {config.model_name!r} with {config.use_lora}; choose another save_path"
+        )
+    if not config.use_lora:
+        return
+    saved = json.loads((checkpoint / "adapter_config.json").read_text(encoding="utf-8"))
+    asked_for = adapter_settings(config)
+    for name, peft_name in PEFT_NAMES.items():
+        found, asked = saved[peft_name], asked_for[peft_name]
+        if (sorted(found) if isinstance(found, list) else found) != asked:
+            raise DataError(
+                f"checkpoint {checkpoint} holds an adapter with {name} {found}, this run asks for {asked}; an adapter "
+                "stays as it was made: take the change back or choose another save_path"
+            )
+
+
 def restore(learner: Learner, checkpoint: Path) -> list[str]:
     """Put optimizer, scheduler, controllers, random numbers and step back; the batch ids that were saved.
 
     Settings such as lr are the config's. The weights are loaded by `Learner(config, checkpoint=...)`.
     """
     facts = read_facts(checkpoint)
-    if facts["model_name"] != learner.config.model_name or facts["use_lora"] != learner.config.use_lora:
-        raise DataError(
-            f"checkpoint {checkpoint} is of model {facts['model_name']!r} with use_lora {facts['use_lora']}, this run "
-            f"trains {learner.config.model_name!r} with {learner.config.use_lora}; choose another save_path"
-        )
     state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=False)
     settings = [{**group, "params": None} for group in learner.optimizer.param_groups]
     learner.optimizer.load_state_dict(state["optimizer"])
@@ -105,6 +124,15 @@ def restore(learner: Learner, checkpoint: Path) -> list[str]:
     restore_controllers(learner.kl, learner.tau, facts["controllers"])
     learner.step = facts["step"]
     return facts["batch_ids"]
+
+
+def _ours(save_path: Path) -> list[Path]:
+    """Checkpoints by their name in full: a copy that a user made (`step_00000012_good`) is left alone."""
+    return [path for path in save_path.iterdir() if re.fullmatch(rf"{_PREFIX}\d+", path.name)]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def _random_state() -> dict[str, Any]:

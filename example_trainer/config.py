@@ -174,7 +174,7 @@ class ConnectionSettings(Settings):
     engine_command: list[str] = Field([], description="restart: the engine's command; {model} is the weights' folder.")
     engine_dtype: Literal["F16", "Q8_0", "F32"] = Field("F16", description="embedded: type of the exported weights.")
     engine_timeout_s: PositiveFloat = Field(600, description="A weight update that takes longer is an error.")
-    vllm_port: PositiveInt = Field(9001, description="Used when engine_urls is empty.")
+    vllm_port: PositiveInt = Field(9001, le=65_535, description="Used when engine_urls is empty.")
     vllm_tp_size: PositiveInt = 1
     max_model_len: PositiveInt = 4096
     gpu_memory_utilization: float = Field(0.45, gt=0, le=1)

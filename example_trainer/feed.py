@@ -6,10 +6,11 @@ again; one that comes twice is recognised by its id. What is lost is time, never
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from atroposlib.api.client import Batch, TrainerClient
 from atroposlib.errors import ApiError
@@ -17,11 +18,12 @@ from example_trainer.config import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _POLL_S = 0.25
 _REMIND_S = 30.0
 _REGISTER_DEADLINE_S = 300.0
 _ACK_DEADLINE_S = 60.0
-_ARRIVING_S = 5.0  # for a batch on its way when the wait ends
+_ARRIVING_S = 5.0  # for an answer on its way when the wait ends
 
 
 class BatchFeed:
@@ -47,10 +49,16 @@ class BatchFeed:
         """Ids of trained batches that the API still holds; part of a checkpoint."""
         return list(self._trained)
 
-    def register(self, step: int) -> None:
-        """Announce the run, or take it over at `step`."""
-        self._runner.run(self._client.register(registration(self._config, step), deadline_s=_REGISTER_DEADLINE_S))
-        self.acknowledge()
+    def register(self, step: int, should_stop: Callable[[], bool]) -> None:
+        """Announce the run, or take it over at `step`; not done when `should_stop` says so first.
+
+        Raises:
+            ApiError: refused, or no answer within `batch_wait_s` or five minutes.
+        """
+        deadline_s = min(_REGISTER_DEADLINE_S, self._config.batch_wait_s or math.inf)
+        registering = self._client.register(registration(self._config, step), deadline_s=deadline_s)
+        if self._runner.run(_unless(should_stop, registering)) is not None:
+            self.acknowledge(should_stop)
 
     def next(self, should_stop: Callable[[], bool]) -> Batch | None:
         """The next batch that is not in the weights yet; None when `should_stop` says so.
@@ -81,39 +89,40 @@ class BatchFeed:
         if batch.batch_id is not None:
             self._trained.append(batch.batch_id)
 
-    def saved(self) -> None:
+    def saved(self, should_stop: Callable[[], bool]) -> None:
         """A checkpoint with `unacknowledged` is on disk: the API may forget these batches."""
         self._saved = set(self._trained)
-        self.acknowledge()
+        self.acknowledge(should_stop)
 
-    def acknowledge(self) -> None:
+    def acknowledge(self, should_stop: Callable[[], bool]) -> None:
         """Tell the API about every saved batch; one it does not know (any more) is done as well.
 
-        An API that does not answer is told after the next checkpoint: a batch that is forgotten here and comes again
-        would be trained twice.
+        An API that does not answer is told after the next checkpoint, or at the next start when `should_stop` says so:
+        a batch that is forgotten here and comes again would be trained twice.
         """
         end = time.monotonic() + _ACK_DEADLINE_S
         for batch_id in [batch_id for batch_id in self._trained if batch_id in self._saved]:
             try:
-                self._runner.run(self._client.ack(batch_id, deadline_s=max(0.0, end - time.monotonic())))
+                if not self._runner.run(_unless(should_stop, self._ack(batch_id, max(0.0, end - time.monotonic())))):
+                    return
             except ApiError as error:
                 logger.warning("batch %s is not acknowledged: %s", batch_id, error)
                 if error.status != HTTPStatus.NOT_FOUND:
                     continue
             self._trained.remove(batch_id)
 
+    async def _ack(self, batch_id: str, deadline_s: float) -> bool:
+        await self._client.ack(batch_id, deadline_s=deadline_s)
+        return True
+
     async def _ask(self, started: float, should_stop: Callable[[], bool]) -> Batch | None:
         """A batch, or None; a stop or `batch_wait_s` also ends the wait for an API that is away."""
         limit = self._config.batch_wait_s
-        asked = asyncio.create_task(self._client.batch(self._config.batch_lease_s, binary=True))
-        while not (await asyncio.wait([asked], timeout=_POLL_S))[0]:
-            if should_stop() or (limit is not None and time.monotonic() - started > limit):
-                if (await asyncio.wait([asked], timeout=_ARRIVING_S))[0]:
-                    break
-                asked.cancel()
-                await asyncio.wait([asked])
-                return None
-        return asked.result()
+
+        def is_over() -> bool:
+            return should_stop() or (limit is not None and time.monotonic() - started > limit)
+
+        return await _unless(is_over, self._client.batch(self._config.batch_lease_s, binary=True))
 
     def _seen_again(self, batch_id: str | None) -> None:
         logger.warning("batch %s came again and is not trained twice; raise batch_lease_s", batch_id)
@@ -125,6 +134,19 @@ class BatchFeed:
             return str(error)
         facts = ("waiting_for", "queue_size", "queue_sequences", "current_step")
         return " ".join(f"{key}={status.get(key)!r}" for key in facts)
+
+
+async def _unless(is_over: Callable[[], bool], request: Coroutine[Any, Any, T]) -> T | None:
+    """What the request gives; None when it is over first and no answer was on its way."""
+    asked = asyncio.create_task(request)
+    while not (await asyncio.wait([asked], timeout=_POLL_S))[0]:
+        if is_over():
+            if (await asyncio.wait([asked], timeout=_ARRIVING_S))[0]:
+                break
+            asked.cancel()
+            await asyncio.wait([asked])
+            return None
+    return asked.result()
 
 
 def registration(config: TrainingConfig, step: int) -> dict[str, Any]:
@@ -147,9 +169,20 @@ def staleness(group: Mapping[str, Any], version: int) -> int | None:
     A rollout over several turns may span updates; the engine names one version per reply, so the oldest is that of
     the first reply.
     """
+    first = _first_version(group)
+    return version - int(first) if first is not None and first.isdigit() else None
+
+
+def names_other_weights(group: Mapping[str, Any]) -> bool:
+    """True when the engine's name for the weights is none that a push gave, as after an engine was started again."""
+    first = _first_version(group)
+    return first is not None and not first.isdigit()
+
+
+def _first_version(group: Mapping[str, Any]) -> str | None:
     params = group.get("generation_params") or {}
-    first = str(params.get("weight_version_start", params.get("weight_version")))
-    return version - int(first) if first.isdigit() else None
+    first = params.get("weight_version_start", params.get("weight_version"))
+    return None if first is None else str(first)
 
 
 def generate_times(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -1,6 +1,9 @@
-"""`atropos-grpo`: train a model on the batches of a running trajectory API.
+"""`atropos-grpo`: train a model on the batches of a running trajectory API, beside engines that run elsewhere.
 
-    atropos-grpo --config configs/trainer/grpo.yaml --lr 2e-6
+    atropos-grpo --model-name Qwen/Qwen3-0.6B --weight-sync sglang --engine-urls http://localhost:9000
+
+A recipe (`--config`) holds fields of the trainer only; those in configs/trainer also start engine, API and environment,
+and are for `atropos-grpo-run`.
 
 Exit codes: 0 done, 1 failed with a sentence, 2 wrong usage, 75 stopped by a signal (the same command goes on).
 """
@@ -12,10 +15,19 @@ import sys
 from collections.abc import Sequence
 
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.paths import expand_path
 from example_trainer.config import TrainingConfig
-from example_trainer.recipe import build, parser_of
+from example_trainer.recipe import build, parser_of, read_recipe, require_torch
+from example_trainer.run_config import RunConfig
 
 _WORK_REMAINS = 75
+_EXAMPLES = """\
+examples:
+  atropos-grpo --model-name Qwen/Qwen3-0.6B --atropos-url http://node7:8000 \\
+      --weight-sync sglang --engine-urls http://node8:9000 http://node9:9000
+  atropos-grpo --config my_trainer.yaml --lr 2e-6 --save-path runs/second
+  accelerate launch --num_processes 4 -m example_trainer.grpo --config my_trainer.yaml
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,9 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         print(f"atropos-grpo: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    from example_trainer.loop import train
-
     try:
+        require_torch()
+        from example_trainer.loop import train
+
         result = train(config)
     except AtroposError as error:
         print(f"atropos-grpo: {error}", file=sys.stderr)
@@ -46,12 +59,29 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Raises:
         ConfigError: an unknown flag, with the nearest known one.
     """
-    return parser_of(TrainingConfig, "Train a model on the batches of a trajectory API.").parse_args(argv)
+    parser = parser_of(TrainingConfig, "Train a model on the batches of a trajectory API.", _EXAMPLES)
+    return parser.parse_args(argv)
 
 
 def config_from_args(args: argparse.Namespace) -> TrainingConfig:
-    """Recipe, environment variables and flags as one checked config."""
+    """Recipe, environment variables and flags as one checked config.
+
+    Raises:
+        ConfigError: a value is wrong, a key unknown, or the recipe is one of `atropos-grpo-run`.
+    """
+    if args.config:
+        _refuse_a_runs_recipe(args.config)
     return build(TrainingConfig, vars(args), os.environ)
+
+
+def _refuse_a_runs_recipe(name: str) -> None:
+    only_a_runs = RunConfig.model_fields.keys() - TrainingConfig.model_fields.keys()
+    found = sorted(only_a_runs & read_recipe(expand_path(name, what="--config")).keys())
+    if found:
+        raise ConfigError(
+            f"{name} is a recipe of atropos-grpo-run, which starts engine and environment as well: it has "
+            f"{', '.join(found)}; run atropos-grpo-run --config {name}, or leave these keys out"
+        )
 
 
 def _quiet_threads() -> None:

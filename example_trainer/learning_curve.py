@@ -27,13 +27,14 @@ from typing import Any
 import aiohttp
 import httpx
 
-from atroposlib.errors import LaunchError
+from atroposlib.errors import AtroposError, LaunchError
 from atroposlib.launch.probes import free_ports
 from example_trainer.countdown_env import Countdown, make_problem, prompt, right_answer
-from example_trainer.recipe import check, read_recipe
+from example_trainer.engine_plan import engine_command
+from example_trainer.exports import CURRENT_GGUF, exports_folder
+from example_trainer.recipe import check, read_recipe, require_torch
 from example_trainer.run import run
 from example_trainer.run_config import RunConfig
-from example_trainer.run_plan import engine_command
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", default="sglang", choices=["sglang", "embedded"])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=JSON", help="Further fields of the recipe.")
     args = parser.parse_args(argv)
+    try:
+        compare(args)
+    except AtroposError as error:
+        print(f"learning_curve: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Train and evaluate what the command's flags ask for; print and write the table, draw the picture."""
+    require_torch()
     args.out.mkdir(parents=True, exist_ok=True)
     changes = {key: json.loads(value) for key, _, value in (entry.partition("=") for entry in args.set)}
     base = {**read_recipe(args.recipe), "model_name": args.model, "training_steps": args.steps, "engine": args.engine}
@@ -128,8 +139,8 @@ def _train_and_score(folder: Path, config: RunConfig, problems: int) -> Scores:
         code = run(config)
         if code != 0:
             raise LaunchError(f"run {config.run_dir} ended with exit code {code}; read its logs folder")
-    exports = final.parent / "engine"
-    model = max(exports.glob("weights_*.gguf")) if config.engine == "embedded" else final
+    newest = (exports_folder(final.parent) / CURRENT_GGUF).resolve()
+    model = newest if config.engine == "embedded" else final
     return _scores(folder / "after", config, str(model), problems)
 
 

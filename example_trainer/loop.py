@@ -26,10 +26,10 @@ from atroposlib.paths import expand_path, writable_dir
 from example_trainer import checkpoint as checkpoints
 from example_trainer.config import TrainingConfig
 from example_trainer.data import Row, rows_of
-from example_trainer.feed import BatchFeed, generate_times, staleness
+from example_trainer.feed import BatchFeed, generate_times, names_other_weights, staleness
 from example_trainer.learner import Learner
 from example_trainer.report import Report
-from example_trainer.weight_sync import WeightSync, make_sync
+from example_trainer.weight_sync import WeightSync, make_sync, names_versions
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ def _train(config: TrainingConfig, save_path: Path) -> TrainResult:
             f"resume is false, but {save_path} holds {found.name}, which the next start would take for this "
             "run's; choose another save_path, or delete it"
         )
+    if found is not None:
+        checkpoints.require_same_model(config, found)
     learner = Learner(config, checkpoint=found)
     trained = checkpoints.restore(learner, found) if found else []
     if not learner.ranks.is_first:
@@ -116,7 +118,7 @@ class _Run:
         config, learner = self.config, self.learner
         if config.weight_sync != "none":
             self.sync.push(learner.policy, learner.step)
-        self.feed.register(learner.step)
+        self.feed.register(learner.step, self.stop)
         last_saved = learner.step
         while learner.step < config.training_steps and not self.stop():
             if not self._one_step():
@@ -142,12 +144,15 @@ class _Run:
         if batch is None:
             return False
         arrived = time.perf_counter()
-        groups, facts = fresh_groups(batch.groups, learner.step, self.config.max_staleness)
+        named = names_versions(self.config)
+        groups, facts = fresh_groups(batch.groups, learner.step, self.config.max_staleness, named=named)
         metrics: dict[str, float] = {**facts, **generate_times(groups)}
         rows = rows_of(groups, seq_len=self.config.seq_len, temperature=self.config.temperature)
         self.feed.note_trained(batch)
         if not rows:
             logger.warning("a batch of %d groups was all too stale and is dropped", len(batch.groups))
+            if named and any(map(names_other_weights, batch.groups)):
+                self.sync.push(learner.policy, learner.step)  # no step comes that would
             return True
         metrics |= learner.train_on(learner.ranks.share(rows))
         trained = time.perf_counter()
@@ -168,16 +173,21 @@ class _Run:
     def _save(self) -> None:
         ids = self.feed.unacknowledged
         checkpoints.save(self.learner, self.save_path, batch_ids=ids, keep=self.config.keep_checkpoints)
-        self.feed.saved()
+        self.feed.saved(self.stop)
 
 
 def fresh_groups(
-    groups: Sequence[Mapping[str, Any]], version: int, limit: int | None
+    groups: Sequence[Mapping[str, Any]], version: int, limit: int | None, *, named: bool = False
 ) -> tuple[list[Mapping[str, Any]], dict[str, float]]:
-    """The groups that are at most `limit` weight updates old (all, without a limit), and the staleness metrics."""
+    """The groups that are at most `limit` weight updates old (all, without a limit), and the staleness metrics.
+
+    Args:
+        named: every push names the weights; an engine that calls them otherwise may serve those of the start.
+    """
     ages = [staleness(group, version) for group in groups]
     known = [age for age in ages if age is not None]
-    kept = [g for g, age in zip(groups, ages, strict=True) if limit is None or age is None or age <= limit]
+    oldest = [version if named and names_other_weights(group) else staleness(group, version) for group in groups]
+    kept = [g for g, age in zip(groups, oldest, strict=True) if limit is None or age is None or age <= limit]
     facts: dict[str, float] = {
         "batch/staleness_unknown": len(ages) - len(known),
         "batch/stale_groups_dropped": len(groups) - len(kept),

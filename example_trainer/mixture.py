@@ -29,6 +29,11 @@ class Source(Settings):
     weight: float = Field(1.0, gt=0, le=1, description="Fraction of the rows that is used.")
 
 
+def is_local(source: Source) -> bool:
+    """True for a file, False for a data set on the hub."""
+    return source.id.endswith(".jsonl")
+
+
 def mix(sources: Sequence[Source], *, seed: int) -> list[dict[str, Any]]:
     """The rows of all sources.
 
@@ -67,7 +72,7 @@ def _renamed(row: Mapping[str, Any], source: Source) -> dict[str, Any]:
 
 
 def _load(source: Source) -> list[Mapping[str, Any]]:
-    if not source.id.endswith(".jsonl"):
+    if not is_local(source):
         return _from_hub(source)
     path: Path = expand_path(source.id, what="datasets.id")
     try:

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PEFT_NAMES = {
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_target_modules": "target_modules",
+    "lora_layer_indices": "layers_to_transform",
+}
+"""What makes an adapter, and stays as it was at the run's first start: our name to peft's."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -130,10 +138,20 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_tokenizer(folder: Path | str) -> "PreTrainedTokenizerBase":
-    """The model's own tokenizer."""
+    """The model's own tokenizer.
+
+    Raises:
+        ConfigError: there is none; it is what is loaded first, so the name is the likely cause.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers raises many kinds; all mean that this tokenizer cannot be had
+        raise ConfigError(
+            f"model_name is {str(folder)!r}, which is neither a model's folder with a tokenizer nor can it be "
+            f"downloaded: {' '.join(str(error).split())[:300]}; give a folder, a hub name or smollm2-135m"
+        ) from error
 
 
 def shares_prompts(config: TrainingConfig, model: Any) -> bool:
@@ -149,6 +167,17 @@ def shares_prompts(config: TrainingConfig, model: Any) -> bool:
     if config.share_prompts and not plain:
         logger.warning("share_prompts is off: the attention of %s is not full, or not sdpa", config.model_name)
     return config.share_prompts and plain
+
+
+def adapter_settings(config: TrainingConfig) -> dict[str, Any]:
+    """The values of `PEFT_NAMES`, under peft's names."""
+    return {
+        "r": config.lora_r,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "target_modules": sorted(config.lora_target_modules),
+        "layers_to_transform": sorted(layer_indices(config.lora_layer_indices)) if config.lora_layer_indices else None,
+    }
 
 
 def layer_indices(text: str) -> set[int]:
@@ -194,15 +223,7 @@ def _with_adapter(config: TrainingConfig, base: nn.Module, checkpoint: Path | No
 
     if checkpoint is not None:
         return PeftModel.from_pretrained(base, checkpoint, is_trainable=True)  # pyright: ignore[reportArgumentType]
-    layers = sorted(layer_indices(config.lora_layer_indices)) if config.lora_layer_indices else None
-    adapter = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules,
-        layers_to_transform=layers,
-    )
+    adapter = LoraConfig(task_type="CAUSAL_LM", **adapter_settings(config))
     return get_peft_model(base, adapter)  # pyright: ignore[reportArgumentType]
 
 

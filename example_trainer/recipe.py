@@ -6,8 +6,10 @@ flag is refused with the nearest known name.
 
 import argparse
 import difflib
+import importlib.util
 import json
 import os
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,6 +51,14 @@ BRIDGE_MODES = {"none": "none", "lora_only": "vllm_lora", "lora_restart": "resta
 """Upstream's `--weight-bridge-mode` and what it is called here."""
 
 
+def require_torch() -> None:
+    """ConfigError where the trainer's packages are not installed, before anything is started for it."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            f"the trainer needs torch, which {sys.executable} lacks; run: pip install -e '.[trainer]' in the repository"
+        )
+
+
 class RecipeParser(argparse.ArgumentParser):
     """Refuses unknown flags with the nearest known one."""
 
@@ -63,9 +73,14 @@ class RecipeParser(argparse.ArgumentParser):
         return known
 
 
-def parser_of(config: type[BaseModel], description: str) -> RecipeParser:
+def parser_of(config: type[BaseModel], description: str, examples: str) -> RecipeParser:
     """One flag per field, its help the field's description. Values stay text; pydantic reads them."""
-    parser = RecipeParser(description=description, allow_abbrev=False)
+    parser = RecipeParser(
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", metavar="YAML", help="Recipe; flags override it.")
     parser.add_argument("--weight-bridge-mode", choices=[*BRIDGE_MODES, "shared_vllm"], help=argparse.SUPPRESS)
     for name, field in config.model_fields.items():

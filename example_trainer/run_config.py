@@ -8,6 +8,8 @@ from atroposlib.errors import ConfigError
 from example_trainer.config import Settings, TrainingConfig
 from example_trainer.mixture import Source
 
+HIGHEST_SGLANG_PORT = 65_535 - 10_000
+
 
 class EngineSettings(Settings):
     """The inference engine."""
@@ -15,7 +17,9 @@ class EngineSettings(Settings):
     engine: Literal["embedded", "sglang", "vllm", "external"] = Field(
         "embedded", description="Started here, unless external: then engine_urls says where it runs."
     )
-    engine_port: PositiveInt | None = Field(None, description="Port on 127.0.0.1; null: a free one.")
+    engine_port: PositiveInt | None = Field(
+        None, le=65_535, description="Port on 127.0.0.1, for sglang up to 55535; null: a free one."
+    )
     engine_slots: PositiveInt = Field(32, description="embedded: sequences generated at the same time.")
     engine_threads: PositiveInt | None = Field(None, description="embedded: CPU threads; null: all cores.")
     engine_args: list[str] = Field([], description="Further flags, handed to the engine as they are.")
@@ -50,6 +54,11 @@ class RunConfig(TrainingConfig, EngineSettings, EnvironmentSettings):
     def _has_problems(self) -> Self:
         if (self.environment is None) == (not self.datasets):
             raise ConfigError("give either environment, a Python file, or datasets, a list of problem sets")
+        if self.engine == "sglang" and (self.engine_port or 0) > HIGHEST_SGLANG_PORT:
+            raise ConfigError(
+                f"engine_port is {self.engine_port}, but SGLang also takes the port 10,000 above its own; give one "
+                f"up to {HIGHEST_SGLANG_PORT}"
+            )
         if self.engine == "external" and not self.engine_urls:
             raise ConfigError("engine is 'external' but engine_urls is empty; give the address of the running engine")
         if self.step_sequences % self.num_generations:

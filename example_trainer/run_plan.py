@@ -11,18 +11,27 @@ import aiohttp
 import yaml
 
 from atroposlib.errors import ConfigError
-from atroposlib.launch.probes import answers, at_once, environment, free_ports, trajectory_api
+from atroposlib.launch.probes import at_once, environment, free_ports, trajectory_api
 from atroposlib.launch.services import Service
 from atroposlib.launch.status import PROGRESS_FILE
 from atroposlib.paths import expand_path, write_text_atomic
 from example_trainer.config import TrainingConfig
-from example_trainer.exports import exports_folder, first_link
-from example_trainer.model_folder import local_folder, model_folder
+from example_trainer.engine_plan import (
+    adapter_is_served,
+    engine_services,
+    gpus,
+    model_names,
+    serves_adapter,
+    weight_sync_of,
+)
+from example_trainer.mixture import is_local
 from example_trainer.recipe import ENVIRONMENT
 from example_trainer.run_config import RunConfig
 
-_VLLM_SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+TRAINER_GRACE_S = 120.0
+"""For a step and a checkpoint, after SIGTERM."""
+_LAUNCHER_GRACE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(TRAINER_GRACE_S) - 10)}
+"""As long for the processes of several GPUs, whose launcher kills them after 30 s unless told."""
 _DECIDED = dict.fromkeys(("MAXENT", *ENVIRONMENT), "")
 """Variables that the run has read, and a flag may have overruled: to the trainer, its recipe says it all."""
 _DATASET_ENV = Path(__file__).with_name("dataset_env.py")
@@ -30,7 +39,7 @@ _DATASET_ENV = Path(__file__).with_name("dataset_env.py")
 
 @dataclass(frozen=True)
 class RunPlan:
-    """`servers` must be ready, in this order, before the other two start."""
+    """`servers` must be ready, in this order, before the trainer starts, and the trainer before the environment."""
 
     servers: list[Service]
     trainer: Service
@@ -38,10 +47,17 @@ class RunPlan:
 
 
 def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) -> RunPlan:
-    """Choose ports, write the trainer's and the environment's YAML, describe the services."""
+    """Choose ports, write the trainer's and the environment's YAML, describe the services.
+
+    Raises:
+        ConfigError: a file that the recipe names is not there.
+    """
+    script = _script(config)
+    _require_files(config)
     free = free_ports(2)
     engine_port, api_port = config.engine_port or free[0], free[1]
-    engine_urls = config.engine_urls or [f"http://127.0.0.1:{engine_port}"]
+    engine_urls = [url.rstrip("/").removesuffix("/v1") for url in config.engine_urls]
+    engine_urls = engine_urls or [f"http://127.0.0.1:{engine_port}"]
     api_url = f"http://127.0.0.1:{api_port}"
     trainer_yaml, environment_yaml = run_dir / "trainer.yaml", run_dir / "environment.yaml"
     write_text_atomic(trainer_yaml, yaml.safe_dump(trainer_settings(config, run_dir, engine_urls, api_url)))
@@ -49,20 +65,20 @@ def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) 
     logs = run_dir / "logs"
     api = trajectory_api(run_dir, api_port, session)
     trainer = [*trainer_launcher(os.environ), "example_trainer.grpo", "--config", str(trainer_yaml)]
-    weights = _weights(config, run_dir)
+    waits = serves_adapter(config)  # the environment asks for what the trainer pushes first
     return RunPlan(
-        servers=[*_engine(config, engine_port, weights, logs, session), api],
+        servers=[*engine_services(config, engine_port, _checkpoints(run_dir), logs, session), api],
         trainer=Service(
             name="trainer",
             command=trainer,
             log=logs / "trainer.log",
-            ready=at_once,
-            ready_timeout_s=60,
-            env={**_gpus("ATROPOS_TRAINER_GPUS"), **_DECIDED},
+            ready=adapter_is_served(session, engine_urls[0]) if waits else at_once,
+            ready_timeout_s=config.engine_ready_s,
+            env={**gpus("ATROPOS_TRAINER_GPUS"), **_LAUNCHER_GRACE, **_DECIDED},
             is_job=True,
         ),
         environment=environment(
-            _script(config), environment_yaml, logs / "environment.log", run_dir / PROGRESS_FILE, config.hang_s
+            script, environment_yaml, logs / "environment.log", run_dir / PROGRESS_FILE, config.hang_s
         ),
     )
 
@@ -81,9 +97,8 @@ def trainer_launcher(environ: Mapping[str, str]) -> list[str]:
 def trainer_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], api_url: str) -> dict[str, Any]:
     """The recipe of the trainer process."""
     own = config.model_dump(mode="json", include=set(TrainingConfig.model_fields), exclude_unset=True)
-    sync = {"embedded": "embedded", "sglang": "sglang", "vllm": "vllm_lora" if config.use_lora else "vllm"}
     return {
-        "weight_sync": sync.get(config.engine, "none"),
+        "weight_sync": weight_sync_of(config),
         "temperature": config.environment_config.get("temperature", config.temperature),
         **own,
         "engine_urls": engine_urls,
@@ -95,7 +110,7 @@ def trainer_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], a
 
 def environment_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], api_url: str) -> dict[str, Any]:
     """The environment's YAML: the user's fields, and those that the run decides."""
-    name, tokenizer = _model_names(config)
+    name, tokenizer = model_names(config)
     from_datasets = {
         "datasets": [source.model_dump() for source in config.datasets],
         "reward": config.reward,
@@ -141,71 +156,6 @@ def _steps_asked_for(config: RunConfig) -> int:
     return config.training_steps if config.max_staleness is None else sys.maxsize
 
 
-def engine_command(config: RunConfig, port: int, weights: Path | str | None = None) -> list[str]:
-    """The engine's command line.
-
-    Args:
-        weights: Hugging Face folder to start from; None: the model's. The embedded engine has its own files.
-    """
-    at = ["--host", "127.0.0.1", "--port", str(port)]
-    context = str(config.seq_len)
-    if config.engine == "embedded":
-        threads = ["--threads", str(config.engine_threads)] if config.engine_threads else []
-        sizes = ["--slots", str(config.engine_slots), "--context", context, *threads]
-        module = [sys.executable, "-m", "atroposlib.cli.engine", "--model", config.model_name]
-        return [*module, *at, *sizes, *config.engine_args]
-    model, tp = str(weights or model_folder(config.model_name)), str(config.vllm_tp_size)
-    memory = str(config.gpu_memory_utilization)
-    if config.engine == "sglang":
-        module = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
-        sizes = ["--tp", tp, "--mem-fraction-static", memory, "--context-length", context]
-        return [*module, *at, *sizes, "--enable-metrics", *config.engine_args]
-    sizes = ["--tensor-parallel-size", tp, "--gpu-memory-utilization", memory, "--max-model-len", context]
-    update = ["--enable-lora", "--max-lora-rank", _lora_rank(config)] if config.use_lora else []
-    name = config.model_name if config.use_lora else _model_names(config)[0]  # the adapter has a name of its own
-    replies = ["--served-model-name", name, "--logprobs-mode", "processed_logprobs"]  # after temperature
-    module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    return [*module, *at, *sizes, *update, *replies, *config.engine_args]
-
-
-def _weights(config: RunConfig, run_dir: Path) -> Path | None:
-    """What the engine is started from: a link to the newest weights, so that a restarted one does not serve the first.
-
-    None for one that finds its weights itself: the embedded engine, and vLLM with an adapter.
-    """
-    if config.engine in ("embedded", "external") or (config.engine == "vllm" and config.use_lora):
-        return None
-    return first_link(exports_folder(_checkpoints(run_dir)), local_folder(config.model_name))
-
-
-def _lora_rank(config: RunConfig) -> str:
-    """vLLM's `--max-lora-rank`, which is one of a few sizes."""
-    for rank in _VLLM_RANKS:
-        if rank >= config.lora_r:
-            return str(rank)
-    raise ConfigError(f"lora_r is {config.lora_r}, but vLLM serves adapters up to rank {_VLLM_RANKS[-1]}; lower it")
-
-
-def _engine(
-    config: RunConfig, port: int, weights: Path | None, logs: Path, session: aiohttp.ClientSession
-) -> list[Service]:
-    if config.engine == "external":
-        return []
-    url = f"http://127.0.0.1:{port}"
-    ready = "/health" if config.engine == "vllm" else "/health_generate"
-    return [
-        Service(
-            name="engine",
-            command=engine_command(config, port, weights),
-            log=logs / "engine.log",
-            ready=answers(session, "GET", url + ready),
-            healthy=answers(session, "GET", f"{url}/health"),
-            ready_timeout_s=config.engine_ready_s,
-            env={**_VLLM_SWITCHES, **_gpus("ATROPOS_ENGINE_GPUS")},
-        )
-    ]
-
-
 def _checkpoints(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
@@ -214,25 +164,22 @@ def _script(config: RunConfig) -> Path:
     """The environment's file; ConfigError when it is not there."""
     if config.environment is None:
         return _DATASET_ENV
-    script = expand_path(config.environment, what="environment").absolute()
-    if not script.is_file():
+    return _existing(config.environment, "environment", "a Python file")
+
+
+def _require_files(config: RunConfig) -> None:
+    """ConfigError when a file of problems or a template is not there; what the hub has shows when it is loaded."""
+    for source in config.datasets:
+        if is_local(source):
+            _existing(source.id, "data set", "a file of JSON lines")
+    if config.chat_template:
+        _existing(config.chat_template, "chat_template", "a Jinja file")
+
+
+def _existing(name: str, what: str, expected: str) -> Path:
+    path = expand_path(name, what=what).absolute()
+    if not path.is_file():
         raise ConfigError(
-            f"environment {script} does not exist; give a Python file, relative to the recipe or to the current folder"
+            f"{what} {path} does not exist; give {expected}, relative to the recipe or to the current folder"
         )
-    return script
-
-
-def _gpus(variable: str) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for one process, when `variable` names its GPUs."""
-    return {"CUDA_VISIBLE_DEVICES": os.environ[variable]} if os.environ.get(variable) else {}
-
-
-def _model_names(config: RunConfig) -> tuple[str, str]:
-    """Names of the model and of its tokenizer, as the environment uses them."""
-    from atroposlib.engines.models import CATALOG, resolve_model
-
-    name = tokenizer = config.model_name
-    if name in CATALOG or name.endswith(".gguf"):
-        local = resolve_model(name)
-        name, tokenizer = local.name, str(local.tokenizer_dir)
-    return "policy" if config.engine == "vllm" and config.use_lora else name, tokenizer
+    return path

@@ -6,7 +6,16 @@ from pathlib import Path
 
 from example_trainer.config import TrainingConfig
 from example_trainer.engine_requests import Engine, Engines, WeightSyncError
-from example_trainer.exports import keep_newest, save_folder, write_whole
+from example_trainer.exports import (
+    ADAPTER_NAME,
+    ADAPTERS,
+    CURRENT_ADAPTER,
+    FOLDERS,
+    keep_newest,
+    replace_link,
+    save_folder,
+    write_whole,
+)
 from example_trainer.policy import Policy
 
 _PAUSE = {"drain": "wait", "abort": "abort", "keep": "keep"}
@@ -33,7 +42,7 @@ class VLLMSync:
             require_pausing(url, str(reply.get("version")))
         written = save_folder(policy, self._folder, version)
         self._engines.each(partial(_reload, pause=self._pause, weights=str(written.resolve()), version=str(version)))
-        keep_newest(self._folder, "weights_*")
+        keep_newest(self._folder, FOLDERS)
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -66,10 +75,11 @@ class VLLMLoraSync:
         """Save the adapter and load it over the old one."""
         target = self._folder / f"adapter_{version:08d}"
         write_whole(target, lambda folder: policy.model.save_pretrained(folder))  # pyright: ignore
-        body = {"lora_name": "policy", "lora_path": str(target.resolve()), "load_inplace": True}
+        replace_link(self._folder / CURRENT_ADAPTER, target)
+        body = {"lora_name": ADAPTER_NAME, "lora_path": str(target.resolve()), "load_inplace": True}
         self._engines.post("/v1/load_lora_adapter", body)
         self._engines.post("/update_weight_version", {"new_version": str(version)}, optional=True)
-        keep_newest(self._folder, "adapter_*")
+        keep_newest(self._folder, ADAPTERS)
 
     def close(self) -> None:
         """Let go of the connections."""

@@ -20,7 +20,15 @@ import httpx
 
 from example_trainer.config import TrainingConfig
 from example_trainer.engine_requests import Engine, Engines, WeightSyncError
-from example_trainer.exports import exports_folder, keep_newest, save_folder
+from example_trainer.exports import (
+    CURRENT_GGUF,
+    FOLDERS,
+    GGUF_FILES,
+    exports_folder,
+    keep_newest,
+    replace_link,
+    save_folder,
+)
 from example_trainer.policy import Policy
 from example_trainer.vllm_sync import VLLMLoraSync, VLLMSync
 
@@ -69,9 +77,10 @@ class EmbeddedSync:
         self._folder.mkdir(parents=True, exist_ok=True)
         target = self._folder / f"weights_{version:08d}.gguf"
         self._exporter.write(policy.merged_state(), target)
+        replace_link(self._folder / CURRENT_GGUF, target)
         body = {"model_path": str(target.resolve()), "weight_version": str(version)}
         self._engines.post("/update_weights_from_disk", body)
-        keep_newest(self._folder, "weights_*.gguf")
+        keep_newest(self._folder, GGUF_FILES)
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -101,7 +110,7 @@ class SGLangSync:
         target = save_folder(policy, self._folder, version)
         body = {"model_path": str(target.resolve()), "weight_version": str(version), "flush_cache": False}
         self._engines.each(partial(self._update, body=body))
-        keep_newest(self._folder, "weights_*")
+        keep_newest(self._folder, FOLDERS)
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -165,7 +174,7 @@ class RestartSync:
         with (self._folder / "engine.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         self._wait_until_healthy(command)
-        keep_newest(self._folder, "weights_*")
+        keep_newest(self._folder, FOLDERS)
 
     def close(self) -> None:
         """End the process group we started, and nothing else."""
@@ -212,6 +221,11 @@ KINDS: dict[str, Callable[[TrainingConfig, Path], WeightSync]] = {
     "vllm_lora": VLLMLoraSync,
     "restart": RestartSync,
 }
+
+
+def names_versions(config: TrainingConfig) -> bool:
+    """True when each push tells the engines a version, which those that can then name in their replies."""
+    return config.weight_sync not in ("none", "restart")
 
 
 def make_sync(config: TrainingConfig, save_path: Path) -> WeightSync:

@@ -19,6 +19,10 @@ def engine(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 9004,
     slots: Annotated[int, typer.Option(min=1, max=256, help="Sequences computed at the same time.")] = 32,
     context: Annotated[int, typer.Option(min=64, help="Tokens per sequence, prompt and completion.")] = 1024,
+    weights: Annotated[
+        str | None, typer.Option(help="A .gguf file to take the weights from: the same model, trained on.")
+    ] = None,
+    weight_version: Annotated[str, typer.Option(help="What replies call these weights.")] = "default",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all this process may use.")] = None,
     spin: Annotated[
         bool, typer.Option(help="Let idle threads spin: faster alone on a machine, far slower beside other work.")
@@ -34,7 +38,7 @@ def engine(
             os.environ.setdefault(name, value)
     from atroposlib.engines.serve import ServeOptions, serve
 
-    serve(ServeOptions(model, host, port, slots, context, threads, exit_with_parent, insecure))
+    serve(ServeOptions(model, host, port, slots, context, threads, exit_with_parent, insecure, weights, weight_version))
 
 
 def main() -> None:

@@ -21,9 +21,17 @@ _Result = TypeVar("_Result")
 class Engine:
     """A model that serves. Every method may be called from any thread and returns at once."""
 
-    def __init__(self, model: LocalModel, *, slots: int, context: int, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        model: LocalModel,
+        *,
+        slots: int,
+        context: int,
+        threads: int | None = None,
+        weight_version: str = "default",
+    ) -> None:
         self._llama = Llama(model.gguf, slots=slots, context=context, threads=threads)
-        self.scheduler = Scheduler(self._llama)
+        self.scheduler = Scheduler(self._llama, weight_version=weight_version)
         self.model_path = str(model.gguf)
         self.tokenizer_path = str(model.tokenizer_dir)
         self.model_name = model.name

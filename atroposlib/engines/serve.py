@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import uvicorn
 
@@ -16,6 +16,7 @@ from atroposlib.engines.engine import Engine
 from atroposlib.engines.models import resolve_model
 from atroposlib.engines.server import build_app
 from atroposlib.errors import ConfigError, LaunchError, ModelError
+from atroposlib.paths import expand_path
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class ServeOptions:
     threads: int | None
     exit_with_parent: bool
     insecure: bool
+    weights: str | None = None  # a .gguf file in place of the model's own
+    weight_version: str = "default"
 
 
 def serve(options: ServeOptions) -> None:
@@ -52,9 +55,17 @@ def serve(options: ServeOptions) -> None:
     listener = _listen(options.host, options.port)
     with contextlib.closing(listener):
         model = resolve_model(options.model)
+        if options.weights is not None:
+            model = replace(model, gguf=expand_path(options.weights, what="--weights"))
         if options.context > model.context:
             raise ConfigError(f"--context is {options.context}; {model.name} was trained for {model.context} tokens")
-        engine = Engine(model, slots=options.slots, context=options.context, threads=options.threads)
+        engine = Engine(
+            model,
+            slots=options.slots,
+            context=options.context,
+            threads=options.threads,
+            weight_version=options.weight_version,
+        )
         url = f"http://{options.host}:{listener.getsockname()[1]}"
         config = uvicorn.Config(
             build_app(engine), log_level="warning", access_log=False, timeout_graceful_shutdown=5, lifespan="off"

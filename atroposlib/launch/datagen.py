@@ -23,7 +23,7 @@ import aiohttp
 from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.export import export_all
-from atroposlib.launch.lock import end_leftover, run_lock, start_time
+from atroposlib.launch.lock import end_leftovers, run_lock, start_time
 from atroposlib.launch.model_checks import Model
 from atroposlib.launch.plan import Plan, make_plan
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
@@ -60,7 +60,8 @@ def run_datagen(config: DatagenConfig, on_progress: OnProgress) -> RunStatus:
     run_dir = writable_dir(config.work_dir, what="run_dir")
     with run_lock(run_dir):
         record = RunRecord.load(run_dir, name=config.name, problems=config.problems, responses=config.responses)
-        _end_leftovers(record)  # they may still hold the ports that preflight looks at
+        end_leftovers(record.services, record.node)  # they may still hold the ports that preflight looks at
+        record.forget_services()
         model = preflight(config)
         record.node, record.logs = socket.gethostname(), str(config.logs)
         write_text_atomic(Path(config.run_dir) / SETTINGS_FILE, json.dumps(data_settings(config), indent=1))
@@ -234,14 +235,6 @@ def _is_complete(config: DatagenConfig) -> bool:
         return False
     status = read_status(run_dir)
     return status.state in {"done", "exporting"} and status.groups_done >= config.problems
-
-
-def _end_leftovers(record: RunRecord) -> None:
-    """Services that outlived a killed supervisor would hold ports and locks."""
-    for service in record.services if record.node in ("", socket.gethostname()) else ():
-        if service["pid"] and service["started"] and end_leftover(service["pid"], service["started"]):
-            logger.warning("ended a leftover of the last start: name=%s pid=%d", service["name"], service["pid"])
-    record.forget_services()
 
 
 def _save(record: RunRecord, run_dir: Path, state: str) -> None:

@@ -7,9 +7,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from atroposlib.errors import LaunchError
 
@@ -104,3 +104,16 @@ def end_leftover(pid: int, started: int, *, grace_s: float = 5.0) -> bool:
         else:
             return True
     return True
+
+
+def end_leftovers(services: Iterable[Mapping[str, Any]], node: str) -> None:
+    """End what outlived a killed supervisor and would hold ports and locks; nothing when that ran on another node.
+
+    Args:
+        services: `name`, `pid` and `started` of each, and `grace_s` for one that needs longer than others.
+    """
+    for service in services if node in ("", socket.gethostname()) else ():
+        pid, started = service["pid"], service["started"]
+        if pid and started and start_time(pid) == started:
+            logger.warning("ending a leftover of the last start: name=%s pid=%d", service["name"], pid)
+            end_leftover(pid, started, grace_s=service.get("grace_s", 5.0))

@@ -56,6 +56,21 @@ def test_it_ends_with_the_process_that_started_it(local_model):
             gone.set()
 
 
+def test_it_starts_from_weights_that_were_trained_under_the_models_name(local_model, tmp_path):
+    trained = tmp_path / "weights_00000007.gguf"
+    trained.symlink_to(local_model.gguf)
+    process, url = start_engine(*SMALL, "--weights", str(trained), "--weight-version", "7")
+    try:
+        info = httpx.get(f"{url}/model_info", timeout=30).json()
+        names = [model["id"] for model in httpx.get(f"{url}/v1/models", timeout=30).json()["data"]]
+        body = {"text": "Hi", "sampling_params": {"max_new_tokens": 1}}
+        reply = httpx.post(f"{url}/generate", json=body, timeout=60).json()
+    finally:
+        stop_engine(process)
+    assert (info["model_path"], names) == (str(trained), [local_model.name])
+    assert (info["weight_version"], reply["meta_info"]["weight_version"]) == ("7", "7")
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "sentence"),
     [
@@ -63,6 +78,7 @@ def test_it_ends_with_the_process_that_started_it(local_model):
         (("--model", "$NO_SUCH_VARIABLE/x.gguf"), 1, "NO_SUCH_VARIABLE"),
         (("--context", "9000"), 1, "was trained for 8192 tokens"),
         (("--host", "0.0.0.0"), 1, "which others can reach"),
+        (("--weights", "/no/such.gguf"), 1, "model file /no/such.gguf does not exist"),
         (("--slots", "0"), 2, "--slots"),
         (("--port", "70000"), 2, "--port"),
     ],

@@ -17,6 +17,9 @@ class ScriptedClient:
         self.url, self.refusal, self.away = "http://api", None, False
 
     async def register(self, registration, *, deadline_s=None):
+        self.deadline_s = deadline_s
+        if self.away:
+            await asyncio.Event().wait()
         self.registered.append(registration)
         return 1
 
@@ -26,6 +29,8 @@ class ScriptedClient:
         return Batch([make_group([1, 0])], self.coming.pop(0)) if self.coming else None
 
     async def ack(self, batch_id, *, deadline_s=None):
+        if self.away:
+            await asyncio.Event().wait()
         if self.refusal:
             raise self.refusal
         self.acked.append(batch_id)
@@ -60,7 +65,7 @@ def test_a_batch_is_acknowledged_only_when_a_checkpoint_holds_it(client, config)
             feed.note_trained(feed.next(never))
         assert client.acked == []
         assert feed.unacknowledged == ["a", "b"]
-        feed.saved()
+        feed.saved(never)
         assert client.acked == ["a", "b"]
         assert feed.unacknowledged == []
 
@@ -77,18 +82,18 @@ def test_a_batch_whose_acknowledgement_did_not_arrive_is_not_trained_again(clien
     client.refusal = ApiError("waited 60 s for POST http://api/batch/ack (9 attempts); the last said: 503: busy")
     with BatchFeed(config, trained=[]) as feed:
         feed.note_trained(feed.next(never))
-        feed.saved()
+        feed.saved(never)
         assert feed.unacknowledged == ["a"]
         assert feed.next(never).batch_id == "b"
         client.refusal = None
-        feed.saved()
+        feed.saved(never)
     assert client.acked == ["a"]
 
 
 def test_a_batch_that_the_api_does_not_know_is_done(client, config):
     client.refusal = ApiError("POST http://api/batch/ack answered 404: batch_id is a", 404)
     with BatchFeed(config, trained=["a"]) as feed:
-        feed.register(5)
+        feed.register(5, never)
         assert feed.unacknowledged == []
 
 
@@ -105,9 +110,41 @@ def test_a_stop_and_the_longest_wait_also_end_the_wait_for_an_api_that_is_away(c
         feed.next(never)
 
 
+def test_a_stop_also_ends_the_registration_at_an_api_that_is_away(client, config, monkeypatch):
+    client.away = True
+    monkeypatch.setattr(feeds, "_ARRIVING_S", 0)
+    answers = iter([False, True])
+    with BatchFeed(config, trained=["a"]) as feed:
+        feed.register(5, lambda: next(answers))
+        assert feed.unacknowledged == ["a"]
+    assert client.registered == []
+
+
+def test_a_stop_leaves_what_an_api_that_is_away_was_not_told_to_the_next_start(client, config, monkeypatch):
+    client.coming = ["a", "b"]
+    monkeypatch.setattr(feeds, "_ARRIVING_S", 0)
+    with BatchFeed(config, trained=[]) as feed:
+        for _ in range(2):
+            feed.note_trained(feed.next(never))
+        client.away = True
+        feed.saved(lambda: True)
+        assert feed.unacknowledged == ["a", "b"]
+    with BatchFeed(config, trained=["a", "b"]) as feed:
+        client.away = False
+        feed.register(2, never)
+    assert client.acked == ["a", "b"]
+
+
+@pytest.mark.parametrize(("batch_wait_s", "deadline_s"), [(None, 300), (20, 20), (900, 300)])
+def test_registering_waits_no_longer_than_for_a_batch(client, config, batch_wait_s, deadline_s):
+    with BatchFeed(config.model_copy(update={"batch_wait_s": batch_wait_s}), trained=[]) as feed:
+        feed.register(5, never)
+    assert client.deadline_s == deadline_s
+
+
 def test_a_batch_in_the_checkpoint_is_acknowledged_at_the_next_start(client, config):
     with BatchFeed(config, trained=["a"]) as feed:
-        feed.register(5)
+        feed.register(5, never)
     assert client.acked == ["a"]
     assert client.registered[0]["starting_step"] == 5
     assert client.registered[0]["batch_size"] == 8

@@ -8,13 +8,23 @@ from pathlib import Path
 import aiohttp
 import pytest
 import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from atroposlib.errors import ConfigError
 from example_trainer.config import TrainingConfig
-from example_trainer.exports import replace_link
+from example_trainer.engine_plan import engine_command
+from example_trainer.engine_start import newest_flags
+from example_trainer.exports import CURRENT, CURRENT_ADAPTER, CURRENT_GGUF, first_link, replace_link
 from example_trainer.recipe import build, check, read_recipe
 from example_trainer.run_config import RunConfig
-from example_trainer.run_plan import engine_command, environment_settings, make_plan, trainer_launcher, trainer_settings
+from example_trainer.run_plan import (
+    TRAINER_GRACE_S,
+    environment_settings,
+    make_plan,
+    trainer_launcher,
+    trainer_settings,
+)
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "trainer").glob("*.yaml"))
@@ -43,6 +53,20 @@ def test_the_trainers_recipe_is_one_that_the_trainer_reads(tmp_path):
 def test_the_trainer_gets_one_process_for_each_of_its_gpus():
     assert trainer_launcher({"ATROPOS_TRAINER_GPUS": "1,2,3"})[-3:] == ["--num_processes", "3", "-m"]
     assert trainer_launcher({"ATROPOS_TRAINER_GPUS": "1"}) == trainer_launcher({}) == [sys.executable, "-m"]
+
+
+async def test_the_launcher_of_several_processes_leaves_them_the_trainers_grace(tiny_model, tmp_path, monkeypatch):
+    from torch.distributed.launcher.api import LaunchConfig
+
+    config = make_run(model_name=str(tiny_model), environment=str(Path(__file__)))
+    async with aiohttp.ClientSession() as session:
+        trainer = make_plan(config, tmp_path, session).trainer
+    for name, value in trainer.env.items():
+        monkeypatch.setenv(name, value)
+    launcher = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2)
+    if not hasattr(launcher, "shutdown_timeout"):
+        pytest.skip("this torch always waits 30 s")
+    assert 60 < launcher.shutdown_timeout < TRAINER_GRACE_S
 
 
 SYNCS = {("sglang", False): "sglang", ("vllm", False): "vllm", ("vllm", True): "vllm_lora", ("external", False): "none"}
@@ -116,6 +140,59 @@ async def test_an_engine_starts_from_the_newest_weights_of_the_run(tiny_model, t
     assert served.resolve() == pushed.resolve()
 
 
+def started_by(weight_sync, exports):
+    """Arguments of a program that `engine_start` becomes."""
+    program = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))", "own"]
+    starter = [sys.executable, "-m", "example_trainer.engine_start", weight_sync, str(exports), *program]
+    return json.loads(subprocess.run(starter, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+
+
+def test_an_engine_that_is_started_again_gets_the_adapter_that_was_pushed_last(tmp_path):
+    assert started_by("vllm_lora", tmp_path) == ["own"]
+    (tmp_path / "adapter_00000012").mkdir()
+    replace_link(tmp_path / CURRENT_ADAPTER, tmp_path / "adapter_00000012")
+    assert started_by("vllm_lora", tmp_path) == ["own", "--lora-modules", f"policy={tmp_path}/current_adapter"]
+
+
+def test_an_engine_that_can_be_told_is_started_with_the_version_of_its_weights(tmp_path):
+    assert newest_flags("embedded", tmp_path) == newest_flags("sglang", tmp_path) == []
+    (tmp_path / "weights_00000012.gguf").touch()
+    (tmp_path / "weights_00000013").mkdir()
+    replace_link(tmp_path / CURRENT_GGUF, tmp_path / "weights_00000012.gguf")
+    replace_link(tmp_path / CURRENT, tmp_path / "weights_00000013")
+    weights = str((tmp_path / "weights_00000012.gguf").resolve())
+    assert newest_flags("embedded", tmp_path) == ["--weights", weights, "--weight-version", "12"]
+    assert newest_flags("sglang", tmp_path) == ["--weight-version", "13"]
+    assert newest_flags("vllm", tmp_path) == []
+
+
+def test_a_model_folder_that_is_called_like_an_export_has_no_version(tmp_path):
+    (tmp_path / "weights_00000012").mkdir()
+    assert newest_flags("sglang", first_link(tmp_path / "engine", tmp_path / "weights_00000012").parent) == []
+
+
+async def test_the_trainer_is_ready_when_vllm_serves_what_the_environment_asks_for(tiny_model, tmp_path):
+    models = [{"id": "base"}]
+
+    async def listed(_request):
+        return web.json_response({"data": models})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", listed)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        urls = [str(server.make_url("/v1"))]
+        config = make_run(
+            model_name=str(tiny_model), environment=str(Path(__file__)), engine="vllm", use_lora=True, engine_urls=urls
+        )
+        plan = make_plan(config, tmp_path, session)
+        (asked,) = yaml.safe_load((tmp_path / "environment.yaml").read_text())["openai"]
+        assert not await plan.trainer.ready(7)
+        models.append({"id": asked["model_name"]})
+        assert await plan.trainer.ready(7)
+        await server.close()
+        assert not await plan.trainer.ready(7)
+
+
 async def test_the_trainer_follows_the_runs_flags_and_not_the_variables_that_they_overruled(
     tiny_model, tmp_path, monkeypatch
 ):
@@ -149,6 +226,8 @@ REFUSED = {
     "nothing to train on": ({"environment": None}, "give either environment"),
     "two things to train on": ({"datasets": [{"id": "d.jsonl"}]}, "give either environment"),
     "groups that do not fill a step": ({"num_generations": 7}, "not a multiple of num_generations 7"),
+    "a port that does not exist": ({"engine_port": 99_999}, r"engine_port is 99999: .* less than or equal to 65535"),
+    "a port that SGLang cannot add 10,000 to": ({"engine": "sglang", "engine_port": 60_000}, "give one up to 55535"),
     "an external engine nowhere": ({"engine": "external"}, "engine_urls is empty"),
     "a source with an unknown key": (
         {"environment": None, "datasets": [{"id": "d", "wieght": 1}]},
@@ -179,6 +258,20 @@ def test_an_environment_that_is_not_there_is_named_before_anything_starts(tmp_pa
     assert done.returncode == 1
     assert "no_such_env.py does not exist" in done.stderr
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "missing"),
+    [
+        ({"datasets": [{"id": "hub/name"}, {"id": "no_such.jsonl"}]}, "data set .*/no_such.jsonl does not exist"),
+        ({"datasets": [{"id": "hub/name"}], "chat_template": "no_such.jinja"}, "chat_template .*/no_such.jinja does"),
+    ],
+)
+async def test_files_of_problems_that_are_not_there_are_named_before_anything_starts(tmp_path, fields, missing):
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(ConfigError, match=missing):
+            make_plan(make_run(environment=None, **fields), tmp_path, session)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_recipe_that_is_no_mapping_is_refused(tmp_path):

@@ -1,10 +1,15 @@
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from atroposlib.errors import ConfigError
-from example_trainer import TrainingConfig, config_from_args, parse_args
+from example_trainer import TrainingConfig, config_from_args, parse_args, run
 from example_trainer.recipe import build, check
+
+ROOT = Path(__file__).parents[2]
 
 
 def from_flags(*flags):
@@ -33,6 +38,20 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path):
     path = recipe(tmp_path, "model_name: m\nbatchsize: 16\n")
     with pytest.raises(ConfigError, match="unknown key 'batchsize'; did you mean 'batch_size'"):
         config_from_args(parse_args(["--config", path]))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "trainer").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_of_a_whole_run_is_called_so(path):
+    with pytest.raises(ConfigError, match=r"recipe of atropos-grpo-run.* it has .*run_dir.*atropos-grpo-run --config"):
+        config_from_args(parse_args(["--config", str(path)]))
+
+
+@pytest.mark.parametrize("parse", [parse_args, run.main])
+def test_help_ends_with_examples(parse, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    examples = capsys.readouterr().out.partition("\nexamples:\n")[2]
+    assert [line for line in examples.splitlines() if "--config" in line]
 
 
 def test_an_unknown_flag_names_the_nearest_one():
@@ -98,6 +117,25 @@ def test_the_bridge_mode_that_is_gone_says_what_to_use():
 def test_switches_and_lists_on_the_command_line():
     config = from_flags("--no-save-final", "--use-lora", "--lora-target-modules", "q_proj", "o_proj")
     assert (config.save_final, config.use_lora, config.lora_target_modules) == (False, True, ["q_proj", "o_proj"])
+
+
+COMMANDS = {
+    "grpo": ["--model-name", "m"],
+    "run": ["--model-name", "m", "--run-dir", "{folder}/run", "--environment", "e.py", "--batch-size", "16"],
+    "bench_step": ["--model", "m"],
+    "learning_curve": ["--model", "m", "--out", "{folder}/curve"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_without_the_trainers_packages_says_how_to_install_them_and_starts_nothing(tmp_path, name):
+    without = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module(sys.argv.pop(1), run_name='__main__')"
+    flags = [flag.format(folder=tmp_path) for flag in COMMANDS[name]]
+    command = [sys.executable, "-c", without, f"example_trainer.{name}", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "pip install -e '.[trainer]'" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_upstreams_clip_eps_sets_both_bounds():

@@ -5,7 +5,7 @@ import torch
 from tiny_model import make_config, make_group
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, MistralConfig
 
-from atroposlib.errors import DataError
+from atroposlib.errors import ConfigError, DataError
 from example_trainer import checkpoint
 from example_trainer.config import LossSettings
 from example_trainer.data import rows_of
@@ -272,12 +272,58 @@ def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(make_learner,
     assert checkpoint.newest(tmp_path) == tmp_path / "step_00000010"
 
 
+def test_copies_that_a_user_made_of_a_checkpoint_are_neither_resumed_nor_deleted(make_learner, tmp_path):
+    learner = make_learner()
+    copies = {"step_00000010.good", "step_00000012_backup"}
+    for name in copies:
+        (tmp_path / name).mkdir()
+    for step in (1, 10):
+        learner.step = step
+        checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    assert checkpoint.newest(tmp_path) == tmp_path / "step_00000010"
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000010", *copies}
+
+
+def test_a_model_that_cannot_be_had_is_one_sentence(make_learner, tmp_path):
+    with pytest.raises(ConfigError, match=r"mistyped', which is neither a model's folder with a tokenizer nor"):
+        make_learner(model_name=str(tmp_path / "models" / "mistyped"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}"])
+def test_a_tokenizer_that_cannot_be_read_is_one_sentence(make_learner, tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match="which is neither a model's folder with a tokenizer nor"):
+        make_learner(model_name=str(tmp_path))
+
+
 def test_a_checkpoint_of_another_model_is_refused(make_learner, tmp_path):
     learner = make_learner()
     folder = checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
-    learner.config = learner.config.model_copy(update={"model_name": "other"})
-    with pytest.raises(DataError, match="choose another save_path"):
-        checkpoint.restore(learner, folder)
+    for change in ({"model_name": "other"}, {"use_lora": True}):
+        with pytest.raises(DataError, match="choose another save_path"):
+            checkpoint.require_same_model(learner.config.model_copy(update=change), folder)
+
+
+ADAPTERS = {
+    "lora_r": (4, "with lora_r 8, this run asks for 4"),
+    "lora_alpha": (64, "with lora_alpha 16, this run asks for 64"),
+    "lora_dropout": (0.5, r"with lora_dropout 0\.0, this run asks for 0\.5"),
+    "lora_target_modules": (["q_proj"], "with lora_target_modules .*'v_proj'.*, this run asks for .*'q_proj'"),
+    "lora_layer_indices": ("0", r"with lora_layer_indices \[0, 1\], this run asks for \[0\]"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_of_another_shape_than_the_checkpoints_is_refused(make_learner, tmp_path, name):
+    modules = ["v_proj", "q_proj"]
+    learner = make_learner(
+        use_lora=True, lora_r=8, lora_alpha=16, lora_target_modules=modules, lora_layer_indices="0-1"
+    )
+    folder = checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    checkpoint.require_same_model(learner.config, folder)
+    value, message = ADAPTERS[name]
+    with pytest.raises(DataError, match=message):
+        checkpoint.require_same_model(learner.config.model_copy(update={name: value}), folder)
 
 
 def test_an_adapter_is_added_into_the_exported_weights(make_learner, tmp_path):

@@ -14,9 +14,11 @@ import pytest
 import yaml
 from tiny_model import make_config, make_group
 
-from atroposlib.errors import ApiError, ConfigError
-from example_trainer import checkpoint
+from atroposlib.errors import ApiError, ConfigError, DataError
+from example_trainer import checkpoint, loop
+from example_trainer.learner import Learner
 from example_trainer.loop import fresh_groups, train
+from example_trainer.weight_sync import NoSync
 
 ROOT = Path(__file__).parents[2]
 
@@ -165,10 +167,45 @@ def test_a_checkpoint_is_not_written_again_over_itself_after_a_batch_that_was_to
     assert httpx.get(f"{api}/status").json()["leased_batches"] == 0
 
 
+class NotedPushes(NoSync):
+    """An engine that takes every push."""
+
+    def __init__(self):
+        self.versions = []
+
+    def push(self, policy, version):
+        self.versions.append(version)
+
+
+def test_an_engine_that_was_started_again_is_told_its_weights_where_no_step_would(
+    tiny_model, tmp_path, api, monkeypatch
+):
+    config = make_config(
+        tiny_model, tmp_path / "run", atropos_url=api, training_steps=2, batch_wait_s=60, max_staleness=0,
+        weight_sync="vllm",
+    )  # fmt: skip
+    engine = NotedPushes()
+    monkeypatch.setattr(loop, "make_sync", lambda *_: engine)
+    register(api, config)
+    post_groups(api, range(2))
+    post_groups(api, range(2, 4), generation_params={"weight_version_start": "default"})
+    post_groups(api, range(4, 6), generation_params={"weight_version_start": "1"})
+    assert train(config).step == 2
+    assert engine.versions == [0, 1, 1, 2]
+
+
 def test_a_new_run_does_not_begin_beside_the_checkpoints_of_another(tiny_model, tmp_path):
     (tmp_path / "step_00000100").mkdir()
     with pytest.raises(ConfigError, match=r"resume is false, but .* holds step_00000100"):
         train(make_config(tiny_model, tmp_path, resume=False))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's own
+def test_a_run_does_not_go_on_with_another_adapter_than_asked_for(tiny_model, tmp_path):
+    config = make_config(tiny_model, tmp_path, use_lora=True)
+    checkpoint.save(Learner(config), tmp_path, batch_ids=[], keep=1)
+    with pytest.raises(DataError, match=r"holds an adapter with lora_r 16, this run asks for 4"):
+        train(config.model_copy(update={"lora_r": 4}))
 
 
 def test_groups_that_are_too_old_are_dropped_and_counted():
@@ -185,3 +222,11 @@ def test_groups_that_are_too_old_are_dropped_and_counted():
         "batch/staleness_mean": 4.0,
         "batch/staleness_max": 6,
     }
+
+
+@pytest.mark.parametrize(("version", "named", "count"), [(2, True, 2), (3, True, 1), (3, False, 2)])
+def test_an_engine_that_names_no_pushed_weights_counts_as_serving_those_of_the_start(version, named, count):
+    groups = [{"generation_params": {"weight_version_start": "default"}}, {"generation_params": None}]
+    kept, facts = fresh_groups(groups, version=version, limit=2, named=named)
+    assert kept == groups[-count:]
+    assert (facts["batch/staleness_unknown"], facts["batch/stale_groups_dropped"]) == (2, 2 - count)

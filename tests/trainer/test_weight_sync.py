@@ -6,13 +6,14 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tiny_model import make_config
 
 from example_trainer.engine_requests import WeightSyncError
-from example_trainer.exports import first_link
+from example_trainer.exports import first_link, version_behind
 from example_trainer.weight_sync import make_sync
 
 
@@ -87,6 +88,9 @@ class FakePolicy:
 
     def save_pretrained(self, folder):
         (folder / "adapter_model.safetensors").write_bytes(b"adapter")
+
+    def merged_state(self):
+        return b"weights"
 
     def save_merged(self, folder):
         (folder / "model.safetensors").write_bytes(b"weights")
@@ -279,6 +283,26 @@ def test_a_lora_adapter_is_swapped_in_place_from_a_path_of_its_own(sync_of, engi
     loads = [body for path, body in engine.seen if path == "/v1/load_lora_adapter"]
     assert [(body["lora_name"], body["load_inplace"]) for body in loads] == [("policy", True)] * 2
     assert [Path(body["lora_path"]).name for body in loads] == ["adapter_00000001", "adapter_00000002"]
+    assert (tmp_path / "engine" / "current_adapter").resolve().name == "adapter_00000002"  # for one started again
+
+
+def test_the_embedded_engine_can_be_started_from_what_was_pushed_last(sync_of, engine, tmp_path, monkeypatch):
+    class Exporter:
+        def __init__(self, template, dtype):
+            assert template == Path("model.gguf")
+
+        def write(self, state, target):
+            target.write_bytes(state)
+
+    monkeypatch.setattr("example_trainer.gguf_weights.GGUFExporter", Exporter)
+    monkeypatch.setattr("atroposlib.engines.models.resolve_model", lambda _: SimpleNamespace(gguf=Path("model.gguf")))
+    sync = sync_of("embedded", [engine.url])
+    for version in range(4):
+        sync.push(FakePolicy(), version)
+    link = tmp_path / "engine" / "current.gguf"
+    assert engine.seen[-1][1] == {"model_path": str(link.resolve()), "weight_version": "3"}
+    assert (version_behind(link), link.read_bytes()) == ("3", b"weights")
+    assert len(list(link.parent.glob("weights_*.gguf"))) == 2
 
 
 def test_old_exports_are_deleted(sync_of, engine, tmp_path):
@@ -287,6 +311,15 @@ def test_old_exports_are_deleted(sync_of, engine, tmp_path):
         sync.push(FakePolicy(), version)
     exports = tmp_path / "engine"
     assert sorted(path.name for path in exports.glob("weights_*")) == ["weights_00000002", "weights_00000003"]
+
+
+def test_copies_that_a_user_made_of_exports_are_left_alone(sync_of, engine, tmp_path):
+    kept = tmp_path / "engine" / "weights_00000000_good"
+    kept.mkdir(parents=True)
+    sync = sync_of("sglang", [engine.url])
+    for version in range(4):
+        sync.push(FakePolicy(), version)
+    assert kept.exists()
 
 
 def test_weights_pushed_after_a_resume_outlive_those_of_the_steps_that_were_lost(sync_of, engine, tmp_path):
