@@ -18,6 +18,7 @@ import orjson
 
 from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
 from atroposlib.envs.server_handling.openai_wire import join_choices, parse_chat, parse_completion, reply_facts
+from atroposlib.envs.server_handling.weight_versions import oldest_first
 from atroposlib.errors import RolloutFault
 from atroposlib.rollouts.earlier import EarlierRollouts
 from atroposlib.rollouts.journal import PLACE_BYTES, Draft, ResponseJournal
@@ -149,7 +150,7 @@ class OneByOne:
         trace = current_trace()
         if trace is not None:
             replies = [_reply_of(draft) for draft in drafts]
-            versions = sorted((reply.weight_version for reply in replies), key=_age)  # a restart may lie between them
+            versions = oldest_first(reply.weight_version for reply in replies)  # a restart may lie between them
             for index, (reply, version) in enumerate(zip(replies, versions, strict=True)):
                 with same_prompt() if index else nullcontext():
                     trace.record(replace(reply, weight_version=version))
@@ -192,11 +193,6 @@ def _places(work: Work, digest: bytes, n: int) -> list[bytes]:
     first = work.asked[digest]
     work.asked[digest] += n
     return [digest + index.to_bytes(PLACE_BYTES, "big") for index in range(first, first + n)]
-
-
-def _age(weight_version: str | None) -> int:
-    """For sorting, oldest first: trainers count their updates; anything else is from before the first."""
-    return int(weight_version) if weight_version and weight_version.isdecimal() else -1
 
 
 def _reply_of(draft: Draft) -> EngineReply:
