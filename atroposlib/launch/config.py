@@ -30,7 +30,7 @@ class EngineConfig(Section):
     )
     base_url: str | None = Field(None, description="external only, e.g. http://localhost:9000/v1.")
     tokenizer: str | None = Field(None, description="Tokenizer folder or hub name; null: the model's own.")
-    port: PositiveInt | None = Field(None, description="Port on 127.0.0.1; null: a free one.")
+    port: int | None = Field(None, ge=1, le=65535, description="Port on 127.0.0.1; null: a free one.")
     slots: PositiveInt = Field(32, description="embedded: sequences generated at the same time.")
     context: PositiveInt | None = Field(
         None,
@@ -68,7 +68,7 @@ class EnvironmentConfig(Section):
 class ApiConfig(Section):
     """The trajectory API between environment and trainer."""
 
-    port: PositiveInt | None = Field(None, description="Port on 127.0.0.1; null: a free one.")
+    port: int | None = Field(None, ge=1, le=65535, description="Port on 127.0.0.1; null: a free one.")
 
 
 class ExportConfig(Section):

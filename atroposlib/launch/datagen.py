@@ -29,7 +29,7 @@ from atroposlib.launch.plan import Plan, make_plan
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
 from atroposlib.launch.services import Service, Supervised, describe_exit, log_tail
 from atroposlib.launch.sharing import groups_missing
-from atroposlib.launch.status import RUN_FILE, RunRecord, RunStatus, read_status
+from atroposlib.launch.status import PROGRESS_FILE, RUN_FILE, RunRecord, RunStatus, read_json, read_status
 from atroposlib.launch.status_page import StatusPage, write_last_page
 from atroposlib.paths import writable_dir, write_text_atomic
 
@@ -230,11 +230,8 @@ def _is_complete(config: DatagenConfig) -> bool:
     """True when the environment has said that every problem is on disk."""
     if config.share.member:
         return groups_missing(config) == 0
-    run_dir = Path(config.run_dir)
-    if not (run_dir / RUN_FILE).exists():
-        return False
-    status = read_status(run_dir)
-    return status.state in {"done", "exporting"} and status.groups_done >= config.problems
+    said = read_json(Path(config.run_dir) / PROGRESS_FILE) or {}
+    return said.get("state") == "done" and said.get("groups_done", 0) >= config.problems
 
 
 def _save(record: RunRecord, run_dir: Path, state: str) -> None:

@@ -22,6 +22,7 @@ from atroposlib.launch.model_checks import (
     model_problems,
     vocabulary,
 )
+from atroposlib.launch.sharing import has_recorded
 from atroposlib.launch.status import RUN_FILE, read_status
 from atroposlib.paths import writable_dir
 
@@ -146,7 +147,9 @@ def _port_problems(config: DatagenConfig) -> list[str]:
 
 
 def _settings_problems(config: DatagenConfig) -> list[str]:
-    """What differs from the settings with which this run folder was started."""
+    """What differs from the settings with which this run folder was started, once something is recorded under them."""
+    if not has_recorded(config):
+        return []
     try:
         earlier = json.loads((Path(config.run_dir) / SETTINGS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

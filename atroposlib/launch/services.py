@@ -200,14 +200,14 @@ def describe_exit(code: int) -> str:
 
 
 def log_tail(path: Path, lines: int) -> str:
-    """The last `lines` lines of a text file, at most 64 KiB; empty when there is none."""
-    try:
-        with path.open("rb") as stream:
-            stream.seek(max(0, path.stat().st_size - 65536))
-            text = stream.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-lines:])
+    """The last `lines` lines of a service's log, at most 64 KiB; empty when there is none."""
+    text = b""
+    for part in (path, _earlier(path)):
+        with contextlib.suppress(OSError), part.open("rb") as stream:
+            if text.count(b"\n") < lines:  # cut a moment ago
+                stream.seek(max(0, part.stat().st_size - 65536))
+                text = stream.read() + text
+    return "\n".join(text.decode("utf-8", "replace").splitlines()[-lines:])
 
 
 async def _trim(log: Path) -> None:
@@ -216,8 +216,17 @@ async def _trim(log: Path) -> None:
         await asyncio.sleep(LOG_EVERY_S)
         with contextlib.suppress(OSError):  # no room for the copy: then the log does not grow either
             if log.stat().st_size > LOG_BYTES:
-                await asyncio.to_thread(shutil.copyfile, log, log.with_name(f"{log.name}.1"))
-                os.truncate(log, 0)
+                await asyncio.to_thread(_set_aside, log)
+
+
+def _set_aside(log: Path) -> None:
+    with log.open("rb") as stream, _earlier(log).open("wb") as earlier:
+        shutil.copyfileobj(stream, earlier)
+        os.truncate(log, 0)  # at once: what is written in between is in neither
+
+
+def _earlier(log: Path) -> Path:
+    return log.with_name(f"{log.name}.1")
 
 
 async def _spawn(service: Service) -> asyncio.subprocess.Process:

@@ -12,9 +12,21 @@ logger = logging.getLogger(__name__)
 
 
 def rollout_folders(config: DatagenConfig) -> list[Path]:
-    """The folders that hold the run's rollouts: one, or one of each member."""
+    """The folders that hold the run's rollouts: one, or one of each member that has any."""
     run_dir = Path(config.run_dir)
-    return sorted(run_dir.glob("members/*/rollouts")) if config.share.member else [run_dir / "rollouts"]
+    if not config.share.member:
+        return [run_dir / "rollouts"]
+    return [folder for folder in sorted(run_dir.glob("members/*/rollouts")) if any(folder.glob("*.jsonl*"))]
+
+
+def has_recorded(config: DatagenConfig) -> bool:
+    """A group, or the rejection of one, is on disk."""
+    return any(
+        path.stat().st_size
+        for folder in rollout_folders(config)
+        for kind in ("*_rollouts_*.jsonl*", "*_rollouts_*.index")
+        for path in folder.glob(kind)
+    )
 
 
 def groups_missing(config: DatagenConfig) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 import os
 import signal
 
@@ -65,6 +66,24 @@ def test_a_full_disk_does_not_hide_why_the_run_failed(config, monkeypatch):
     monkeypatch.setattr(datagen, "_save", full)
     with pytest.raises(LaunchError, match="engine ended 6 times"):
         run_datagen(config, lambda status: None)
+
+
+@pytest.mark.parametrize("ended", ["failed", "stopped", "exporting", "done"])
+@pytest.mark.parametrize(("said", "is_whole"), [("done", True), ("running", False)])
+def test_a_run_with_all_its_groups_only_exports_however_it_ended(config, monkeypatch, ended, said, is_whole):
+    started = []
+
+    async def to_the_end(self, model):
+        started.append("services")
+
+    monkeypatch.setattr(_Run, "to_the_end", to_the_end)
+    monkeypatch.setattr(datagen, "export_all", lambda config, model: [])
+    config.work_dir.mkdir()
+    record = RunRecord(name="t", problems=4, responses=2, state=ended)
+    (config.work_dir / "run.json").write_text(record.to_json())
+    (config.work_dir / "progress.json").write_text(json.dumps({"state": said, "groups_done": 4}))
+    run_datagen(config, lambda status: None)
+    assert started == ([] if is_whole else ["services"])
 
 
 @pytest.fixture

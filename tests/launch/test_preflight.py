@@ -89,19 +89,36 @@ def test_every_problem_is_reported_at_once(tmp_path):
     assert "base_url" in message
 
 
+def note_settings(settings: DatagenConfig, run: Path) -> None:
+    """As a start leaves them behind."""
+    preflight(settings)
+    (run / SETTINGS_FILE).write_text(json.dumps(data_settings(settings)))
+
+
+def record_a_group(run: Path) -> None:
+    (run / "rollouts").mkdir()
+    (run / "rollouts" / "e_rollouts_t_0001.jsonl").write_text("{}\n")
+
+
 def test_a_run_folder_is_not_continued_with_other_settings(tmp_path):
-    first = config(tmp_path)
-    preflight(first)
-    (tmp_path / "run" / SETTINGS_FILE).write_text(json.dumps(data_settings(first)))
+    note_settings(config(tmp_path), tmp_path / "run")
+    preflight(config(tmp_path, responses=3))  # nothing is recorded: a mistake may be mended
+    record_a_group(tmp_path / "run")
     preflight(config(tmp_path, problems=40))  # more problems are a continuation
     assert "responses was 2 when run_dir" in complaint(config(tmp_path, responses=3))
+
+
+@pytest.mark.parametrize("section", ["engine", "api"])
+def test_a_port_that_no_machine_has_is_refused(tmp_path, section):
+    with pytest.raises(ValueError, match=rf"{section}\.port\n.*less than or equal to 65535"):
+        config(tmp_path, **{section: {"port": 99_999}})
 
 
 def test_of_an_environments_settings_only_those_that_differ_are_named(tmp_path):
     script = str(tmp_path / "env.py")
     first = config(tmp_path, environment={"script": script, "env": {"seed": 1, "few_shot": 4, "temperature": 1.0}})
-    preflight(first)
-    (tmp_path / "run" / SETTINGS_FILE).write_text(json.dumps(data_settings(first)))
+    note_settings(first, tmp_path / "run")
+    record_a_group(tmp_path / "run")
     message = complaint(config(tmp_path, environment={"script": script, "env": {"seed": 2, "few_shot": 4}}))
     assert "environment.env.seed was 1 when run_dir" in message
     assert "environment.env.temperature was 1.0" in message

@@ -278,3 +278,15 @@ async def test_a_log_that_grew_large_is_kept_beside_once(tmp_path, monkeypatch):
     assert child.service.log.stat().st_size + earlier.stat().st_size < 100_000
     assert child.tail(1).startswith("2999 ")
     assert {path.name for path in tmp_path.iterdir()} == {"child.log", "child.log.1"}
+
+
+def test_the_end_of_a_log_is_also_found_when_it_was_set_aside_a_moment_ago(tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text("one\ntwo\nthree\n")
+    services._set_aside(log)
+    assert log.read_text() == ""
+    assert log_tail(log, 2) == "two\nthree"
+    with log.open("a") as stream:
+        stream.write("four\n")
+    assert log_tail(log, 2) == "three\nfour"
+    assert log_tail(log, 1) == "four"
