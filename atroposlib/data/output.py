@@ -3,9 +3,11 @@
 `.parquet` in the name chooses parquet (needs `pyarrow`), anything else JSON lines; `.zst` compresses JSON lines.
 """
 
+import fcntl
 import glob
 import importlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from atroposlib.paths import expand_path
 
 _ROWS_PER_BLOCK = 512
 _BUFFER_BYTES = 1 << 20
+_HOST = os.uname().nodename
 _encoder = msgspec.json.Encoder()
 
 
@@ -154,21 +157,57 @@ def _parquet_writer(path: Path) -> Iterator[ParquetWriter]:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """A path in the same folder that replaces `path` when the block ends well and is removed otherwise."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    _remove_abandoned(path)
+    """A path in the same folder that replaces `path` when the block ends well and is removed otherwise.
+
+    No two writers share one, and it is locked while it is written, so that others can tell it from an abandoned one.
+    """
     try:
-        yield beside
-        os.replace(beside, path)
+        _remove_abandoned(path)
+        beside, descriptor = _new_part(path)
+        try:
+            yield beside
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+            os.close(descriptor)
     except OSError as error:
         raise PathError(f"{path} was not written: {error.strerror or error}; nothing was changed") from error
-    finally:
-        beside.unlink(missing_ok=True)
+
+
+def _new_part(path: Path) -> tuple[Path, int]:
+    """A new file beside `path`, and the descriptor that holds its lock (where the disk knows locks)."""
+    while True:
+        part = path.with_name(f".{path.name}.{_HOST}.{secrets.token_hex(4)}.part")
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        if _take_lock(descriptor) is not False and part.exists():
+            return part, descriptor
+        os.close(descriptor)  # another writer found it before it was locked, and removes it
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Delete what killed processes left half-written beside `path`."""
-    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        process = part.name.split(".")[-2]
-        if process.isdigit() and not Path("/proc", process).exists() and Path("/proc/self").exists():
-            part.unlink(missing_ok=True)
+    """Delete what killed processes of this host left half-written beside `path`.
+
+    Who can take a part's lock knows that its writer is gone; a process id means nothing in another container. The
+    locks of some disks reach no further than one host.
+    """
+    for part in path.parent.glob(f".{glob.escape(path.name)}.{glob.escape(_HOST)}.*.part"):
+        try:
+            descriptor = os.open(part, os.O_RDWR)
+        except OSError:  # finished meanwhile, or another user's
+            continue
+        try:
+            if _take_lock(descriptor):
+                part.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+
+def _take_lock(descriptor: int) -> bool | None:
+    """Whether the file's lock is ours now; None when this disk knows no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
