@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups
+from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups, sole_collection
 from atroposlib.data.formats import chat, decode_batch, ids_and_labels, messages_of, prefix_length
 from atroposlib.data.index import open_table
 from atroposlib.data.output import check_output, written_whole
@@ -113,21 +113,22 @@ def collect_dpo(
     output: str | Path, rules: PairRules, options: DpoOptions, plan: Collection, policy: Policy | None = None
 ) -> ExportReport:
     """Collect groups from a running API until they give `plan.target` pairs, then write exactly so many."""
-    if done := finish_earlier(output):
-        return done
-    target = check_output(output, append=options.append, overwrite=options.overwrite)
-    _converter(options)
-    seed = policy.seed if policy else 0
+    with sole_collection(output):
+        if done := finish_earlier(output):
+            return done
+        target = check_output(output, append=options.append, overwrite=options.overwrite)
+        _converter(options)
+        seed = policy.seed if policy else 0
 
-    def have(table: Table) -> int:
-        keep = select(table, policy or Policy()).keep
-        return sum(len(pairs) for pairs in choose_pairs(table, keep, rules, seed).values())
+        def have(table: Table) -> int:
+            keep = select(table, policy or Policy()).keep
+            return sum(len(pairs) for pairs in choose_pairs(table, keep, rules, seed).values())
 
-    collected = collect(target, plan, have)
-    exact = options.model_copy(update={"target": plan.target})
-    report = export_dpo(collected, target, rules, exact, policy)
-    keep_groups(collected, target)
-    return report
+        collected = collect(target, plan, have)
+        exact = options.model_copy(update={"target": plan.target})
+        report = export_dpo(collected, target, rules, exact, policy)
+        keep_groups(collected, target)
+        return report
 
 
 def choose_pairs(table: Table, keep: Array, rules: PairRules, seed: int) -> dict[int, list[Pair]]:
