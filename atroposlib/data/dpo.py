@@ -119,10 +119,12 @@ def collect_dpo(
         target = check_output(output, append=options.append, overwrite=options.overwrite)
         _converter(options)
         seed = policy.seed if policy else 0
+        same_prompt: dict[Pair, bool] = {}  # rows of a table that only grows
 
         def have(table: Table) -> int:
-            keep = select(table, policy or Policy()).keep
-            return sum(len(pairs) for pairs in choose_pairs(table, keep, rules, seed).values())
+            pairs = choose_pairs(table, select(table, policy or Policy()).keep, rules, seed)
+            most = sum(map(len, pairs.values()))
+            return most if most < plan.target else _count_writable(table, pairs, same_prompt)
 
         collected = collect(target, plan, have)
         exact = options.model_copy(update={"target": plan.target})
@@ -153,6 +155,17 @@ def choose_pairs(table: Table, keep: Array, rules: PairRules, seed: int) -> dict
             taken[item] += len(found)
             pairs[group] = [(int(members[better]), int(members[worse])) for better, worse in found]
     return pairs
+
+
+def _count_writable(table: Table, pairs: dict[int, list[Pair]], same_prompt: dict[Pair, bool]) -> int:
+    """How many pairs have one prompt; `same_prompt` gets what the files had to be read for."""
+    keep = np.zeros(len(table.responses), bool)
+    keep[[row for each in pairs.values() for pair in each if pair not in same_prompt for row in pair]] = True
+    for chosen in table.read(keep):
+        first = chosen.rows[0] - chosen.indices[0]
+        for better, worse in pairs[int(table.responses["group"][first])]:
+            same_prompt[better, worse] = _same_prompt(chosen, better - first, worse - first)
+    return sum(same_prompt[pair] for each in pairs.values() for pair in each)
 
 
 def _converter(options: DpoOptions) -> PairConverter:

@@ -126,6 +126,18 @@ def test_pairs_are_collected_too(api, tmp_path):
     assert set(lines_of(tmp_path / "o.jsonl")[0]) == {"pos", "score", "neg"}
 
 
+def test_a_pair_that_the_dataset_leaves_out_does_not_count(api, tmp_path):
+    for number in range(8):
+        group = make_group([1.0, 0.0], item=str(number))
+        for ids in group["tokens"]:
+            ids[2] = 5000 + number
+        if number % 2:
+            group["tokens"][1][1] = 77  # another prompt
+        httpx.post(f"{api}/scored_data", json={key: group[key] for key in SENT_KEYS}).raise_for_status()
+    report = collect_dpo(tmp_path / "o.jsonl", PairRules(), DpoOptions(), plan(api, 3))
+    assert report.records == len(lines_of(tmp_path / "o.jsonl")) == 3
+
+
 def test_a_collector_killed_again_and_again_loses_and_doubles_nothing(api, tmp_path):
     send(api, 0, 100)
     output = tmp_path / "o.jsonl"
