@@ -80,7 +80,7 @@ def stats(
       atropos data stats runs/main/ --json | jq .total
       atropos data stats runs/main/ --policy strict.yaml --html stats.html
     """
-    page = check_output(html, overwrite=overwrite) if html else None
+    page = check_output(html, what="--html", overwrite=overwrite) if html else None
     with reading(rollouts) as advance:
         table = open_table(rollouts, advance)
     retention = select(table, load_policy(policy)).steps if policy else None

@@ -1,6 +1,6 @@
 """Dataset files: written beside, then renamed, so that a half-written output never exists.
 
-`.parquet` in the name chooses parquet (needs `pyarrow`), anything else JSON lines; `.zst` compresses JSON lines.
+The name chooses: `.jsonl`, `.jsonl.zst` (compressed) or `.parquet` (needs `pyarrow`).
 """
 
 import fcntl
@@ -9,6 +9,7 @@ import importlib
 import os
 import secrets
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO, Protocol, cast
 import msgspec
 import zstandard
 
+from atroposlib.data.rollout_files import read_lines
 from atroposlib.errors import DataError, PathError
 from atroposlib.json_lines import one_line
 from atroposlib.paths import expand_path
@@ -24,6 +26,8 @@ from atroposlib.paths import expand_path
 _ROWS_PER_BLOCK = 512
 _BUFFER_BYTES = 1 << 20
 _HOST = os.uname().nodename
+ROLLOUTS = (".jsonl", ".jsonl.zst")
+DATASETS = (*ROLLOUTS, ".parquet")
 _encoder = msgspec.json.Encoder()
 
 
@@ -35,25 +39,43 @@ class RecordWriter(Protocol):
         ...
 
 
-def check_output(text: str | os.PathLike[str], *, append: bool = False, overwrite: bool = False) -> Path:
+def check_output(
+    text: str | os.PathLike[str],
+    *,
+    what: str = "--output",
+    suffixes: tuple[str, ...] = (),
+    append: bool | None = None,
+    overwrite: bool = False,
+) -> Path:
     """The expanded path of an output that may be written; its folder is created.
 
+    Args:
+        what: names it in errors.
+        suffixes: its name must have one of these; none: any name.
+        append: records are to be added to an existing one; None: the command has no --append-to-previous.
+
     Raises:
-        PathError: it exists and neither `append` nor `overwrite` is set, or the folder cannot be written.
+        PathError: it exists and neither `append` nor `overwrite` is set, nothing can be appended to it, its name says
+            another kind of file, or the folder cannot be written.
     """
-    path = expand_path(text, what="--output")
+    path = expand_path(text, what=what)
     if path.is_dir():
-        raise PathError(f"--output {path} is a folder; give a file name")
+        raise PathError(f"{what} {path} is a folder; give a file name")
+    if suffixes and not path.name.endswith(suffixes):
+        raise PathError(f"{what} {path} is of a kind that is not written; end its name in {' or '.join(suffixes)}")
     if path.exists() and not (append or overwrite):
-        raise PathError(f"--output {path} exists; use --append-to-previous, --overwrite or another name")
+        ways = "--overwrite" if append is None else "--append-to-previous, --overwrite"
+        raise PathError(f"{what} {path} exists; use {ways} or another name")
     if append and path.exists() and path.suffix == ".parquet":
-        raise PathError(f"--output {path} is parquet, which cannot be appended to; use JSON lines or --overwrite")
+        raise PathError(f"{what} {path} is parquet, which cannot be appended to; use JSON lines or --overwrite")
+    if append and path.exists():
+        _ends_inside_a_line(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PathError(f"folder of --output {path} cannot be made: {error.strerror}; choose another") from error
+        raise PathError(f"folder of {what} {path} cannot be made: {error.strerror}; choose another") from error
     if not os.access(path.parent, os.W_OK):
-        raise PathError(f"folder of --output {path} cannot be written; choose another")
+        raise PathError(f"folder of {what} {path} cannot be written; choose another")
     return path
 
 
@@ -67,7 +89,8 @@ def written_whole(
         before_rename: called with the bytes of the finished file while it still has another name.
 
     Raises:
-        PathError: the disk is full or the folder not writable; nothing is left behind.
+        PathError: the disk is full, the folder not writable, or the file that is appended to ends in half a line;
+            nothing is left behind.
     """
     with _beside(path) as beside:
         if path.suffix == ".parquet":
@@ -76,17 +99,39 @@ def written_whole(
             before_rename(beside.stat().st_size)
             return
         with beside.open("wb", buffering=_BUFFER_BYTES) as raw:
+            first = b""
             if append and path.exists():
+                first = b"\n" if _ends_inside_a_line(path) else b""
                 with path.open("rb") as previous:
                     shutil.copyfileobj(previous, raw, _BUFFER_BYTES)
             if path.suffix == ".zst":
                 with zstandard.ZstdCompressor().stream_writer(raw, closefd=False) as compressed:
+                    compressed.write(first)
                     yield JsonlWriter(cast(BinaryIO, compressed))
             else:
+                raw.write(first)
                 yield JsonlWriter(raw)
             raw.flush()
             os.fsync(raw.fileno())
         before_rename(beside.stat().st_size)
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    """Whether the last line of a JSON lines file, a whole record, lacks its newline.
+
+    Raises:
+        PathError: that line is not a whole record, so what is appended would not be found again.
+    """
+    last = next(iter(deque(read_lines(path), maxlen=1)), None)
+    if last is None or last.is_complete:
+        return False
+    try:
+        msgspec.json.decode(last.data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise PathError(
+            f"{last.where}: the last line is cut short, so nothing can be appended; remove it, or give another output"
+        ) from None
+    return True
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -45,7 +45,7 @@ def split_rollouts(
     if len(shares) != len(NAMES) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
         raise ConfigError(f"--shares {list(shares)}: expected {len(NAMES)} numbers from 0 that add up to 1")
     target = writable_dir(folder, what="--output-dir")
-    outputs = [check_output(target / f"{name}.jsonl", overwrite=overwrite) for name in NAMES]
+    outputs = [check_output(target / f"{name}.jsonl", what="--output-dir", overwrite=overwrite) for name in NAMES]
     table = open_table(paths, advance)
     if not len(table.groups):
         raise DataError("there is no group to split; the files are empty")
