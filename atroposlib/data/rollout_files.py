@@ -2,7 +2,8 @@
 
 One line is one group (`RolloutRecord`). Reading streams: memory is one line, whatever the size of the file. A last
 line without its newline that does not parse is a write that was cut short; it is skipped with a warning, as a
-running job's file ends like that. Anything else that is wrong is a `DataError` naming file and line.
+running job's file ends like that. A job compresses only finished files, so a zstd file that ends early is damaged.
+Anything else that is wrong is a `DataError` naming file and line.
 """
 
 import io
@@ -16,6 +17,7 @@ from typing import BinaryIO, NamedTuple, Self
 import orjson
 import zstandard
 
+from atroposlib.data.zstd_stream import ZstdStream
 from atroposlib.errors import DataError, PathError
 from atroposlib.paths import expand_path
 from atroposlib.type_definitions import RolloutRecord
@@ -89,7 +91,7 @@ def find_rollout_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLik
 def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator[Line]:
     """The non-blank lines of one file, from byte `start` (which must begin line `first_number`)."""
     with _open(path) as stream:
-        _skip(stream, start)
+        _skip(stream, path, start)
         offset, number, rest = start, first_number, b""
         while True:
             data = _read(stream, path)
@@ -109,11 +111,13 @@ def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator
                 rest = b""
 
 
-def _read(stream: BinaryIO, path: Path) -> bytes:
+def _read(stream: BinaryIO, path: Path, count: int = _READ_BYTES) -> bytes:
     try:
-        return stream.read(_READ_BYTES)
+        return stream.read(count)
     except zstandard.ZstdError as error:
-        raise DataError(f"{path}: not readable as zstd ({error}); the file is damaged, take it from a copy") from error
+        raise DataError(
+            f"{path}: not readable as zstd ({error}); it is damaged or was not written to its end: take it from a copy"
+        ) from error
 
 
 class SpanReader:
@@ -141,10 +145,10 @@ class SpanReader:
         """The bytes of the (decompressed) file from `start` to `end`.
 
         Raises:
-            DataError: the file ends before.
+            DataError: the file ends before, or is damaged.
         """
-        _skip(self._stream, start - self._at)
-        data = self._stream.read(end - start)
+        _skip(self._stream, self._path, start - self._at)
+        data = _read(self._stream, self._path, end - start)
         self._at = end
         if len(data) < end - start:
             raise DataError(f"{self._path}: became shorter while it was read; run the command again")
@@ -248,16 +252,15 @@ def _open(path: Path) -> BinaryIO:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     if not path.name.endswith(".zst"):
         return raw  # type: ignore[return-value]
-    reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=True)
-    return io.BufferedReader(reader, _READ_BYTES)  # type: ignore[arg-type]
+    return io.BufferedReader(ZstdStream(raw), _READ_BYTES)
 
 
-def _skip(stream: BinaryIO, count: int) -> None:
+def _skip(stream: BinaryIO, path: Path, count: int) -> None:
     if stream.seekable():
         stream.seek(count, os.SEEK_CUR)
         return
     while count > 0:
-        count -= len(stream.read(min(count, _READ_BYTES)) or b"x" * count)
+        count -= len(_read(stream, path, min(count, _READ_BYTES)) or b"x" * count)
 
 
 def _why_not_json(data: bytes, error: Exception) -> str:
