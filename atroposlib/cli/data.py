@@ -29,7 +29,7 @@ from atroposlib.errors import DataError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
-Rollouts = Annotated[list[str], typer.Argument(help="Rollout files, folders or patterns.")]
+Rollouts = Annotated[list[str], typer.Argument(help="Rollout files, folders (a run's too) or patterns.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what exists.")]
 
 
@@ -49,7 +49,7 @@ def validate(
     \b
     Examples:
       atropos data validate runs/main/
-      atropos data validate 'runs/*.jsonl' --tokenizer ./tokenizer
+      atropos data validate 'runs/main/rollouts/*.jsonl' --tokenizer ./tokenizer
     """
     vocabulary = len(load_tokenizer(tokenizer)) if tokenizer else None
     counts: Counter[bool] = Counter()

@@ -60,7 +60,8 @@ def read_rollouts(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str
     """Every group of the given files and folders, in order, checked for shape.
 
     Args:
-        paths: files, folders (their `*.jsonl` and `*.jsonl.zst`, by name) or patterns with `*`.
+        paths: files, folders (their `*.jsonl` and `*.jsonl.zst`, by name; of a run's folder, those of the rollouts
+            of all its members) or patterns with `*`.
 
     Raises:
         PathError: nothing is there.
@@ -74,7 +75,7 @@ def read_rollouts(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str
 
 
 def find_rollout_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The files that `paths` mean, each once; a folder's failure and progress files are not rollouts.
+    """The files that `paths` mean, each once, by whatever names; a folder's failures and datasets are not rollouts.
 
     Raises:
         PathError: a path does not exist, or a folder holds no rollout file.
@@ -82,10 +83,11 @@ def find_rollout_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLik
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
         raise PathError("no rollout file was given; name files, folders or patterns")
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}  # as given, by where it lies
     for each in given:
-        found.update(dict.fromkeys(_files_of(os.fspath(each))))
-    return list(found)
+        for path in _files_of(os.fspath(each)):
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
 
 
 def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator[Line]:
@@ -210,7 +212,9 @@ def expand_input(text: str, *, what: str = "input") -> Path:
 def _files_of(text: str) -> list[Path]:
     path = expand_input(text)
     if path.is_dir():
-        files = sorted(each for each in path.iterdir() if _looks_like_rollouts(each))
+        files = [
+            each for folder in _folders_of(path) for each in sorted(folder.iterdir()) if _looks_like_rollouts(each)
+        ]
         if not files:
             raise PathError(f"{path} holds no .jsonl or .jsonl.zst file of rollouts{_misplaced_hint(path)}")
         return files
@@ -222,9 +226,22 @@ def _files_of(text: str) -> list[Path]:
     return matches
 
 
+def _folders_of(path: Path) -> list[Path]:
+    """The folders with the rollouts of one that was given: itself, unless `atropos datagen` made it for a run."""
+    if not (path / "run.json").exists() and not any(path.glob("members/*/run.json")):
+        return [path]
+    return [each for each in (path / "rollouts", *sorted(path.glob("members/*/rollouts"))) if each.is_dir()]
+
+
 def _looks_like_rollouts(path: Path) -> bool:
     name = path.name
-    return path.is_file() and name.endswith(SUFFIXES[:2]) and not name.startswith((".", "failures"))
+    return (
+        path.is_file()
+        and name.endswith(SUFFIXES[:2])
+        and not name.startswith((".", "failures"))
+        and not name.endswith(".contamination.jsonl")
+        and not path.with_name(f"{name}.meta.json").exists()  # lies beside a dataset
+    )
 
 
 def _glob(path: Path) -> Iterator[Path]:

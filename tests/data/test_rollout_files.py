@@ -1,5 +1,6 @@
 import logging
 import os
+from pathlib import Path
 
 import pytest
 import zstandard
@@ -141,6 +142,43 @@ def test_patterns_name_each_file_once(tmp_path):
         write_groups(tmp_path / name, [make_group([1.0])])
     found = find_rollout_files([str(tmp_path / "*.jsonl"), str(tmp_path / "b.jsonl")])
     assert [path.name for path in found] == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_file_is_named_once_whatever_it_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_groups(tmp_path / "a.jsonl", [make_group([1.0])])
+    (tmp_path / "link.jsonl").symlink_to(path)
+    assert find_rollout_files(["a.jsonl", path, "./link.jsonl", tmp_path]) == [Path("a.jsonl")]
+
+
+RUNS = {"alone": ["."], "a member of a shared one": ["members/a"], "shared": ["members/a", "members/b"]}
+
+
+@pytest.mark.parametrize("folders", RUNS.values(), ids=RUNS)
+def test_of_a_runs_folder_the_rollouts_are_read(tmp_path, folders):
+    for number, folder in enumerate(folders):
+        (tmp_path / folder / "rollouts").mkdir(parents=True)
+        (tmp_path / folder / "run.json").write_text("{}")
+        write_groups(tmp_path / folder / "rollouts" / "r_0001.jsonl", [make_group([1.0], item=str(number))])
+        (tmp_path / folder / "rollouts" / "failures.jsonl").write_text("{}\n")
+    (tmp_path / "sft.jsonl").write_text('{"messages": []}\n')
+    assert find_rollout_files(tmp_path) == [tmp_path / folder / "rollouts" / "r_0001.jsonl" for folder in folders]
+    assert [problem for problem in validate(tmp_path) if problem.is_damage] == []
+
+
+def test_a_run_without_rollouts_is_said(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "other.jsonl").write_text("{}")
+    with pytest.raises(PathError, match=r"holds no .* file of rollouts"):
+        find_rollout_files(tmp_path)
+
+
+def test_datasets_among_rollouts_are_left_out_unless_named(tmp_path):
+    rollouts = write_groups(tmp_path / "a.jsonl", [make_group([1.0])])
+    export_sft(rollouts, tmp_path / "sft.jsonl")
+    (tmp_path / "sft.jsonl.contamination.jsonl").write_text("{}\n")
+    assert find_rollout_files(tmp_path) == find_rollout_files(str(tmp_path / "*.jsonl")) == [rollouts]
+    assert find_rollout_files(tmp_path / "sft.jsonl") == [tmp_path / "sft.jsonl"]
 
 
 def test_truth_values_for_scores_are_numbers(tmp_path):
