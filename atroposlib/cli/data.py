@@ -29,7 +29,7 @@ from atroposlib.errors import DataError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
-Rollouts = Annotated[list[str], typer.Argument(help="Rollout files, folders or patterns.")]
+Rollouts = Annotated[list[str], typer.Argument(help="Rollout files, folders (a run's too) or patterns.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what exists.")]
 
 
@@ -49,7 +49,7 @@ def validate(
     \b
     Examples:
       atropos data validate runs/main/
-      atropos data validate 'runs/*.jsonl' --tokenizer ./tokenizer
+      atropos data validate 'runs/main/rollouts/*.jsonl' --tokenizer ./tokenizer
     """
     vocabulary = len(load_tokenizer(tokenizer)) if tokenizer else None
     counts: Counter[bool] = Counter()
@@ -80,7 +80,7 @@ def stats(
       atropos data stats runs/main/ --json | jq .total
       atropos data stats runs/main/ --policy strict.yaml --html stats.html
     """
-    page = check_output(html, overwrite=overwrite) if html else None
+    page = check_output(html, what="--html", overwrite=overwrite) if html else None
     with reading(rollouts) as advance:
         table = open_table(rollouts, advance)
     retention = select(table, load_policy(policy)).steps if policy else None

@@ -21,7 +21,8 @@ BATCH_GROUPS = 8
 @app.command()
 def generate(
     rollouts: Annotated[
-        list[str], typer.Argument(help="Rollout files, folders or patterns; or one new file to collect into, live.")
+        list[str],
+        typer.Argument(help="Rollout files, folders (a run's too) or patterns; or one new file to collect into, live."),
     ],
     output: Annotated[str | None, typer.Option(help="Output .jsonl, .jsonl.zst or .parquet (offline).")] = None,
     format: Annotated[DpoFormat | None, typer.Option(help="Default: prefix with --tokenizer, else trl.")] = None,

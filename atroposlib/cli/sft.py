@@ -20,7 +20,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command()
 def generate(
     rollouts: Annotated[
-        list[str], typer.Argument(help="Rollout files, folders or patterns; or one new file to collect into, live.")
+        list[str],
+        typer.Argument(help="Rollout files, folders (a run's too) or patterns; or one new file to collect into, live."),
     ],
     output: Annotated[str | None, typer.Option(help="Output .jsonl, .jsonl.zst or .parquet (offline).")] = None,
     format: Annotated[Format | None, typer.Option(help="Default: prefix with --tokenizer, else messages.")] = None,
@@ -51,7 +52,7 @@ def generate(
     \b
     Examples:
       atropos-sft-gen runs/main/ --output sft.jsonl
-      atropos-sft-gen 'runs/*.jsonl' --output sft.jsonl --min-score 1 --save-top-n-per-group 2
+      atropos-sft-gen 'runs/main/rollouts/*.jsonl' --output sft.jsonl --min-score 1 --save-top-n-per-group 2
       atropos-sft-gen runs/main/ --tokenizer ./tokenizer --format tokens --pack 16384 --output sft.parquet
       atropos-sft-gen runs/main/ --policy strict.yaml --format sharegpt --output sft.jsonl
       atropos-sft-gen new.jsonl --tokenizer ./tokenizer --api-url http://localhost:8000     (live)

@@ -27,7 +27,7 @@ BATCH_GROUPS = 8
 @app.command()
 def view(
     rollouts: Annotated[
-        list[str] | None, typer.Argument(help="Rollout files, folders or patterns; none: a running API.")
+        list[str] | None, typer.Argument(help="Rollout files, folders (a run's too) or patterns; none: a running API.")
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0: a free one.")] = 9001,
     tokenizer: Annotated[str | None, typer.Option(help="Shows tokens as text; without one as ids.")] = None,

@@ -7,7 +7,10 @@ the raw groups are kept beside the output as `<output>.rollouts.jsonl`.
 
 import logging
 import os
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -22,6 +25,7 @@ from atroposlib.data.rollout_files import expand_input, read_lines
 from atroposlib.data.table import Table, concatenate, scan_after
 from atroposlib.errors import ApiError, ConfigError, PathError
 from atroposlib.json_lines import one_line
+from atroposlib.lock_files import HeldError, hold
 from atroposlib.paths import expand_path
 
 if TYPE_CHECKING:
@@ -67,12 +71,39 @@ def is_live_call(rollouts: list[str], output: str | None, *, append: bool) -> bo
     return True
 
 
+@contextmanager
+def sole_collection(output: str | Path) -> Iterator[None]:
+    """Keeps other processes from collecting to the same output meanwhile: one would cut off what another writes.
+
+    Raises:
+        PathError: one does already, or this disk knows no locks.
+    """
+    ledger = _ledger(expand_path(output, what="the output"))
+    try:
+        ledger.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = hold(ledger.with_name(ledger.name + ".lock"), mode=0o644)
+    except HeldError as held:
+        raise PathError(
+            f"process {held.pid} collects to {output} already; wait for it, stop it, or give another output"
+        ) from None
+    except OSError as error:
+        raise PathError(
+            f"{ledger}.lock cannot be locked: {error.strerror}; give an output on a disk that knows locks"
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def collect(output: Path, plan: Collection, have: Callable[[Table], int]) -> Path:
     """Pull batches until `have` of the collected table reaches the target; returns the file of raw groups.
 
     Args:
         output: the dataset's path; the groups are collected beside it.
         have: how many records the groups so far would give.
+
+    To be called inside `sole_collection`.
 
     Raises:
         ApiError: the API belongs to another trainer, or refused.
@@ -110,7 +141,7 @@ async def _collect(ledger: Path, plan: Collection, have: Callable[[Table], int])
 
     from atroposlib.api.client import TrainerClient
 
-    seen = _repair(ledger)
+    kept = Ledger(ledger)
     table = scan_after(ledger, None) if ledger.exists() else concatenate([])
     is_enough = _Sufficiency(plan.target, have)
     if is_enough(table, is_idle=True):
@@ -128,13 +159,75 @@ async def _collect(ledger: Path, plan: Collection, have: Callable[[Table], int])
                     await _register(client, plan)
                 await asyncio.sleep(_POLL_S)
                 continue
-            _append(ledger, batch.groups, seen)
+            kept.add(batch.groups)
             if batch.batch_id:
                 await client.ack(batch.batch_id)
+            kept.note_acknowledged()
             table = scan_after(ledger, table)
             logger.info("collected: groups=%d responses=%d", len(table.groups), len(table.responses))
             if is_enough(table, is_idle=False):
                 return
+
+
+class Ledger:
+    """The groups collected so far, on disk; a group that is delivered again is not kept again.
+
+    Only groups of a batch that was not acknowledged come again, perhaps in other batches with other ids (the API was
+    restarted, another batch size registered). So they are known by their bytes, and each group on disk that may come
+    again stands for one delivery: an environment may well send two groups that are equal. Each line says how much of
+    the file was acknowledged before it; those of earlier versions do not, and may all come again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._acked_bytes = 0
+        self._may_come_again: Counter[int] = Counter()  # hashes of groups
+        if path.exists():
+            self._read()
+
+    def add(self, groups: list[dict]) -> None:
+        """Write the groups that are not on disk and sync them.
+
+        Raises:
+            PathError: the disk is full or gone.
+        """
+        lines = []
+        for group in groups:
+            data = one_line(orjson.dumps({key: value for key, value in group.items() if value is not None}))
+            key = hash64(data)
+            if self._may_come_again[key]:
+                self._may_come_again[key] -= 1
+            else:
+                lines.append(data[:-1] + b',"acked_bytes":%d}\n' % self._acked_bytes)
+        try:
+            with self._path.open("ab") as stream:
+                stream.write(b"".join(lines))
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise PathError(
+                f"{self._path} cannot be written: {error.strerror}; the batch was not acknowledged"
+            ) from error
+
+    def note_acknowledged(self) -> None:
+        """The groups added last will not come again."""
+        if not self._may_come_again.total():
+            self._acked_bytes = self._path.stat().st_size
+
+    def _read(self) -> None:
+        """Go on with what an earlier collection left; a line cut short by a kill is removed."""
+        last = None
+        for line in read_lines(self._path):
+            last = line if line.is_complete else last
+        os.truncate(self._path, last.offset + last.size if last else 0)
+        mark = _MARK.search(last.data) if last else None
+        self._acked_bytes = int(mark[1]) if mark else 0
+        for line in read_lines(self._path, start=self._acked_bytes):
+            # as `add` does; earlier versions escaped nothing
+            self._may_come_again[hash64(one_line(_MARK.sub(b"}", line.data).rstrip(b"\n")))] += 1
+
+
+_MARK = re.compile(rb',"acked_bytes":(\d+)}\n$')
 
 
 class _Sufficiency:
@@ -185,34 +278,3 @@ async def _run_group(api_url: str) -> str | None:
 
 def _ledger(output: Path) -> Path:
     return output.with_name(output.name + ".collecting.jsonl")
-
-
-def _append(ledger: Path, groups: list[dict], seen: set[int]) -> None:
-    """Write groups not seen before and sync them to disk."""
-    lines = []
-    for group in groups:
-        line = one_line(orjson.dumps({key: value for key, value in group.items() if value is not None})) + b"\n"
-        key = hash64(line)
-        if key not in seen:
-            seen.add(key)
-            lines.append(line)
-    try:
-        with ledger.open("ab") as stream:
-            stream.write(b"".join(lines))
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        raise PathError(f"{ledger} cannot be written: {error.strerror}; the batch was not acknowledged") from error
-
-
-def _repair(ledger: Path) -> set[int]:
-    """Hashes of the groups collected before; a line cut short by a kill is removed."""
-    seen: set[int] = set()
-    end = 0
-    if ledger.exists():
-        for line in read_lines(ledger):
-            if line.is_complete:
-                seen.add(hash64(one_line(line.data)))  # as `_append` does; earlier versions escaped nothing
-                end = line.offset + line.size
-        os.truncate(ledger, end)
-    return seen

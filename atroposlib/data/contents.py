@@ -5,6 +5,7 @@ are compared by their recorded token ids, or by their words when no ids were rec
 """
 
 import json
+import logging
 import re
 import zlib
 from collections.abc import Iterator
@@ -21,11 +22,20 @@ from atroposlib.data.table import Table
 from atroposlib.errors import DataError
 from atroposlib.type_definitions import IGNORE_INDEX, Array
 
+logger = logging.getLogger(__name__)
+
 SIGNATURE = 128  # bins of a one-permutation MinHash
 BAND = 8  # bins per LSH band: with 16 bands, pairs of similarity 0.8 collide with probability 0.95
 MIN_WORDS = 8  # evaluation texts below this are too common to match on
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_WORD = re.compile(r"\w+")
+_ONE_BY_ONE = (  # letters of scripts that put no spaces between words; and Hangul, whose words change their endings
+    "\u0e01-\u0e3a\u0e40-\u0e4e\u0e50-\u0e59\u0e80-\u0eff"  # Thai, Lao
+    "\u1000-\u1049\u1050-\u109d\u1780-\u17d3\u17dc-\u17ff"  # Burmese, Khmer
+    "\u3005-\u3007\u3040-\u309a\u309d-\u309f\u30a1-\u30fa\u30fc-\u312f\u31f0-\u31ff\uff66-\uff9f"  # Kana, Bopomofo
+    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Han
+    "\u1100-\u11ff\u3130-\u318f\uac00-\ud7af\uffa0-\uffdc"  # Hangul
+)
+_WORD = re.compile(rf"[^\W{_ONE_BY_ONE}]+|[{_ONE_BY_ONE}]")
 
 
 @dataclass(frozen=True)
@@ -127,20 +137,25 @@ def prompt_text(group: LazyGroup, index: int) -> str:
 
 
 def word_ids(text: str) -> Array:
-    """[words] of a 32-bit number per word, lower case, without punctuation."""
+    """[words] of a 32-bit number per word, lower case, without punctuation.
+
+    In Chinese, Japanese, Korean, Thai and their like each character is a word.
+    """
     return np.array([zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())], np.int64)
 
 
 def contaminated(table: Table, keep: Array, against: list[str], ngram: int) -> tuple[Array, list[Contamination]]:
     """Kept rows whose prompt or completion shares `ngram` words in a row with an evaluation text.
 
-    An evaluation text of `MIN_WORDS` to `ngram` words must occur as a whole.
+    An evaluation text of `MIN_WORDS` to `ngram` words must occur as a whole; below that it is not looked for.
 
     Raises:
         DataError: an evaluation set cannot be read, or rollouts without messages, which have no words.
     """
     texts = [(source, word_ids(text)) for source, text in _eval_texts(against)]
-    library = [NgramIndex.build(texts, length, ngram) for length in range(min(MIN_WORDS, ngram), ngram + 1)]
+    shortest = min(MIN_WORDS, ngram)
+    _warn_of_short(texts, shortest)
+    library = [NgramIndex.build(texts, length, ngram) for length in range(shortest, ngram + 1)]
     found = np.zeros_like(keep)
     report: list[Contamination] = []
     for chosen in table.read(keep, with_ids=False):
@@ -153,6 +168,19 @@ def contaminated(table: Table, keep: Array, against: list[str], ngram: int) -> t
                 found[row] = True
                 report.append(Contamination(table.where(row), "prompt" if prompt_hit else "completion", *hit))
     return found, report
+
+
+def _warn_of_short(texts: list[tuple[str, Array]], shortest: int) -> None:
+    """Say how many evaluation entries have no text of at least `shortest` words."""
+    longest: dict[str, int] = {}
+    for source, words in texts:
+        longest[source] = max(len(words), longest.get(source, 0))
+    short = [source for source, count in longest.items() if 0 < count < shortest]
+    if short:
+        logger.warning(
+            "evaluation entries that are too short to be looked for (below %d words): %d of %d, first %s",
+            *(shortest, len(short), len(longest), short[0]),
+        )
 
 
 @dataclass(frozen=True)

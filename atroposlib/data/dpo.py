@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups
+from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups, sole_collection
 from atroposlib.data.formats import chat, decode_batch, ids_and_labels, messages_of, prefix_length
 from atroposlib.data.index import open_table
-from atroposlib.data.output import check_output, written_whole
+from atroposlib.data.output import DATASETS, check_output, written_whole
 from atroposlib.data.pairs import PairRules, preference_pairs
 from atroposlib.data.policy import Policy, select
 from atroposlib.data.report import ExportReport, NothingKept, describe_export, require_survivors, write_meta
@@ -68,7 +68,7 @@ def export_dpo(
         PathError, ConfigError, DataError: as `export_sft`; also when no two responses differ enough.
     """
     rules, options, policy = rules or PairRules(), options or DpoOptions(), policy or Policy()
-    target = check_output(output, append=options.append, overwrite=options.overwrite)
+    target = check_output(output, suffixes=DATASETS, append=options.append, overwrite=options.overwrite)
     convert = _converter(options)
     table = open_table(rollouts, advance)
     selection = select(table, policy)
@@ -113,21 +113,26 @@ def collect_dpo(
     output: str | Path, rules: PairRules, options: DpoOptions, plan: Collection, policy: Policy | None = None
 ) -> ExportReport:
     """Collect groups from a running API until they give `plan.target` pairs, then write exactly so many."""
-    if done := finish_earlier(output):
-        return done
-    target = check_output(output, append=options.append, overwrite=options.overwrite)
-    _converter(options)
-    seed = policy.seed if policy else 0
+    with sole_collection(output):
+        if done := finish_earlier(output):
+            return done
+        target = check_output(
+            output, what="the output", suffixes=DATASETS, append=options.append, overwrite=options.overwrite
+        )
+        _converter(options)
+        seed = policy.seed if policy else 0
+        same_prompt: dict[Pair, bool] = {}  # rows of a table that only grows
 
-    def have(table: Table) -> int:
-        keep = select(table, policy or Policy()).keep
-        return sum(len(pairs) for pairs in choose_pairs(table, keep, rules, seed).values())
+        def have(table: Table) -> int:
+            pairs = choose_pairs(table, select(table, policy or Policy()).keep, rules, seed)
+            most = sum(map(len, pairs.values()))
+            return most if most < plan.target else _count_writable(table, pairs, same_prompt)
 
-    collected = collect(target, plan, have)
-    exact = options.model_copy(update={"target": plan.target})
-    report = export_dpo(collected, target, rules, exact, policy)
-    keep_groups(collected, target)
-    return report
+        collected = collect(target, plan, have)
+        exact = options.model_copy(update={"target": plan.target})
+        report = export_dpo(collected, target, rules, exact, policy)
+        keep_groups(collected, target)
+        return report
 
 
 def choose_pairs(table: Table, keep: Array, rules: PairRules, seed: int) -> dict[int, list[Pair]]:
@@ -152,6 +157,17 @@ def choose_pairs(table: Table, keep: Array, rules: PairRules, seed: int) -> dict
             taken[item] += len(found)
             pairs[group] = [(int(members[better]), int(members[worse])) for better, worse in found]
     return pairs
+
+
+def _count_writable(table: Table, pairs: dict[int, list[Pair]], same_prompt: dict[Pair, bool]) -> int:
+    """How many pairs have one prompt; `same_prompt` gets what the files had to be read for."""
+    keep = np.zeros(len(table.responses), bool)
+    keep[[row for each in pairs.values() for pair in each if pair not in same_prompt for row in pair]] = True
+    for chosen in table.read(keep):
+        first = chosen.rows[0] - chosen.indices[0]
+        for better, worse in pairs[int(table.responses["group"][first])]:
+            same_prompt[better, worse] = _same_prompt(chosen, better - first, worse - first)
+    return sum(same_prompt[pair] for each in pairs.values() for pair in each)
 
 
 def _converter(options: DpoOptions) -> PairConverter:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atroposlib.data.lazy import hash64, parse_lazily
-from atroposlib.data.output import JsonlWriter, check_output, written_whole
+from atroposlib.data.output import ROLLOUTS, JsonlWriter, check_output, written_whole
 from atroposlib.data.rollout_files import find_rollout_files, read_lines
 from atroposlib.data.table import Advance, ignore
 
@@ -36,7 +36,7 @@ def merge_rollouts(
         PathError: an input is missing, or the output exists.
         DataError: a damaged line; nothing is written.
     """
-    target = check_output(output, overwrite=overwrite)
+    target = check_output(output, suffixes=ROLLOUTS, overwrite=overwrite)
     files = find_rollout_files(paths)
     seen: set[int] = set()
     groups = duplicates = 0

@@ -1,12 +1,15 @@
 """Dataset files: written beside, then renamed, so that a half-written output never exists.
 
-`.parquet` in the name chooses parquet (needs `pyarrow`), anything else JSON lines; `.zst` compresses JSON lines.
+The name chooses: `.jsonl`, `.jsonl.zst` (compressed) or `.parquet` (needs `pyarrow`).
 """
 
+import fcntl
 import glob
 import importlib
 import os
+import secrets
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +18,16 @@ from typing import Any, BinaryIO, Protocol, cast
 import msgspec
 import zstandard
 
+from atroposlib.data.rollout_files import read_lines
 from atroposlib.errors import DataError, PathError
 from atroposlib.json_lines import one_line
 from atroposlib.paths import expand_path
 
 _ROWS_PER_BLOCK = 512
 _BUFFER_BYTES = 1 << 20
+_HOST = os.uname().nodename
+ROLLOUTS = (".jsonl", ".jsonl.zst")
+DATASETS = (*ROLLOUTS, ".parquet")
 _encoder = msgspec.json.Encoder()
 
 
@@ -32,25 +39,43 @@ class RecordWriter(Protocol):
         ...
 
 
-def check_output(text: str | os.PathLike[str], *, append: bool = False, overwrite: bool = False) -> Path:
+def check_output(
+    text: str | os.PathLike[str],
+    *,
+    what: str = "--output",
+    suffixes: tuple[str, ...] = (),
+    append: bool | None = None,
+    overwrite: bool = False,
+) -> Path:
     """The expanded path of an output that may be written; its folder is created.
 
+    Args:
+        what: names it in errors.
+        suffixes: its name must have one of these; none: any name.
+        append: records are to be added to an existing one; None: the command has no --append-to-previous.
+
     Raises:
-        PathError: it exists and neither `append` nor `overwrite` is set, or the folder cannot be written.
+        PathError: it exists and neither `append` nor `overwrite` is set, nothing can be appended to it, its name says
+            another kind of file, or the folder cannot be written.
     """
-    path = expand_path(text, what="--output")
+    path = expand_path(text, what=what)
     if path.is_dir():
-        raise PathError(f"--output {path} is a folder; give a file name")
+        raise PathError(f"{what} {path} is a folder; give a file name")
+    if suffixes and not path.name.endswith(suffixes):
+        raise PathError(f"{what} {path} is of a kind that is not written; end its name in {' or '.join(suffixes)}")
     if path.exists() and not (append or overwrite):
-        raise PathError(f"--output {path} exists; use --append-to-previous, --overwrite or another name")
+        ways = "--overwrite" if append is None else "--append-to-previous, --overwrite"
+        raise PathError(f"{what} {path} exists; use {ways} or another name")
     if append and path.exists() and path.suffix == ".parquet":
-        raise PathError(f"--output {path} is parquet, which cannot be appended to; use JSON lines or --overwrite")
+        raise PathError(f"{what} {path} is parquet, which cannot be appended to; use JSON lines or --overwrite")
+    if append and path.exists():
+        _ends_inside_a_line(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PathError(f"folder of --output {path} cannot be made: {error.strerror}; choose another") from error
+        raise PathError(f"folder of {what} {path} cannot be made: {error.strerror}; choose another") from error
     if not os.access(path.parent, os.W_OK):
-        raise PathError(f"folder of --output {path} cannot be written; choose another")
+        raise PathError(f"folder of {what} {path} cannot be written; choose another")
     return path
 
 
@@ -64,7 +89,8 @@ def written_whole(
         before_rename: called with the bytes of the finished file while it still has another name.
 
     Raises:
-        PathError: the disk is full or the folder not writable; nothing is left behind.
+        PathError: the disk is full, the folder not writable, or the file that is appended to ends in half a line;
+            nothing is left behind.
     """
     with _beside(path) as beside:
         if path.suffix == ".parquet":
@@ -73,17 +99,39 @@ def written_whole(
             before_rename(beside.stat().st_size)
             return
         with beside.open("wb", buffering=_BUFFER_BYTES) as raw:
+            first = b""
             if append and path.exists():
+                first = b"\n" if _ends_inside_a_line(path) else b""
                 with path.open("rb") as previous:
                     shutil.copyfileobj(previous, raw, _BUFFER_BYTES)
             if path.suffix == ".zst":
                 with zstandard.ZstdCompressor().stream_writer(raw, closefd=False) as compressed:
+                    compressed.write(first)
                     yield JsonlWriter(cast(BinaryIO, compressed))
             else:
+                raw.write(first)
                 yield JsonlWriter(raw)
             raw.flush()
             os.fsync(raw.fileno())
         before_rename(beside.stat().st_size)
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    """Whether the last line of a JSON lines file, a whole record, lacks its newline.
+
+    Raises:
+        PathError: that line is not a whole record, so what is appended would not be found again.
+    """
+    last = next(iter(deque(read_lines(path), maxlen=1)), None)
+    if last is None or last.is_complete:
+        return False
+    try:
+        msgspec.json.decode(last.data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise PathError(
+            f"{last.where}: the last line is cut short, so nothing can be appended; remove it, or give another output"
+        ) from None
+    return True
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -154,21 +202,57 @@ def _parquet_writer(path: Path) -> Iterator[ParquetWriter]:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """A path in the same folder that replaces `path` when the block ends well and is removed otherwise."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    _remove_abandoned(path)
+    """A path in the same folder that replaces `path` when the block ends well and is removed otherwise.
+
+    No two writers share one, and it is locked while it is written, so that others can tell it from an abandoned one.
+    """
     try:
-        yield beside
-        os.replace(beside, path)
+        _remove_abandoned(path)
+        beside, descriptor = _new_part(path)
+        try:
+            yield beside
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+            os.close(descriptor)
     except OSError as error:
         raise PathError(f"{path} was not written: {error.strerror or error}; nothing was changed") from error
-    finally:
-        beside.unlink(missing_ok=True)
+
+
+def _new_part(path: Path) -> tuple[Path, int]:
+    """A new file beside `path`, and the descriptor that holds its lock (where the disk knows locks)."""
+    while True:
+        part = path.with_name(f".{path.name}.{_HOST}.{secrets.token_hex(4)}.part")
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        if _take_lock(descriptor) is not False and part.exists():
+            return part, descriptor
+        os.close(descriptor)  # another writer found it before it was locked, and removes it
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Delete what killed processes left half-written beside `path`."""
-    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        process = part.name.split(".")[-2]
-        if process.isdigit() and not Path("/proc", process).exists() and Path("/proc/self").exists():
-            part.unlink(missing_ok=True)
+    """Delete what killed processes of this host left half-written beside `path`.
+
+    Who can take a part's lock knows that its writer is gone; a process id means nothing in another container. The
+    locks of some disks reach no further than one host.
+    """
+    for part in path.parent.glob(f".{glob.escape(path.name)}.{glob.escape(_HOST)}.*.part"):
+        try:
+            descriptor = os.open(part, os.O_RDWR)
+        except OSError:  # finished meanwhile, or another user's
+            continue
+        try:
+            if _take_lock(descriptor):
+                part.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+
+def _take_lock(descriptor: int) -> bool | None:
+    """Whether the file's lock is ours now; None when this disk knows no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

@@ -91,14 +91,17 @@ def describe_export(
 def write_meta(output: Path, report: ExportReport) -> Path:
     """Record beside the output how it was made; returns the path.
 
-    What a decontamination step found goes to `<output>.contamination.jsonl`, one response a line.
+    What a decontamination step found goes to `<output>.contamination.jsonl`, one response a line; when it found
+    nothing, an earlier export's is removed.
     """
     path = _meta_path(output)
     facts = asdict(report)
     hits = facts.pop("contamination")
+    found = output.with_name(output.name + ".contamination.jsonl")
     if hits:
-        found = output.with_name(output.name + ".contamination.jsonl")
         write_whole(found, b"".join(one_line(orjson.dumps(hit)) + b"\n" for hit in hits))
+    else:
+        found.unlink(missing_ok=True)
     write_whole(path, orjson.dumps({**facts, "contaminated": len(hits)}, option=orjson.OPT_INDENT_2))
     return path
 

@@ -2,7 +2,8 @@
 
 One line is one group (`RolloutRecord`). Reading streams: memory is one line, whatever the size of the file. A last
 line without its newline that does not parse is a write that was cut short; it is skipped with a warning, as a
-running job's file ends like that. Anything else that is wrong is a `DataError` naming file and line.
+running job's file ends like that. A job compresses only finished files, so a zstd file that ends early is damaged.
+Anything else that is wrong is a `DataError` naming file and line.
 """
 
 import io
@@ -16,6 +17,7 @@ from typing import BinaryIO, NamedTuple, Self
 import orjson
 import zstandard
 
+from atroposlib.data.zstd_stream import ZstdStream
 from atroposlib.errors import DataError, PathError
 from atroposlib.paths import expand_path
 from atroposlib.type_definitions import RolloutRecord
@@ -58,7 +60,8 @@ def read_rollouts(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str
     """Every group of the given files and folders, in order, checked for shape.
 
     Args:
-        paths: files, folders (their `*.jsonl` and `*.jsonl.zst`, by name) or patterns with `*`.
+        paths: files, folders (their `*.jsonl` and `*.jsonl.zst`, by name; of a run's folder, those of the rollouts
+            of all its members) or patterns with `*`.
 
     Raises:
         PathError: nothing is there.
@@ -72,7 +75,7 @@ def read_rollouts(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str
 
 
 def find_rollout_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The files that `paths` mean, each once; a folder's failure and progress files are not rollouts.
+    """The files that `paths` mean, each once, by whatever names; a folder's failures and datasets are not rollouts.
 
     Raises:
         PathError: a path does not exist, or a folder holds no rollout file.
@@ -80,16 +83,17 @@ def find_rollout_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLik
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not given:
         raise PathError("no rollout file was given; name files, folders or patterns")
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}  # as given, by where it lies
     for each in given:
-        found.update(dict.fromkeys(_files_of(os.fspath(each))))
-    return list(found)
+        for path in _files_of(os.fspath(each)):
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
 
 
 def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator[Line]:
     """The non-blank lines of one file, from byte `start` (which must begin line `first_number`)."""
     with _open(path) as stream:
-        _skip(stream, start)
+        _skip(stream, path, start)
         offset, number, rest = start, first_number, b""
         while True:
             data = _read(stream, path)
@@ -109,11 +113,13 @@ def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator
                 rest = b""
 
 
-def _read(stream: BinaryIO, path: Path) -> bytes:
+def _read(stream: BinaryIO, path: Path, count: int = _READ_BYTES) -> bytes:
     try:
-        return stream.read(_READ_BYTES)
+        return stream.read(count)
     except zstandard.ZstdError as error:
-        raise DataError(f"{path}: not readable as zstd ({error}); the file is damaged, take it from a copy") from error
+        raise DataError(
+            f"{path}: not readable as zstd ({error}); it is damaged or was not written to its end: take it from a copy"
+        ) from error
 
 
 class SpanReader:
@@ -141,10 +147,10 @@ class SpanReader:
         """The bytes of the (decompressed) file from `start` to `end`.
 
         Raises:
-            DataError: the file ends before.
+            DataError: the file ends before, or is damaged.
         """
-        _skip(self._stream, start - self._at)
-        data = self._stream.read(end - start)
+        _skip(self._stream, self._path, start - self._at)
+        data = _read(self._stream, self._path, end - start)
         self._at = end
         if len(data) < end - start:
             raise DataError(f"{self._path}: became shorter while it was read; run the command again")
@@ -206,7 +212,9 @@ def expand_input(text: str, *, what: str = "input") -> Path:
 def _files_of(text: str) -> list[Path]:
     path = expand_input(text)
     if path.is_dir():
-        files = sorted(each for each in path.iterdir() if _looks_like_rollouts(each))
+        files = [
+            each for folder in _folders_of(path) for each in sorted(folder.iterdir()) if _looks_like_rollouts(each)
+        ]
         if not files:
             raise PathError(f"{path} holds no .jsonl or .jsonl.zst file of rollouts{_misplaced_hint(path)}")
         return files
@@ -218,9 +226,22 @@ def _files_of(text: str) -> list[Path]:
     return matches
 
 
+def _folders_of(path: Path) -> list[Path]:
+    """The folders with the rollouts of one that was given: itself, unless `atropos datagen` made it for a run."""
+    if not (path / "run.json").exists() and not any(path.glob("members/*/run.json")):
+        return [path]
+    return [each for each in (path / "rollouts", *sorted(path.glob("members/*/rollouts"))) if each.is_dir()]
+
+
 def _looks_like_rollouts(path: Path) -> bool:
     name = path.name
-    return path.is_file() and name.endswith(SUFFIXES[:2]) and not name.startswith((".", "failures"))
+    return (
+        path.is_file()
+        and name.endswith(SUFFIXES[:2])
+        and not name.startswith((".", "failures"))
+        and not name.endswith(".contamination.jsonl")
+        and not path.with_name(f"{name}.meta.json").exists()  # lies beside a dataset
+    )
 
 
 def _glob(path: Path) -> Iterator[Path]:
@@ -248,16 +269,15 @@ def _open(path: Path) -> BinaryIO:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     if not path.name.endswith(".zst"):
         return raw  # type: ignore[return-value]
-    reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=True)
-    return io.BufferedReader(reader, _READ_BYTES)  # type: ignore[arg-type]
+    return io.BufferedReader(ZstdStream(raw), _READ_BYTES)
 
 
-def _skip(stream: BinaryIO, count: int) -> None:
+def _skip(stream: BinaryIO, path: Path, count: int) -> None:
     if stream.seekable():
         stream.seek(count, os.SEEK_CUR)
         return
     while count > 0:
-        count -= len(stream.read(min(count, _READ_BYTES)) or b"x" * count)
+        count -= len(_read(stream, path, min(count, _READ_BYTES)) or b"x" * count)
 
 
 def _why_not_json(data: bytes, error: Exception) -> str:

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups
+from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups, sole_collection
 from atroposlib.data.conversion import Conversion, SftOptions
 from atroposlib.data.index import open_table
-from atroposlib.data.output import check_output, written_whole
+from atroposlib.data.output import DATASETS, check_output, written_whole
 from atroposlib.data.packing import pack
 from atroposlib.data.policy import Policy, select, simple_policy
 from atroposlib.data.report import ExportReport, describe_export, require_survivors, write_meta
@@ -38,7 +38,7 @@ def export_sft(
         DataError: a damaged line, nothing survived, ids of another vocabulary.
     """
     policy, options = policy or simple_policy(), options or SftOptions()
-    target = check_output(output, append=options.append, overwrite=options.overwrite)
+    target = check_output(output, suffixes=DATASETS, append=options.append, overwrite=options.overwrite)
     converter = Conversion(options)
     table = open_table(rollouts, advance)
     selection = select(table, policy)
@@ -76,12 +76,15 @@ def collect_sft(output: str | Path, policy: Policy, options: SftOptions, plan: C
         PathError: the output exists; found before the API is asked for anything.
         ApiError: the API belongs to another trainer, or refused.
     """
-    if done := finish_earlier(output):
-        return done
-    target = check_output(output, append=options.append, overwrite=options.overwrite)
-    Conversion(options)
-    collected = collect(target, plan, lambda table: int(select(table, policy).keep.sum()))
-    exact = TargetStep(step="target", count=plan.target, allow_fewer=True)
-    report = export_sft(collected, target, policy.model_copy(update={"steps": [*policy.steps, exact]}), options)
-    keep_groups(collected, target)
-    return report
+    with sole_collection(output):
+        if done := finish_earlier(output):
+            return done
+        target = check_output(
+            output, what="the output", suffixes=DATASETS, append=options.append, overwrite=options.overwrite
+        )
+        Conversion(options)
+        collected = collect(target, plan, lambda table: int(select(table, policy).keep.sum()))
+        exact = TargetStep(step="target", count=plan.target, allow_fewer=True)
+        report = export_sft(collected, target, policy.model_copy(update={"steps": [*policy.steps, exact]}), options)
+        keep_groups(collected, target)
+        return report

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from atroposlib.data.index import open_table
+from atroposlib.data.index import index_path, open_table
 from atroposlib.data.lazy import hash64
 from atroposlib.data.output import JsonlWriter, check_output, written_whole
 from atroposlib.data.rollout_files import SpanReader
@@ -35,7 +35,7 @@ def split_rollouts(
     """Write `train.jsonl`, `val.jsonl` and `test.jsonl` of unchanged rollout lines; returns groups by split.
 
     Args:
-        shares: of problems, adding up to 1; a share of 0 leaves that file out.
+        shares: of problems, adding up to 1; a share of 0 leaves that file out, and an earlier one is removed.
 
     Raises:
         ConfigError: shares do not add up.
@@ -45,7 +45,7 @@ def split_rollouts(
     if len(shares) != len(NAMES) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
         raise ConfigError(f"--shares {list(shares)}: expected {len(NAMES)} numbers from 0 that add up to 1")
     target = writable_dir(folder, what="--output-dir")
-    outputs = [check_output(target / f"{name}.jsonl", overwrite=overwrite) for name in NAMES]
+    outputs = [check_output(target / f"{name}.jsonl", what="--output-dir", overwrite=overwrite) for name in NAMES]
     table = open_table(paths, advance)
     if not len(table.groups):
         raise DataError("there is no group to split; the files are empty")
@@ -59,6 +59,9 @@ def split_rollouts(
             writer = writers[parts[row]]
             assert isinstance(writer, JsonlWriter)
             writer.write_line(data)
+    for path in (path for path, share in zip(outputs, shares, strict=True) if not share):
+        path.unlink(missing_ok=True)  # it shares problems with the new ones
+        index_path(path).unlink(missing_ok=True)
     counts = Counter(parts.tolist())
     return {name: counts[code] for code, name in enumerate(NAMES)}
 

@@ -47,7 +47,7 @@ def validate(
                 advance(line.size)
                 yield from _line_problems(line, vocabulary_size, seen)
         except DataError as error:  # a damaged zstd stream has no further lines
-            yield Problem(str(path), str(error))
+            yield Problem(str(path), str(error).removeprefix(f"{path}: "))
 
 
 def _line_problems(line: Line, vocabulary_size: int | None, seen: dict[str, str]) -> Iterator[Problem]:

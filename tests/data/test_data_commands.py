@@ -47,6 +47,22 @@ def test_exit_codes_are_0_1_and_2(rollouts, tmp_path, monkeypatch, capsys):
     assert "give --output" in capsys.readouterr().err
 
 
+FLAGS_NAMED = {
+    "stats": (["stats", "--html", "there.jsonl"], "--html there.jsonl exists; use --overwrite or another name"),
+    "merge": (["merge", "--output", "there.jsonl"], "--output there.jsonl exists; use --overwrite or another name"),
+    "split": (["split", "--output-dir", "."], "--output-dir val.jsonl exists; use --overwrite or another name"),
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), FLAGS_NAMED.values(), ids=FLAGS_NAMED)
+def test_an_output_that_exists_is_refused_with_flags_of_that_command(rollouts, monkeypatch, capsys, words, sentence):
+    monkeypatch.chdir(rollouts.parent)
+    for name in ("there.jsonl", "val.jsonl"):
+        (rollouts.parent / name).touch()
+    assert exit_code_of(data.app, monkeypatch, *words, rollouts) == 1
+    assert capsys.readouterr().err == f"command: {sentence}\n"
+
+
 def test_sft_options_select_as_they_say(rollouts, tmp_path):
     call(sft.app, rollouts, "--output", tmp_path / "o.jsonl", "--min-score", 2, "--format", "sharegpt")
     (line,) = (tmp_path / "o.jsonl").read_text().splitlines()

@@ -115,6 +115,20 @@ def test_no_problem_is_in_two_splits_and_strata_are_kept(tmp_path):
     assert (tmp_path / "again" / "val.jsonl").read_bytes() == (tmp_path / "s" / "val.jsonl").read_bytes()
 
 
+def test_a_split_that_gets_no_share_does_not_stay_from_an_earlier_time(tmp_path):
+    groups = [make_group([1.0], item=str(i)) for i in range(10)]
+    for number, group in enumerate(groups):
+        group["tokens"][0][1] = 1000 + number
+    path = write_groups(tmp_path / "a.jsonl", groups)
+    split_rollouts(path, tmp_path / "s")
+    with pytest.raises(PathError, match="exists; use --overwrite"):
+        split_rollouts(path, tmp_path / "s", shares=(0.9, 0, 0.1))
+    open_table(tmp_path / "s")
+    split_rollouts(path, tmp_path / "s", shares=(0.9, 0, 0.1), overwrite=True)
+    names = {each.name.removeprefix(".").removesuffix(".idx") for each in (tmp_path / "s").iterdir()}
+    assert names == {"train.jsonl", "test.jsonl"}
+
+
 def test_the_same_prompt_under_two_keys_is_one_problem(tmp_path):
     groups = [make_group([1.0], item=str(i)) for i in range(10)]  # all with the same prompt ids
     counts = split_rollouts(write_groups(tmp_path / "a.jsonl", groups), tmp_path / "s")

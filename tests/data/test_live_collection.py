@@ -14,8 +14,8 @@ import uvicorn
 from rollout_factory import make_group, write_groups
 
 from atroposlib.api.server import ApiSettings, create_app
-from atroposlib.data import collect, sft
-from atroposlib.data.collect import Collection
+from atroposlib.data import sft
+from atroposlib.data.collect import Collection, Ledger, sole_collection
 from atroposlib.data.conversion import SftOptions
 from atroposlib.data.dpo import DpoOptions, collect_dpo
 from atroposlib.data.pairs import PairRules
@@ -126,6 +126,18 @@ def test_pairs_are_collected_too(api, tmp_path):
     assert set(lines_of(tmp_path / "o.jsonl")[0]) == {"pos", "score", "neg"}
 
 
+def test_a_pair_that_the_dataset_leaves_out_does_not_count(api, tmp_path):
+    for number in range(8):
+        group = make_group([1.0, 0.0], item=str(number))
+        for ids in group["tokens"]:
+            ids[2] = 5000 + number
+        if number % 2:
+            group["tokens"][1][1] = 77  # another prompt
+        httpx.post(f"{api}/scored_data", json={key: group[key] for key in SENT_KEYS}).raise_for_status()
+    report = collect_dpo(tmp_path / "o.jsonl", PairRules(), DpoOptions(), plan(api, 3))
+    assert report.records == len(lines_of(tmp_path / "o.jsonl")) == 3
+
+
 def test_a_collector_killed_again_and_again_loses_and_doubles_nothing(api, tmp_path):
     send(api, 0, 100)
     output = tmp_path / "o.jsonl"
@@ -197,5 +209,64 @@ def test_a_group_that_an_earlier_version_wrote_unescaped_is_not_collected_again(
     ledger = tmp_path / "o.jsonl.collecting.jsonl"
     ledger.write_bytes(orjson.dumps(group) + b"\n")
     before = ledger.read_bytes()
-    collect._append(ledger, [group], collect._repair(ledger))
+    Ledger(ledger).add([group])
     assert ledger.read_bytes() == before
+
+
+def test_groups_that_are_equal_are_all_collected(api, tmp_path):
+    for number in range(12):
+        send(api, number % 2, 1)
+    report = collect_sft(tmp_path / "o.jsonl", simple_policy(), SftOptions(), plan(api, 12))
+    assert report.records == 12
+
+
+def numbered(*numbers):
+    return [make_group([1.0, 0.0], item=str(number)) for number in numbers]
+
+
+def items_in(ledger):
+    return [line["item_key"] for line in lines_of(ledger)]
+
+
+def test_only_what_was_not_acknowledged_is_known_when_it_comes_again(tmp_path):
+    path = tmp_path / "o.jsonl.collecting.jsonl"
+    ledger = Ledger(path)
+    ledger.add(numbered(0, 0, 1))
+    ledger.note_acknowledged()
+    ledger.add(numbered(0, 2, 2))  # and killed: the API gives these again, in batches of another size
+    again = Ledger(path)
+    again.add(numbered(2, 3))
+    again.note_acknowledged()
+    again.add(numbered(0, 2))  # of the killed batch
+    again.note_acknowledged()
+    again.add(numbered(0, 2))  # new ones that are equal
+    assert items_in(path) == ["0", "0", "1", "0", "2", "2", "3", "0", "2"]
+
+
+def test_a_kill_before_all_of_a_batch_came_again_doubles_nothing(tmp_path):
+    path = tmp_path / "o.jsonl.collecting.jsonl"
+    Ledger(path).add(numbered(1, 2))
+    second = Ledger(path)
+    second.add(numbered(1, 5))
+    second.note_acknowledged()
+    Ledger(path).add(numbered(2))
+    assert items_in(path) == ["1", "2", "5"]
+
+
+def test_a_ledger_of_an_earlier_version_may_all_come_again(tmp_path):
+    path = write_groups(tmp_path / "o.jsonl.collecting.jsonl", numbered(0, 1, 1))
+    ledger = Ledger(path)
+    ledger.add(numbered(1, 1, 0, 1))
+    assert items_in(path) == ["0", "1", "1", "1"]
+
+
+def test_a_second_collection_to_one_output_changes_nothing(tmp_path):
+    ledger = tmp_path / "o.jsonl.collecting.jsonl"
+    ledger.write_text('{"half a line that the first is writing')
+    nowhere = plan("http://127.0.0.1:1", 1)
+    with sole_collection(tmp_path / "o.jsonl"):
+        with pytest.raises(PathError, match=f"process {os.getpid()} collects to .*o.jsonl already"):
+            collect_sft(tmp_path / "o.jsonl", simple_policy(), SftOptions(), nowhere)
+        with pytest.raises(PathError, match="already"):
+            collect_dpo(tmp_path / "o.jsonl", PairRules(), DpoOptions(), nowhere)
+    assert ledger.read_text() == '{"half a line that the first is writing'

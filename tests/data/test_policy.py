@@ -124,6 +124,42 @@ def test_short_evaluation_texts_must_occur_whole_and_prompts_count(tmp_path):
     assert selection.contamination[0].part == "prompt"
 
 
+WITHOUT_SPACES = {
+    "Chinese": (
+        "小明有三十七个苹果，他给了小红十二个，然后又买了二十五个。",
+        "小明昨天去商店买了很多好吃的水果和蔬菜回家。",
+    ),
+    "Japanese": (
+        "りんごが三十七個あり、十二個をあげました。残りはいくつ？",
+        "昨日はデパートでりんごをたくさん買いました。",
+    ),
+    "Korean": (
+        "철수는 사과 서른일곱 개를 가지고 있는데 영희에게 열두 개를",
+        "어제 시장에서 맛있는 과일을 아주 많이 샀습니다",
+    ),
+    "Thai": ("สมชายมีแอปเปิ้ลสามสิบเจ็ดผล", "เมื่อวานนี้ฉันไปตลาดซื้อผลไม้"),
+    "Khmer": ("គាត់មានផ្លែប៉ោមសាមសិបប្រាំពីរ", "ម្សិលមិញខ្ញុំទៅផ្សារទិញផ្លែឈើ"),
+}
+
+
+@pytest.mark.parametrize(("question", "other"), WITHOUT_SPACES.values(), ids=WITHOUT_SPACES)
+def test_shared_text_is_found_in_scripts_without_spaces(tmp_path, question, other):
+    (tmp_path / "eval.txt").write_text(question + "\n", encoding="utf-8")
+    again = "".join(question.split())  # among other words, with other spaces
+    table = open_table(write_groups(tmp_path / "a.jsonl", [wordy(f"答：{again}ABC", "0"), wordy(other, "1")]))
+    steps = [{"step": "decontaminate", "against": [str(tmp_path / "eval.txt")]}]
+    assert select(table, Policy.model_validate({"steps": steps})).keep.tolist() == [False, True]
+
+
+def test_evaluation_entries_that_are_too_short_are_counted(tmp_path, caplog):
+    entries = ['{"question": "what is two?", "answer": "2"}', '{"question": "how many owls watch from afar at night"}']
+    (tmp_path / "eval.jsonl").write_text("\n".join([entries[1], *entries]) + "\n")
+    table = open_table(write_groups(tmp_path / "a.jsonl", [wordy("what is two?", "0")]))
+    steps = [{"step": "decontaminate", "against": [str(tmp_path / "eval.jsonl")]}]
+    assert select(table, Policy.model_validate({"steps": steps})).keep.tolist() == [True]
+    assert f"(below 8 words): 1 of 3, first {tmp_path / 'eval.jsonl'}:2" in caplog.text
+
+
 def test_steps_apply_in_order_and_say_what_they_dropped(tmp_path):
     table = open_table(write_groups(tmp_path / "a.jsonl", G))
     selection = select(table, simple_policy(top_n=1))

@@ -1,12 +1,17 @@
 import logging
+import os
+from pathlib import Path
 
 import pytest
 import zstandard
 from rollout_factory import make_group, write_groups
 
 from atroposlib.data.index import open_table
+from atroposlib.data.merge import merge_rollouts
+from atroposlib.data.output import check_output
 from atroposlib.data.rollout_files import find_rollout_files, read_rollouts
 from atroposlib.data.sft import SftOptions, export_sft
+from atroposlib.data.validate import validate
 from atroposlib.errors import DataError, PathError
 
 BAD_LINES = {
@@ -70,6 +75,47 @@ def test_a_damaged_zstd_file_is_named(tmp_path):
         list(read_rollouts(path))
 
 
+@pytest.fixture(params=[1, 3], ids=["one frame", "the last of three frames"])
+def cut_zstd(request, tmp_path):
+    groups = [make_group([1.0, 0.0], item=str(number)) for number in range(2000)]
+    frame = zstandard.compress(write_groups(tmp_path / "t", groups).read_bytes())
+    (tmp_path / "t").unlink()
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(frame * (request.param - 1) + frame[: len(frame) // 2])
+    return path
+
+
+def test_a_zstd_file_that_is_cut_short_is_damage_for_every_reader(tmp_path, cut_zstd):
+    for read in (
+        lambda: list(read_rollouts(cut_zstd)),
+        lambda: open_table(cut_zstd),
+        lambda: export_sft(cut_zstd, tmp_path / "o.jsonl"),
+        lambda: merge_rollouts(cut_zstd, tmp_path / "o.jsonl"),
+        lambda: check_output(cut_zstd, append=True),
+    ):
+        with pytest.raises(DataError, match=r"a\.jsonl\.zst: not readable as zstd \(it ends in the middle"):
+            read()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.zst"]
+    assert [problem.is_damage for problem in validate(cut_zstd)][-1]
+
+
+def test_a_zstd_file_that_gets_shorter_while_it_is_read_is_damage(tmp_path):
+    plain = write_groups(tmp_path / "t", [make_group([1.0, 0.0], item=str(number)) for number in range(2000)])
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.compress(plain.read_bytes()))
+    table = open_table(path)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(DataError, match="it ends in the middle"):
+        list(table.read(table.responses["score"] > 0))
+
+
+def test_frames_without_content_are_skipped(tmp_path):
+    data = zstandard.compress(write_groups(tmp_path / "t", [make_group([1.0])]).read_bytes())
+    skippable = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"notes"
+    (tmp_path / "a.jsonl.zst").write_bytes(skippable + data + zstandard.compress(b"") + skippable + data)
+    assert len(list(read_rollouts(tmp_path / "a.jsonl.zst"))) == 2
+
+
 def test_upstream_lines_need_no_extra_keys(tmp_path):
     path = write_groups(
         tmp_path / "up.jsonl", [{"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1], "overrides": None}]
@@ -96,6 +142,43 @@ def test_patterns_name_each_file_once(tmp_path):
         write_groups(tmp_path / name, [make_group([1.0])])
     found = find_rollout_files([str(tmp_path / "*.jsonl"), str(tmp_path / "b.jsonl")])
     assert [path.name for path in found] == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_file_is_named_once_whatever_it_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_groups(tmp_path / "a.jsonl", [make_group([1.0])])
+    (tmp_path / "link.jsonl").symlink_to(path)
+    assert find_rollout_files(["a.jsonl", path, "./link.jsonl", tmp_path]) == [Path("a.jsonl")]
+
+
+RUNS = {"alone": ["."], "a member of a shared one": ["members/a"], "shared": ["members/a", "members/b"]}
+
+
+@pytest.mark.parametrize("folders", RUNS.values(), ids=RUNS)
+def test_of_a_runs_folder_the_rollouts_are_read(tmp_path, folders):
+    for number, folder in enumerate(folders):
+        (tmp_path / folder / "rollouts").mkdir(parents=True)
+        (tmp_path / folder / "run.json").write_text("{}")
+        write_groups(tmp_path / folder / "rollouts" / "r_0001.jsonl", [make_group([1.0], item=str(number))])
+        (tmp_path / folder / "rollouts" / "failures.jsonl").write_text("{}\n")
+    (tmp_path / "sft.jsonl").write_text('{"messages": []}\n')
+    assert find_rollout_files(tmp_path) == [tmp_path / folder / "rollouts" / "r_0001.jsonl" for folder in folders]
+    assert [problem for problem in validate(tmp_path) if problem.is_damage] == []
+
+
+def test_a_run_without_rollouts_is_said(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "other.jsonl").write_text("{}")
+    with pytest.raises(PathError, match=r"holds no .* file of rollouts"):
+        find_rollout_files(tmp_path)
+
+
+def test_datasets_among_rollouts_are_left_out_unless_named(tmp_path):
+    rollouts = write_groups(tmp_path / "a.jsonl", [make_group([1.0])])
+    export_sft(rollouts, tmp_path / "sft.jsonl")
+    (tmp_path / "sft.jsonl.contamination.jsonl").write_text("{}\n")
+    assert find_rollout_files(tmp_path) == find_rollout_files(str(tmp_path / "*.jsonl")) == [rollouts]
+    assert find_rollout_files(tmp_path / "sft.jsonl") == [tmp_path / "sft.jsonl"]
 
 
 def test_truth_values_for_scores_are_numbers(tmp_path):

@@ -263,6 +263,8 @@ def test_what_an_evaluation_set_shares_is_listed_beside_the_output(tmp_path):
     (hit,) = lines_of(tmp_path / "o.jsonl.contamination.jsonl")
     assert hit["where"].endswith("a.jsonl:1[0]")
     assert json.loads((tmp_path / "o.jsonl.meta.json").read_text())["contaminated"] == 1
+    export_sft(tmp_path / "a.jsonl", tmp_path / "o.jsonl", options=SftOptions(overwrite=True))
+    assert not (tmp_path / "o.jsonl.contamination.jsonl").exists()
 
 
 def test_a_tokenizer_without_template_cannot_make_ids(tmp_path):
