@@ -48,7 +48,12 @@ class Batches:
         return batch
 
     async def contents(self, batch: Batch) -> list[bytes]:
-        """The groups of a batch as JSON; GroupLost when one is damaged: it is dropped, ask for another batch."""
+        """The groups of a batch as JSON.
+
+        Raises:
+            GroupLost: one is damaged; it is dropped, ask for another batch.
+            Unreadable: the batch is as before, say `not_sent`.
+        """
         try:
             stored = await self._store.read(batch.groups)
         except GroupLost as error:

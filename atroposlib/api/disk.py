@@ -19,7 +19,7 @@ from atroposlib.api.notes import Commit, DeliveryNotes, Note
 from atroposlib.api.queue import Group
 from atroposlib.api.records import Meta
 from atroposlib.api.segments import SEGMENT_BYTES, SegmentFiles
-from atroposlib.api.store import Change, GroupLost, NewGroup, Snapshot, StorageFull, over_limit
+from atroposlib.api.store import Change, NewGroup, Snapshot, StorageFull, over_limit
 from atroposlib.api.writer import Writer
 from atroposlib.errors import ConfigError, PathError
 from atroposlib.lock_files import HeldError, hold
@@ -209,7 +209,7 @@ class DiskStore:
                 continue  # some are on their way to a trainer and may come back
             try:
                 places = self._segments.rewrite(stored)
-            except (StorageFull, GroupLost) as error:
+            except OSError as error:
                 logger.warning("segment %d is not compacted: %s", number, error)
                 continue
             groups = [group for group, _ in stored]

@@ -18,11 +18,15 @@ class StorageFull(AtroposError, OSError):
 
 
 class GroupLost(AtroposError, OSError):
-    """A stored group cannot be read back (damaged disk)."""
+    """A stored group is not there any more, or not as it was written (damaged disk)."""
 
     def __init__(self, group: Group, reason: str) -> None:
         super().__init__(f"group {group.number} in segment {group.place.segment} cannot be read: {reason}")
         self.group = group
+
+
+class Unreadable(AtroposError, OSError):
+    """A stored group cannot be read now (no file descriptors, no memory, a disk that does not answer); it stays."""
 
 
 @dataclass(slots=True)
@@ -100,7 +104,7 @@ class Store(Protocol):
         ...
 
     async def read(self, groups: Sequence[Group]) -> list[bytes]:
-        """The stored contents. GroupLost when one cannot be read."""
+        """The stored contents. GroupLost when one is gone for good, Unreadable when reading fails now."""
         ...
 
     def release(self, groups: Sequence[Group]) -> None:
