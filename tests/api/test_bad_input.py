@@ -198,13 +198,6 @@ async def test_a_bad_environment_is_refused(change):
     assert (await client.post("/register-env", json={**ENV, **change})).status_code == 422
 
 
-async def test_minimum_allocations_above_one_are_refused():
-    client = await started(memory_app(), min_batch_allocation=0.7)
-    answer = await client.post("/register-env", json={**ENV, "min_batch_allocation": 0.7})
-    assert answer.status_code == 422
-    assert "already hold 0.7" in answer.json()["detail"]
-
-
 @pytest.mark.parametrize("env_id", [99, -1, "x", None])
 async def test_unknown_environments_are_told_so(env_id):
     client = await started(memory_app())
