@@ -14,7 +14,7 @@ from atroposlib.errors import AtroposError
 
 
 class StorageFull(AtroposError, OSError):
-    """No room for more groups now; it goes on by itself when there is."""
+    """No room for more groups, or for a change, now; it goes on by itself when there is."""
 
 
 class GroupLost(AtroposError, OSError):
@@ -89,7 +89,10 @@ class Store(Protocol):
         ...
 
     async def change(self, change: Change) -> None:
-        """Apply a state change."""
+        """Apply a state change.
+
+        StorageFull when there is no room for it now: it follows with the next one. Never for a noted change.
+        """
         ...
 
     def note_delivered(self, groups: Sequence[Group], step: int) -> Commit:
