@@ -20,7 +20,7 @@ from atroposlib.api.notes import Commit, DeliveryNotes, Note
 from atroposlib.api.queue import Group
 from atroposlib.api.records import Meta
 from atroposlib.api.segments import SEGMENT_BYTES, SegmentFiles
-from atroposlib.api.store import Change, NewGroup, Snapshot, StorageFull, over_limit
+from atroposlib.api.store import Change, NewGroup, Snapshot, StorageFull, over_limit, refuse_oversized
 from atroposlib.api.writer import Writer
 from atroposlib.errors import ConfigError, PathError
 from atroposlib.lock_files import HeldError, hold
@@ -65,9 +65,7 @@ class DiskStore:
     # -- event loop ---------------------------------------------------------------------------------------------
 
     async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
-        size = sum(group.length for group in groups)
-        if (reason := over_limit(self.bytes_used() + size, self._max_bytes)) is not None:
-            raise StorageFull(reason)
+        refuse_oversized(groups, self._max_bytes)
         return await self._writer.add(groups)
 
     async def change(self, change: Change) -> None:
@@ -187,6 +185,11 @@ class DiskStore:
     # -- the writing thread -------------------------------------------------------------------------------------
 
     def _add(self, new: list[NewGroup]) -> list[Group]:
+        used = sum(group.length for group in new) + self.bytes_used()
+        if over_limit(used, self._max_bytes):
+            used -= self._segments.drop_unneeded()
+        if (reason := over_limit(used, self._max_bytes)) is not None:
+            raise StorageFull(reason)
         self._hold_reserve()
         metas = [Meta(g.number, g.env_id, g.sequences, g.buffered, g.group_id) for g in new]
         places = self._segments.append(new, metas)

@@ -165,6 +165,15 @@ class SegmentFiles:
                 segment.count(place.length, -1)
                 if segment.live <= 0 and place.segment != self._current:
                     self._delete(place.segment)
+                elif segment.end >= self._segment_bytes:
+                    self.drop_unneeded()
+
+    def drop_unneeded(self) -> int:
+        """Delete the current file if no group in it is needed, instead of filling it up; how many bytes that freed."""
+        before = self.bytes_used()
+        if self._current is not None and self._segments[self._current].live <= 0:
+            self.close()
+        return before - self.bytes_used()
 
     def place_of(self, group: Group) -> Place:
         """Where the group lies now."""

@@ -10,6 +10,7 @@ from typing import Protocol
 from atroposlib.api.notes import Commit
 from atroposlib.api.payload import Pieces
 from atroposlib.api.queue import Batch, Group, Place
+from atroposlib.api.refusal import Refused
 from atroposlib.errors import AtroposError
 
 
@@ -85,7 +86,12 @@ class Store(Protocol):
         ...
 
     async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
-        """Store all or none; they are durable when this returns. StorageFull when there is no room."""
+        """Store all or none; they are durable when this returns.
+
+        Raises:
+            StorageFull: no room now.
+            Refused: there can never be room for so many bytes.
+        """
         ...
 
     async def change(self, change: Change) -> None:
@@ -139,6 +145,17 @@ class Store(Protocol):
         ...
 
 
+def refuse_oversized(groups: Sequence[NewGroup], max_bytes: int | None) -> None:
+    """Refused when groups that are stored together would not even fit into an empty queue."""
+    size = sum(group.length for group in groups)
+    if max_bytes is not None and size > max_bytes:
+        raise Refused(
+            413,
+            f"this takes {size / 1e6:.1f} MB, but --max-queue-mb allows {max_bytes / 1e6:.1f} in all; send smaller or "
+            "fewer groups at once, or raise --max-queue-mb",
+        )
+
+
 def over_limit(used: int, max_bytes: int | None) -> str | None:
     """What to say when `used` bytes of at most `max_bytes` wait; None when that is allowed."""
     if max_bytes is None or used <= max_bytes:
@@ -162,6 +179,7 @@ class MemoryStore:
         return Snapshot()
 
     async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
+        refuse_oversized(groups, self.max_bytes)
         size = sum(group.length for group in groups)
         if (reason := over_limit(self._bytes + size, self.max_bytes)) is not None:
             raise StorageFull(reason)

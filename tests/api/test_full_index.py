@@ -27,7 +27,7 @@ def no_room(*args):
 
 
 async def restarted(folder, copy):
-    """Step and uids that wait, for a server that starts on a copy of the folder; twice, as a second death may follow."""
+    """Step (twice, as a second death may follow) and uids that wait, for a server on a copy of the folder."""
     shutil.copytree(folder, copy)
     steps = []
     for _ in range(2):
