@@ -226,3 +226,17 @@ async def test_a_full_queue_answers_503_with_a_time_to_come_back():
     assert codes == [200, 503, 503]
     answer = await client.post("/scored_data", json=make_group(9))
     assert answer.headers["retry-after"] == "5"
+
+
+async def test_part_groups_of_which_no_batch_can_be_made_are_refused_and_not_buffered():
+    client = await started(memory_app(), batch_size=9)
+    answer = await client.post("/scored_data", json=make_group(1, sequences=2))
+    assert answer.status_code == 422
+    assert "no batch of exactly 9" in answer.json()["detail"]
+    assert (await client.get("/status")).json()["buffered_groups"] == 0
+
+
+async def test_a_refused_size_does_not_make_another_one_acceptable():
+    client = await started(memory_app(), batch_size=8)
+    codes = [(await client.post("/scored_data", json=make_group(1, sequences=n))).status_code for n in (3, 5)]
+    assert codes == [422, 422]
