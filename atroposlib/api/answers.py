@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 
 from atroposlib.api.refusal import Refused
-from atroposlib.api.store import StorageFull
+from atroposlib.api.store import StorageFull, Unreadable
 from atroposlib.errors import GroupError
 
 
@@ -56,6 +56,12 @@ def _storage_full(error: StorageFull) -> Response:
     return refuse(503, str(error), "storage_full", {"Retry-After": "5"})
 
 
+def _unreadable(error: Unreadable) -> Response:
+    # trainers that look at `batch` and not at the status find none, and ask again
+    content = {"detail": str(error), "code": "unreadable", "batch": None}
+    return JSONResponse(content, status_code=503, headers={"Retry-After": "5"})
+
+
 def _invalid(error: RequestValidationError) -> Response:
     """FastAPI's form, without echoing the input: a bad body of a megabyte must not come back."""
     details = [
@@ -73,5 +79,6 @@ ERROR_ANSWERS: dict[type[Exception], Callable[[Any], Response]] = {
     Refused: _refused,
     GroupError: _bad_group,
     StorageFull: _storage_full,
+    Unreadable: _unreadable,
     RequestValidationError: _invalid,
 }

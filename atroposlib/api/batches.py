@@ -48,7 +48,12 @@ class Batches:
         return batch
 
     async def contents(self, batch: Batch) -> list[bytes]:
-        """The groups of a batch as JSON; GroupLost when one is damaged: it is dropped, ask for another batch."""
+        """The groups of a batch as JSON.
+
+        Raises:
+            GroupLost: one is damaged; it is dropped, ask for another batch.
+            Unreadable: the batch is as before, say `not_sent`.
+        """
         try:
             stored = await self._store.read(batch.groups)
         except GroupLost as error:
@@ -122,6 +127,7 @@ class Batches:
                 self._live.queue.returned.remove(batch)
         if batch is None:
             if batch_id in self._live.run.acked:
+                await self._store.change(Change())  # there may have been no room for it the first time
                 return
             raise Refused(404, f"batch_id is {batch_id[:80]!r}; expected one of this run's GET /batch?lease_s=...")
         self._live.run.acked = [*self._live.run.acked[-KEPT_ACKS:], batch_id]

@@ -20,18 +20,31 @@ def open_for_writing(path: Path) -> int:
 
 
 def allocate(fd: int, sizes: Sequence[int]) -> int:
-    """Give the file blocks for the first of `sizes` that there is room for; returns it."""
+    """Give the file blocks for the first of `sizes` that there is room for; returns it.
+
+    Where the file system cannot (some NFS), the file only gets the size, and each write finds out whether there is room.
+    """
     for size in sizes[:-1]:
         try:
-            os.posix_fallocate(fd, 0, size)
+            _fallocate(fd, size)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             os.ftruncate(fd, 0)
         else:
             return size
-    os.posix_fallocate(fd, 0, sizes[-1])
+    _fallocate(fd, sizes[-1])
     return sizes[-1]
+
+
+def _fallocate(fd: int, size: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        # EINVAL: glibc then writes a byte into each block, which O_DIRECT refuses
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(fd, size)
 
 
 def write_all(fd: int, buffer: mmap.mmap, length: int, offset: int) -> int:

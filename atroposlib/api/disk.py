@@ -9,8 +9,9 @@ import errno
 import logging
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from atroposlib.api.compaction import worth_rewriting
@@ -19,7 +20,7 @@ from atroposlib.api.notes import Commit, DeliveryNotes, Note
 from atroposlib.api.queue import Group
 from atroposlib.api.records import Meta
 from atroposlib.api.segments import SEGMENT_BYTES, SegmentFiles
-from atroposlib.api.store import Change, GroupLost, NewGroup, Snapshot, StorageFull, over_limit
+from atroposlib.api.store import Change, NewGroup, Snapshot, StorageFull, over_limit, refuse_oversized
 from atroposlib.api.writer import Writer
 from atroposlib.errors import ConfigError, PathError
 from atroposlib.lock_files import HeldError, hold
@@ -57,20 +58,26 @@ class DiskStore:
         self._reserve = self.folder / "reserve"
         self._notes = DeliveryNotes(self.folder / "delivered")
         self._writer = Writer(self._add)
+        self._unwritten: list[tuple[Change, int]] = []  # that the index could not take, and their `noted`; in order
+        self._written = 0  # how many of the noted changes are in the index; of the numbers that notes have
         self._resets = 0  # that are not on disk yet
 
     # -- event loop ---------------------------------------------------------------------------------------------
 
     async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
-        size = sum(group.length for group in groups)
-        if (reason := over_limit(self.bytes_used() + size, self._max_bytes)) is not None:
-            raise StorageFull(reason)
+        refuse_oversized(groups, self._max_bytes)
         return await self._writer.add(groups)
 
     async def change(self, change: Change) -> None:
-        await self._writer.call(lambda: self._apply(change))
-        if change.noted:
-            self._notes.settle()
+        noted = self._notes.last
+        try:
+            await self._writer.call(lambda: self._apply(change, noted))
+        except StorageFull as error:
+            if not change.noted:
+                raise
+            logger.warning("a delivery stays noted until the index can take it: %s", error)
+        finally:
+            self._notes.settle(self._written)
 
     def note_delivered(self, groups: Sequence[Group], step: int) -> Commit:
         return self._notes.prepare(Note(step, delivered=[group.number for group in groups]))
@@ -79,9 +86,13 @@ class DiskStore:
         self._notes.prepare(Note(step, restored=self._located(groups)))()
 
     async def reset(self, run: bytes) -> None:
+        noted = self._notes.last
+
         def forget() -> None:
-            self._index.reset(run)
+            self._with_reserve(lambda: self._index.reset(run, noted))
             self._segments.drop_all()
+            self._written += sum(change.noted for change, _ in self._unwritten)
+            self._unwritten.clear()
 
         self._resets += 1
         try:
@@ -130,7 +141,7 @@ class DiskStore:
         """Everything that waits; also adopts groups that the segments have and the index lost."""
         run = self._index.run()
         self._adopt_tail()
-        step = self._apply_notes()
+        self._apply_notes()
         groups: dict[int, tuple[Group, bool]] = {}
         missing = []
         for group, buffered in self._index.groups():
@@ -140,7 +151,7 @@ class DiskStore:
                 missing.append(group)
         if missing:
             logger.error("%d stored groups are missing on disk and are dropped", len(missing))
-            self._apply(Change(consumed=missing))
+            self._apply(Change(consumed=missing), self._notes.last)
         batches = []
         for batch, members in self._index.leases():
             batch.groups = [groups.pop(number)[0] for number in members if number in groups]
@@ -153,16 +164,15 @@ class DiskStore:
             buffered=[group for group, buffered in groups.values() if buffered],
             batches=batches,
             next_number=next_number,
-            step=step,
+            step=self._index.noted()[1],
         )
 
-    def _apply_notes(self) -> int | None:
-        """Do what was noted just before the process died and not written any more; the step after the last of it."""
-        step = None
-        for note in self._notes.read():
-            step = note.step if self._index.repeat(note) else step
+    def _apply_notes(self) -> None:
+        """Do what was noted before the process died and not written any more."""
+        notes = self._notes.read()
+        self._with_reserve(lambda: self._index.repeat(notes))
         self._notes.clear()
-        return step
+        self._notes.last = self._written = max(0, self._index.noted()[0])
 
     def _adopt_tail(self) -> None:
         segment, end, next_number = self._index.reach()
@@ -175,6 +185,11 @@ class DiskStore:
     # -- the writing thread -------------------------------------------------------------------------------------
 
     def _add(self, new: list[NewGroup]) -> list[Group]:
+        used = sum(group.length for group in new) + self.bytes_used()
+        if over_limit(used, self._max_bytes):
+            used -= self._segments.drop_unneeded()
+        if (reason := over_limit(used, self._max_bytes)) is not None:
+            raise StorageFull(reason)
         self._hold_reserve()
         metas = [Meta(g.number, g.env_id, g.sequences, g.buffered, g.group_id) for g in new]
         places = self._segments.append(new, metas)
@@ -182,20 +197,37 @@ class DiskStore:
             self._index.insert(zip(metas, places, strict=True))
         except sqlite3.OperationalError as error:
             self._segments.undo(places)
-            raise StorageFull(
-                f"the index in {self.folder} cannot grow ({error}); groups are taken again when it can"
-            ) from error
+            raise self._index_full(error) from error
         return [Group(g.number, g.env_id, g.sequences, place) for g, place in zip(new, places, strict=True)]
 
-    def _apply(self, change: Change) -> None:
-        """Write a change; on a full disk, with the help of the reserve."""
-        change = replace(change, restored=self._located(change.restored))
+    def _apply(self, change: Change, noted: int) -> None:
+        """Write a change, after those that there was no room for.
+
+        Raises:
+            StorageFull: no room for it now either; it is written before the next one.
+        """
+        self._unwritten.append((change, noted))
+        while self._unwritten:
+            change, noted = self._unwritten[0]
+            found = replace(change, restored=self._located(change.restored))
+            self._with_reserve(partial(self._index.write, found, noted))
+            self._unwritten.pop(0)
+            self._written += change.noted
+
+    def _with_reserve(self, write: Callable[[], None]) -> None:
+        """Write to the index; on a full disk with the help of the reserve, StorageFull when that is gone too."""
         try:
-            self._index.write(change)
+            write()
         except sqlite3.OperationalError as error:
             logger.warning("the index cannot grow (%s); using the reserve", error)
             self._reserve.unlink(missing_ok=True)
-            self._index.write(change)
+            try:
+                write()
+            except sqlite3.OperationalError as again:
+                raise self._index_full(again) from again
+
+    def _index_full(self, error: sqlite3.OperationalError) -> StorageFull:
+        return StorageFull(f"the index in {self.folder} cannot grow ({error}); it goes on when it can")
 
     def _compact(self) -> None:
         """Rewrite files of which little is needed any more.
@@ -203,13 +235,15 @@ class DiskStore:
         Killed at any point of it: before the index is committed the new file is one that nobody needs, after it the
         old one is, and both go at the next start.
         """
+        if self._unwritten:
+            return  # the index still has groups that are gone
         for number in worth_rewriting(self._segments.usages(), self._slack):
             stored = list(self._index.groups(number))
             if len(stored) < self._segments.live(number):
                 continue  # some are on their way to a trainer and may come back
             try:
                 places = self._segments.rewrite(stored)
-            except (StorageFull, GroupLost) as error:
+            except OSError as error:
                 logger.warning("segment %d is not compacted: %s", number, error)
                 continue
             groups = [group for group, _ in stored]

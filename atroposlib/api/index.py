@@ -43,6 +43,11 @@ class Index:
         """The stored `RunState`; None when there is none."""
         return self._get_meta("run")
 
+    def noted(self) -> tuple[int, int | None]:
+        """Number of the last note that the index knows, and the step after it; None: `run` has the step."""
+        text = self._get_meta("noted")
+        return (-1, None) if text is None else tuple(msgspec.json.decode(text))
+
     def reach(self) -> tuple[int, int, int]:
         """How far the index goes: segment, byte, next group number."""
         text = self._get_meta("indexed")
@@ -83,11 +88,16 @@ class Index:
                 self._writing.executemany("INSERT OR IGNORE INTO group_ids VALUES (?)", ids)
             self._set_meta("indexed", msgspec.json.encode((last.segment, last.offset + last.length, number + 1)))
 
-    def write(self, change: Change) -> None:
-        """A change, all or nothing; its restored groups with the places where they are now."""
+    def write(self, change: Change, noted: int) -> None:
+        """A change, all or nothing; its restored groups with the places where they are now.
+
+        Args:
+            noted: number of the last note that the change's `run` includes.
+        """
         with self._writing:
             if change.run is not None:
                 self._set_meta("run", change.run)
+                self._set_meta("noted", msgspec.json.encode((noted, None)))
             if change.consumed:
                 self._delete([group.number for group in change.consumed])
             if change.restored:
@@ -103,12 +113,14 @@ class Index:
             if change.settled:
                 self._writing.executemany("DELETE FROM batches WHERE number = ?", [(n,) for n in change.settled])
 
-    def repeat(self, note: Note) -> bool:
-        """Do what was noted; whether any of it was still to be done."""
+    def repeat(self, notes: Sequence[Note]) -> None:
+        """Do what was noted, and keep the step of the last note if `run` is older than it."""
         with self._writing:
-            gone = self._delete(note.delivered)
-            self._restore(note.restored)
-        return gone > 0 or bool(note.restored)
+            for note in notes:
+                self._delete(note.delivered)
+                self._restore(note.restored)
+            if notes and notes[-1].number > self.noted()[0]:
+                self._set_meta("noted", msgspec.json.encode((notes[-1].number, notes[-1].step)))
 
     def move(self, groups: Sequence[Group], places: Sequence[Place]) -> None:
         """These groups lie elsewhere now. On disk on return: their old file may go then, power cut or not."""
@@ -120,12 +132,13 @@ class Index:
             )
         self._writing.execute("PRAGMA synchronous = NORMAL")
 
-    def reset(self, run: bytes) -> None:
-        """Forget everything and begin with `run`."""
+    def reset(self, run: bytes, noted: int) -> None:
+        """Forget everything and begin with `run`, which is younger than the note `noted`."""
         with self._writing:
             for table in ("groups", "group_ids", "batches"):
                 self._writing.execute(f"DELETE FROM {table}")
             self._set_meta("run", run)
+            self._set_meta("noted", msgspec.json.encode((noted, None)))
 
     def close(self) -> None:
         """Let go of the file."""

@@ -11,7 +11,7 @@ class LiveRun:
     """Everything about a run that is in memory. Changed from the event loop only.
 
     Attributes:
-        offered: group sizes per environment: what it announced and what it has sent.
+        offered: group sizes per environment: what it announced and what was taken from it.
     """
 
     def __init__(self, found: Snapshot, env_timeout_s: float) -> None:
@@ -51,10 +51,14 @@ class LiveRun:
         return [env for env in self.run.envs if env.connected and self.liveness.counts(env.env_id)]
 
     def minimums(self) -> dict[EnvId, int]:
-        """Sequences that each counting environment must have in every batch."""
+        """Sequences that each counting environment must have in every batch.
+
+        Shares above 1 in all are scaled down to 1: one that was killed counts until it is silent for too long, and is
+        back under a new number before that.
+        """
         shares = {env.env_id: env.min_batch_allocation or 0.0 for env in self.counting_envs()}
         total = sum(shares.values())
-        scale = 1 / total if total > 1.0 + 1e-9 else 1.0  # above 1: an environment was silent and is back
+        scale = 1 / total if total > 1.0 + 1e-9 else 1.0
         least = {env_id: int((self.run.batch_size or 0) * share * scale) for env_id, share in shares.items()}
         return {env_id: sequences for env_id, sequences in least.items() if sequences > 0}
 

@@ -25,11 +25,15 @@ Commit = Callable[[], None]
 
 
 class Note(msgspec.Struct, omit_defaults=True):
-    """What happened to a batch: numbers of delivered groups, or groups that came back; and the run's step after it."""
+    """What happened to a batch: numbers of delivered groups, or groups that came back; and the run's step after it.
+
+    `number` counts the notes of a folder.
+    """
 
     step: int
     delivered: list[int] = []
     restored: list[Group] = []
+    number: int = 0
 
 
 class DeliveryNotes:
@@ -44,27 +48,27 @@ class DeliveryNotes:
         with contextlib.suppress(OSError):  # no room now: each note asks for it when it comes
             os.posix_fallocate(self._fd, 0, ROOM_BYTES)
         self._map = mmap.mmap(self._fd, ROOM_BYTES)
-        self._open = 0
         self._end = 0
+        self.last = 0  # number of the last note
 
     def prepare(self, note: Note) -> Commit:
         """Write a note that survives the process once it is committed. OSError when there is no room for it.
 
         Commit each before the next is prepared.
         """
+        note.number = self.last + 1
         line = msgspec.json.encode(note) + b"\n"
         if os.pwrite(self._fd, b"\0" + line[1:] + b"\0", self._end) <= len(line):
             raise OSError(errno.ENOSPC, f"no room for a note of {len(line)} bytes")
         place, self._end = self._end, self._end + len(line)
-        self._open += 1
+        self.last = note.number
         if place < ROOM_BYTES:
             return partial(self._map.__setitem__, place, line[0])
         return lambda: self._write_byte(place, line[:1])
 
-    def settle(self) -> None:
-        """The index has one more of the noted changes."""
-        self._open -= 1
-        if not self._open:
+    def settle(self, written: int) -> None:
+        """The index has so many of the noted changes: as many as there were notes, or some wait."""
+        if self._end and written == self.last:
             self.clear()
 
     def read(self) -> list[Note]:

@@ -33,7 +33,14 @@ def _add_trainer_routes(api: FastAPI) -> None:
         """A trainer announces a run, or takes it over: the configuration is replaced, queue and environments stay."""
         return {"uuid": await service.register(registration)}
 
-    @api.get("/batch", response_model=schemas.BatchAnswer, responses={409: {"model": schemas.BatchAnswer}})
+    @api.get(
+        "/batch",
+        response_model=schemas.BatchAnswer,
+        responses={
+            409: {"model": schemas.BatchAnswer},
+            503: {"model": schemas.BatchAnswer, "description": "Groups cannot be read now; they stay queued."},
+        },
+    )
     async def batch(
         request: Request,
         service: Service,

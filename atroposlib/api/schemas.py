@@ -67,7 +67,10 @@ class RegisterEnv(BaseModel):
     weight: FiniteFloat | None = Field(description="Share of inference slots relative to others; null: 1.")
     group_size: PositiveInt = Field(le=10_000_000, description="Sequences of its usual group.")
     min_batch_allocation: FiniteFloat | None = Field(
-        None, ge=0, le=1, description="Least share of every batch, 0 to 1; null: no guarantee."
+        None,
+        ge=0,
+        le=1,
+        description="Least share of every batch, 0 to 1; scaled down where all are above 1; null: none.",
     )
 
     @field_validator("desired_name")

@@ -29,7 +29,7 @@ from atroposlib.api.direct_io import BLOCK, aligned, allocate, open_for_writing,
 from atroposlib.api.payload import Pieces, content_digest
 from atroposlib.api.queue import Group, Place
 from atroposlib.api.records import Meta, read_record
-from atroposlib.api.store import GroupLost, NewGroup, StorageFull
+from atroposlib.api.store import GroupLost, NewGroup, StorageFull, Unreadable
 from atroposlib.paths import sync_to_disk
 
 SEGMENT_BYTES = 64 << 20
@@ -130,6 +130,7 @@ class SegmentFiles:
 
         Raises:
             GroupLost: it is not there, or not as it was written.
+            Unreadable: the system does not give it now.
         """
         place = self.place_of(group)
         try:
@@ -138,7 +139,9 @@ class SegmentFiles:
         except OSError as error:
             if self.place_of(group) != place:  # moved at this very moment
                 return self.read(group)
-            raise GroupLost(group, str(error)) from error
+            if error.errno == errno.ENOENT and self._folder.exists():  # else the whole disk is away
+                raise GroupLost(group, str(error)) from error
+            raise Unreadable(f"group {group.number} cannot be read now and stays queued: {error}") from error
         if len(content) != place.length or content_digest([content]) != place.digest:
             raise GroupLost(group, "its bytes have changed on disk")
         return content
@@ -162,6 +165,15 @@ class SegmentFiles:
                 segment.count(place.length, -1)
                 if segment.live <= 0 and place.segment != self._current:
                     self._delete(place.segment)
+                elif segment.end >= self._segment_bytes:
+                    self.drop_unneeded()
+
+    def drop_unneeded(self) -> int:
+        """Delete the current file if no group in it is needed, instead of filling it up; how many bytes that freed."""
+        before = self.bytes_used()
+        if self._current is not None and self._segments[self._current].live <= 0:
+            self.close()
+        return before - self.bytes_used()
 
     def place_of(self, group: Group) -> Place:
         """Where the group lies now."""
@@ -186,7 +198,7 @@ class SegmentFiles:
 
         Raises:
             StorageFull: no room.
-            GroupLost: one cannot be read.
+            GroupLost, Unreadable: one cannot be read.
         """
         number, places, end = self._last + 1, list[Place](), 0
         with self._full_disk_as_storage_full():

@@ -14,7 +14,6 @@ from atroposlib.api.group_intake import GroupIntake
 from atroposlib.api.live import LiveRun
 from atroposlib.api.metrics import Metrics
 from atroposlib.api.queue import TrajectoryQueue
-from atroposlib.api.refusal import Refused
 from atroposlib.api.run import EnvRecord, Liveness, RunState
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.api.store import Change, Store
@@ -67,17 +66,6 @@ class TrajectoryService:
         """A new environment, or None while the trainer has not asked for its first batch."""
         if self.run.registration is None or not self.run.started:
             return None
-        taken = sum(
-            env.min_batch_allocation or 0.0
-            for env in self.run.envs
-            if env.connected and not self.liveness.is_silent(env.env_id)
-        )
-        if taken + (request.min_batch_allocation or 0.0) > 1.0 + 1e-9:
-            raise Refused(
-                422,
-                f"min_batch_allocation is {request.min_batch_allocation}, but the other environments already hold "
-                f"{taken:g} of every batch; all of them together may hold at most 1",
-            )
         env = self.run.add_env(request)
         self.liveness.registered(env.env_id)
         self._live.offered.setdefault(env.env_id, set()).add(env.group_size)

@@ -10,19 +10,24 @@ from typing import Protocol
 from atroposlib.api.notes import Commit
 from atroposlib.api.payload import Pieces
 from atroposlib.api.queue import Batch, Group, Place
+from atroposlib.api.refusal import Refused
 from atroposlib.errors import AtroposError
 
 
 class StorageFull(AtroposError, OSError):
-    """No room for more groups now; it goes on by itself when there is."""
+    """No room for more groups, or for a change, now; it goes on by itself when there is."""
 
 
 class GroupLost(AtroposError, OSError):
-    """A stored group cannot be read back (damaged disk)."""
+    """A stored group is not there any more, or not as it was written (damaged disk)."""
 
     def __init__(self, group: Group, reason: str) -> None:
         super().__init__(f"group {group.number} in segment {group.place.segment} cannot be read: {reason}")
         self.group = group
+
+
+class Unreadable(AtroposError, OSError):
+    """A stored group cannot be read now (no file descriptors, no memory, a disk that does not answer); it stays."""
 
 
 @dataclass(slots=True)
@@ -81,11 +86,19 @@ class Store(Protocol):
         ...
 
     async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
-        """Store all or none; they are durable when this returns. StorageFull when there is no room."""
+        """Store all or none; they are durable when this returns.
+
+        Raises:
+            StorageFull: no room now.
+            Refused: there can never be room for so many bytes.
+        """
         ...
 
     async def change(self, change: Change) -> None:
-        """Apply a state change."""
+        """Apply a state change.
+
+        StorageFull when there is no room for it now: it follows with the next one. Never for a noted change.
+        """
         ...
 
     def note_delivered(self, groups: Sequence[Group], step: int) -> Commit:
@@ -100,7 +113,7 @@ class Store(Protocol):
         ...
 
     async def read(self, groups: Sequence[Group]) -> list[bytes]:
-        """The stored contents. GroupLost when one cannot be read."""
+        """The stored contents. GroupLost when one is gone for good, Unreadable when reading fails now."""
         ...
 
     def release(self, groups: Sequence[Group]) -> None:
@@ -132,6 +145,17 @@ class Store(Protocol):
         ...
 
 
+def refuse_oversized(groups: Sequence[NewGroup], max_bytes: int | None) -> None:
+    """Refused when groups that are stored together would not even fit into an empty queue."""
+    size = sum(group.length for group in groups)
+    if max_bytes is not None and size > max_bytes:
+        raise Refused(
+            413,
+            f"this takes {size / 1e6:.1f} MB, but --max-queue-mb allows {max_bytes / 1e6:.1f} in all; send smaller or "
+            "fewer groups at once, or raise --max-queue-mb",
+        )
+
+
 def over_limit(used: int, max_bytes: int | None) -> str | None:
     """What to say when `used` bytes of at most `max_bytes` wait; None when that is allowed."""
     if max_bytes is None or used <= max_bytes:
@@ -155,6 +179,7 @@ class MemoryStore:
         return Snapshot()
 
     async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
+        refuse_oversized(groups, self.max_bytes)
         size = sum(group.length for group in groups)
         if (reason := over_limit(self._bytes + size, self.max_bytes)) is not None:
             raise StorageFull(reason)

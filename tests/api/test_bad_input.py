@@ -198,13 +198,6 @@ async def test_a_bad_environment_is_refused(change):
     assert (await client.post("/register-env", json={**ENV, **change})).status_code == 422
 
 
-async def test_minimum_allocations_above_one_are_refused():
-    client = await started(memory_app(), min_batch_allocation=0.7)
-    answer = await client.post("/register-env", json={**ENV, "min_batch_allocation": 0.7})
-    assert answer.status_code == 422
-    assert "already hold 0.7" in answer.json()["detail"]
-
-
 @pytest.mark.parametrize("env_id", [99, -1, "x", None])
 async def test_unknown_environments_are_told_so(env_id):
     client = await started(memory_app())
@@ -233,3 +226,17 @@ async def test_a_full_queue_answers_503_with_a_time_to_come_back():
     assert codes == [200, 503, 503]
     answer = await client.post("/scored_data", json=make_group(9))
     assert answer.headers["retry-after"] == "5"
+
+
+async def test_part_groups_of_which_no_batch_can_be_made_are_refused_and_not_buffered():
+    client = await started(memory_app(), batch_size=9)
+    answer = await client.post("/scored_data", json=make_group(1, sequences=2))
+    assert answer.status_code == 422
+    assert "no batch of exactly 9" in answer.json()["detail"]
+    assert (await client.get("/status")).json()["buffered_groups"] == 0
+
+
+async def test_a_refused_size_does_not_make_another_one_acceptable():
+    client = await started(memory_app(), batch_size=8)
+    codes = [(await client.post("/scored_data", json=make_group(1, sequences=n))).status_code for n in (3, 5)]
+    assert codes == [422, 422]

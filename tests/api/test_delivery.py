@@ -133,14 +133,14 @@ def test_notes_count_from_their_commit_until_all_are_settled(tmp_path):
     commit = written.prepare(Note(1, delivered=[1, 2]))
     assert kept(path) == []
     commit()
-    assert kept(path) == [Note(1, delivered=[1, 2])]
+    assert kept(path) == [Note(1, delivered=[1, 2], number=1)]
     written.prepare(Note(22, delivered=[33333]))()
-    written.settle()
-    assert kept(path) == [Note(1, delivered=[1, 2]), Note(22, delivered=[33333])]
-    written.settle()
+    written.settle(1)
+    assert kept(path) == [Note(1, delivered=[1, 2], number=1), Note(22, delivered=[33333], number=2)]
+    written.settle(2)
     assert kept(path) == []
     written.prepare(Note(3, delivered=[4]))()
-    assert kept(path) == [Note(3, delivered=[4])]
+    assert kept(path) == [Note(3, delivered=[4], number=3)]
     written.close()
 
 
@@ -161,7 +161,7 @@ def test_a_note_needs_no_room_on_a_full_disk(tmp_path):
         (disk / "rest").write_bytes(bytes(shutil.disk_usage(disk).free))
         assert shutil.disk_usage(disk).free == 0
         written.prepare(Note(1, delivered=[1]))()
-        assert kept(disk / "delivered") == [Note(1, delivered=[1])]
+        assert kept(disk / "delivered") == [Note(1, delivered=[1], number=1)]
         written.close()
 
 

@@ -1,7 +1,9 @@
 """A store on a file system that fills up: a tmpfs of a few MB where mounting is permitted, else simulated errors."""
 
+import asyncio
 import errno
 
+import pytest
 from api_testing import client_of, make_group, needs_root, small_disk, started, uids
 
 from atroposlib.api import segments
@@ -86,4 +88,40 @@ async def test_consumed_groups_never_use_up_a_small_limit(tmp_path):
         for part in (uid, uid + 1):
             assert (await client.post("/scored_data", json=make_group(part, tokens=100))).status_code == 200
         assert uids(await client.get("/batch")) == [uid, uid + 1]
+    await app.state.service.store.close()
+
+
+def text(size):
+    """A group's messages of about so many bytes."""
+    return [[{"role": "user", "content": "x" * (size // 4)}]] * 4
+
+
+@pytest.mark.parametrize("sizes", [(60_000, 60_000), (8_000, 95_000), (95_000, 8_000)])
+async def test_an_empty_queue_takes_every_group_that_fits_the_limit(tmp_path, sizes):
+    app = create_app(ApiSettings(state_dir=tmp_path / "state", max_queue_mb=0.1))
+    client = await started(app, batch_size=4)
+    for uid, size in enumerate(sizes):
+        assert (await client.post("/scored_data", json=make_group(uid, messages=text(size)))).status_code == 200
+        assert uids(await client.get("/batch")) == [uid]
+    assert (await client.get("/health")).json() == {"status": "ok"}
+    await app.state.service.store.close()
+
+
+async def test_groups_that_come_together_do_not_exceed_the_limit(tmp_path):
+    app = create_app(ApiSettings(state_dir=tmp_path / "state", max_queue_mb=0.1))
+    client = await started(app, batch_size=4)
+    posts = [client.post("/scored_data", json=make_group(uid, messages=text(30_000))) for uid in range(10)]
+    codes = [answer.status_code for answer in await asyncio.gather(*posts)]
+    assert sorted(codes) == [200] * 3 + [503] * 7
+    await app.state.service.store.close()
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["on disk", "in memory"])
+async def test_what_alone_exceeds_the_limit_is_refused_for_good(tmp_path, stored):
+    app = create_app(ApiSettings(state_dir=tmp_path / "state" if stored else None, max_queue_mb=0.1))
+    client = await started(app, batch_size=4)
+    answer = await client.post("/scored_data", json=make_group(1, messages=text(110_000)))
+    assert answer.status_code == 413
+    assert "--max-queue-mb" in answer.json()["detail"]
+    assert (await client.post("/scored_data", json=make_group(1))).status_code == 200
     await app.state.service.store.close()
