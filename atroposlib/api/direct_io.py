@@ -22,7 +22,7 @@ def open_for_writing(path: Path) -> int:
 def allocate(fd: int, sizes: Sequence[int]) -> int:
     """Give the file blocks for the first of `sizes` that there is room for; returns it.
 
-    Where the file system cannot (some NFS), the file only gets the size, and each write finds out whether there is room.
+    Where the file system cannot (some NFS), the file only gets the size, and each write finds out if there is room.
     """
     for size in sizes[:-1]:
         try:

@@ -28,6 +28,7 @@ _BUFFER_BYTES = 1 << 20
 _HOST = os.uname().nodename
 ROLLOUTS = (".jsonl", ".jsonl.zst")
 DATASETS = (*ROLLOUTS, ".parquet")
+_OTHER_KINDS = (".parquet", ".zst", ".csv", ".tsv", ".txt", ".xlsx", ".arrow", ".gz", ".bz2", ".xz", ".zip")
 _encoder = msgspec.json.Encoder()
 
 
@@ -37,6 +38,12 @@ class RecordWriter(Protocol):
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
         ...
+
+
+def refuse_other_kinds(path: Path, suffixes: tuple[str, ...], *, what: str) -> None:
+    """PathError when the name says a kind of file that is none of `suffixes`; upstream's commands take any other name."""
+    if path.name.endswith(_OTHER_KINDS) and not path.name.endswith(suffixes):
+        raise PathError(f"{what} {path} is of a kind that is not written; end its name in {' or '.join(suffixes)}")
 
 
 def check_output(
@@ -51,7 +58,7 @@ def check_output(
 
     Args:
         what: names it in errors.
-        suffixes: its name must have one of these; none: any name.
+        suffixes: kinds of files that the command writes; none: any.
         append: records are to be added to an existing one; None: the command has no --append-to-previous.
 
     Raises:
@@ -61,8 +68,8 @@ def check_output(
     path = expand_path(text, what=what)
     if path.is_dir():
         raise PathError(f"{what} {path} is a folder; give a file name")
-    if suffixes and not path.name.endswith(suffixes):
-        raise PathError(f"{what} {path} is of a kind that is not written; end its name in {' or '.join(suffixes)}")
+    if suffixes:
+        refuse_other_kinds(path, suffixes, what=what)
     if path.exists() and not (append or overwrite):
         ways = "--overwrite" if append is None else "--append-to-previous, --overwrite"
         raise PathError(f"{what} {path} exists; use {ways} or another name")

@@ -73,6 +73,11 @@ class EnvCommand:
     def __init__(self, arguments: Sequence[str]) -> None:
         self.arguments = arguments
 
+    def check(self) -> int:
+        """Only resolve the settings; ConfigError when something is wrong with them."""
+        resolve(self.env_cls, self.mode, self.arguments)
+        return 0
+
     def run(self) -> int:
         """Resolve the settings, run the environment; the exit code."""
         settings = resolve(self.env_cls, self.mode, self.arguments)
@@ -106,9 +111,14 @@ def main(env_cls: type["BaseEnv"], arguments: Sequence[str] | None = None) -> in
         if {"-h", "--help"} & set(arguments):
             print(help_text(env_cls, mode))  # pyright: ignore[reportArgumentType]
             return 0
+        is_check = "--check" in arguments
+        given = [argument for argument in arguments[1:] if argument != "--check"]
         if issubclass(command_cls, EnvCommand):
-            return command_cls(arguments[1:]).run()
-        flags, _ = split_flags(arguments[1:])
+            return command_cls(given).check() if is_check else command_cls(given).run()
+        if is_check:
+            print(f"{env_cls.__name__} reads its command line itself: its settings are not checked", file=sys.stderr)
+            return 0
+        flags, _ = split_flags(given)
         return command_cls(**{name: texts[0] if texts else True for name, texts in flags.items()}).run() or 0
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -180,6 +190,7 @@ def help_text(env_cls: type["BaseEnv"], mode: Mode) -> str:
         f"{env_cls.__name__} {mode}: {MODES[mode]}\n{(env_cls.__doc__ or '').strip()}\n",
         "  --config FILE.yaml\n        Settings below env:, openai: and at the top level; flags win over it.",
         "  --fresh\n        Start a new run beside an existing one instead of going on with it.",
+        "  --check\n        Only check the settings.",
     ]
     for name, model in namespaces(env_cls, mode, type(default_env)).items():
         prefix = f"{name}{NAMESPACE_SEP}" if name else ""

@@ -14,6 +14,7 @@ from typing import Any
 from atroposlib.errors import AtroposError, LaunchError
 from atroposlib.launch.config import DatagenConfig, EngineConfig
 from atroposlib.launch.engine_checks import engine_problems, gpu_count
+from atroposlib.launch.environment_checks import environment_problems
 from atroposlib.launch.model_checks import (
     DEFAULT_TOKEN_LENGTH,
     Model,
@@ -46,12 +47,15 @@ def preflight(config: DatagenConfig, *, starts: bool = True) -> Model:
         *engine_problems(config, os.environ, starts=starts),
         *_settings_problems(config),
         *_sharing_problems(config),
+        *_export_problems(config),
     ]
     model = None
     if not problems:
         try:
             model = resolve(config.engine)
             problems = model_problems(config, model)
+            if config.engine.kind == "sglang" or not starts:  # else it is said as soon by the environment itself
+                problems += environment_problems(config, model)
         except AtroposError as error:
             problems.append(str(error))
     if model is None or problems:
@@ -144,6 +148,18 @@ def _port_problems(config: DatagenConfig) -> list[str]:
                     f"{what} {port} cannot be used ({error.strerror}); free it or leave {what} out for a free one"
                 )
     return found
+
+
+def _export_problems(config: DatagenConfig) -> list[str]:
+    from atroposlib.data.output import DATASETS, refuse_other_kinds
+
+    problems = []
+    for export in config.export:
+        try:
+            refuse_other_kinds(Path(export.path), DATASETS, what="export.path")
+        except AtroposError as error:
+            problems.append(str(error))
+    return problems
 
 
 def _settings_problems(config: DatagenConfig) -> list[str]:

@@ -1,5 +1,6 @@
 import errno
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -90,11 +91,17 @@ def test_nothing_is_appended_to_half_a_line(tmp_path, name):
     assert output.read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["o.csv", "o.txt", "o.json", "o.zst", "o"])
+@pytest.mark.parametrize("name", ["o.csv", "o.txt", "o.jsonl.gz", "o.zst"])
 def test_an_output_of_an_unknown_kind_is_refused(tmp_path, rollouts, name):
     for write in (export_sft, merge_rollouts):
         with pytest.raises(PathError, match=rf"--output .*{name} .* end its name in \.jsonl or \.jsonl\.zst"):
             write(rollouts, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["o.json", "o", "o.sft"])
+def test_a_name_that_says_no_other_kind_is_taken_as_upstream_did(tmp_path, rollouts, name):
+    export_sft(rollouts, tmp_path / name)
+    assert [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
 
 
 def test_merged_rollouts_are_not_written_as_parquet(tmp_path, rollouts):

@@ -239,3 +239,43 @@ def test_what_a_login_node_cannot_check_is_said(sglang, tmp_path, monkeypatch):
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert not_checked(known, preflight(known)) == []
+
+
+def test_a_dataset_of_a_kind_that_is_not_written_is_found_before_the_run(tmp_path):
+    assert "export.path rows.csv is of a kind that is not written" in complaint(
+        config(tmp_path, export=[{"path": "rows.csv"}])
+    )
+
+
+SCRIPT = """
+import sys
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+
+class Config(BaseEnvConfig):
+    level: int = 1
+
+class Env(BaseEnv):
+    env_config_cls = Config
+
+if __name__ == "__main__":
+    Env.cli()
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"levle": 2}, "unknown setting in env: 'levle'; did you mean 'level'?"),
+        ({"level": "high"}, "env.level is 'high'"),
+        ({"level": 2}, None),
+    ],
+)
+def test_a_check_reads_the_environments_settings_as_it_will(tmp_path, env, message):
+    settings = config(tmp_path, environment={"script": str(tmp_path / "env.py"), "env": env})
+    (tmp_path / "env.py").write_text(SCRIPT)
+    if message is None:
+        preflight(settings, starts=False)
+        return
+    with pytest.raises(LaunchError) as caught:
+        preflight(settings, starts=False)
+    assert f"env.py cannot start: {message}" in str(caught.value)

@@ -1,0 +1,32 @@
+"""What an environment's own command line says of its settings, before an engine is loaded for it."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from atroposlib.launch.config import DatagenConfig
+from atroposlib.launch.model_checks import Model
+from atroposlib.launch.plan import environment_yaml
+
+_NOWHERE = "http://127.0.0.1:1"
+_DEADLINE_S = 300.0  # a script may import a great deal
+
+
+def environment_problems(config: DatagenConfig, model: Model) -> list[str]:
+    """Unknown settings and values of the wrong kind, as `SCRIPT serve --check` finds them; nothing is set up."""
+    script = config.environment.script
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Path(folder) / "environment.yaml"
+        settings.write_text(environment_yaml(config, model, [_NOWHERE], _NOWHERE), encoding="utf-8")
+        command = [sys.executable, script, "serve", "--config", str(settings), "--check"]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return []
+    if done.returncode == 0:
+        return []
+    said = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
+    return [f"environment.script {script} cannot start: {said[-1].removeprefix('error: ')}"]
