@@ -41,7 +41,7 @@ class RecordWriter(Protocol):
 
 
 def refuse_other_kinds(path: Path, suffixes: tuple[str, ...], *, what: str) -> None:
-    """PathError when the name says a kind of file that is none of `suffixes`; upstream's commands take any other name."""
+    """PathError when the name says another kind of file than `suffixes`; upstream's commands take any other name."""
     if path.name.endswith(_OTHER_KINDS) and not path.name.endswith(suffixes):
         raise PathError(f"{what} {path} is of a kind that is not written; end its name in {' or '.join(suffixes)}")
 
