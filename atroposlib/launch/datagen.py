@@ -227,7 +227,7 @@ def _signals(loop: asyncio.AbstractEventLoop) -> Iterator["asyncio.Future[str]"]
 
 
 def _is_complete(config: DatagenConfig) -> bool:
-    """True when the environment has said that every problem is on disk."""
+    """True when the environment has said that every problem is on disk, however the last start ended."""
     if config.share.member:
         return groups_missing(config) == 0
     said = read_json(Path(config.run_dir) / PROGRESS_FILE) or {}
