@@ -16,17 +16,15 @@ def rollout_folders(config: DatagenConfig) -> list[Path]:
     run_dir = Path(config.run_dir)
     if not config.share.member:
         return [run_dir / "rollouts"]
-    return [folder for folder in sorted(run_dir.glob("members/*/rollouts")) if any(folder.glob("*.jsonl*"))]
+    return sorted({shard.parent for shard in run_dir.glob("members/*/rollouts/*_rollouts_*.jsonl*")})
 
 
 def has_recorded(config: DatagenConfig) -> bool:
     """A group, or the rejection of one, is on disk."""
-    return any(
-        path.stat().st_size
-        for folder in rollout_folders(config)
-        for kind in ("*_rollouts_*.jsonl*", "*_rollouts_*.index")
-        for path in folder.glob(kind)
-    )
+    run_dir = Path(config.run_dir)
+    folders = [*run_dir.glob("members/*/rollouts"), run_dir / "rollouts"]
+    kinds = ("*_rollouts_*.jsonl*", "*_rollouts_*.index")
+    return any(path.stat().st_size for folder in folders for kind in kinds for path in folder.glob(kind))
 
 
 def groups_missing(config: DatagenConfig) -> int:

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 FAILURES = "failures.jsonl"
 
 
@@ -88,6 +86,8 @@ def _is_begun_by_another(files: RunFiles) -> bool:
     settings = files.beside("config.yaml")
     if files.single is None or files.single.stat().st_size or not settings.exists():
         return False
+    import yaml
+
     said = yaml.safe_load(settings.read_text("utf-8"))
     return said["env"]["run_name"] != files.run
 
