@@ -24,15 +24,17 @@ def goes_to_buffer(live: LiveRun, payload: Payload) -> bool:
             f"the group has {size} sequences, but the trainer's batch_size is {batch_size}; a group must fit in "
             "one batch. Lower group_size or raise batch_size in the trainer's /register call",
         )
-    sizes = {size}.union(*live.offered.values())
+    own = live.offered.setdefault(payload.env_id, set())
+    own.add(
+        size
+    )  # also when it is refused: the second size of a pair makes batches with the first, when that comes again
+    sizes = set().union(*live.offered.values())
     if not can_sum(sizes, batch_size, size):
         raise Refused(
             422,
             f"the group has {size} sequences; with the group sizes in use ({_listed(sizes)}) no batch of exactly "
             f"{batch_size} can hold it. Send groups whose size divides {batch_size}",
         )
-    own = live.offered.setdefault(payload.env_id, set())
-    own.add(size)
     return env is not None and size < env.group_size and can_sum(own, env.group_size, size)
 
 

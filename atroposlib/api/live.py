@@ -11,7 +11,7 @@ class LiveRun:
     """Everything about a run that is in memory. Changed from the event loop only.
 
     Attributes:
-        offered: group sizes per environment: what it announced and what was taken from it.
+        offered: group sizes per environment: what it announced and what it has sent.
     """
 
     def __init__(self, found: Snapshot, env_timeout_s: float) -> None:

@@ -236,7 +236,8 @@ async def test_part_groups_of_which_no_batch_can_be_made_are_refused_and_not_buf
     assert (await client.get("/status")).json()["buffered_groups"] == 0
 
 
-async def test_a_refused_size_does_not_make_another_one_acceptable():
+async def test_sizes_that_only_fit_together_are_taken_once_both_were_seen():
     client = await started(memory_app(), batch_size=8)
-    codes = [(await client.post("/scored_data", json=make_group(1, sequences=n))).status_code for n in (3, 5)]
-    assert codes == [422, 422]
+    codes = [(await client.post("/scored_data", json=make_group(n, sequences=n))).status_code for n in (3, 5, 3)]
+    assert codes == [422, 200, 200]
+    assert (await client.get("/batch")).json()["batch"] is not None
