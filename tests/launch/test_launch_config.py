@@ -49,6 +49,8 @@ BAD = {
     "an unknown key inside a list": ("export: [{fromat: messages}]", "'export.0.fromat'; did you mean 'format'?"),
     "a wrong type": ("engine: {slots: many}", "engine.slots is 'many'"),
     "a number below 1": ("engine: {slots: 0}", "engine.slots is 0"),
+    "an engine port that no machine has": ("engine: {port: 65536}", "engine.port is 65536"),
+    "an API port that no machine has": ("api: {port: 99999}", "api.port is 99999"),
     "a value outside the choices": ("engine: {kind: gpu}", "engine.kind is 'gpu'"),
 }
 
