@@ -16,6 +16,9 @@ SSH = ["ssh", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15", "-o", "
 RSYNC = ["rsync", "--archive", "--compress", "--partial", "--timeout=120", "--rsh", shlex.join(SSH)]
 LOST_CONNECTION = {10, 12, 30, 35, 255}
 """Exit codes of rsync and ssh after which the same command may succeed."""
+VANISHED = 24
+"""Exit code of rsync when files went away meanwhile, as those that a run replaces do; all others have come."""
+_TEMPORARIES = [".run.json.*", ".progress.json.*", ".status.html.*", ".history.json.*", ".*.part"]
 _NOT_CODE = [".git", ".venv", "__pycache__", "runs", "logs"]
 
 
@@ -47,7 +50,8 @@ class Cluster:
     def pull(self, run_dir: str, target: str) -> list[str]:
         """Bring a run folder here; goes on where an earlier try was cut off. The queue's state stays there."""
         there, here = f"{self.host}:{run_dir.rstrip('/')}/", f"{target.rstrip('/')}/"
-        return [*RSYNC, "--exclude=api/", "--exclude=.lock", there, here]
+        excludes = [f"--exclude={name}" for name in ("api/", ".lock", *_TEMPORARIES)]
+        return [*RSYNC, *excludes, there, here]
 
     def logs(self, job: str, *, lines: int, follow: bool) -> list[str]:
         """The end of a job's output and of its services' logs."""
@@ -96,7 +100,7 @@ class Shell:
             print(f"connection lost; going on in {wait_s:.0f} s", file=sys.stderr)
             time.sleep(wait_s)
             done = self._once(command, capture)
-        if done.returncode:
+        if done.returncode and (command[0], done.returncode) != ("rsync", VANISHED):
             raise LaunchError(f"{command[0]} ended with exit code {done.returncode}: {shlex.join(command)}")
         return done.stdout or ""
 

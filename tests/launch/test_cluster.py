@@ -102,6 +102,26 @@ def test_sync_goes_on_after_a_lost_connection_and_again_when_called_again(cluste
     assert not (cluster / "here" / "copy" / "api").exists()
 
 
+@needs_rsync
+def test_sync_leaves_what_a_running_run_is_just_writing(cluster):
+    run = cluster / "home" / "run"
+    run.mkdir()
+    for name in (".run.json.x1", ".progress.json.x1", ".status.html.x1", ".history.json.x1", ".sft.jsonl.7.part"):
+        (run / name).touch()
+    for name in ("run.json", ".r_0001.jsonl.idx"):
+        (run / name).touch()
+    assert atropos("sync", "login", "~/run", "copy").returncode == 0
+    assert {path.name for path in (cluster / "here" / "copy").iterdir()} == {"run.json", ".r_0001.jsonl.idx"}
+
+
+@pytest.mark.parametrize(("code", "expected"), [(24, 0), (23, 1)])
+def test_files_that_vanish_while_rsync_looks_are_no_failure(cluster, code, expected):
+    rsync = cluster / "bin" / "rsync"
+    rsync.write_text(f"#!/bin/bash\nexit {code}\n")
+    rsync.chmod(0o755)
+    assert atropos("sync", "login", "~/run", "copy").returncode == expected
+
+
 def test_logs_shows_the_jobs_output_and_its_services(cluster):
     logs = cluster / "home" / "atropos-repo" / "logs" / "101"
     logs.mkdir(parents=True)
