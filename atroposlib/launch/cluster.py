@@ -16,6 +16,8 @@ SSH = ["ssh", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15", "-o", "
 RSYNC = ["rsync", "--archive", "--compress", "--partial", "--timeout=120", "--rsh", shlex.join(SSH)]
 LOST_CONNECTION = {10, 12, 30, 35, 255}
 """Exit codes of rsync and ssh after which the same command may succeed."""
+ARRAY_OUTPUT = "--output=%x-%A_%a.out"
+"""Names a task's output after the array; the scripts' own `%j` is a number of the task's own, which nobody is told."""
 VANISHED = 24
 """Exit code of rsync when files went away meanwhile, as those that a run replaces do; all others have come."""
 _TEMPORARIES = [".run.json.*", ".progress.json.*", ".status.html.*", ".history.json.*", ".*.part"]
@@ -37,7 +39,9 @@ class Cluster:
     def submit(self, script: Sequence[str], options: Sequence[str], after: str | None) -> list[str]:
         """Queue a script with its arguments; prints the job's number."""
         waits = [f"--dependency=afterok:{after}"] if after else []
-        return self._in_folder(shlex.join(["sbatch", "--parsable", *options, *waits, *script]))
+        is_array = any(option.startswith(("--array", "-a")) for option in options)
+        output = [ARRAY_OUTPUT] if is_array else []  # first, as the last one given wins
+        return self._in_folder(shlex.join(["sbatch", "--parsable", *output, *options, *waits, *script]))
 
     def queue(self) -> list[str]:
         """Our jobs in the queue."""

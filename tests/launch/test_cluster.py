@@ -71,7 +71,7 @@ def test_submit_sends_the_code_and_queues_one_job_behind_the_other(cluster):
     there = cluster / "home" / "atropos-repo"
     assert [path.name for path in there.iterdir()] == ["code.py"]
     assert (cluster / "sbatch").read_text().splitlines() == [
-        f"{there}: --parsable --array=0-3 a.slurm --set x=1 2",
+        f"{there}: --parsable --output=%x-%A_%a.out --array=0-3 a.slurm --set x=1 2",
         f"{there}: --parsable --dependency=afterok:101 b.slurm r.yaml",
     ]
 
@@ -132,6 +132,26 @@ def test_logs_shows_the_jobs_output_and_its_services(cluster):
     assert "last of the api" in done.stdout
     assert "progress" in done.stdout
     assert "old" not in done.stdout
+
+
+FAKE_ARRAY = """#!/bin/bash
+# writes where task 2 of array 101 would: --output with %x, %A, %a and %j, the task's own number, filled in
+output=%x-%j.out # as the scripts have it
+for word; do [[ $word == --output=* ]] && output=${word#--output=}; done
+output=${output//%x/intern-bootcamp}; output=${output//%A/101}; output=${output//%a/2}
+echo "task 2 at work" >"${output//%j/103}"
+echo 101
+"""
+
+
+def test_logs_finds_the_output_of_an_array_task_that_submit_queued(cluster):
+    (cluster / "bin" / "sbatch").write_text(FAKE_ARRAY)
+    (cluster / "home" / "atropos-repo" / "logs" / "101_2").mkdir(parents=True)
+    (cluster / "home" / "atropos-repo" / "logs" / "101_2" / "api.log").touch()
+    assert atropos("submit", "login", "a.slurm", "--sbatch", "--array=0-3", "--no-push").returncode == 0
+    done = atropos("logs", "login", "101_2")
+    assert done.returncode == 0, done.stderr
+    assert "task 2 at work" in done.stdout
 
 
 def test_status_shows_the_queue_and_what_fails_over_there_is_said(cluster):
