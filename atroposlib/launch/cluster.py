@@ -6,9 +6,11 @@
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from atroposlib.errors import LaunchError
 
@@ -18,6 +20,8 @@ LOST_CONNECTION = {10, 12, 30, 35, 255}
 """Exit codes of rsync and ssh after which the same command may succeed."""
 ARRAY_OUTPUT = "--output=%x-%A_%a.out"
 """Names a task's output after the array; the scripts' own `%j` is a number of the task's own, which nobody is told."""
+_NEVER_CONNECTED = ("ssh: ", "Permission denied (", "Host key verification failed")
+"""How ssh begins the line that says why it did not get in; once it was in, the same may pass, as without a network."""
 VANISHED = 24
 """Exit code of rsync when files went away meanwhile, as those that a run replaces do; all others have come."""
 _TEMPORARIES = [".run.json.*", ".progress.json.*", ".status.html.*", ".history.json.*", ".*.part"]
@@ -97,23 +101,42 @@ class Shell:
             print(shlex.join(command))
             return ""
         waits_s = [self._first_wait_s * 2**number for number in range((tries or self._tries) - 1)]
-        done = self._once(command, capture)
+        done, refusal = _run_once(command, capture)
+        if refusal and done.returncode in LOST_CONNECTION:
+            raise LaunchError(f"no connection ({refusal}); see whether plain ssh to this host works")
         for wait_s in waits_s:
             if done.returncode not in LOST_CONNECTION:
                 break
             print(f"connection lost; going on in {wait_s:.0f} s", file=sys.stderr)
             time.sleep(wait_s)
-            done = self._once(command, capture)
+            done, _ = _run_once(command, capture)
         if done.returncode and (command[0], done.returncode) != ("rsync", VANISHED):
             raise LaunchError(f"{command[0]} ended with exit code {done.returncode}: {shlex.join(command)}")
         return done.stdout or ""
 
-    @staticmethod
-    def _once(command: Sequence[str], capture: bool) -> "subprocess.CompletedProcess[str]":
-        try:
-            return subprocess.run(command, stdout=subprocess.PIPE if capture else None, text=True, check=False)
-        except FileNotFoundError as error:
-            raise LaunchError(f"the program {command[0]} is not installed here; install it") from error
+
+def _run_once(command: Sequence[str], capture: bool) -> "tuple[subprocess.CompletedProcess[str], str]":
+    """Run it, its errors shown as they come; how it ended, and why ssh did not get in ("": it did, or `capture`)."""
+    refusals: list[str] = []
+
+    def pass_on(errors: IO[str]) -> None:
+        with errors:
+            for line in errors:
+                print(line, end="", file=sys.stderr, flush=True)
+                if line.startswith(_NEVER_CONNECTED):
+                    refusals.append(line.strip())
+
+    try:
+        if capture:
+            return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False), ""
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
+    except FileNotFoundError as error:
+        raise LaunchError(f"the program {command[0]} is not installed here; install it") from error
+    reader = threading.Thread(target=pass_on, args=[process.stderr], daemon=True)
+    reader.start()
+    code = process.wait()
+    reader.join(timeout=1)  # no longer: a shared connection (ControlPersist) may live on and hold the stream open
+    return subprocess.CompletedProcess(command, code), "".join(refusals[-1:])
 
 
 def remote_path(path: str) -> str:

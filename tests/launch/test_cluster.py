@@ -163,6 +163,21 @@ def test_status_shows_the_queue_and_what_fails_over_there_is_said(cluster):
     assert "holds no run" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "command", [["status", "wronghost"], pytest.param(["sync", "h", "~/r", "c"], marks=needs_rsync)]
+)
+def test_a_host_that_cannot_be_reached_is_said_at_once(cluster, command):
+    ssh = cluster / "bin" / "ssh"
+    ssh.write_text(
+        '#!/bin/bash\necho >>"$FAKE/tries"; echo "ssh: Could not resolve hostname wronghost" >&2; exit 255\n'
+    )
+    done = atropos(*command)
+    assert done.returncode == 1
+    assert (cluster / "tries").read_text() == "\n"
+    assert "no connection (ssh: Could not resolve hostname wronghost)" in done.stderr
+    assert "connection lost" not in done.stderr
+
+
 def test_names_are_quoted_for_the_shell_over_there_except_for_the_home():
     assert remote_path("~/a b") == "~/'a b'"
     login_shell = shlex.split(Cluster("h", "~/x").logs("7; rm", lines=2, follow=True)[-1])
