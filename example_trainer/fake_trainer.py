@@ -15,6 +15,7 @@ import typer
 
 from atroposlib.api.client import TrainerClient
 from atroposlib.cli.boundary import command, run
+from atroposlib.cli.urls import http_url
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class FakeTrainer:
 
 def fake_trainer(
     api_url: Annotated[
-        str, typer.Option(help="The trajectory API; a token goes in as http://:TOKEN@host:port.")
+        str, typer.Option(callback=http_url, help="The trajectory API; a token goes in as http://:TOKEN@host:port.")
     ] = "http://localhost:8000",
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per batch; a multiple of the group size.")] = 64,
     max_token_len: Annotated[int, typer.Option(min=1, help="Longest sequence environments may send.")] = 1_000_000,

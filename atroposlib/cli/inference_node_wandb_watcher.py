@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from atroposlib.cli.urls import http_url
+
 logger = logging.getLogger(__name__)
 
 GPUS_PER_NODE = 8
@@ -28,7 +30,7 @@ def main() -> None:
 
 
 def watch(
-    api_addr: Annotated[str, typer.Option("--api_addr", help="Address of the trajectory API.")],
+    api_addr: Annotated[str, typer.Option("--api_addr", callback=http_url, help="Address of the trajectory API.")],
     tp: Annotated[int, typer.Option("--tp", min=1, max=GPUS_PER_NODE, help="GPUs per inference server.")],
     node_num: Annotated[int, typer.Option("--node_num", help="Number of this node, in run and metric names.")],
 ) -> None:

@@ -3,6 +3,7 @@
 Exit codes: 0 stopped by a signal with everything on disk, 1 cannot start, 2 wrong usage.
 """
 
+import errno
 import logging
 import os
 import signal
@@ -75,15 +76,20 @@ def serve(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket; ConfigError when the address is taken or not ours."""
+    """A bound socket; ConfigError when the host has no address, or the address is taken or not ours."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {host} ({error}); choose another --host") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
+        listener.close()
+        flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}"
         ) from error
     return listener
 
