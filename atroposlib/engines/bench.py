@@ -4,10 +4,11 @@ Prompts are 36 tokens and differ from request to request; every sequence generat
 With the server's PID, also tokens per CPU-second, which neighbours on the machine disturb less.
 """
 
+import argparse
 import asyncio
 import os
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -56,5 +57,14 @@ def cpu_seconds(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m atroposlib.engines.bench", description=__doc__)
+    parser.add_argument("url", metavar="URL", help="the server, e.g. http://127.0.0.1:9004")
+    parser.add_argument("pid", metavar="PID", type=int, nargs="?", help="its process on this machine")
+    given = parser.parse_args(arguments)
+    asyncio.run(measure(given.url, given.pid))
+
+
 if __name__ == "__main__":
-    asyncio.run(measure(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None))
+    main()
