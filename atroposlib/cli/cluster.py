@@ -46,7 +46,16 @@ def submit(
     push: Annotated[bool, typer.Option(help="Send the current folder first.")] = True,
     dry_run: DryRun = False,
 ) -> None:
-    """Send the code, then queue SCRIPT and whatever is to follow it; prints the jobs' numbers."""
+    """Send the code, then queue SCRIPT and whatever is to follow it; prints the jobs' numbers.
+
+    Examples:
+
+      atropos cluster submit login slurm/intern_bootcamp_datagen.slurm --set environment.env.seed=7
+
+      atropos cluster submit login slurm/intern_bootcamp_datagen.slurm --sbatch --array=0-3 --sbatch --time=12:00:00
+
+      atropos cluster submit login slurm/train.slurm configs/trainer/grpo.yaml --run-dir grpo --after 4711
+    """
     cluster, shell = Cluster(host, folder), Shell(dry_run=dry_run)
     if push:
         shell.show(cluster.push("."))
@@ -65,7 +74,14 @@ def status(
     folder: Folder = FOLDER,
     dry_run: DryRun = False,
 ) -> None:
-    """Show our jobs in the queue, and how far a run is."""
+    """Show our jobs in the queue, and how far a run is.
+
+    Examples:
+
+      atropos cluster status login
+
+      atropos cluster status login '~/atropos/data/intern_bootcamp_r1'
+    """
     cluster, shell = Cluster(host, folder), Shell(dry_run=dry_run)
     shell.show(cluster.queue())
     if run_dir:
@@ -79,7 +95,12 @@ def sync(
     target: Annotated[str, typer.Argument(help="Folder here; the same one goes on with what is there.")],
     dry_run: DryRun = False,
 ) -> None:
-    """Bring a run's files here, running or not; a lost connection is resumed."""
+    """Bring a run's files here, running or not; a lost connection is resumed.
+
+    Example, to be called again and again:
+
+      atropos cluster sync login '~/atropos/data/intern_bootcamp_r1' runs/r1
+    """
     here = expand_path(target, what="TARGET")
     if not dry_run:
         here.mkdir(parents=True, exist_ok=True)
@@ -95,7 +116,14 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on showing new lines.")] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Show the end of a job's output and of its services' logs."""
+    """Show the end of a job's output and of its services' logs.
+
+    Examples:
+
+      atropos cluster logs login 4711 --follow
+
+      atropos cluster logs login 4711_2 --lines 200
+    """
     Shell(dry_run=dry_run).show(Cluster(host, folder).logs(job, lines=lines, follow=follow))
 
 

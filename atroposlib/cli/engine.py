@@ -8,6 +8,15 @@ import typer
 
 from atroposlib.cli.boundary import command, run
 
+HELP = """Serve a model until SIGTERM or Ctrl-C. Prints one line when it is ready.
+
+Examples:
+
+  atropos engine
+
+  atropos engine --model ~/models/qwen3-0.6b-q8_0.gguf --port 9010 --slots 8 --context 4096
+"""
+
 QUIET_OPENMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 """Threads wait asleep, after a moment's spinning: 32 sequences on two cores gave 163 and 176 tok/s without it, 193 and
 220 with it; beside three busy processes 64 and 68, and 78 and 80. Ten times longer was slower there."""
@@ -32,7 +41,6 @@ def engine(
     ] = False,
     insecure: Annotated[bool, typer.Option(help="Allow an address other than loopback; there is no login.")] = False,
 ) -> None:
-    """Serve a model until SIGTERM or Ctrl-C. Prints one line when it is ready."""
     if not spin:  # OpenMP reads these when its library is loaded, which happens below
         for name, value in QUIET_OPENMP.items():
             os.environ.setdefault(name, value)
@@ -42,7 +50,7 @@ def engine(
 
 
 def main() -> None:
-    run(command(engine), "atropos engine", log_level=logging.INFO)
+    run(command(engine, HELP), "atropos engine", log_level=logging.INFO)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,12 @@ def watch(
     tp: Annotated[int, typer.Option("--tp", min=1, max=GPUS_PER_NODE, help="GPUs per inference server.")],
     node_num: Annotated[int, typer.Option("--node_num", help="Number of this node, in run and metric names.")],
 ) -> None:
-    """Watch the inference servers of this node until stopped."""
+    """Watch the inference servers of this node until stopped, and log to wandb which of them answer.
+
+    Example, on the second node of a job whose trajectory API runs on node7:
+
+      inference-node-wandb-watcher --api_addr http://node7:8000 --tp 2 --node_num 1
+    """
     import wandb
 
     with httpx.Client(timeout=ANSWER_TIMEOUT_S) as client:

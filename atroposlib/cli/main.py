@@ -17,7 +17,8 @@ USAGE = "\n".join(
         "",
         *(f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()),
         "",
-        "Also installed: run-api, atropos-sft-gen, atropos-dpo-gen, view-run, atropos-fake-trainer, atropos-grpo.",
+        "Also installed (each has --help): run-api, atropos-sft-gen, atropos-dpo-gen, view-run, view-run-multimodal,",
+        "atropos-fake-trainer, atropos-grpo, atropos-grpo-run, inference-node-wandb-watcher.",
     ]
 )
 

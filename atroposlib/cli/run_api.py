@@ -21,6 +21,17 @@ from atroposlib.paths import expand_path
 
 logger = logging.getLogger("atroposlib.api")
 
+HELP = """Serve the trajectory API: environments post scored groups, trainers pull batches.
+
+Examples:
+
+  run-api
+
+  run-api --port 8010 --state-dir runs/first/api
+
+  run-api --host 0.0.0.0 --token-file ~/.atropos-token
+"""
+
 
 def default_state_dir(port: int) -> Path:
     """The user's folder for the server on this port: `$XDG_STATE_HOME/atroposlib/api-<port>`."""
@@ -48,7 +59,6 @@ def serve(
         float | None, typer.Option(min=0.001, help="Most that waiting groups may take; default: what the disk holds.")
     ] = None,
 ) -> None:
-    """Serve the trajectory API: environments post scored groups, trainers pull batches."""
     token = auth.read_token(expand_path(token_file, what="--token-file") if token_file else None, os.environ)
     if token is None and not insecure and not auth.is_loopback(host):
         raise ConfigError(
@@ -120,7 +130,7 @@ def _run(app, listener: socket.socket) -> None:
 
 def main() -> None:
     """The console script."""
-    run(command(serve), "run-api", log_level=logging.INFO)
+    run(command(serve, HELP), "run-api", log_level=logging.INFO)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,12 @@ def main(
     memory_mb: Annotated[int, typer.Option(help="Address space of a worker, in MiB.")] = 2048,
     workers: Annotated[int, typer.Option(min=1, help="Processes at the same time.")] = 2,
 ) -> None:
-    """Write the quarantine list of a checkout."""
+    """Write the quarantine list of a checkout.
+
+    Example:
+
+      python -m environments.intern_bootcamp.quarantine --path ~/InternBootcamp --output quarantine.json
+    """
 
     async def search() -> tuple[int, dict[str, str]]:
         checkout = str(expand_path(path, what="--path").absolute())
