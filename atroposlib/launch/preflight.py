@@ -163,8 +163,8 @@ def _export_problems(config: DatagenConfig) -> list[str]:
 
 
 def _settings_problems(config: DatagenConfig) -> list[str]:
-    """What differs from the settings with which this run folder was started, once something is recorded under them."""
-    if not has_recorded(config):
+    """What differs from the settings of this run folder, once something is recorded under them or a member works."""
+    if not (has_recorded(config) or _is_running(Path(config.run_dir))):
         return []
     try:
         earlier = json.loads((Path(config.run_dir) / SETTINGS_FILE).read_text(encoding="utf-8"))
@@ -177,6 +177,12 @@ def _settings_problems(config: DatagenConfig) -> list[str]:
         for key in now | before
         if now.get(key) != before.get(key)
     ]
+
+
+def _is_running(run_dir: Path) -> bool:
+    with contextlib.suppress(LaunchError):
+        return read_status(run_dir).running
+    return False
 
 
 def _one_by_one(settings: dict[str, Any]) -> dict[str, Any]:

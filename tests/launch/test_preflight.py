@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig
+from atroposlib.launch.lock import start_time
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, not_checked, preflight
 from atroposlib.launch.status import RunRecord
 
@@ -106,6 +108,19 @@ def test_a_run_folder_is_not_continued_with_other_settings(tmp_path):
     record_a_group(tmp_path / "run")
     preflight(config(tmp_path, problems=40))  # more problems are a continuation
     assert "responses was 2 when run_dir" in complaint(config(tmp_path, responses=3))
+
+
+def test_a_member_does_not_bring_other_settings_while_another_one_works_on_the_first_groups(tmp_path):
+    note_settings(config(tmp_path), tmp_path / "run")
+    other = config(tmp_path, responses=3, share={"member": "task1"})
+    record = RunRecord(name="t", problems=4, responses=2, state="running", pid=os.getpid())
+    record.started = start_time(os.getpid())
+    (tmp_path / "run" / "members" / "task0").mkdir(parents=True)
+    (tmp_path / "run" / "members" / "task0" / "run.json").write_text(record.to_json())
+    assert "responses was 2 when run_dir" in complaint(other)
+    record.pid = None
+    (tmp_path / "run" / "members" / "task0" / "run.json").write_text(record.to_json())
+    preflight(other)
 
 
 @pytest.mark.parametrize("section", ["engine", "api"])
