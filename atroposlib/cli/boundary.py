@@ -1,5 +1,6 @@
 """The edge of every command: an error becomes one sentence and an exit code."""
 
+import errno
 import logging
 import sys
 from collections.abc import Callable
@@ -22,6 +23,12 @@ def run(app: typer.Typer, name: str, *, log_level: int | None = logging.WARNING)
         app(prog_name=name)
     except AtroposError as error:
         print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" at {error.filename}" if error.filename else ""
+        print(f"{name}: no room on the disk{where} ({error.strerror}); free some and try again", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"{name}: stopped; nothing half-written is left", file=sys.stderr)

@@ -28,7 +28,8 @@ def run_lock(run_dir: Path, *, lost_node_s: float = LOST_NODE_S) -> Iterator[Non
         lost_node_s: how long to wait for a holder on another node, which may have failed, as a requeued job finds it.
 
     Raises:
-        LaunchError: another process holds it, and its pid and node are named; or this disk knows no locks.
+        LaunchError: another process holds it, and its pid and node are named; it was set aside while this process
+            waited; or this disk knows no locks.
     """
     with (run_dir / ".lock").open("a+", encoding="utf-8") as stream:
         give_up_at = time.monotonic() + lost_node_s
@@ -42,6 +43,10 @@ def run_lock(run_dir: Path, *, lost_node_s: float = LOST_NODE_S) -> Iterator[Non
                 )
             logger.info("waiting for the lock of another node: folder=%s node=%s", run_dir, node)
             time.sleep(min(2.0, lost_node_s / 10))
+        if not _is_file_at(run_dir / ".lock", stream):
+            raise LaunchError(
+                f"run folder {run_dir} was set aside (--fresh) while this process waited for it; give the command again"
+            )
         stream.truncate(0)
         stream.write(f"{os.getpid()} {socket.gethostname()}")
         stream.flush()
@@ -59,6 +64,14 @@ def _try_lock(stream: IO[str]) -> bool:
             "choose another run_dir"
         ) from error
     return True
+
+
+def _is_file_at(path: Path, stream: IO[str]) -> bool:
+    """A file that was opened keeps its content, and its lock, when its folder gets another name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def keep_earlier(run_dir: Path) -> Path | None:

@@ -170,6 +170,26 @@ def test_a_fresh_start_takes_no_folder_from_a_member_that_runs(tmp_path):
     assert keep_earlier(tmp_path / "run") is not None
 
 
+@pytest.mark.parametrize("is_new_there", [False, True])
+def test_a_folder_that_was_set_aside_while_one_waited_for_it_is_not_worked_in(tmp_path, monkeypatch, is_new_there):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".lock").write_text("7 another-node")
+    with (run / ".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+
+        def set_aside(_):
+            run.rename(tmp_path / "run-until-now")
+            if is_new_there:
+                run.mkdir()
+                (run / ".lock").touch()
+            fcntl.flock(held, fcntl.LOCK_UN)
+
+        monkeypatch.setattr("atroposlib.launch.lock.time.sleep", set_aside)
+        with pytest.raises(LaunchError, match="was set aside"), run_lock(run):
+            pass
+
+
 def test_a_disk_without_locks_is_named_and_no_process_is_blamed(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
