@@ -174,7 +174,7 @@ def _retry_after(answer: Answer) -> float:
 def _split_token(url: str) -> tuple[str, str | None]:
     """The URL without user info and without a final slash, and the token that the user info held."""
     parts = urlsplit(url)
-    if not parts.scheme or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ApiError(f"the API's URL is {url!r}; expected http://host:port")
     user_info, _, host = parts.netloc.rpartition("@")
     token = user_info.partition(":")[2] or user_info.partition(":")[0]

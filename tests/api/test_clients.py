@@ -139,3 +139,9 @@ async def test_a_refusal_carries_its_status_for_programs(server):
         with pytest.raises(ApiError, match="expected one of this run's") as refusal:
             await trainer.ack("never-leased", deadline_s=10)
     assert refusal.value.status == 404
+
+
+@pytest.mark.parametrize("url", ["ftp://host:8000", "host:8000", "http://", "nonsense"])
+async def test_what_is_no_http_address_is_refused_at_once(url):
+    with pytest.raises(ApiError, match="expected http://host:port"):
+        TrainerClient(url)

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -85,20 +84,6 @@ def test_a_run_with_all_its_groups_only_exports_however_it_ended(config, monkeyp
     (config.work_dir / "progress.json").write_text(json.dumps({"state": said, "groups_done": 4}))
     run_datagen(config, lambda status: None)
     assert started == ([] if is_whole else ["services"])
-
-
-@pytest.mark.parametrize("state", ["running", "exporting", "failed", "stopped", "done"])
-def test_when_every_problem_is_recorded_only_the_export_is_left_however_the_last_start_ended(
-    config, monkeypatch, state
-):
-    record = RunRecord(name="t", problems=4, responses=2, state=state)  # of a process that is gone
-    config.work_dir.mkdir()
-    (config.work_dir / "run.json").write_text(record.to_json())
-    (config.work_dir / "progress.json").write_text('{"groups_done": 4}')
-    monkeypatch.setattr(_Run, "to_the_end", lambda *_: pytest.fail("the services were started"))
-    monkeypatch.setattr(datagen, "export_all", lambda *_: [Path("sft.jsonl")])
-    status = run_datagen(config, lambda status: None)
-    assert (status.state, status.outputs["sft"]) == ("done", ["sft.jsonl"])
 
 
 @pytest.fixture
