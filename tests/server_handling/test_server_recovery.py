@@ -180,7 +180,8 @@ async def test_a_long_generation_is_not_taken_for_a_hang(engine, sglang, monkeyp
     assert len(engine.requests) == 1
 
 
-async def test_a_rate_limit_is_waited_for_as_long_as_the_server_asks(sglang, monkeypatch):
+async def waits_after(sglang, monkeypatch, *, refusals: int, retry_after_s: float) -> list[float]:
+    """How long a request waits that is refused so often before it is answered."""
     waits = []
     real_sleep = asyncio.sleep
 
@@ -188,7 +189,7 @@ async def test_a_rate_limit_is_waited_for_as_long_as_the_server_asks(sglang, mon
         waits.append(seconds)
         await real_sleep(0)
 
-    limits = [EndpointUnavailable("slow down", retry_after_s=7.0)] * 30
+    limits = [EndpointUnavailable("slow down", retry_after_s=retry_after_s)] * refusals
 
     async def wrapper(**_):
         if limits:
@@ -197,31 +198,17 @@ async def test_a_rate_limit_is_waited_for_as_long_as_the_server_asks(sglang, mon
 
     monkeypatch.setattr(server_baseline.asyncio, "sleep", sleep)
     monkeypatch.setattr(sglang, "_completion_wrapper", wrapper)
-
     assert await sglang.completion(prompt="x") == "done"
-    assert waits == [7.0] * 30
+    return waits
+
+
+async def test_a_rate_limit_is_waited_for_as_long_as_the_server_asks(sglang, monkeypatch):
+    assert await waits_after(sglang, monkeypatch, refusals=30, retry_after_s=7.0) == [7.0] * 30
     assert list(sglang.attempts_list) == [1]
 
 
 async def test_a_rate_limit_without_a_wait_is_no_busy_loop(sglang, monkeypatch):
-    waits = []
-    real_sleep = asyncio.sleep
-
-    async def sleep(seconds):
-        waits.append(seconds)
-        await real_sleep(0)
-
-    limits = [EndpointUnavailable("slow down", retry_after_s=0.0)] * 5
-
-    async def wrapper(**_):
-        if limits:
-            raise limits.pop()
-        return "done"
-
-    monkeypatch.setattr(server_baseline.asyncio, "sleep", sleep)
-    monkeypatch.setattr(sglang, "_completion_wrapper", wrapper)
-
-    assert await sglang.completion(prompt="x") == "done"
+    waits = await waits_after(sglang, monkeypatch, refusals=5, retry_after_s=0.0)
     assert len(waits) == 5
     assert min(waits) >= server_baseline.FIRST_PAUSE_S / 2
 
