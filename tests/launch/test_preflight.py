@@ -123,12 +123,6 @@ def test_a_member_does_not_bring_other_settings_while_another_one_works_on_the_f
     preflight(other)
 
 
-@pytest.mark.parametrize("section", ["engine", "api"])
-def test_a_port_that_no_machine_has_is_refused(tmp_path, section):
-    with pytest.raises(ValueError, match=rf"{section}\.port\n.*less than or equal to 65535"):
-        config(tmp_path, **{section: {"port": 99_999}})
-
-
 def test_of_an_environments_settings_only_those_that_differ_are_named(tmp_path):
     script = str(tmp_path / "env.py")
     first = config(tmp_path, environment={"script": script, "env": {"seed": 1, "few_shot": 4, "temperature": 1.0}})
