@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups, sole_collection
 from atroposlib.data.formats import chat, decode_batch, ids_and_labels, messages_of, prefix_length
 from atroposlib.data.index import open_table
-from atroposlib.data.output import DATASETS, check_output, written_whole
+from atroposlib.data.output import check_dataset, written_whole
 from atroposlib.data.pairs import PairRules, preference_pairs
 from atroposlib.data.policy import Policy, select
 from atroposlib.data.report import ExportReport, NothingKept, describe_export, require_survivors, write_meta
@@ -68,7 +68,7 @@ def export_dpo(
         PathError, ConfigError, DataError: as `export_sft`; also when no two responses differ enough.
     """
     rules, options, policy = rules or PairRules(), options or DpoOptions(), policy or Policy()
-    target = check_output(output, suffixes=DATASETS, append=options.append, overwrite=options.overwrite)
+    target = check_dataset(output, options)
     convert = _converter(options)
     table = open_table(rollouts, advance)
     selection = select(table, policy)
@@ -116,9 +116,7 @@ def collect_dpo(
     with sole_collection(output):
         if done := finish_earlier(output):
             return done
-        target = check_output(
-            output, what="the output", suffixes=DATASETS, append=options.append, overwrite=options.overwrite
-        )
+        target = check_dataset(output, options, what="the output")
         _converter(options)
         seed = policy.seed if policy else 0
         same_prompt: dict[Pair, bool] = {}  # rows of a table that only grows

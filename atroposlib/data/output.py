@@ -1,6 +1,7 @@
 """Dataset files: written beside, then renamed, so that a half-written output never exists.
 
-The name chooses: `.jsonl`, `.jsonl.zst` (compressed) or `.parquet` (needs `pyarrow`).
+The name chooses: `.parquet` (needs `pyarrow`), `.jsonl.zst` (compressed), else JSON lines; names of kinds that are not
+written, such as `.csv`, are refused.
 """
 
 import fcntl
@@ -38,6 +39,21 @@ class RecordWriter(Protocol):
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
         ...
+
+
+class Adding(Protocol):
+    """How a dataset's options treat a file that is there already."""
+
+    @property
+    def append(self) -> bool: ...
+
+    @property
+    def overwrite(self) -> bool: ...
+
+
+def check_dataset(text: str | os.PathLike[str], options: Adding, *, what: str = "--output") -> Path:
+    """`check_output` for a dataset."""
+    return check_output(text, what=what, suffixes=DATASETS, append=options.append, overwrite=options.overwrite)
 
 
 def refuse_other_kinds(path: Path, suffixes: tuple[str, ...], *, what: str) -> None:

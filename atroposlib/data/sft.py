@@ -6,7 +6,7 @@ from pathlib import Path
 from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups, sole_collection
 from atroposlib.data.conversion import Conversion, SftOptions
 from atroposlib.data.index import open_table
-from atroposlib.data.output import DATASETS, check_output, written_whole
+from atroposlib.data.output import check_dataset, written_whole
 from atroposlib.data.packing import pack
 from atroposlib.data.policy import Policy, select, simple_policy
 from atroposlib.data.report import ExportReport, describe_export, require_survivors, write_meta
@@ -38,7 +38,7 @@ def export_sft(
         DataError: a damaged line, nothing survived, ids of another vocabulary.
     """
     policy, options = policy or simple_policy(), options or SftOptions()
-    target = check_output(output, suffixes=DATASETS, append=options.append, overwrite=options.overwrite)
+    target = check_dataset(output, options)
     converter = Conversion(options)
     table = open_table(rollouts, advance)
     selection = select(table, policy)
@@ -79,9 +79,7 @@ def collect_sft(output: str | Path, policy: Policy, options: SftOptions, plan: C
     with sole_collection(output):
         if done := finish_earlier(output):
             return done
-        target = check_output(
-            output, what="the output", suffixes=DATASETS, append=options.append, overwrite=options.overwrite
-        )
+        target = check_dataset(output, options, what="the output")
         Conversion(options)
         collected = collect(target, plan, lambda table: int(select(table, policy).keep.sum()))
         exact = TargetStep(step="target", count=plan.target, allow_fewer=True)
