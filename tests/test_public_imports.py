@@ -84,7 +84,7 @@ IMPORTS = {
     ),
     "atroposlib.utils.force_diverse_samples": "generate_with_diverse_first_tokens",
     "atroposlib.utils.tokenizers.qwen_fixed_tokenizer": "QwenFixedTokenizer",
-    "environments.eval_environments.eval_helpers": (
+    "atroposlib.environments.eval_environments.eval_helpers": (
         "HERMES_REASONING_PROMPT HERMES_REASONING_PROMPT_WITH_ANSWER extract_reasoning_from_completion "
         "extract_reasoning_from_response"
     ),

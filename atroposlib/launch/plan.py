@@ -90,7 +90,7 @@ def _lease_fields(config: DatagenConfig) -> dict[str, Any]:
 
 
 def _trainer(config: DatagenConfig, api_url: str) -> Service:
-    module = [sys.executable, "-m", "example_trainer.fake_trainer", "--api-url", api_url]
+    module = [sys.executable, "-m", "atroposlib.example_trainer.fake_trainer", "--api-url", api_url]
     command = [*module, "--batch-size", str(config.responses)]
     return Service("fake_trainer", command, config.logs / "fake_trainer.log", ready=at_once, ready_timeout_s=60)
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from atroposlib.cli import inference_node_wandb_watcher, run_api
 from atroposlib.cli.boundary import command
 from atroposlib.errors import ConfigError
-from example_trainer import fake_trainer
+from atroposlib.example_trainer import fake_trainer
 
 NO_ADDRESSES = ("ftp://x", "nonsense", "localhost:8000", "http://", "http://[::1", "http://x:port", "http://x:65536")
 

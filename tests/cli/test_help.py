@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from atroposlib.cli import cluster, engine, inference_node_wandb_watcher, main, run_api
 from atroposlib.cli.boundary import command
-from environments.intern_bootcamp import quarantine
+from atroposlib.environments.intern_bootcamp import quarantine
 
 COMMANDS = {
     "atropos engine": (command(engine.engine, engine.HELP), []),
@@ -18,7 +18,7 @@ COMMANDS = {
     "atropos cluster sync": (cluster.app, ["sync"]),
     "atropos cluster logs": (cluster.app, ["logs"]),
     "inference-node-wandb-watcher": (command(inference_node_wandb_watcher.watch), []),
-    "python -m environments.intern_bootcamp.quarantine": (command(quarantine.main), []),
+    "python -m atroposlib.environments.intern_bootcamp.quarantine": (command(quarantine.main), []),
 }
 
 

@@ -5,9 +5,9 @@ import pytest
 from pydantic import ValidationError
 
 from atroposlib.errors import ConfigError, VerifierFault
-from environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
-from environments.intern_bootcamp.problems import SLOW_FAILURE_LIMIT, THINKING_PROMPT, ProblemSource
-from environments.intern_bootcamp.seeds import Mixture, derive_seed
+from atroposlib.environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
+from atroposlib.environments.intern_bootcamp.problems import SLOW_FAILURE_LIMIT, THINKING_PROMPT, ProblemSource
+from atroposlib.environments.intern_bootcamp.seeds import Mixture, derive_seed
 
 CHECKOUT = str(Path(__file__).parent / "fake_checkout")
 

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from environments.eval_environments.eval_helpers import (
+from atroposlib.environments.eval_environments.eval_helpers import (
     HERMES_REASONING_PROMPT,
     HERMES_REASONING_PROMPT_WITH_ANSWER,
     extract_reasoning_from_completion,

@@ -10,10 +10,10 @@ import pytest
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.errors import ConfigError, DataError, EnvironmentFault, RequestFault, VerifierFault
-from environments.gsm8k_problems import load_problems, to_question
-from environments.gsm8k_server import GSM8kConfig, GSM8kEnv
-from environments.math_answers import last_boxed
-from environments.sandbox import Sandbox
+from atroposlib.environments.gsm8k_problems import load_problems, to_question
+from atroposlib.environments.gsm8k_server import GSM8kConfig, GSM8kEnv
+from atroposlib.environments.math_answers import last_boxed
+from atroposlib.environments.sandbox import Sandbox
 from tests.fakes import FakeServer, FakeTokenizer
 
 SCRIPT = Path(__file__).parents[2] / "environments" / "gsm8k_server.py"
@@ -138,7 +138,7 @@ JUDGED = {
 async def test_math_verify_judges_what_stands_in_the_last_box():
     sandbox = Sandbox(workers=1, timeout_s=60)
     verdicts = {
-        name: await sandbox.call("environments.math_answers:is_right", output, gold)
+        name: await sandbox.call("atroposlib.environments.math_answers:is_right", output, gold)
         for name, (output, gold, _) in JUDGED.items()
     }
     await sandbox.close()

@@ -6,13 +6,13 @@ import pytest
 import typer
 
 from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
-from environments.intern_bootcamp.bootcamp import Grading, tagged
-from environments.intern_bootcamp.checkout import discover, read_quarantine
-from environments.intern_bootcamp.hosted import pack, unpack
-from environments.intern_bootcamp.quarantine import find_faults
-from environments.intern_bootcamp.quarantine import main as quarantine
-from environments.intern_bootcamp.tasks import make_task
-from environments.sandbox import Sandbox
+from atroposlib.environments.intern_bootcamp.bootcamp import Grading, tagged
+from atroposlib.environments.intern_bootcamp.checkout import discover, read_quarantine
+from atroposlib.environments.intern_bootcamp.hosted import pack, unpack
+from atroposlib.environments.intern_bootcamp.quarantine import find_faults
+from atroposlib.environments.intern_bootcamp.quarantine import main as quarantine
+from atroposlib.environments.intern_bootcamp.tasks import make_task
+from atroposlib.environments.sandbox import Sandbox
 
 CHECKOUT = str(Path(__file__).parent / "fake_checkout")
 LENIENT = Grading(format_score=0.2, short_penalty=False, short_threshold=0, format_penalty=False)

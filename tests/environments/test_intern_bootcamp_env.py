@@ -12,8 +12,8 @@ import yaml
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.errors import EnvironmentFault, VerifierFault
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
-from environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
-from environments.intern_bootcamp.intern_bootcamp_env import InternBootcampEnv
+from atroposlib.environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
+from atroposlib.environments.intern_bootcamp.intern_bootcamp_env import InternBootcampEnv
 from tests.fakes import FakeServer, FakeTokenizer
 
 FOLDER = Path(__file__).parents[2] / "environments" / "intern_bootcamp"
@@ -226,7 +226,7 @@ def test_the_shipped_settings_are_valid(name):
 ENTRY_POINTS = {
     "the environment": [str(FOLDER / "intern_bootcamp_env.py")],
     "upstream's script": [str(FOLDER / "run_intern_bootcamp.py")],
-    "the package": ["-m", "environments.intern_bootcamp"],
+    "the package": ["-m", "atroposlib.environments.intern_bootcamp"],
 }
 
 

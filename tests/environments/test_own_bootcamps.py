@@ -2,9 +2,9 @@ import random
 
 import pytest
 
-from environments.intern_bootcamp.bootcamp import Grading, extract_answer, grade, tagged
-from environments.intern_bootcamp.own import OWN_BOOTCAMPS, Addition, Capitals, LargerOfTwo, Sorting
-from environments.intern_bootcamp.rewards import reward
+from atroposlib.environments.intern_bootcamp.bootcamp import Grading, extract_answer, grade, tagged
+from atroposlib.environments.intern_bootcamp.own import OWN_BOOTCAMPS, Addition, Capitals, LargerOfTwo, Sorting
+from atroposlib.environments.intern_bootcamp.rewards import reward
 
 LENIENT = Grading(format_score=0.2, short_penalty=False, short_threshold=0, format_penalty=False)
 

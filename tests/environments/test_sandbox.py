@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from environments.sandbox import Sandbox, SandboxError
+from atroposlib.environments.sandbox import Sandbox, SandboxError
 
 VICTIMS = "sandbox_victims"
 

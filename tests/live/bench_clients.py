@@ -160,7 +160,7 @@ def framework(way: str, load: Load) -> Spans:
             api = ["-m", "atroposlib.cli.run_api", "--port", str(port), "--state-dir", str(folder / "api")]
             api_pid = stack.enter_context(_running(api, folder / "api.log")).pid
             _wait_for(f"{api_url}/health")
-            trainer = ["-m", "example_trainer.fake_trainer", "--api-url", api_url, "--batch-size", "64"]
+            trainer = ["-m", "atroposlib.example_trainer.fake_trainer", "--api-url", api_url, "--batch-size", "64"]
             trainer_pid = stack.enter_context(_running(trainer, folder / "trainer.log")).pid
             _wait_for_text(folder / "trainer.log", "registered")
             beside = {"API": CPU(api_pid), "trainer": CPU(trainer_pid)}

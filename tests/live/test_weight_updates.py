@@ -20,9 +20,9 @@ from tests.live.live_server import LiveServer
 
 torch = pytest.importorskip("torch", reason="needs the trainer extra")
 
-from example_trainer.config import TrainingConfig  # noqa: E402  (needs torch)
-from example_trainer.policy import Policy  # noqa: E402
-from example_trainer.weight_sync import WeightSync, make_sync  # noqa: E402
+from atroposlib.example_trainer.config import TrainingConfig  # noqa: E402  (needs torch)
+from atroposlib.example_trainer.policy import Policy  # noqa: E402
+from atroposlib.example_trainer.weight_sync import WeightSync, make_sync  # noqa: E402
 
 UPDATES = int(os.environ.get("ATROPOS_UPDATES", "3"))
 IN_FLIGHT, NEW_TOKENS = 16, 48

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from atroposlib.errors import ConfigError
-from example_trainer.policy import pick_device
-from example_trainer.step_timing import WARM_UP, Timing, Work, make_rows, measure, table, time_ours
+from atroposlib.example_trainer.policy import pick_device
+from atroposlib.example_trainer.step_timing import WARM_UP, Timing, Work, make_rows, measure, table, time_ours
 
 
 @pytest.fixture

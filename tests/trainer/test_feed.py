@@ -5,8 +5,8 @@ from tiny_model import make_config, make_group
 
 from atroposlib.api.client import Batch
 from atroposlib.errors import ApiError
-from example_trainer import feed as feeds
-from example_trainer.feed import BatchFeed, generate_times, staleness
+from atroposlib.example_trainer import feed as feeds
+from atroposlib.example_trainer.feed import BatchFeed, generate_times, staleness
 
 
 class ScriptedClient:

@@ -5,7 +5,7 @@ from gguf import GGUFReader, GGUFWriter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from atroposlib.errors import ModelError
-from example_trainer.gguf_weights import GGUFExporter, from_gguf_rows, hugging_face_name, to_gguf_rows
+from atroposlib.example_trainer.gguf_weights import GGUFExporter, from_gguf_rows, hugging_face_name, to_gguf_rows
 
 HEADS, KV_HEADS = 4, 2
 

@@ -3,9 +3,9 @@ from typing import get_args
 import pytest
 import torch
 
-from example_trainer.losses import advantages as adv
-from example_trainer.losses.groups import Groups
-from example_trainer.losses.names import AdvantageKind
+from atroposlib.example_trainer.losses import advantages as adv
+from atroposlib.example_trainer.losses.groups import Groups
+from atroposlib.example_trainer.losses.names import AdvantageKind
 
 
 def t(*values):

@@ -3,14 +3,14 @@ import math
 import pytest
 import torch
 
-from example_trainer.losses import maxent
-from example_trainer.losses.controllers import (
+from atroposlib.example_trainer.losses import maxent
+from atroposlib.example_trainer.losses.controllers import (
     KLController,
     TauController,
     controller_state,
     restore_controllers,
 )
-from example_trainer.losses.groups import Groups
+from atroposlib.example_trainer.losses.groups import Groups
 
 ONE_GROUP = Groups.contiguous(4, 4)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 import torch
 from tiny_model import make_config, make_group
-from example_trainer.data import rows_of
-from example_trainer.learner import Learner
+from atroposlib.example_trainer.data import rows_of
+from atroposlib.example_trainer.learner import Learner
 
 config = make_config(Path(sys.argv[1]), Path(sys.argv[2]), micro_batch_tokens=16, init_kl_coeff=0.1, kl_target=0.01,
                      kl_horizon=10)

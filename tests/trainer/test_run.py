@@ -6,15 +6,15 @@ import sys
 import pytest
 
 from atroposlib.errors import LaunchError
+from atroposlib.example_trainer import run
+from atroposlib.example_trainer.recipe import check
+from atroposlib.example_trainer.run import _record, _Running
+from atroposlib.example_trainer.run_config import RunConfig
+from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan
 from atroposlib.launch.config import RestartConfig
 from atroposlib.launch.lock import start_time
 from atroposlib.launch.services import Service, Supervised
 from atroposlib.launch.status import read_json
-from example_trainer import run
-from example_trainer.recipe import check
-from example_trainer.run import _record, _Running
-from example_trainer.run_config import RunConfig
-from example_trainer.run_plan import TRAINER_GRACE_S, RunPlan
 
 SLEEPER = "import time; time.sleep(600)"
 FINISHES_ITS_STEP = """

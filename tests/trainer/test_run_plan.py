@@ -12,13 +12,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from atroposlib.errors import ConfigError
-from example_trainer.config import TrainingConfig
-from example_trainer.engine_plan import engine_command
-from example_trainer.engine_start import newest_flags
-from example_trainer.exports import CURRENT, CURRENT_ADAPTER, CURRENT_GGUF, first_link, replace_link
-from example_trainer.recipe import build, check, read_recipe
-from example_trainer.run_config import RunConfig
-from example_trainer.run_plan import (
+from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.engine_plan import engine_command
+from atroposlib.example_trainer.engine_start import newest_flags
+from atroposlib.example_trainer.exports import CURRENT, CURRENT_ADAPTER, CURRENT_GGUF, first_link, replace_link
+from atroposlib.example_trainer.recipe import build, check, read_recipe
+from atroposlib.example_trainer.run_config import RunConfig
+from atroposlib.example_trainer.run_plan import (
     TRAINER_GRACE_S,
     environment_settings,
     make_plan,
@@ -143,7 +143,7 @@ async def test_an_engine_starts_from_the_newest_weights_of_the_run(tiny_model, t
 def started_by(weight_sync, exports):
     """Arguments of a program that `engine_start` becomes."""
     program = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))", "own"]
-    starter = [sys.executable, "-m", "example_trainer.engine_start", weight_sync, str(exports), *program]
+    starter = [sys.executable, "-m", "atroposlib.example_trainer.engine_start", weight_sync, str(exports), *program]
     return json.loads(subprocess.run(starter, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
 
@@ -243,14 +243,22 @@ def test_what_cannot_run_is_refused_before_anything_starts(changes, message):
 
 
 def test_wrong_usage_ends_with_2_and_one_sentence():
-    command = [sys.executable, "-m", "example_trainer.run", "--lerning-rate", "1"]
+    command = [sys.executable, "-m", "atroposlib.example_trainer.run", "--lerning-rate", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("atropos-grpo-run: unknown flag '--lerning-rate'")
 
 
 def test_an_environment_that_is_not_there_is_named_before_anything_starts(tmp_path):
-    command = [sys.executable, "-m", "example_trainer.run", "--model-name", "m", "--environment", "no_such_env.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "atroposlib.example_trainer.run",
+        "--model-name",
+        "m",
+        "--environment",
+        "no_such_env.py",
+    ]
     done = subprocess.run(
         [*command, "--run-dir", str(tmp_path), "--engine", "external", "--engine-urls", "http://127.0.0.1:9"],
         cwd=ROOT, capture_output=True, text=True,

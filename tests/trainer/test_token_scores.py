@@ -6,10 +6,10 @@ import transformers
 from tiny_model import VOCABULARY, make_group
 
 from atroposlib.errors import ModelError
-from example_trainer import token_scores as scoring
-from example_trainer.data import rows_of
-from example_trainer.layout import collate
-from example_trainer.token_scores import require_known_logits, token_scores
+from atroposlib.example_trainer import token_scores as scoring
+from atroposlib.example_trainer.data import rows_of
+from atroposlib.example_trainer.layout import collate
+from atroposlib.example_trainer.token_scores import require_known_logits, token_scores
 
 SIZES = {
     "vocab_size": VOCABULARY,

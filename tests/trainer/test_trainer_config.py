@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError
-from example_trainer import TrainingConfig, config_from_args, parse_args, run
-from example_trainer.recipe import build, check
+from atroposlib.example_trainer import TrainingConfig, config_from_args, parse_args, run
+from atroposlib.example_trainer.recipe import build, check
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,7 +131,7 @@ COMMANDS = {
 def test_a_command_without_the_trainers_packages_says_how_to_install_them_and_starts_nothing(tmp_path, name):
     without = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module(sys.argv.pop(1), run_name='__main__')"
     flags = [flag.format(folder=tmp_path) for flag in COMMANDS[name]]
-    command = [sys.executable, "-c", without, f"example_trainer.{name}", *flags]
+    command = [sys.executable, "-c", without, f"atroposlib.example_trainer.{name}", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "pip install -e '.[trainer]'" in done.stderr

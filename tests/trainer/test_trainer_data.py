@@ -4,8 +4,8 @@ import torch
 from tiny_model import make_group
 
 from atroposlib.errors import DataError
-from example_trainer.data import pad_data_to_good_offset, rows_of
-from example_trainer.layout import collate, line_length, micro_batches, token_advantages
+from atroposlib.example_trainer.data import pad_data_to_good_offset, rows_of
+from atroposlib.example_trainer.layout import collate, line_length, micro_batches, token_advantages
 
 
 def rows(*groups, seq_len=64):

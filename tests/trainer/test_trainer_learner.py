@@ -6,11 +6,11 @@ from tiny_model import make_config, make_group
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, MistralConfig
 
 from atroposlib.errors import ConfigError, DataError
-from example_trainer import checkpoint
-from example_trainer.config import LossSettings
-from example_trainer.data import rows_of
-from example_trainer.layout import collate
-from example_trainer.learner import Learner, TrainingError
+from atroposlib.example_trainer import checkpoint
+from atroposlib.example_trainer.config import LossSettings
+from atroposlib.example_trainer.data import rows_of
+from atroposlib.example_trainer.layout import collate
+from atroposlib.example_trainer.learner import Learner, TrainingError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's own
 

@@ -15,10 +15,10 @@ import yaml
 from tiny_model import make_config, make_group
 
 from atroposlib.errors import ApiError, ConfigError, DataError
-from example_trainer import checkpoint, loop
-from example_trainer.learner import Learner
-from example_trainer.loop import fresh_groups, train
-from example_trainer.weight_sync import NoSync
+from atroposlib.example_trainer import checkpoint, loop
+from atroposlib.example_trainer.learner import Learner
+from atroposlib.example_trainer.loop import fresh_groups, train
+from atroposlib.example_trainer.weight_sync import NoSync
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +53,7 @@ def trainer_process(config, folder):
     """`atropos-grpo` with this config, gone at the end of the block."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
-    command = [sys.executable, "-m", "example_trainer.grpo", "--config", str(recipe)]
+    command = [sys.executable, "-m", "atroposlib.example_trainer.grpo", "--config", str(recipe)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "trainer.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=env)
@@ -76,7 +76,7 @@ def wait_for_steps(config, count, process):
 
 
 def register(api, config):
-    from example_trainer.feed import registration
+    from atroposlib.example_trainer.feed import registration
 
     assert httpx.post(f"{api}/register", json=registration(config, 0)).status_code == 200
 

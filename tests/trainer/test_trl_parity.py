@@ -7,11 +7,11 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from example_trainer.losses import policy
-from example_trainer.losses.advantages import grpo
-from example_trainer.losses.aggregate import aggregate
-from example_trainer.losses.groups import Groups
-from example_trainer.losses.kl import kl_per_token
+from atroposlib.example_trainer.losses import policy
+from atroposlib.example_trainer.losses.advantages import grpo
+from atroposlib.example_trainer.losses.aggregate import aggregate
+from atroposlib.example_trainer.losses.groups import Groups
+from atroposlib.example_trainer.losses.kl import kl_per_token
 
 pytest.importorskip("trl.trainer.grpo_trainer", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
@@ -127,8 +127,8 @@ def test_advantages_with_the_sample_deviation_equal_trls_formula():
 
 
 def test_a_step_of_trls_trainer_has_the_gradient_of_ours(tiny_model):
-    from example_trainer.bench_trl import time_trl
-    from example_trainer.step_timing import WARM_UP, Work, make_rows, time_ours
+    from atroposlib.example_trainer.bench_trl import time_trl
+    from atroposlib.example_trainer.step_timing import WARM_UP, Work, make_rows, time_ours
 
     work = Work(tiny_model, torch.device("cpu"), 8, group=4, prompt=12, completion=4, steps=1, objective="dr_grpo")
     rows = make_rows(work, vocabulary=64)

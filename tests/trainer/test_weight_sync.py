@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tiny_model import make_config
 
-from example_trainer.engine_requests import WeightSyncError
-from example_trainer.exports import first_link, version_behind
-from example_trainer.weight_sync import make_sync
+from atroposlib.example_trainer.engine_requests import WeightSyncError
+from atroposlib.example_trainer.exports import first_link, version_behind
+from atroposlib.example_trainer.weight_sync import make_sync
 
 
 class FakeEngine:
@@ -294,7 +294,7 @@ def test_the_embedded_engine_can_be_started_from_what_was_pushed_last(sync_of, e
         def write(self, state, target):
             target.write_bytes(state)
 
-    monkeypatch.setattr("example_trainer.gguf_weights.GGUFExporter", Exporter)
+    monkeypatch.setattr("atroposlib.example_trainer.gguf_weights.GGUFExporter", Exporter)
     monkeypatch.setattr("atroposlib.engines.models.resolve_model", lambda _: SimpleNamespace(gguf=Path("model.gguf")))
     sync = sync_of("embedded", [engine.url])
     for version in range(4):

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.config import TrainingConfig
 
 VOCABULARY = 64
 

@@ -1,0 +1,156 @@
+"""Checkpoints: everything a run needs to go on, written whole or not at all.
+
+`<save_path>/step_00000012/` holds the weights as a Hugging Face (or PEFT) folder, `training_state.pt` (optimizer,
+scheduler, random numbers) and `trainer.json` (step, controllers, batches). A folder is built beside its place and
+renamed, so one with this name is complete.
+"""
+
+import json
+import logging
+import os
+import random
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from atroposlib.errors import DataError
+from atroposlib.paths import sync_to_disk
+from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.learner import Learner
+from atroposlib.example_trainer.losses.controllers import controller_state, restore_controllers
+from atroposlib.example_trainer.policy import PEFT_NAMES, adapter_settings
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "step_"
+_STATE = "training_state.pt"
+_FACTS = "trainer.json"
+
+
+def newest(save_path: Path) -> Path | None:
+    """The complete checkpoint of the greatest step, or None."""
+    return max(_ours(save_path), key=_step, default=None)
+
+
+def save(learner: Learner, save_path: Path, *, batch_ids: Sequence[str], keep: int) -> Path:
+    """Write the checkpoint of the learner's step and delete all but the newest `keep`.
+
+    Args:
+        batch_ids: batches whose update these weights hold and which the API may not know about yet.
+    """
+    target = save_path / f"{_PREFIX}{learner.step:08d}"
+    making = save_path / f".making.{target.name}"
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
+    learner.policy.model.save_pretrained(making)  # pyright: ignore[reportCallIssue]
+    learner.policy.tokenizer.save_pretrained(making)
+    torch.save(
+        {
+            "optimizer": learner.optimizer.state_dict(),
+            "scheduler": learner.scheduler.state_dict(),
+            "random": _random_state(),
+        },
+        making / _STATE,
+    )
+    facts = {
+        "step": learner.step,
+        "batch_ids": list(batch_ids),
+        "controllers": controller_state(learner.kl, learner.tau),
+        "model_name": learner.config.model_name,
+        "use_lora": learner.config.use_lora,
+    }
+    (making / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    for path in (*making.rglob("*"), making):
+        sync_to_disk(path)
+    if target.exists():
+        _delete(target)
+    os.replace(making, target)
+    sync_to_disk(save_path)
+    for old in sorted(_ours(save_path), key=_step)[:-keep]:
+        _delete(old)
+    logger.info("checkpoint written: %s", target)
+    return target
+
+
+def read_facts(checkpoint: Path) -> dict[str, Any]:
+    """`trainer.json` of a checkpoint."""
+    try:
+        return json.loads((checkpoint / _FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"checkpoint {checkpoint} has no readable {_FACTS} ({error}); delete that folder") from error
+
+
+def require_same_model(config: TrainingConfig, checkpoint: Path) -> None:
+    """DataError when the checkpoint is of another model or adapter than the config's, whose place it would take."""
+    facts = read_facts(checkpoint)
+    if facts["model_name"] != config.model_name or facts["use_lora"] != config.use_lora:
+        raise DataError(
+            f"checkpoint {checkpoint} is of model {facts['model_name']!r} with use_lora {facts['use_lora']}, this run "
+            f"trains {config.model_name!r} with {config.use_lora}; choose another save_path"
+        )
+    if not config.use_lora:
+        return
+    saved = json.loads((checkpoint / "adapter_config.json").read_text(encoding="utf-8"))
+    asked_for = adapter_settings(config)
+    for name, peft_name in PEFT_NAMES.items():
+        found, asked = saved[peft_name], asked_for[peft_name]
+        if (sorted(found) if isinstance(found, list) else found) != asked:
+            raise DataError(
+                f"checkpoint {checkpoint} holds an adapter with {name} {found}, this run asks for {asked}; an adapter "
+                "stays as it was made: take the change back or choose another save_path"
+            )
+
+
+def restore(learner: Learner, checkpoint: Path) -> list[str]:
+    """Put optimizer, scheduler, controllers, random numbers and step back; the batch ids that were saved.
+
+    Settings such as lr are the config's. The weights are loaded by `Learner(config, checkpoint=...)`.
+    """
+    facts = read_facts(checkpoint)
+    state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=False)
+    settings = [{**group, "params": None} for group in learner.optimizer.param_groups]
+    learner.optimizer.load_state_dict(state["optimizer"])
+    schedule = learner.scheduler
+    schedule.load_state_dict({**state["scheduler"], "base_lrs": schedule.base_lrs})
+    factors = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    for group, own, (lr, factor) in zip(learner.optimizer.param_groups, settings, factors, strict=True):
+        group.update({**own, "params": group["params"], "lr": lr * factor(schedule.last_epoch)})
+    _set_random_state(state["random"])
+    restore_controllers(learner.kl, learner.tau, facts["controllers"])
+    learner.step = facts["step"]
+    return facts["batch_ids"]
+
+
+def _ours(save_path: Path) -> list[Path]:
+    """Checkpoints by their name in full: a copy that a user made (`step_00000012_good`) is left alone."""
+    return [path for path in save_path.iterdir() if re.fullmatch(rf"{_PREFIX}\d+", path.name)]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def _random_state() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _delete(folder: Path) -> None:
+    """A kill in the middle leaves nothing with a checkpoint's name."""
+    doomed = folder.with_name(".deleting")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(folder, doomed)
+    shutil.rmtree(doomed)

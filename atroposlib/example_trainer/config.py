@@ -1,0 +1,248 @@
+"""Every setting of the trainer: one flat pydantic model, whose fields are the YAML keys and the command line flags.
+
+Flags are the field names with dashes (`--clip-eps`). Precedence: flags > environment variables > YAML > defaults.
+Names that upstream's trainer had keep their meaning. `sequences` are rows; one optimizer step takes
+`batch_size * gradient_accumulation_steps` of them.
+"""
+
+import math
+from typing import Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from atroposlib.errors import ConfigError
+from atroposlib.example_trainer.losses.names import Aggregation, KLControl, KLKind, MaxEntNLL, MismatchKind
+from atroposlib.example_trainer.presets import PRESETS, Preset
+
+
+class Settings(BaseModel):
+    """Strict and frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSettings(Settings):
+    """What is trained, and in which precision."""
+
+    model_name: str = Field(description="Model folder, hub name, or smollm2-135m, which pip can fetch.")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="Precision of forward and backward; auto: bfloat16 on a GPU, float32 on a CPU."
+    )
+    device: str = Field("auto", description="cuda, cuda:1, cpu; auto: a GPU when there is one.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, about 30% slower.")
+    train_layer_indices: str | None = Field(None, description='Train only these layers, e.g. "20-31" or "0-3,28-31".')
+    use_lora: bool = Field(False, description="Train a LoRA adapter instead of all weights.")
+    lora_r: PositiveInt = 16
+    lora_alpha: PositiveInt = 32
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Above 0 the trainer's log-probabilities differ per pass.")
+    lora_target_modules: list[str] = Field(["q_proj", "v_proj"], description="Module names that get an adapter.")
+    lora_layer_indices: str | None = Field(None, description="Layers that get an adapter; null: all.")
+
+
+class OptimizerSettings(Settings):
+    """How weights move."""
+
+    lr: PositiveFloat = 1e-5
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
+        "adamw", description="adamw_8bit needs bitsandbytes, adafactor transformers."
+    )
+    adafactor_scale_parameter: bool = Field(False, description="adafactor: scale lr by the size of the weights.")
+    adafactor_relative_step: bool = Field(False, description="adafactor: its own lr instead of ours.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up.")
+    warmup_steps: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+
+
+class BatchSettings(Settings):
+    """How much is taken per step, and how it is cut."""
+
+    training_steps: PositiveInt = Field(10, description="The run ends at this step, also after a resume.")
+    batch_size: PositiveInt = Field(2, description="Sequences; times gradient_accumulation_steps gives one step's.")
+    gradient_accumulation_steps: PositiveInt = 32
+    seq_len: PositiveInt = Field(2048, description="Tokens of the longest sequence; longer ones are refused.")
+    micro_batch_tokens: PositiveInt = Field(
+        8192, description="Padded tokens per forward pass; lower it when memory runs out. The loss does not change."
+    )
+    share_prompts: bool = Field(
+        True, description="Compute a prompt once for several responses, where attention is full and sdpa."
+    )
+    num_generations: PositiveInt = Field(8, description="Responses per prompt (atropos-grpo-run: the group size).")
+    max_completion_length: PositiveInt = Field(512, description="Tokens of the longest response.")
+    temperature: PositiveFloat = Field(1.0, description="Of the rollouts, where a group does not tell its own.")
+    max_staleness: NonNegativeInt | None = Field(
+        None, description="Drop groups whose first token is more than so many weight updates old; null: keep all."
+    )
+    seed: int = 0
+
+
+class LossSettings(Settings):
+    """The objective. A null takes the value of the objective's row in the table of README.md."""
+
+    objective: Literal[
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "gspo_token",
+        "cispo",
+        "sapo",
+        "reinforce",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "lite_ppo",
+        "maxent",
+        "xdr_grpo",
+    ] = "grpo"
+    aggregation: Aggregation | None = None
+    clip_eps: PositiveFloat | None = Field(None, description="Ratios below 1 - clip_eps get no gradient when A < 0.")
+    clip_eps_high: PositiveFloat | None = Field(None, description="Ratios above 1 + clip_eps_high, when A > 0.")
+    clip_delta: PositiveFloat | None = Field(None, description="Two-sided: cap of the ratio when A < 0, e.g. 4.")
+    std_ddof: int = Field(0, ge=0, le=1, description="0: population deviation (Atropos); 1: sample (TRL, verl).")
+    advantage_eps: NonNegativeFloat = Field(1e-8, description="Added to the deviation that divides.")
+    old_logprobs: Literal["inference", "trainer"] = Field(
+        "inference", description="What ratios are taken against: the engine's numbers, or the trainer's own."
+    )
+    mismatch: MismatchKind = Field(
+        "none", description="Correction between engine and trainer; needs old_logprobs: trainer."
+    )
+    mismatch_low: PositiveFloat = 0.5
+    mismatch_high: PositiveFloat = 2.0
+    off_policy_delta: PositiveFloat | None = Field(
+        None, description="Drop rows with A < 0 whose mean log-probability fell by more than this (nats per token)."
+    )
+    mask_truncated: bool = Field(False, description="No loss on responses that reached max_completion_length.")
+    overlong_cache: NonNegativeInt = Field(0, description="DAPO's soft penalty over the last so many tokens; 0: none.")
+    entropy_metric: bool = Field(True, description="Log the entropy of the policy; one more pass over the logits.")
+
+
+class KLSettings(Settings):
+    """Distance to the reference: the model as it was at the start."""
+
+    init_kl_coeff: NonNegativeFloat = Field(0.0, description="beta; 0 needs no reference model.")
+    kl_kind: KLKind = "k3"
+    kl_in_reward: bool = Field(False, description="Subtract beta k1 from the advantages instead of adding to the loss.")
+    kl_is_correct: bool = Field(False, description="Multiply the KL term by the policy ratio (DeepSeek-V3.2).")
+    kl_target: NonNegativeFloat | None = Field(None, description="Nats per token; null: beta stays.")
+    kl_horizon: NonNegativeFloat | None = Field(None, description="How slowly beta follows.")
+    kl_control: KLControl = "ziegler"
+    kl_ctl_step_size: PositiveFloat = 0.15
+
+
+class MaxEntSettings(Settings):
+    """maxent and xdr_grpo only."""
+
+    maxent_tau: NonNegativeFloat = Field(0.2, description="Temperature of the weights over a group; inf: Dr. GRPO.")
+    maxent_q_temperature: PositiveFloat = Field(1.0, description="maxent: temperature of the softmax over rewards.")
+    maxent_q_epsilon: NonNegativeFloat = Field(1e-6, description="maxent: least probability of a response.")
+    maxent_length_normalize_ref: bool = Field(True, description="Reference scores per token.")
+    maxent_nll: MaxEntNLL = "token_mean"
+    maxent_skip_constant: bool = Field(True, description="Leave out groups whose rewards are all equal.")
+    maxent_target_weight_entropy: NonNegativeFloat | None = Field(None, description="Nats; null: tau stays.")
+    maxent_tau_lr: PositiveFloat = 0.05
+    maxent_tau_min: PositiveFloat = 0.01
+    maxent_tau_max: PositiveFloat = 10.0
+    maxent_tau_warmup_steps: NonNegativeInt = 0
+
+
+class ConnectionSettings(Settings):
+    """The trajectory API, and how the engine gets new weights."""
+
+    atropos_url: str = "http://localhost:8000"
+    batch_lease_s: PositiveFloat = Field(
+        1800, description="A batch that no checkpoint holds after this time is delivered again."
+    )
+    batch_wait_s: PositiveFloat | None = Field(
+        None, description="Give up when no batch came for so long; null: wait, and say every 30 s what is missing."
+    )
+    weight_sync: Literal["none", "embedded", "sglang", "vllm", "vllm_lora", "restart"] = "none"
+    sync_mode: Literal["drain", "abort", "keep"] = Field(
+        "drain", description="sglang, vllm: running requests are finished, aborted, or go on with the new weights."
+    )
+    sync_interval: PositiveInt = Field(1, description="Steps between weight updates of the engine.")
+    engine_urls: list[str] = Field([], description="Engines to update, e.g. http://localhost:9000.")
+    engine_command: list[str] = Field([], description="restart: the engine's command; {model} is the weights' folder.")
+    engine_dtype: Literal["F16", "Q8_0", "F32"] = Field("F16", description="embedded: type of the exported weights.")
+    engine_timeout_s: PositiveFloat = Field(600, description="A weight update that takes longer is an error.")
+    vllm_port: PositiveInt = Field(9001, le=65_535, description="Used when engine_urls is empty.")
+    vllm_tp_size: PositiveInt = 1
+    max_model_len: PositiveInt = 4096
+    gpu_memory_utilization: float = Field(0.45, gt=0, le=1)
+
+
+class OutputSettings(Settings):
+    """What is written."""
+
+    save_path: str = Field("trained_model_checkpoints", description="Checkpoints; the same folder resumes.")
+    checkpoint_interval: PositiveInt = Field(3, description="Steps between checkpoints.")
+    keep_checkpoints: PositiveInt = Field(2, description="Older ones are deleted.")
+    resume: bool = Field(True, description="Go on from the newest checkpoint in save_path.")
+    save_final: bool = Field(True, description="Write save_path/final as a Hugging Face folder at the end.")
+    log_dir: str = Field("logs", description="metrics.jsonl and samples.jsonl.")
+    samples_per_step: NonNegativeInt = Field(4, description="Rows of the samples table.")
+    use_wandb: bool = False
+    wandb_project: str | None = None
+    wandb_group: str | None = None
+    wandb_run_name: str | None = None
+
+
+class TrainingConfig(
+    ModelSettings,
+    OptimizerSettings,
+    BatchSettings,
+    LossSettings,
+    KLSettings,
+    MaxEntSettings,
+    ConnectionSettings,
+    OutputSettings,
+):
+    """All of the above."""
+
+    @property
+    def step_sequences(self) -> int:
+        """Sequences of one optimizer step; what the trainer registers as its batch size."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def preset(self) -> Preset:
+        """The objective with this config's overrides."""
+        return PRESETS[self.objective].with_overrides(
+            aggregation=self.aggregation, eps_low=self.clip_eps, eps_high=self.clip_eps_high
+        )
+
+    @property
+    def sync_urls(self) -> list[str]:
+        """Base URLs of the engines."""
+        return self.engine_urls or [f"http://127.0.0.1:{self.vllm_port}"]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.mismatch != "none" and self.old_logprobs == "inference":
+            raise ConfigError(
+                f"mismatch is {self.mismatch!r} but old_logprobs is 'inference', which already takes the ratio against "
+                "the engine; set old_logprobs to 'trainer' or mismatch to 'none'"
+            )
+        if self.weight_sync == "restart" and not self.engine_command:
+            raise ConfigError("weight_sync is 'restart' but engine_command is empty; give the engine's command")
+        if self.weight_sync == "vllm_lora" and not self.use_lora:
+            raise ConfigError("weight_sync is 'vllm_lora' but use_lora is false; set --use-lora or another weight_sync")
+        if self.max_completion_length > self.seq_len:
+            raise ConfigError(
+                f"max_completion_length is {self.max_completion_length} but seq_len, prompt and response together, is "
+                f"{self.seq_len} tokens; raise the one or lower the other"
+            )
+        if self.kl_in_reward and self.preset.loss == "maxent":
+            raise ConfigError("kl_in_reward needs advantages, which objective 'maxent' does not have; set it to false")
+        if self.objective == "maxent" and math.isinf(self.maxent_tau):
+            raise ConfigError("maxent_tau is inf; use objective 'dr_grpo' for uniform weights")
+        return self

@@ -1,0 +1,238 @@
+"""One optimizer step: plan, forward and backward per micro-batch, clip, update, metrics."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.data import Row
+from atroposlib.example_trainer.layout import MicroBatch, collate, micro_batches
+from atroposlib.example_trainer.losses.controllers import KLController, TauController
+from atroposlib.example_trainer.objective import StepPlan, micro_loss, plan
+from atroposlib.example_trainer.policy import Policy, shares_prompts
+from atroposlib.example_trainer.ranks import Ranks
+from atroposlib.example_trainer.stats import StepStats
+
+_PARTS = ("reference", "forward", "backward", "optimizer")
+
+
+class TrainingError(AtroposError, ArithmeticError):
+    """The loss or the gradient is not a finite number; the weights were not changed."""
+
+
+@dataclass
+class _Clock:
+    """Seconds spent per part of the step; on a GPU the parts are waited for."""
+
+    device: torch.device
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
+    _last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, part: str) -> None:
+        """Book the time since the last call under `part`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.seconds[part] += now - self._last
+        self._last = now
+
+
+class Learner:
+    """Policy, optimizer and controllers; `step` counts finished optimizer steps."""
+
+    def __init__(self, config: TrainingConfig, *, checkpoint: Path | None = None) -> None:
+        self.config = config
+        self.policy = Policy(config, checkpoint=checkpoint)
+        self.share_prompts = shares_prompts(config, self.policy.bare)
+        self.ranks = Ranks(self.policy.device)
+        self.optimizer = make_optimizer(config, self.policy)
+        self.scheduler = make_scheduler(config, self.optimizer)
+        self.kl = KLController(
+            config.init_kl_coeff, config.kl_target, config.kl_horizon, config.kl_control, config.kl_ctl_step_size
+        )
+        self.tau = TauController(
+            config.maxent_tau,
+            config.maxent_target_weight_entropy,
+            config.maxent_tau_lr,
+            tau_min=config.maxent_tau_min,
+            tau_max=config.maxent_tau_max,
+            warmup_steps=config.maxent_tau_warmup_steps,
+        )
+        self.step = 0
+
+    def train_on(self, rows: Sequence[Row]) -> dict[str, float]:
+        """One optimizer step on whole groups; the metrics. Every rank calls it with the same rows.
+
+        Raises:
+            TrainingError: loss or gradient is not finite.
+            DataError: log-probabilities are missing.
+        """
+        config, clock = self.config, _Clock(self.policy.device)
+        beta = self.kl.beta
+        references = self._references(rows) if beta > 0 else {}
+        step = plan(config, rows, tau=self.tau.tau, beta=beta, ref_sums=_sums(references, len(rows)))
+        clock.lap("reference")
+        used = [i for i in range(len(rows)) if step.signal[i]]
+        stats, loss = StepStats(), 0.0
+        chosen = [rows[i] for i in used]
+        for index, lines in enumerate(micro_batches(chosen, config.micro_batch_tokens, share=self.share_prompts)):
+            if not self.ranks.mine(index):
+                continue
+            micro = collate(rows, [[used[i] for i in line] for line in lines], self.policy.device)
+            loss += self._micro_step(step, rows, micro, _reference_of(references, micro), stats, clock)
+        loss = sum(self.ranks.gather(loss))
+        if used:  # else no weight moves, as in a single process
+            self.ranks.sum_gradients(self.policy.trainable)
+        stats = StepStats.merged(self.ranks.gather(stats))
+        grad_norm = self._update(loss)
+        clock.lap("optimizer")
+        self.step += 1
+        metrics = stats.metrics(entropy=config.entropy_metric, kl=beta > 0)
+        self.kl.update(metrics.get("train/kl", float("nan")), len(rows))
+        if step.weight_entropy is not None:
+            self.tau.update(step.weight_entropy)
+        return {
+            **_facts(step, rows, config),
+            **metrics,
+            **self._state(loss, grad_norm, step),
+            **_times(clock, rows, used),
+        }
+
+    def _micro_step(
+        self,
+        step: StepPlan,
+        rows: Sequence[Row],
+        micro: MicroBatch,
+        ref_logp: Tensor | None,
+        stats: StepStats,
+        clock: _Clock,
+    ) -> float:
+        """Forward and backward of one micro-batch; its part of the loss."""
+        scores = self.policy.score(micro, entropy=self.config.entropy_metric)
+        part = micro_loss(self.config, step, rows, micro, scores.logp, ref_logp=ref_logp, beta=self.kl.beta)
+        clock.lap("forward")
+        part.loss.backward()
+        clock.lap("backward")
+        stats.add(
+            logp=scores.logp.detach(),
+            old_logp=part.old_logp,
+            infer_logp=micro.infer_logp,
+            advantages=part.advantages,
+            mask=micro.mask,
+            entropy=scores.entropy,
+            kl=part.kl,
+            eps=(self.config.preset.eps_low, self.config.preset.eps_high),
+        )
+        return float(part.loss.detach())
+
+    def _update(self, loss: float) -> float:
+        """Clip and apply the gathered gradient; its norm before clipping."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.trainable, self.config.max_grad_norm))
+        if not torch.isfinite(torch.tensor([loss, norm])).all():
+            self.optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(
+                f"step {self.step + 1}: loss {loss}, gradient norm {norm}; look at train/ratio_max and "
+                "train/logprob_diff_max of the last steps, and lower lr or set dtype to float32"
+            )
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _references(self, rows: Sequence[Row]) -> dict[int, Tensor]:
+        """Reference log-probabilities [T-1] of every row."""
+        found: dict[int, Tensor] = {}
+        for lines in micro_batches(rows, self.config.micro_batch_tokens, share=self.share_prompts):
+            micro = collate(rows, lines, self.policy.device)
+            logp = self.policy.reference_logp(micro)
+            for values, number in zip(logp, micro.rows, strict=True):
+                found[number] = values[: len(rows[number].tokens) - 1].cpu()
+        return found
+
+    def _state(self, loss: float, grad_norm: float, step: StepPlan) -> dict[str, float]:
+        found = {
+            "train/loss": loss,
+            "train/grad_norm": grad_norm,
+            "train/lr": self.optimizer.param_groups[0]["lr"],
+            "train/beta": self.kl.beta,
+        }
+        if step.weight_entropy is not None:
+            found |= {"maxent/tau": self.tau.tau, "maxent/weight_entropy": step.weight_entropy}
+        return found
+
+
+def make_optimizer(config: TrainingConfig, policy: Policy) -> torch.optim.Optimizer:
+    """The optimizer by name; ConfigError when its package is not there."""
+    parameters: list[Any] = policy.trainable
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    if config.optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(
+            parameters,
+            lr=None if config.adafactor_relative_step else config.lr,
+            scale_parameter=config.adafactor_scale_parameter,
+            relative_step=config.adafactor_relative_step,
+        )
+    try:
+        from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError("optimizer adamw_8bit needs the package bitsandbytes; install it or use adamw") from error
+    return AdamW8bit(parameters, lr=config.lr, weight_decay=config.weight_decay)
+
+
+def make_scheduler(config: TrainingConfig, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up, then constant, linear or cosine to 0 at `training_steps`."""
+    from transformers import get_scheduler
+    from transformers.optimization import Adafactor, AdafactorSchedule
+
+    if isinstance(optimizer, Adafactor) and config.adafactor_relative_step:
+        return AdafactorSchedule(optimizer)  # reports the optimizer's own lr
+    name = {"constant": "constant_with_warmup"}.get(config.lr_schedule, config.lr_schedule)
+    return get_scheduler(name, optimizer, config.warmup_steps, config.training_steps)  # pyright: ignore
+
+
+def _sums(references: dict[int, Tensor], rows: int) -> Tensor | None:
+    """[N] sums over trained tokens: other positions are 0 already."""
+    return torch.stack([references[i].sum() for i in range(rows)]) if references else None
+
+
+def _reference_of(references: dict[int, Tensor], micro: MicroBatch) -> Tensor | None:
+    """[B,T] reference log-probabilities of a micro-batch."""
+    if not references:
+        return None
+    table = torch.zeros_like(micro.mask)
+    for line, number in zip(table, micro.rows, strict=True):
+        line[: len(references[number])] = references[number]
+    return table
+
+
+def _facts(step: StepPlan, rows: Sequence[Row], config: TrainingConfig) -> dict[str, float]:
+    """What can be said of a batch without the model."""
+    lengths = [row.trained_tokens for row in rows]
+    return {
+        "batch/reward_mean": float(step.rewards.mean()),
+        "batch/reward_std": float(step.rewards.std(correction=0)),
+        "batch/sequences": len(rows),
+        "batch/groups": step.groups.count,
+        "batch/zero_signal_groups": step.zero_signal_groups,
+        "batch/tokens": step.totals.tokens,
+        "batch/length_mean": sum(lengths) / len(lengths),
+        "batch/length_max": max(lengths),
+        "batch/truncated": sum(length >= config.max_completion_length for length in lengths) / len(lengths),
+    }
+
+
+def _times(clock: _Clock, rows: Sequence[Row], used: Sequence[int]) -> dict[str, float]:
+    busy = sum(clock.seconds.values())
+    tokens = sum(len(rows[i].tokens) for i in used)
+    return {f"time/{part}_s": seconds for part, seconds in clock.seconds.items()} | {
+        "time/train_tokens_per_s": tokens / busy if busy else 0.0
+    }

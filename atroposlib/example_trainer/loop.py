@@ -1,0 +1,219 @@
+"""The training loop: wait for a batch, step, tell the engine, now and then a checkpoint.
+
+    resume -> register -> [ batch -> step -> weights to the engine -> checkpoint -> acknowledge ]* -> final weights
+
+Order matters: a batch is acknowledged after the checkpoint that holds its update, so the same command after a kill at
+any point goes on at the right step with every batch trained exactly once.
+"""
+
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from atroposlib.errors import ConfigError
+from atroposlib.launch.lock import run_lock
+from atroposlib.paths import expand_path, writable_dir
+from atroposlib.example_trainer import checkpoint as checkpoints
+from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.data import Row, rows_of
+from atroposlib.example_trainer.feed import BatchFeed, generate_times, names_other_weights, staleness
+from atroposlib.example_trainer.learner import Learner
+from atroposlib.example_trainer.report import Report
+from atroposlib.example_trainer.weight_sync import WeightSync, make_sync, names_versions
+
+logger = logging.getLogger(__name__)
+
+_NO_MORE: list[Row] = []
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where a run stands."""
+
+    step: int
+    finished: bool  # False: a signal ended it; the same command goes on
+    checkpoint: Path | None
+
+
+def train(config: TrainingConfig) -> TrainResult:
+    """Train until `training_steps` or a stop signal; a checkpoint is written either way.
+
+    Raises:
+        AtroposError: the API, an engine, the data or the arithmetic failed; the message says which.
+    """
+    save_path = writable_dir(config.save_path, what="save_path").absolute()
+    with run_lock(save_path) if int(os.environ.get("RANK", "0")) == 0 else nullcontext():
+        return _train(config, save_path)
+
+
+def _train(config: TrainingConfig, save_path: Path) -> TrainResult:
+    """`train`, with the folder locked against a second trainer."""
+    config = config.model_copy(update={"save_path": str(save_path)})
+    _seed(config.seed)
+    found = checkpoints.newest(save_path)
+    if found is not None and not config.resume:
+        raise ConfigError(
+            f"resume is false, but {save_path} holds {found.name}, which the next start would take for this "
+            "run's; choose another save_path, or delete it"
+        )
+    if found is not None:
+        checkpoints.require_same_model(config, found)
+    learner = Learner(config, checkpoint=found)
+    trained = checkpoints.restore(learner, found) if found else []
+    if not learner.ranks.is_first:
+        with _stop_flag():  # a signal to all ranks is for the first to act on, which needs the others for its step
+            return _follow(learner)
+    logger.info("training %s from step %d to %d", config.model_name, learner.step, config.training_steps)
+    report = Report(config, expand_path(config.log_dir, what="log_dir"))
+    sync = make_sync(config, save_path)
+    try:
+        with BatchFeed(config, trained=trained) as feed, _stop_flag() as stop:
+            return _Run(config, learner, feed, sync, report, save_path, stop).to_the_end()
+    finally:
+        sync.close()
+        report.close()
+
+
+def _follow(learner: Learner) -> TrainResult:
+    """What every rank but the first does: the same steps on the rows that the first one shares."""
+    while rows := learner.ranks.share(_NO_MORE):
+        learner.train_on(rows)
+    return TrainResult(learner.step, finished=True, checkpoint=None)
+
+
+class _StopFlag:
+    """Set by a signal; the step in progress is finished first."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+
+    def __call__(self) -> bool:
+        return self.signal is not None
+
+
+@dataclass
+class _Run:
+    """The parts of a run, put together."""
+
+    config: TrainingConfig
+    learner: Learner
+    feed: BatchFeed
+    sync: WeightSync
+    report: Report
+    save_path: Path
+    stop: _StopFlag
+
+    def to_the_end(self) -> TrainResult:
+        config, learner = self.config, self.learner
+        if config.weight_sync != "none":
+            self.sync.push(learner.policy, learner.step)
+        self.feed.register(learner.step, self.stop)
+        last_saved = learner.step
+        while learner.step < config.training_steps and not self.stop():
+            if not self._one_step():
+                break
+            due = learner.step % config.checkpoint_interval == 0 or learner.step == config.training_steps
+            if due and learner.step != last_saved:  # equal after a batch that was all too stale
+                self._save()
+                last_saved = learner.step
+        if last_saved != learner.step:
+            self._save()
+        learner.ranks.share(_NO_MORE)
+        finished = learner.step >= config.training_steps
+        if finished and config.save_final:
+            learner.policy.save_merged(self.save_path / "final")
+        if not finished:
+            logger.warning("stopped by %s at step %d; the same command goes on", self.stop.signal, learner.step)
+        return TrainResult(learner.step, finished, checkpoints.newest(self.save_path))
+
+    def _one_step(self) -> bool:
+        """Train on one batch; False when there was none before a stop signal."""
+        learner, started = self.learner, time.perf_counter()
+        batch = self.feed.next(self.stop)
+        if batch is None:
+            return False
+        arrived = time.perf_counter()
+        named = names_versions(self.config)
+        groups, facts = fresh_groups(batch.groups, learner.step, self.config.max_staleness, named=named)
+        metrics: dict[str, float] = {**facts, **generate_times(groups)}
+        rows = rows_of(groups, seq_len=self.config.seq_len, temperature=self.config.temperature)
+        self.feed.note_trained(batch)
+        if not rows:
+            logger.warning("a batch of %d groups was all too stale and is dropped", len(batch.groups))
+            if named and any(map(names_other_weights, batch.groups)):
+                self.sync.push(learner.policy, learner.step)  # no step comes that would
+            return True
+        metrics |= learner.train_on(learner.ranks.share(rows))
+        trained = time.perf_counter()
+        if learner.step % self.config.sync_interval == 0:
+            self.sync.push(learner.policy, learner.step)
+        done = time.perf_counter()
+        metrics |= {
+            "time/wait_s": arrived - started,
+            "time/train_s": trained - arrived,
+            "time/sync_s": done - trained,
+            "time/step_s": done - started,
+            "time/tokens_per_s": sum(len(row.tokens) for row in rows) / (done - started),
+        }
+        self.report.step(learner.step, metrics)
+        self.report.samples(learner.step, rows, learner.policy.tokenizer)
+        return True
+
+    def _save(self) -> None:
+        ids = self.feed.unacknowledged
+        checkpoints.save(self.learner, self.save_path, batch_ids=ids, keep=self.config.keep_checkpoints)
+        self.feed.saved(self.stop)
+
+
+def fresh_groups(
+    groups: Sequence[Mapping[str, Any]], version: int, limit: int | None, *, named: bool = False
+) -> tuple[list[Mapping[str, Any]], dict[str, float]]:
+    """The groups that are at most `limit` weight updates old (all, without a limit), and the staleness metrics.
+
+    Args:
+        named: every push names the weights; an engine that calls them otherwise may serve those of the start.
+    """
+    ages = [staleness(group, version) for group in groups]
+    known = [age for age in ages if age is not None]
+    oldest = [version if named and names_other_weights(group) else staleness(group, version) for group in groups]
+    kept = [g for g, age in zip(groups, oldest, strict=True) if limit is None or age is None or age <= limit]
+    facts: dict[str, float] = {
+        "batch/staleness_unknown": len(ages) - len(known),
+        "batch/stale_groups_dropped": len(groups) - len(kept),
+    }
+    if known:
+        facts |= {"batch/staleness_mean": sum(known) / len(known), "batch/staleness_max": max(known)}
+    return kept, facts
+
+
+@contextmanager
+def _stop_flag() -> Iterator[_StopFlag]:
+    """A flag that SIGINT, SIGTERM and SIGUSR1 set while the block lasts."""
+    flag = _StopFlag()
+
+    def note(number: int, _frame: object) -> None:
+        flag.signal = signal.Signals(number).name
+
+    earlier = {sign: signal.signal(sign, note) for sign in _STOP_SIGNALS}
+    try:
+        yield flag
+    finally:
+        for sign, handler in earlier.items():
+            signal.signal(sign, handler)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

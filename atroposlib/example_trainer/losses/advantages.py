@@ -1,0 +1,96 @@
+"""From the rewards of one batch to one advantage per row.
+
+`std_ddof` 0 is the population deviation (Atropos), 1 the sample deviation (TRL, verl). Everywhere: a group whose
+rewards are all equal gets exactly 0, and a group of one row has no baseline, so its advantage is its reward.
+"""
+
+import torch
+from torch import Tensor
+
+from atroposlib.example_trainer.losses.groups import Groups
+from atroposlib.example_trainer.losses.names import AdvantageKind
+
+
+def row_advantages(
+    kind: AdvantageKind,
+    rewards: Tensor,
+    groups: Groups,
+    *,
+    eps: float = 1e-8,
+    std_ddof: int = 0,
+    token_counts: Tensor | None = None,
+) -> Tensor:
+    """Dispatch by name; see the function of that name.
+
+    Args:
+        rewards: [B], any unit.
+        token_counts: [B] trained tokens; when given, the REINFORCE++ kinds whiten over tokens instead of rows.
+
+    Returns:
+        [B], no gradient.
+    """
+    with torch.no_grad():
+        if kind == "grpo":
+            return grpo(rewards, groups, eps=eps, std_ddof=std_ddof)
+        if kind == "dr_grpo":
+            return centred(rewards, groups)
+        if kind == "rloo":
+            return rloo(rewards, groups)
+        if kind == "reinforce_pp":
+            return whiten(rewards, eps=eps, std_ddof=std_ddof, weights=token_counts)
+        if kind == "reinforce_pp_baseline":
+            return whiten(centred(rewards, groups), eps=eps, std_ddof=std_ddof, weights=token_counts)
+        return batch_std(rewards, groups, eps=eps, std_ddof=std_ddof)
+
+
+def centred(rewards: Tensor, groups: Groups) -> Tensor:
+    """R_i - mean(group). Keeps the reward's unit. Source: Dr. GRPO, arXiv:2503.20783."""
+    difference = rewards - groups.spread(groups.mean(rewards))
+    difference = difference.masked_fill(groups.spread(groups.is_constant(rewards)), 0.0)
+    return torch.where(groups.spread(groups.sizes(rewards)) == 1, rewards, difference)
+
+
+def grpo(rewards: Tensor, groups: Groups, *, eps: float = 1e-8, std_ddof: int = 0) -> Tensor:
+    """(R_i - mean(group)) / (std(group) + eps). Source: GRPO, arXiv:2402.03300."""
+    scale = groups.spread(groups.std(rewards, std_ddof)) + eps
+    alone = groups.spread(groups.sizes(rewards)) == 1
+    return centred(rewards, groups) / torch.where(alone, 1.0, scale)
+
+
+def rloo(rewards: Tensor, groups: Groups) -> Tensor:
+    """R_i - mean of the others = (R_i - mean(group)) G / (G - 1). Source: RLOO, arXiv:2402.14740."""
+    sizes = groups.spread(groups.sizes(rewards))
+    return centred(rewards, groups) * torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)
+
+
+def batch_std(rewards: Tensor, groups: Groups, *, eps: float = 1e-8, std_ddof: int = 0) -> Tensor:
+    """(R_i - mean(group)) / (std(batch) + eps). Source: "lite PPO", arXiv:2508.08221."""
+    return centred(rewards, groups) / (rewards.std(correction=std_ddof) + eps)
+
+
+def whiten(values: Tensor, *, eps: float = 1e-8, std_ddof: int = 0, weights: Tensor | None = None) -> Tensor:
+    """(x - mean) / (std + eps) over the whole batch; exactly 0 when all are equal.
+
+    Args:
+        values: [B].
+        weights: [B] counts; row i then counts as `weights[i]` equal values (verl whitens over tokens).
+
+    Source: REINFORCE++, arXiv:2501.03262.
+    """
+    if bool((values == values[0]).all()):
+        return torch.zeros_like(values)
+    counts = torch.ones_like(values) if weights is None else weights.to(values.dtype)
+    mean = (counts * values).sum() / counts.sum()
+    variance = (counts * (values - mean) ** 2).sum() / (counts.sum() - std_ddof)
+    return (values - mean) / (variance.sqrt() + eps)
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
+    """Added to the reward: 0 up to `max_length - cache` tokens, falling linearly to -1 at `max_length`, then -1.
+
+    Args:
+        lengths: [B] completion tokens.
+
+    Source: soft overlong punishment, DAPO, arXiv:2503.14476.
+    """
+    return ((max_length - cache - lengths) / cache).clamp(-1.0, 0.0)

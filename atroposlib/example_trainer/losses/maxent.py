@@ -1,0 +1,149 @@
+"""Losses that spread probability over all good answers: MaxEnt-GRPO, xDr.GRPO and the baselines they are compared with.
+
+Weights w are computed once per rollout batch, without gradient, from utilities u [B] (weighted sums of rewards).
+
+MaxEnt-GRPO maximises over the simplex, per group, `<w, log q> + tau H(w) - beta KL(w || ref)`; its w is the closed
+form. A group of equal rewards still has weights (the reference tilts them, and weighted likelihood raises the
+policy's own samples): the caller skips such groups. Source: maxent-grpo (liv-daliberti), Nov 2025.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from atroposlib.example_trainer.losses.groups import Groups
+from atroposlib.example_trainer.losses.names import MaxEntNLL
+
+
+@torch.no_grad()
+def reward_posterior(utilities: Tensor, groups: Groups, *, temperature: float = 1.0, epsilon: float = 1e-6) -> Tensor:
+    """q [B]: softmax(u / temperature) in the group, floored: p (1 - K epsilon) + epsilon for K rows.
+
+    Raises:
+        ValueError: K * epsilon >= 1, so that the floor would leave nothing for the rewards.
+    """
+    posterior = groups.softmax(utilities / max(temperature, 1e-8))
+    floor = groups.spread(groups.sizes(utilities)) * epsilon
+    if bool((floor >= 1).any()):
+        raise ValueError(f"maxent_q_epsilon {epsilon} times a group of {floor.max() / epsilon:.0f} rows is 1 or more")
+    return posterior * (1 - floor) + epsilon
+
+
+def reference_scores(ref_logp_sums: Tensor, token_counts: Tensor, *, length_normalize: bool = True) -> Tensor:
+    """l [B]: log-probability of each completion under the reference, per token when normalised.
+
+    Without normalisation the weights go to the shortest completion.
+    """
+    return ref_logp_sums / token_counts.clamp(min=1) if length_normalize else ref_logp_sums
+
+
+@torch.no_grad()
+def maxent_weights(posterior: Tensor, reference: Tensor, groups: Groups, *, tau: float, beta: float) -> Tensor:
+    """w [B]: softmax of log q / (tau + beta) + beta / (tau + beta) l within the group; tau + beta = 0 divides by 1."""
+    return groups.softmax(_maxent_logits(posterior, reference, tau, beta))
+
+
+@torch.no_grad()
+def maxent_value(posterior: Tensor, reference: Tensor, groups: Groups, *, tau: float, beta: float) -> Tensor:
+    """[n] value of the objective at its maximum: (tau + beta) log sum exp(logits), `reference` normalised per group."""
+    logits = _maxent_logits(posterior, reference, tau, beta)
+    top = groups.max(logits)
+    return (tau + beta) * (groups.sum((logits - groups.spread(top)).exp()).log() + top)
+
+
+def maxent_loss(logp: Tensor, mask: Tensor, weights: Tensor, n_groups: int, *, nll: MaxEntNLL = "token_mean") -> Tensor:
+    """sum_i w_i (-logp_i) / n_groups: weighted likelihood, mean over groups.
+
+    Args:
+        logp: [B,T] of the trained policy.
+        weights: [B], detached.
+        n_groups: groups of the whole optimizer step.
+        nll: logp_i is the mean over the completion's tokens, or their sum as first published (long rows weigh more).
+    """
+    totals = logp.masked_fill(mask == 0, 0.0).sum(-1)
+    if nll == "token_mean":
+        totals = totals / mask.sum(-1).clamp(min=1)
+    return -(weights * totals).sum() / n_groups
+
+
+def weighted_sequence_k3(logp_means: Tensor, ref_means: Tensor, token_counts: Tensor) -> Tensor:
+    """Scalar k3 of the means per token, weighted by token counts [B]."""
+    difference = ref_means - logp_means
+    return ((difference.exp() - difference - 1) * token_counts).sum() / token_counts.sum()
+
+
+def xdr_utilities(advantages: Tensor, token_counts: Tensor, max_tokens: int) -> Tensor:
+    """U_i = A_i T_i / T_max [B], with A = R - mean(group): the size of the Dr. GRPO term of row i."""
+    return advantages * token_counts / max_tokens
+
+
+@torch.no_grad()
+def xdr_weights(
+    utilities: Tensor,
+    groups: Groups,
+    *,
+    tau: float,
+    valid: Tensor | None = None,
+    reference: Tensor | None = None,
+    tilt: float = 0.0,
+) -> Tensor:
+    """Row weights [B] of xDr.GRPO: n_valid softmax(U / tau) in the group; the loss is mean(weight * Dr. GRPO row loss).
+
+    Args:
+        tau: inf gives ones (Dr. GRPO), 0 spreads over the rows with the greatest U.
+        valid: [B] bool; other rows get 0 and do not count.
+        reference: [B] log-probabilities for `tilt`: softmax(U / k + tilt / k * reference) with k = tau + tilt.
+
+    Source: xDr.GRPO, maxent-grpo repository, July 2026.
+    """
+    rows = torch.ones_like(utilities, dtype=torch.bool) if valid is None else valid
+    lowest = torch.where(rows, utilities, -torch.inf)
+    top = groups.spread(groups.max(lowest))
+    if math.isinf(tau):
+        return rows.to(utilities.dtype)
+    scale = tau + tilt
+    if scale == 0:
+        logits = torch.where(lowest == top, 0.0, -torch.inf)
+    else:
+        logits = (lowest - top) / scale
+        if reference is not None and tilt:
+            logits = logits + tilt / scale * reference
+    logits = torch.where(rows, logits, -torch.inf)
+    weights = groups.spread(groups.sum(rows.to(utilities.dtype))) * groups.softmax(logits)
+    bottom = -groups.spread(groups.max(torch.where(rows, -logits, -torch.inf)))
+    flat = rows & (bottom == groups.spread(groups.max(logits)))
+    return torch.where(flat, 1.0, weights)  # exactly, where rounding would leave 1 - 1e-16
+
+
+def adaptive_tau(tau: float, modes: int) -> float:
+    """tau / log(1 + modes), for `modes` >= 1 distinct correct answers of the prompt."""
+    return tau / math.log1p(modes)
+
+
+@torch.no_grad()
+def semantic_entropy(logp_means: Tensor, clusters: Tensor) -> Tensor:
+    """Scalar entropy over the answer clusters of one group, each weighing the sum of exp(mean logp) of its rows.
+
+    Args:
+        logp_means: [G] log-probabilities per token.
+        clusters: [G] integer labels of equal answers.
+    """
+    found = Groups.of(clusters)
+    shares = found.sum(torch.softmax(logp_means, 0))
+    return -(shares * shares.log()).sum()
+
+
+def seed_scale(entropy: Tensor, group_size: int, alpha: float = 1.0) -> Tensor:
+    """1 / (1 + alpha / log(G) * H): scales down the prompts whose answers scatter. Source: SEED-GRPO."""
+    return 1 / (1 + alpha / math.log(group_size) * entropy)
+
+
+def weight_entropy(weights: Tensor, groups: Groups) -> Tensor:
+    """[n] entropy in nats of weights that add up to 1 in each group; exp of it counts the rows that matter."""
+    return groups.sum(-torch.special.xlogy(weights, weights))
+
+
+def _maxent_logits(posterior: Tensor, reference: Tensor, tau: float, beta: float) -> Tensor:
+    scale = tau + beta if tau + beta > 0 else 1.0
+    return posterior.clamp(min=1e-12).log() / scale + beta / scale * reference

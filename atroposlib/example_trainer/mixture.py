@@ -1,0 +1,90 @@
+"""Problem sets mixed from several sources, the same rows in the same order for the same seed.
+
+A source is a file of JSON lines, or a hub name that the package `datasets` loads. `weight` is the fraction that is
+kept: the source is shuffled, then cut; the parts are joined and shuffled again.
+"""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from atroposlib.errors import ConfigError, DataError
+from atroposlib.paths import expand_path
+from atroposlib.example_trainer.config import Settings
+
+
+class Source(Settings):
+    """One part of a mixture."""
+
+    id: str = Field(description="A .jsonl file, or a data set on the hub.")
+    config: str | None = Field(None, description="hub: name of the configuration.")
+    split: str = Field("train", description="hub: which split.")
+    columns: dict[str, str] | None = Field(
+        None, description="Our column to theirs, e.g. {problem: question, answer: solution}; null: all, as they are."
+    )
+    weight: float = Field(1.0, gt=0, le=1, description="Fraction of the rows that is used.")
+
+
+def is_local(source: Source) -> bool:
+    """True for a file, False for a data set on the hub."""
+    return source.id.endswith(".jsonl")
+
+
+def mix(sources: Sequence[Source], *, seed: int) -> list[dict[str, Any]]:
+    """The rows of all sources.
+
+    Raises:
+        ConfigError: the sources that name columns name different ones.
+        DataError: a source cannot be read, or lacks a column.
+    """
+    named = {frozenset(source.columns) for source in sources if source.columns is not None}
+    if len(named) > 1:
+        shown = " and ".join(str(sorted(columns)) for columns in sorted(named, key=sorted))
+        raise ConfigError(f"datasets name different columns: {shown}; every source must give the same ones")
+    rows = [row for source in sources for row in _part(source, seed)]
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def split(rows: Sequence[dict[str, Any]], test_size: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Train and test rows; `test_size` is a fraction."""
+    count = int(len(rows) * test_size)
+    return list(rows[count:]), list(rows[:count])
+
+
+def _part(source: Source, seed: int) -> list[dict[str, Any]]:
+    rows = [_renamed(row, source) for row in _load(source)]
+    random.Random(seed).shuffle(rows)
+    return rows[: int(len(rows) * source.weight)]
+
+
+def _renamed(row: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    if source.columns is None:
+        return dict(row)
+    missing = [theirs for theirs in source.columns.values() if theirs not in row]
+    if missing:
+        raise DataError(f"data set {source.id} has columns {sorted(row)}, but {missing[0]!r} is asked for")
+    return {ours: row[theirs] for ours, theirs in source.columns.items()}
+
+
+def _load(source: Source) -> list[Mapping[str, Any]]:
+    if not is_local(source):
+        return _from_hub(source)
+    path: Path = expand_path(source.id, what="datasets.id")
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise DataError(f"data set {path} cannot be read: {error}") from error
+
+
+def _from_hub(source: Source) -> list[Mapping[str, Any]]:
+    try:
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(f"data set {source.id!r} needs the package datasets; run: pip install datasets") from error
+    return [dict(row) for row in load_dataset(source.id, source.config, split=source.split)]

@@ -1,0 +1,195 @@
+"""From one batch of rows to the loss of each micro-batch: the place where the pure functions of `losses` meet a config.
+
+`plan` decides once per step what every row is worth; `micro_loss` turns log-probabilities into a number whose sum over
+the micro-batches is the step's loss.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from atroposlib.errors import DataError
+from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.data import Row
+from atroposlib.example_trainer.layout import MicroBatch, token_advantages
+from atroposlib.example_trainer.losses import maxent, policy
+from atroposlib.example_trainer.losses.advantages import overlong_penalty, row_advantages
+from atroposlib.example_trainer.losses.aggregate import StepTotals, aggregate
+from atroposlib.example_trainer.losses.groups import Groups
+from atroposlib.example_trainer.losses.kl import kl_in_reward, kl_per_token
+from atroposlib.example_trainer.losses.mismatch import mismatch_weights, off_policy_sequence_mask
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What every row of the step is worth. N rows."""
+
+    groups: Groups
+    rewards: Tensor  # [N]
+    advantages: Tensor  # [N]; maxent: 0
+    weights: Tensor  # [N] factor of the row's loss; maxent: w
+    totals: StepTotals
+    signal: Tensor  # [N] bool: the row can have a gradient; others are never put through the model
+    weight_entropy: float | None = None  # mean over groups, nats
+
+    @property
+    def zero_signal_groups(self) -> int:
+        """Groups whose rewards are all equal."""
+        return int(self.groups.is_constant(self.rewards).sum())
+
+
+def plan(config: TrainingConfig, rows: Sequence[Row], *, tau: float, beta: float, ref_sums: Tensor | None) -> StepPlan:
+    """Advantages, weights and counts of one step.
+
+    Args:
+        ref_sums: [N] summed reference log-probabilities, for maxent with beta > 0.
+    """
+    groups = Groups.of(torch.tensor([row.group for row in rows]))
+    lengths = torch.tensor([row.trained_tokens for row in rows])
+    truncated = lengths >= config.max_completion_length
+    rewards = torch.tensor([row.score for row in rows], dtype=torch.float64)
+    if config.overlong_cache:
+        rewards = rewards + overlong_penalty(lengths, config.max_completion_length, config.overlong_cache)
+    kept = lengths.clone()
+    if config.mask_truncated:
+        kept[truncated] = 0
+    totals = StepTotals(len(rows), int((kept > 0).sum()), int(kept.sum()))
+    base = StepPlan(
+        groups=groups,
+        rewards=rewards,
+        advantages=torch.zeros(len(rows)),
+        weights=(kept > 0).float(),
+        totals=totals,
+        signal=kept > 0,
+    )
+    if config.preset.loss == "maxent":
+        return _maxent_plan(config, base, lengths, ref_sums, tau, beta)
+    return _advantage_plan(config, base, rows, lengths, tau, beta)
+
+
+def _advantage_plan(
+    config: TrainingConfig, base: StepPlan, rows: Sequence[Row], lengths: Tensor, tau: float, beta: float
+) -> StepPlan:
+    advantages = row_advantages(
+        config.preset.advantage, base.rewards, base.groups, eps=config.advantage_eps, std_ddof=config.std_ddof
+    )
+    advantages = advantages.masked_fill(torch.tensor([row.zero_advantage for row in rows]), 0.0)
+    weights, entropy = base.weights, None
+    if config.preset.xdr:
+        utilities = maxent.xdr_utilities(advantages, lengths, config.max_completion_length)
+        valid = base.weights > 0
+        weights = maxent.xdr_weights(utilities, base.groups, tau=tau, valid=valid)
+        entropy = _mean_entropy(weights, base.groups)
+    given = torch.tensor([row.advantages is not None and not row.zero_advantage for row in rows])
+    signal = base.signal & ((((advantages != 0) | given) & (weights != 0)) | (beta > 0))
+    return replace(base, advantages=advantages.float(), weights=weights.float(), signal=signal, weight_entropy=entropy)
+
+
+def _maxent_plan(
+    config: TrainingConfig, base: StepPlan, lengths: Tensor, ref_sums: Tensor | None, tau: float, beta: float
+) -> StepPlan:
+    posterior = maxent.reward_posterior(
+        base.rewards, base.groups, temperature=config.maxent_q_temperature, epsilon=config.maxent_q_epsilon
+    )
+    sums = torch.zeros_like(base.rewards) if ref_sums is None else ref_sums.double()
+    reference = maxent.reference_scores(sums, lengths, length_normalize=config.maxent_length_normalize_ref)
+    weights = maxent.maxent_weights(posterior, reference, base.groups, tau=tau, beta=beta)
+    entropy = _mean_entropy(weights, base.groups)
+    if config.maxent_skip_constant:
+        weights = weights.masked_fill(base.groups.spread(base.groups.is_constant(base.rewards)), 0.0)
+    weights = weights * base.weights
+    return replace(base, weights=weights.float(), signal=weights > 0, weight_entropy=entropy)
+
+
+@dataclass(frozen=True)
+class MicroLoss:
+    """The part of the step's loss that one micro-batch gives, and what the metrics need."""
+
+    loss: Tensor  # scalar with gradient
+    old_logp: Tensor  # [B,T] what the ratios of the metrics are taken against
+    advantages: Tensor  # [B,1] or [B,T]
+    kl: Tensor | None  # [B,T]
+
+
+def micro_loss(
+    config: TrainingConfig,
+    step: StepPlan,
+    rows: Sequence[Row],
+    micro: MicroBatch,
+    logp: Tensor,
+    *,
+    ref_logp: Tensor | None,
+    beta: float,
+) -> MicroLoss:
+    """The loss of these rows, to be summed over all micro-batches of the step."""
+    numbers = torch.tensor(micro.rows)
+    weights = step.weights[numbers].to(logp)
+    advantages = token_advantages(rows, micro, step.advantages)
+    old_logp = _old_logp(config, micro, logp)
+    kl = None if ref_logp is None else kl_per_token(config.kl_kind, logp, ref_logp)
+    if config.preset.loss == "maxent":
+        loss = maxent.maxent_loss(logp, micro.mask, weights, step.groups.count, nll=config.maxent_nll)
+        if kl is not None and beta > 0:
+            loss = loss + beta * aggregate(kl, micro.mask, "token_mean", totals=step.totals)
+        return MicroLoss(loss, old_logp, advantages, None if kl is None else kl.detach())
+    if config.kl_in_reward and ref_logp is not None:
+        advantages = kl_in_reward(advantages, logp, ref_logp, beta)
+    per_token = _policy_loss(config, logp, old_logp, advantages, micro.mask)
+    per_token = per_token * mismatch_weights(
+        config.mismatch, old_logp, micro.infer_logp, micro.mask, low=config.mismatch_low, high=config.mismatch_high
+    )
+    if config.off_policy_delta is not None:
+        rows_advantages = step.advantages[numbers].to(logp)[:, None]
+        per_token = per_token * off_policy_sequence_mask(
+            rows_advantages, logp.detach(), micro.infer_logp, micro.mask, config.off_policy_delta
+        )
+    per_token = per_token * weights[:, None]
+    if kl is not None and not config.kl_in_reward:
+        correction = policy.ratio(logp, old_logp) if config.kl_is_correct else 1.0
+        per_token = per_token + beta * correction * kl
+    loss = aggregate(
+        per_token, micro.mask, config.preset.aggregation, totals=step.totals, max_tokens=config.max_completion_length
+    )
+    if config.preset.loss in ("gspo", "gspo_token"):  # one ratio per sequence, which is what is clipped
+        now = logp.detach()
+        old_logp = now - policy.sequence_log_ratio(now, old_logp, micro.mask)
+    return MicroLoss(loss, old_logp, advantages, None if kl is None else kl.detach())
+
+
+def _policy_loss(config: TrainingConfig, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    row = config.preset
+    if row.loss == "clipped":
+        return policy.clipped(
+            logp, old_logp, advantages, eps_low=row.eps_low, eps_high=row.eps_high, delta=config.clip_delta
+        )
+    if row.loss == "gspo":
+        return policy.gspo(logp, old_logp, advantages, mask, eps_low=row.eps_low, eps_high=row.eps_high)
+    if row.loss == "gspo_token":
+        return policy.gspo_token(logp, old_logp, advantages, mask, eps_low=row.eps_low, eps_high=row.eps_high)
+    if row.loss == "cispo":
+        low = max(0.0, 1 - row.eps_low)
+        return policy.cispo(logp, old_logp, advantages, ratio_min=low, ratio_max=1 + row.eps_high)
+    if row.loss == "sapo":
+        return policy.sapo(logp, old_logp, advantages)
+    return policy.reinforce(logp, advantages)
+
+
+def _old_logp(config: TrainingConfig, micro: MicroBatch, logp: Tensor) -> Tensor:
+    """What the ratio is taken against; the trainer's own is the policy now, as each batch gives one update."""
+    if config.old_logprobs == "trainer":
+        return logp.detach()
+    missing = micro.infer_logp.isnan() & (micro.mask > 0)
+    if bool(missing.any()):
+        raise DataError(
+            f"{int(missing.sum())} trained tokens have no inference_logprobs, which the ratio needs; let the "
+            "environment record them (managed_server does) or set old_logprobs to 'trainer'"
+        )
+    return micro.infer_logp
+
+
+def _mean_entropy(weights: Tensor, groups: Groups) -> float:
+    """Mean over groups of the entropy of the weights, made to add up to 1."""
+    shares = weights / groups.spread(groups.sum(weights)).clamp(min=1e-12)
+    return float(maxent.weight_entropy(shares, groups).mean())

@@ -1,0 +1,185 @@
+"""The four services of a training run: their commands, config files, logs and probes."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+
+from atroposlib.errors import ConfigError
+from atroposlib.launch.probes import at_once, environment, free_ports, trajectory_api
+from atroposlib.launch.services import Service
+from atroposlib.launch.status import PROGRESS_FILE
+from atroposlib.paths import expand_path, write_text_atomic
+from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.engine_plan import (
+    adapter_is_served,
+    engine_services,
+    gpus,
+    model_names,
+    serves_adapter,
+    weight_sync_of,
+)
+from atroposlib.example_trainer.mixture import is_local
+from atroposlib.example_trainer.recipe import ENVIRONMENT
+from atroposlib.example_trainer.run_config import RunConfig
+
+TRAINER_GRACE_S = 120.0
+"""For a step and a checkpoint, after SIGTERM."""
+_LAUNCHER_GRACE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(TRAINER_GRACE_S) - 10)}
+"""As long for the processes of several GPUs, whose launcher kills them after 30 s unless told."""
+_DECIDED = dict.fromkeys(("MAXENT", *ENVIRONMENT), "")
+"""Variables that the run has read, and a flag may have overruled: to the trainer, its recipe says it all."""
+_DATASET_ENV = Path(__file__).with_name("dataset_env.py")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """`servers` must be ready, in this order, before the trainer starts, and the trainer before the environment."""
+
+    servers: list[Service]
+    trainer: Service
+    environment: Service
+
+
+def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) -> RunPlan:
+    """Choose ports, write the trainer's and the environment's YAML, describe the services.
+
+    Raises:
+        ConfigError: a file that the recipe names is not there.
+    """
+    script = _script(config)
+    _require_files(config)
+    free = free_ports(2)
+    engine_port, api_port = config.engine_port or free[0], free[1]
+    engine_urls = [url.rstrip("/").removesuffix("/v1") for url in config.engine_urls]
+    engine_urls = engine_urls or [f"http://127.0.0.1:{engine_port}"]
+    api_url = f"http://127.0.0.1:{api_port}"
+    trainer_yaml, environment_yaml = run_dir / "trainer.yaml", run_dir / "environment.yaml"
+    write_text_atomic(trainer_yaml, yaml.safe_dump(trainer_settings(config, run_dir, engine_urls, api_url)))
+    write_text_atomic(environment_yaml, yaml.safe_dump(environment_settings(config, run_dir, engine_urls, api_url)))
+    logs = run_dir / "logs"
+    api = trajectory_api(run_dir, api_port, session)
+    trainer = [*trainer_launcher(os.environ), "atroposlib.example_trainer.grpo", "--config", str(trainer_yaml)]
+    waits = serves_adapter(config)  # the environment asks for what the trainer pushes first
+    return RunPlan(
+        servers=[*engine_services(config, engine_port, _checkpoints(run_dir), logs, session), api],
+        trainer=Service(
+            name="trainer",
+            command=trainer,
+            log=logs / "trainer.log",
+            ready=adapter_is_served(session, engine_urls[0]) if waits else at_once,
+            ready_timeout_s=config.engine_ready_s,
+            env={**gpus("ATROPOS_TRAINER_GPUS"), **_LAUNCHER_GRACE, **_DECIDED},
+            is_job=True,
+        ),
+        environment=environment(
+            script, environment_yaml, logs / "environment.log", run_dir / PROGRESS_FILE, config.hang_s
+        ),
+    )
+
+
+def trainer_launcher(environ: Mapping[str, str]) -> list[str]:
+    """How the trainer's module is started: as one process, or as one for each of several GPUs.
+
+    >>> trainer_launcher({"ATROPOS_TRAINER_GPUS": "1,2,3"})[1:]
+    ['-m', 'accelerate.commands.launch', '--num_processes', '3', '-m']
+    """
+    gpus = environ.get("ATROPOS_TRAINER_GPUS", "").count(",") + 1
+    launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(gpus)] if gpus > 1 else []
+    return [sys.executable, *launcher, "-m"]
+
+
+def trainer_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], api_url: str) -> dict[str, Any]:
+    """The recipe of the trainer process."""
+    own = config.model_dump(mode="json", include=set(TrainingConfig.model_fields), exclude_unset=True)
+    return {
+        "weight_sync": weight_sync_of(config),
+        "temperature": config.environment_config.get("temperature", config.temperature),
+        **own,
+        "engine_urls": engine_urls,
+        "atropos_url": api_url,
+        "save_path": str(_checkpoints(run_dir)),
+        "log_dir": str(run_dir / "metrics"),
+    }
+
+
+def environment_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], api_url: str) -> dict[str, Any]:
+    """The environment's YAML: the user's fields, and those that the run decides."""
+    name, tokenizer = model_names(config)
+    from_datasets = {
+        "datasets": [source.model_dump() for source in config.datasets],
+        "reward": config.reward,
+        "system_prompt": config.system_prompt,
+        "chat_template": config.chat_template,
+        "temperature": config.temperature,
+        "seed": config.seed,
+    }
+    env = {
+        "use_wandb": config.use_wandb,
+        "ensure_scores_are_not_same": config.objective == "dapo",  # its dynamic sampling; others count such groups
+        "include_messages": True,
+        "max_num_workers": config.environment_workers,
+        "max_batches_offpolicy": 1,
+        "steps_per_eval": -1,
+        "wandb_name": "train",
+        "dump_rollouts": True,
+        "rollouts_dir": str(run_dir / "rollouts"),
+        **(from_datasets if config.datasets else {}),
+        **config.environment_config,
+        "group_size": config.num_generations,
+        "max_token_length": config.max_completion_length,
+        "total_steps": _steps_asked_for(config),
+        "tokenizer_name": tokenizer,
+        "rollout_server_url": api_url,
+        "progress_path": str(run_dir / PROGRESS_FILE),
+    }
+    servers = [
+        {
+            "server_type": "vllm" if config.engine == "vllm" else "sglang",
+            "api_key": "x",
+            "model_name": name,
+            "tokenizer_name": tokenizer,
+            "base_url": f"{url.rstrip('/').removesuffix('/v1')}/v1",
+        }
+        for url in engine_urls
+    ]
+    return {"env": env, "openai": servers}
+
+
+def _steps_asked_for(config: RunConfig) -> int:
+    """Batches that the environment may have to send: without end where the trainer drops stale ones."""
+    return config.training_steps if config.max_staleness is None else sys.maxsize
+
+
+def _checkpoints(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def _script(config: RunConfig) -> Path:
+    """The environment's file; ConfigError when it is not there."""
+    if config.environment is None:
+        return _DATASET_ENV
+    return _existing(config.environment, "environment", "a Python file")
+
+
+def _require_files(config: RunConfig) -> None:
+    """ConfigError when a file of problems or a template is not there; what the hub has shows when it is loaded."""
+    for source in config.datasets:
+        if is_local(source):
+            _existing(source.id, "data set", "a file of JSON lines")
+    if config.chat_template:
+        _existing(config.chat_template, "chat_template", "a Jinja file")
+
+
+def _existing(name: str, what: str, expected: str) -> Path:
+    path = expand_path(name, what=what).absolute()
+    if not path.is_file():
+        raise ConfigError(
+            f"{what} {path} does not exist; give {expected}, relative to the recipe or to the current folder"
+        )
+    return path
