@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
-from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault, VerifierFault
-from atroposlib.type_definitions import Message
 from atroposlib.environments.cut_off import overrides_of
 from atroposlib.environments.gsm8k_problems import Question, load_problems, order
 from atroposlib.environments.sandbox import Sandbox, SandboxError
 from atroposlib.environments.sandboxed_env import SandboxedEnv
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
+from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault, VerifierFault
+from atroposlib.type_definitions import Message
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,9 @@ class GSM8kEnv(SandboxedEnv):
         assert self.sandbox is not None
         try:
             opening = ("atroposlib.environments.math_answers:load", "")
-            return await self.sandbox.call("atroposlib.environments.math_answers:is_right", text, item["gold"], opening=opening)
+            return await self.sandbox.call(
+                "atroposlib.environments.math_answers:is_right", text, item["gold"], opening=opening
+            )
         except SandboxError as error:
             raise VerifierFault(f"math-verify failed on {text[-100:]!r} against {item['gold']!r}: {error}") from error
 

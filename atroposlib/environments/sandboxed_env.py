@@ -1,7 +1,7 @@
 """`SandboxedEnv`: the base of environments whose verifiers run in a sandbox."""
 
-from atroposlib.envs.base import BaseEnv
 from atroposlib.environments.sandbox import Sandbox
+from atroposlib.envs.base import BaseEnv
 
 
 class SandboxedEnv(BaseEnv):

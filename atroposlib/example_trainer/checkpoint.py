@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from atroposlib.errors import DataError
-from atroposlib.paths import sync_to_disk
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.losses.controllers import controller_state, restore_controllers
 from atroposlib.example_trainer.policy import PEFT_NAMES, adapter_settings
+from atroposlib.paths import sync_to_disk
 
 logger = logging.getLogger(__name__)
 

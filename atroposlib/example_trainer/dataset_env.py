@@ -8,10 +8,10 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.errors import DataError
-from atroposlib.paths import expand_path
-from atroposlib.type_definitions import Message
 from atroposlib.example_trainer.mixture import Source, mix, split
 from atroposlib.example_trainer.rewards import answer_tag_reward, math_reward
+from atroposlib.paths import expand_path
+from atroposlib.type_definitions import Message
 
 
 class Problem(TypedDict):

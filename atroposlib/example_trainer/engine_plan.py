@@ -7,11 +7,11 @@ from pathlib import Path
 import aiohttp
 
 from atroposlib.errors import ConfigError
-from atroposlib.launch.probes import answers
-from atroposlib.launch.services import Probe, Service
 from atroposlib.example_trainer.exports import ADAPTER_NAME, exports_folder, first_link
 from atroposlib.example_trainer.model_folder import local_folder, model_folder
 from atroposlib.example_trainer.run_config import RunConfig
+from atroposlib.launch.probes import answers
+from atroposlib.launch.services import Probe, Service
 
 _VLLM_SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -21,8 +21,6 @@ import numpy as np
 import torch
 
 from atroposlib.errors import ConfigError
-from atroposlib.launch.lock import run_lock
-from atroposlib.paths import expand_path, writable_dir
 from atroposlib.example_trainer import checkpoint as checkpoints
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.data import Row, rows_of
@@ -30,6 +28,8 @@ from atroposlib.example_trainer.feed import BatchFeed, generate_times, names_oth
 from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.report import Report
 from atroposlib.example_trainer.weight_sync import WeightSync, make_sync, names_versions
+from atroposlib.launch.lock import run_lock
+from atroposlib.paths import expand_path, writable_dir
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import Field
 
 from atroposlib.errors import ConfigError, DataError
-from atroposlib.paths import expand_path
 from atroposlib.example_trainer.config import Settings
+from atroposlib.paths import expand_path
 
 
 class Source(Settings):

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.json_lines import one_line
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.data import Row
+from atroposlib.json_lines import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,14 +21,14 @@ from typing import Any
 import aiohttp
 
 from atroposlib.errors import AtroposError, ConfigError, LaunchError
+from atroposlib.example_trainer.recipe import build, parser_of, require_torch
+from atroposlib.example_trainer.run_config import RunConfig
+from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan, make_plan
 from atroposlib.launch.config import RestartConfig
 from atroposlib.launch.lock import end_leftovers, run_lock
 from atroposlib.launch.services import Service, Supervised, describe_exit
 from atroposlib.launch.status import read_json
 from atroposlib.paths import writable_dir, write_text_atomic
-from atroposlib.example_trainer.recipe import build, parser_of, require_torch
-from atroposlib.example_trainer.run_config import RunConfig
-from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan, make_plan
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,6 @@ import aiohttp
 import yaml
 
 from atroposlib.errors import ConfigError
-from atroposlib.launch.probes import at_once, environment, free_ports, trajectory_api
-from atroposlib.launch.services import Service
-from atroposlib.launch.status import PROGRESS_FILE
-from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.engine_plan import (
     adapter_is_served,
@@ -27,6 +23,10 @@ from atroposlib.example_trainer.engine_plan import (
 from atroposlib.example_trainer.mixture import is_local
 from atroposlib.example_trainer.recipe import ENVIRONMENT
 from atroposlib.example_trainer.run_config import RunConfig
+from atroposlib.launch.probes import at_once, environment, free_ports, trajectory_api
+from atroposlib.launch.services import Service
+from atroposlib.launch.status import PROGRESS_FILE
+from atroposlib.paths import expand_path, write_text_atomic
 
 TRAINER_GRACE_S = 120.0
 """For a step and a checkpoint, after SIGTERM."""

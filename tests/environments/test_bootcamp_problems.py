@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from atroposlib.errors import ConfigError, VerifierFault
 from atroposlib.environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
 from atroposlib.environments.intern_bootcamp.problems import SLOW_FAILURE_LIMIT, THINKING_PROMPT, ProblemSource
 from atroposlib.environments.intern_bootcamp.seeds import Mixture, derive_seed
+from atroposlib.errors import ConfigError, VerifierFault
 
 CHECKOUT = str(Path(__file__).parent / "fake_checkout")
 

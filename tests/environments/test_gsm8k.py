@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.envs.base import APIServerConfig
-from atroposlib.errors import ConfigError, DataError, EnvironmentFault, RequestFault, VerifierFault
 from atroposlib.environments.gsm8k_problems import load_problems, to_question
 from atroposlib.environments.gsm8k_server import GSM8kConfig, GSM8kEnv
 from atroposlib.environments.math_answers import last_boxed
 from atroposlib.environments.sandbox import Sandbox
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.errors import ConfigError, DataError, EnvironmentFault, RequestFault, VerifierFault
 from tests.fakes import FakeServer, FakeTokenizer
 
 SCRIPT = Path(__file__).parents[2] / "environments" / "gsm8k_server.py"

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import typer
 
-from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
 from atroposlib.environments.intern_bootcamp.bootcamp import Grading, tagged
 from atroposlib.environments.intern_bootcamp.checkout import discover, read_quarantine
 from atroposlib.environments.intern_bootcamp.hosted import pack, unpack
@@ -13,6 +12,7 @@ from atroposlib.environments.intern_bootcamp.quarantine import find_faults
 from atroposlib.environments.intern_bootcamp.quarantine import main as quarantine
 from atroposlib.environments.intern_bootcamp.tasks import make_task
 from atroposlib.environments.sandbox import Sandbox
+from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
 
 CHECKOUT = str(Path(__file__).parent / "fake_checkout")
 LENIENT = Grading(format_score=0.2, short_penalty=False, short_threshold=0, format_penalty=False)

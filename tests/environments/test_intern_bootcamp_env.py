@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from atroposlib.environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
+from atroposlib.environments.intern_bootcamp.intern_bootcamp_env import InternBootcampEnv
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.errors import EnvironmentFault, VerifierFault
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
-from atroposlib.environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
-from atroposlib.environments.intern_bootcamp.intern_bootcamp_env import InternBootcampEnv
 from tests.fakes import FakeServer, FakeTokenizer
 
 FOLDER = Path(__file__).parents[2] / "environments" / "intern_bootcamp"

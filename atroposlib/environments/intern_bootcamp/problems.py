@@ -10,9 +10,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
-from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
-from atroposlib.paths import expand_path
-from atroposlib.type_definitions import Message
 from atroposlib.environments.intern_bootcamp.bootcamp import Grading
 from atroposlib.environments.intern_bootcamp.bootcamp_config import RANDOM_TASK, InternBootcampEnvConfig
 from atroposlib.environments.intern_bootcamp.checkout import read_quarantine
@@ -21,6 +18,9 @@ from atroposlib.environments.intern_bootcamp.own import OWN_BOOTCAMPS
 from atroposlib.environments.intern_bootcamp.seeds import Mixture, derive_seed
 from atroposlib.environments.intern_bootcamp.tasks import REASONING_GYM, Task, checkout_classes, make_task
 from atroposlib.environments.sandbox import Sandbox
+from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
+from atroposlib.paths import expand_path
+from atroposlib.type_definitions import Message
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from typing import Annotated
 
 import typer
 
-from atroposlib.errors import AtroposError
-from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.environments.intern_bootcamp.bootcamp import Grading
 from atroposlib.environments.intern_bootcamp.tasks import Task, checkout_classes, make_task
 from atroposlib.environments.sandbox import Sandbox
+from atroposlib.errors import AtroposError
+from atroposlib.paths import expand_path, write_text_atomic
 
 NO_ANSWER = "I do not know."
 LENIENT = Grading(format_score=0.0, short_penalty=False, short_threshold=0, format_penalty=False)

@@ -12,12 +12,12 @@ import random
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
 from atroposlib.environments.intern_bootcamp.bootcamp import Grading
 from atroposlib.environments.intern_bootcamp.checkout import discover
 from atroposlib.environments.intern_bootcamp.hosted import Drawn, Spec
 from atroposlib.environments.intern_bootcamp.own import OWN_BOOTCAMPS, OwnBootcamp
 from atroposlib.environments.sandbox import Sandbox, SandboxError
+from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
 
 REASONING_GYM = "reasoning_gym:"
 _HOSTED = "atroposlib.environments.intern_bootcamp.hosted"
