@@ -1,6 +1,6 @@
 """Becomes an engine that serves the newest weights which the run has exported.
 
-    python -m atroposlib.example_trainer.engine_start sglang runs/grpo/checkpoints/engine python -m sglang.launch_server ...
+    python -m atroposlib.example_trainer.engine_start sglang runs/grpo/checkpoints/engine COMMAND OF THE ENGINE ...
 
 A supervisor starts an engine that died with the command of its first start, and what is newest is known only now.
 """
