@@ -21,7 +21,7 @@ from atroposlib.type_definitions import Array
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 4
+_VERSION = 5
 _END_BYTES = 1 << 16
 
 

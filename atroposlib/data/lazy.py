@@ -15,6 +15,7 @@ import numpy as np
 from atroposlib.data.rollout_files import Line, check_counts, torn_or_raise
 from atroposlib.data.skim import cut_number, skim, split_rows
 from atroposlib.errors import DataError
+from atroposlib.type_definitions import IGNORE_INDEX
 
 Raw = msgspec.Raw
 
@@ -32,6 +33,7 @@ class LazyGroup(msgspec.Struct):
     part: int | None = None
     env: str | None = None
     task: str | None = None
+    tools: Raw | None = None
     hole: tuple[int, int] = msgspec.field(default=(0, 0), name="(known after reading)")
     """Start and end of a stretch of the line that holds only lists of numbers."""
 
@@ -52,6 +54,24 @@ class LazyGroup(msgspec.Struct):
         commas = np.count_nonzero(np.frombuffer(mask, np.uint8) == _COMMA)
         total = int(commas) + 1 if len(mask) > len("[]") else 0
         return total, total - mask.count(b"-", 0, mask.rfind(b"-") + 1)  # only -100 is negative, mostly in front
+
+    def stretches(self, index: int) -> tuple[int, int]:
+        """How many runs of positions take loss in one response's mask, and how many positions follow the last run.
+
+        (0, 0) when no mask was recorded, or none that can be read.
+        """
+        mask = bytes(self.masks[index]) if self.masks else b"[]"
+        last = mask.rfind(b"-")
+        masked = mask.count(b"-", 0, last + 1)
+        width = len("-100, ") if mask[5:7] == b", " else len("-100,")
+        if last == 1 + width * (masked - 1) and mask.find(b",", last) > 0:  # a prompt, then what was generated
+            return 1, 0
+        try:
+            values = np.array(msgspec.json.decode(mask, type=list[int]), np.int64) != IGNORE_INDEX
+        except (msgspec.DecodeError, OverflowError):
+            return 0, 0
+        starts = np.flatnonzero(np.diff(values, prepend=False) & values)
+        return len(starts), int(np.argmax(values[::-1])) if len(starts) else 0
 
     def item_hash(self) -> int:
         """64 bits naming the item: its recorded key, else its prompt, else its responses.

@@ -19,6 +19,7 @@ from atroposlib.type_definitions import Array
 FINISH_REASONS = ("unknown", "stop", "length", "abort", "tool_calls")
 _FINISH_CODES: dict[str | None, int] = {reason: code for code, reason in enumerate(FINISH_REASONS)}
 UNKNOWN_LENGTH = -1
+MOST = np.iinfo(np.uint16).max
 
 _OPEN_FILES = 16
 
@@ -45,6 +46,8 @@ RESPONSE = np.dtype(
         ("score", "f8"),
         ("total", "i4"),  # prompt + completion tokens, UNKNOWN_LENGTH when no ids were recorded
         ("completion", "i4"),  # tokens that take loss, likewise
+        ("stretches", "u2"),  # runs of tokens that take loss, at most MOST; 0 when no ids were recorded
+        ("behind", "u2"),  # tokens behind the last of them, likewise
     ]
 )
 
@@ -174,7 +177,8 @@ class TableBuilder:
         reasons = group.finish_reasons or [None] * len(group.scores)
         for index, (score, reason) in enumerate(zip(group.scores, reasons, strict=True)):
             lengths = group.lengths(index) or (UNKNOWN_LENGTH, UNKNOWN_LENGTH)
-            self._responses.append((self._group_rows, index, _FINISH_CODES.get(reason, 0), score, *lengths))
+            runs = (min(count, MOST) for count in group.stretches(index))
+            self._responses.append((self._group_rows, index, _FINISH_CODES.get(reason, 0), score, *lengths, *runs))
         self._group_rows += 1
         self._response_rows += len(group.scores)
         if len(self._responses) >= 10_000:

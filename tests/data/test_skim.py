@@ -1,13 +1,14 @@
 import json
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from rollout_factory import make_group, write_groups
 
 from atroposlib.data.conversion import SftOptions
 from atroposlib.data.index import open_table, table_of
-from atroposlib.data.lazy import parse_lazily
+from atroposlib.data.lazy import LazyGroup, parse_lazily
 from atroposlib.data.rollout_files import Line
 from atroposlib.data.sft import export_sft
 from atroposlib.data.skim import skim, split_rows
@@ -96,3 +97,22 @@ def test_an_export_uses_the_index_and_checks_that_it_still_holds(tmp_path):
     assert report.records == 1
     write_groups(path, [make_group([1.0, 1.0], item="1"), make_group([1.0, 1.0], item="2")])
     assert export_sft(path, tmp_path / "p.jsonl").records == 4
+
+
+STRETCHES = {
+    "a prompt and an answer": ([-100, -100, 5, 6], (1, 0)),
+    "two turns": ([-100, 5, -100, -100, 6], (2, 0)),
+    "two turns of one token, as long as a spaced prompt": ([-100, 5, -100, -100], (1, 2)),
+    "something behind the answer": ([-100, 5, 6, -100], (1, 1)),
+    "no prompt": ([5, 6], (1, 0)),
+    "nothing trained": ([-100, -100], (0, 0)),
+    "empty": ([], (0, 0)),
+    "no numbers": (["a"], (0, 0)),
+}
+
+
+@pytest.mark.parametrize("dump", [orjson.dumps, lambda value: json.dumps(value).encode()])
+@pytest.mark.parametrize(("mask", "expected"), STRETCHES.values(), ids=STRETCHES)
+def test_the_runs_of_a_mask_are_counted_in_its_json(mask, expected, dump):
+    group = LazyGroup(scores=[1.0], masks=[msgspec.Raw(dump(mask))])
+    assert group.stretches(0) == expected
