@@ -1,21 +1,100 @@
-"""The edge of every command: an error becomes one sentence and an exit code."""
+"""The edge of every command: one look of its help, and an error becomes one sentence and an exit code."""
 
 import errno
 import logging
+import re
 import sys
+import types
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.models import ArgumentInfo, OptionInfo
 
 from atroposlib.errors import AtroposError
+
+HELP_WIDTH = 100
+_HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
+_METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
+
+
+class Command(TyperCommand):
+    """One command, whose help keeps lines that are indented as they are."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, at one width."""
+        formatter.width = HELP_WIDTH
+        super().format_help(ctx, formatter)
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write what the command does."""
+        _write_help(self.help, formatter)
+
+
+class Group(TyperGroup):
+    """Commands below one word, each with the whole first paragraph of its help."""
+
+    format_help_text = Command.format_help_text
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, at one width."""
+        formatter.width = HELP_WIDTH
+        super().format_help(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands."""
+        helps = {name: getattr(self.get_command(ctx, name), "help", None) or "" for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, " ".join(text.strip().split("\n\n")[0].split())) for name, text in helps.items()]
+            )
+
+
+class App(typer.Typer):
+    """A typer app of this look: one command, or several below one word."""
+
+    def __init__(self, help_text: str | None = None) -> None:
+        several = {"cls": Group, "no_args_is_help": True} if help_text else {}
+        super().__init__(
+            help=help_text,
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            rich_markup_mode=None,
+            context_settings=_HELP_FLAGS,
+            **several,
+        )
+
+    def command(
+        self, name: str | None = None, *, context_settings: dict[Any, Any] | None = None, **options: Any
+    ) -> Any:
+        """Register a function, as `typer.Typer.command` does."""
+        settings = {**_HELP_FLAGS, **(context_settings or {})}
+        register = super().command(name, cls=Command, context_settings=settings, **options)
+
+        def named(function: Callable[..., None]) -> Any:
+            _name_values(function)
+            return register(function)
+
+        return named
+
+
+def command(function: Callable[..., None], help_text: str | None = None) -> App:
+    """Return an app with one command. Its help is `help_text`, else the function's docstring."""
+    app = App()
+    app.command(help=help_text)(function)
+    return app
 
 
 def run(app: typer.Typer, name: str, *, log_level: int | None = logging.WARNING) -> None:
     """Run a typer app. Exit 0 done, 1 failed with a sentence, 2 wrong usage, 130 on Ctrl-C.
 
     Args:
+        name: of the command; `atropos <word>` where it was called so.
         log_level: of log lines on stderr; None leaves logging to the command.
     """
+    name = sys.argv[0] if sys.argv[0].startswith("atropos ") else name
     if log_level is not None:
         plain = "%(message)s" if log_level >= logging.WARNING else "%(asctime)s %(levelname)s %(name)s: %(message)s"
         logging.basicConfig(format=plain, level=log_level, stream=sys.stderr)
@@ -35,8 +114,36 @@ def run(app: typer.Typer, name: str, *, log_level: int | None = logging.WARNING)
         sys.exit(130)
 
 
-def command(function: Callable[..., None], help_text: str | None = None) -> typer.Typer:
-    """An app with one command."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(help=help_text)(function)
-    return app
+def _write_help(text: str | None, formatter: Any) -> None:
+    for paragraph in re.sub(r"\n\n(?=  )", "\n", (text or "").replace("\b\n", "").strip()).split("\n\n"):
+        formatter.write_paragraph()
+        lines = paragraph.splitlines()
+        if any(line.startswith("  ") for line in lines):
+            formatter.write("".join(f"  {line}\n" for line in lines))
+        else:
+            with formatter.indentation():
+                formatter.write_text(" ".join(paragraph.split()))
+
+
+def _name_values(function: Callable[..., None]) -> None:
+    """Give every option of a command a plain name for its value (N, X, PATH, TEXT, a|b) where it has none."""
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        for info in getattr(hint, "__metadata__", ()):
+            if not isinstance(info, OptionInfo | ArgumentInfo):
+                continue
+            kinds = [kind for kind in _kinds(hint.__origin__) if kind is not type(None)]
+            if kinds == [bool]:
+                info.show_default = False
+            elif info.metavar is None and isinstance(info, ArgumentInfo):
+                info.metavar = name.upper()
+            elif info.metavar is None:
+                info.metavar = "|".join(
+                    str(kind) if isinstance(kind, str) else _METAVARS.get(kind, "TEXT") for kind in kinds
+                )
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """Return the types or literal values that an annotation allows."""
+    if get_origin(annotation) in (Union, types.UnionType, Literal):
+        return [kind for part in get_args(annotation) for kind in _kinds(part)]
+    return [annotation]

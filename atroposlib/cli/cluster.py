@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from atroposlib.cli.boundary import run
+from atroposlib.cli.boundary import App, run
 from atroposlib.launch.cluster import Cluster, Shell
 from atroposlib.paths import expand_path
 
@@ -27,7 +27,7 @@ Examples:
   atropos cluster logs login 4711 --follow
 """
 
-app = typer.Typer(help=HELP, add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app = App(HELP)
 
 Host = Annotated[str, typer.Argument(help="Login node, as ssh takes it.", metavar="HOST")]
 Folder = Annotated[str, typer.Option("--folder", help="The repository's folder on the cluster.")]

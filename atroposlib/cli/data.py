@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from atroposlib.cli.boundary import run
+from atroposlib.cli.boundary import App, run
 from atroposlib.cli.reading import reading
 from atroposlib.data.card import dataset_card
 from atroposlib.data.formats import messages_of
@@ -27,15 +27,10 @@ from atroposlib.data.tokenizers import load_tokenizer
 from atroposlib.data.validate import validate as find_problems
 from atroposlib.errors import DataError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
+app = App("Check, count, compare, split, merge, describe and show rollout files.")
 
 Rollouts = Annotated[list[str], typer.Argument(help="Rollout files, folders (a run's too) or patterns.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what exists.")]
-
-
-@app.callback()
-def data() -> None:
-    """Check, count, compare, split, merge, describe and show rollout files."""
 
 
 @app.command()

@@ -79,8 +79,11 @@ def datagen(
     print_status(status, Console())
 
 
+app = command(datagen, HELP)
+
+
 def main() -> None:
-    run(command(datagen, HELP), "atropos datagen", log_level=None)
+    run(app, "atropos datagen", log_level=None)
 
 
 if __name__ == "__main__":

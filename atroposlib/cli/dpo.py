@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from atroposlib.cli.boundary import run
+from atroposlib.cli.boundary import App, run
 from atroposlib.cli.reading import reading
 from atroposlib.cli.sft import print_report
 from atroposlib.data.collect import Collection, is_live_call
@@ -13,7 +13,7 @@ from atroposlib.data.pairs import Negatives, PairRules
 from atroposlib.data.policy import Policy, load_policy
 from atroposlib.errors import ConfigError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = App()
 
 BATCH_GROUPS = 8
 

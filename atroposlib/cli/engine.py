@@ -49,8 +49,11 @@ def engine(
     serve(ServeOptions(model, host, port, slots, context, threads, exit_with_parent, insecure, weights, weight_version))
 
 
+app = command(engine, HELP)
+
+
 def main() -> None:
-    run(command(engine, HELP), "atropos engine", log_level=logging.INFO)
+    run(app, "atropos engine", log_level=logging.INFO)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from atroposlib.cli.boundary import command, run
 from atroposlib.cli.urls import http_url
 
 logger = logging.getLogger(__name__)
@@ -21,12 +22,6 @@ FIRST_PORT = 9000
 POLL_S = 60.0
 START_POLL_S = 1.0
 ANSWER_TIMEOUT_S = 30.0
-
-
-def main() -> None:
-    """Entry point."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    typer.run(watch)
 
 
 def watch(
@@ -94,6 +89,14 @@ def _get(client: httpx.Client, url: str) -> dict[str, Any] | None:
     except httpx.HTTPError as error:
         logger.warning("no answer: url=%s error=%s", url, error)
         return None
+
+
+app = command(watch)
+
+
+def main() -> None:
+    """Console script."""
+    run(app, "inference-node-wandb-watcher", log_level=logging.INFO)
 
 
 if __name__ == "__main__":

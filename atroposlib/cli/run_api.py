@@ -128,9 +128,12 @@ def _run(app, listener: socket.socket) -> None:
     uvicorn.Server(config).run(sockets=[listener])
 
 
+app = command(serve, HELP)
+
+
 def main() -> None:
     """The console script."""
-    run(command(serve, HELP), "run-api", log_level=logging.INFO)
+    run(app, "run-api", log_level=logging.INFO)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from atroposlib.cli.boundary import run
+from atroposlib.cli.boundary import App, run
 from atroposlib.cli.reading import reading
 from atroposlib.data.collect import Collection, is_live_call
 from atroposlib.data.conversion import SftOptions
@@ -14,7 +14,7 @@ from atroposlib.data.report import ExportReport
 from atroposlib.data.sft import collect_sft, export_sft
 from atroposlib.errors import ConfigError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = App()
 
 
 @app.command()

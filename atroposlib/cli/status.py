@@ -51,8 +51,11 @@ def status(
     print_status(current, Console())
 
 
+app = command(status, HELP)
+
+
 def main() -> None:
-    run(command(status, HELP), "atropos status")
+    run(app, "atropos status")
 
 
 if __name__ == "__main__":

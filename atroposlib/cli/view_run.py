@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 import uvicorn
 
-from atroposlib.cli.boundary import run
+from atroposlib.cli.boundary import App, run
 from atroposlib.data.index import table_of
 from atroposlib.data.rollout_files import find_rollout_files
 from atroposlib.data.tokenizers import load_tokenizer
@@ -19,7 +19,7 @@ from atroposlib.frontend.run_view import Decode, FileRollouts, Rollouts, make_ap
 
 logger = logging.getLogger(__name__)
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = App()
 
 BATCH_GROUPS = 8
 

@@ -122,8 +122,11 @@ async def _until_stopped(api_url: str, batch_size: int, max_token_len: int, num_
         logger.info("discarded: steps=%d sequences=%d", trainer.steps, trainer.sequences)
 
 
+app = command(fake_trainer, HELP)
+
+
 def main() -> None:
-    run(command(fake_trainer, HELP), "atropos-fake-trainer", log_level=logging.INFO)
+    run(app, "atropos-fake-trainer", log_level=logging.INFO)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from atroposlib.yaml_files import read_mapping
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
+_METAVARS: dict[Any, str] = {str: "TEXT", int: "N", float: "X"}
 ENVIRONMENT = {
     "VLLM_MODEL": "model_name",
     "VLLM_PORT": "vllm_port",
@@ -76,6 +77,7 @@ class RecipeParser(argparse.ArgumentParser):
 def parser_of(config: type[BaseModel], description: str, examples: str) -> RecipeParser:
     """One flag per field, its help the field's description. Values stay text; pydantic reads them."""
     parser = RecipeParser(
+        usage="%(prog)s [OPTIONS]",
         description=description,
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -177,8 +179,8 @@ def _shape(annotation: Any) -> dict[str, Any]:
         return {"metavar": "|".join(str(choice) for choice in get_args(inner))}
     if get_origin(inner) is list and get_args(inner)[0] is str:
         return {"nargs": "+", "metavar": "TEXT"}
-    if isinstance(inner, type) and inner in (str, int, float):
-        return {"metavar": inner.__name__.upper()}
+    if inner in _METAVARS:
+        return {"metavar": _METAVARS[inner]}
     return {"type": _json_or_text, "metavar": "VALUE"}
 
 

@@ -132,10 +132,26 @@ def describe_fields(model: type[BaseModel], prefix: str, defaults: Mapping[str, 
     for name, field in model.model_fields.items():
         default = defaults.get(name, field.default)
         shown = default.value if isinstance(default, Enum) else default
-        lines.append(f"  --{prefix}{name} {type_name(field.annotation)}")
+        lines.append(f"  --{prefix}{name} {_value_name(field.annotation)}")
         text = f"{field.description or 'no description'} (default: {'null' if shown is None else shown})"
         lines.append(textwrap.fill(text, width=110, initial_indent=" " * 8, subsequent_indent=" " * 8))
     return "\n".join(lines)
+
+
+def _value_name(annotation: Any) -> str:
+    """Return the name of a flag's value in the help: N, X, TEXT, true|false, one|other.
+
+    >>> _value_name(int | None)
+    'N'
+    """
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return "|".join(dict.fromkeys(map(_value_name, parts)))
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, parts))
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return "|".join(str(member.value) for member in annotation)
+    return {int: "N", float: "X", str: "TEXT", bool: "true|false"}.get(get_origin(annotation) or annotation, "YAML")
 
 
 def type_name(annotation: Any) -> str:

@@ -1,36 +1,102 @@
-"""What the commands say of themselves."""
+"""What the commands say of themselves: one look, every word, the nearest name."""
 
+import os
+import re
+import subprocess
+import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.main import get_command
 
-from atroposlib.cli import cluster, engine, inference_node_wandb_watcher, main, run_api
-from atroposlib.cli.boundary import command
+from atroposlib import __version__
+from atroposlib.cli import main
+from atroposlib.cli.boundary import Group, command
 from atroposlib.environments.intern_bootcamp import quarantine
 
+APPS = {
+    name: app for name, word in main.COMMANDS.items() if (app := getattr(import_module(word.module), "app", None))
+} | {"quarantine": command(quarantine.main)}
+
+
+def commands_below(words: tuple[str, ...], app) -> list[tuple[tuple[str, ...], object]]:
+    if not isinstance(app, Group):
+        return [(words, app)]
+    return [
+        (words, app),
+        *(pair for name, each in app.commands.items() for pair in commands_below((*words, name), each)),
+    ]
+
+
 COMMANDS = {
-    "atropos engine": (command(engine.engine, engine.HELP), []),
-    "run-api": (command(run_api.serve, run_api.HELP), []),
-    "atropos cluster submit": (cluster.app, ["submit"]),
-    "atropos cluster status": (cluster.app, ["status"]),
-    "atropos cluster sync": (cluster.app, ["sync"]),
-    "atropos cluster logs": (cluster.app, ["logs"]),
-    "inference-node-wandb-watcher": (command(inference_node_wandb_watcher.watch), []),
-    "python -m atroposlib.environments.intern_bootcamp.quarantine": (command(quarantine.main), []),
+    " ".join(words): app for name, app in APPS.items() for words, app in commands_below((name,), get_command(app))
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+def help_of(name: str) -> str:
+    app = COMMANDS[name]
+    with app.make_context(f"atropos {name}", [], resilient_parsing=True) as context:  # pyright: ignore
+        return app.get_help(context)  # pyright: ignore
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "data"])
 def test_help_shows_how_the_command_is_called(name):
-    app, words = COMMANDS[name]
-    done = CliRunner().invoke(app, [*words, "--help"])
-    before, example, after = done.output.partition("Example")
-    assert example, before
-    assert f" {name}" in after
+    assert re.search(r"Examples?\b.*\n(  .*\n)*    .*(atropos|view-run|run-api|watcher)", help_of(name)), name
 
 
-def test_every_installed_command_is_named():
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_of_one_look(name):
+    options = help_of(name).partition("Options:")[2]
+    assert "-h, --help" in options
+    assert not re.search(r"<(bool|int|float|str)|range>|list\[|╭", options)
+    assert "...\n" not in options  # a summary that was cut
+
+
+def test_every_installed_command_has_a_word():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert [name for name in project["scripts"] if name not in main.USAGE] == []
+    also = {word.also for word in main.COMMANDS.values() if word.also} | {"atropos"}
+    assert set(project["scripts"]) == also
+
+
+def atropos(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "atroposlib.cli.main", *words],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+CALLS = {
+    "no word": ([], 2, "Usage: atropos COMMAND"),
+    "help": (["--help"], 0, "Usage: atropos COMMAND"),
+    "version": (["--version"], 0, f"atroposlib {__version__} "),
+    "a word": (["status", "--help"], 0, "Usage: atropos status [OPTIONS]"),
+    "an installed name as a word": (["run-api", "--help"], 0, "Usage: atropos run-api [OPTIONS]"),
+    "a mistyped word": (["datagn"], 2, "did you mean 'datagen'?"),
+    "a mistyped word below": (["data", "vlidate"], 2, "Did you mean 'validate'?"),
+    "a mistyped option": (["sft", "--outptu", "x"], 2, "--output"),
+}
+
+
+@pytest.mark.parametrize(("words", "code", "said"), CALLS.values(), ids=CALLS)
+def test_the_entry_says(words, code, said):
+    done = atropos(*words)
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+
+
+COMPLETED = {
+    "atropos dat": ["datagen", "data"],
+    "atropos sft --ou": ["--output"],
+    "atropos cluster s": ["submit", "status", "sync"],
+}
+
+
+@pytest.mark.parametrize(("line", "offered"), COMPLETED.items())
+def test_the_shell_completes(line, offered):
+    done = atropos(_ATROPOS_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(line.split()) - 1))
+    assert done.stdout.split() == offered
