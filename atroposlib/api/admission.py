@@ -12,7 +12,7 @@ def goes_to_buffer(live: LiveRun, payload: Payload) -> bool:
     if live.run.registration is None:
         return False
     size, batch_size = payload.sequences, live.run.registration.batch_size
-    if payload.longest > live.run.registration.max_token_len:
+    if 0 < live.run.registration.max_token_len < payload.longest:
         raise Refused(
             422,
             f"a sequence has {payload.longest} tokens, but the trainer's max_token_len is "

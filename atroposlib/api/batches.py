@@ -32,7 +32,7 @@ class Batches:
         The caller must report what became of it: `sent`, or `not_sent`. A leased batch stays here until `ack`.
         """
         if self._live.run.batch_size is None:
-            raise Refused(409, "Trainer not registered. Call /register first.", "not_registered")
+            raise Refused(200, "Trainer not registered. Call /register first.", "not_registered")
         if not self._live.run.started:
             self._live.run.started = True
             await self._store.change(Change(run=self._live.run.to_json()))

@@ -176,13 +176,14 @@ class TrainerClient(RepeatingClient):
         """
         path = "/batch" if lease_s is None else f"/batch?lease_s={lease_s}"
         headers = {"Accept": f"{BINARY_TYPE}, application/json"} if binary else {}
-        expected = ("not_registered",) if self._registration else ()
-        answer = await self.call("GET", path, headers=headers, deadline_s=deadline_s, expected=expected)
-        if answer.status >= 400 and self._registration:
+        answer = await self.call("GET", path, headers=headers, deadline_s=deadline_s)
+        data = decode_batch(answer.body) if answer.headers.get("Content-Type") == BINARY_TYPE else answer.json()
+        if data.get("code") == "not_registered":
+            if self._registration is None:
+                raise ApiError(f"GET {self.url}{path}: {data['message']}")
             logger.warning("the API at %s was reset; registering again", self.url)
             await self.register(self._registration, deadline_s=deadline_s)
             return None
-        data = decode_batch(answer.body) if answer.headers.get("Content-Type") == BINARY_TYPE else answer.json()
         return Batch(data["batch"], data.get("batch_id")) if data["batch"] else None
 
     async def ack(self, batch_id: str, *, deadline_s: float | None = None) -> None:

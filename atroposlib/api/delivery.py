@@ -23,6 +23,7 @@ class Connection:
 
     Attributes:
         requests: how many requests it brought.
+        answered: the last request whose whole answer was handed to the network.
         broken: it ended in an error.
         receive_into: fills a buffer with the unread part of a request's body; False when the client left.
     """
@@ -36,7 +37,7 @@ class Connection:
         self.transport = transport
         self.receive_into = receive_into
         self._count_sent = count_sent
-        self.requests = 0
+        self.requests = self.answered = 0
         self.broken = False
         self.closed = False
         self._on_settled: Callable[[bool], None] | None = None
@@ -45,6 +46,15 @@ class Connection:
         """A further request: whoever sent it has read the answer to the one before."""
         self.requests += 1
         self._settle(True)
+
+    def note_answer(self) -> None:
+        """Count the current request as answered, unless its client has left."""
+        if not self.is_leaving():
+            self.answered = self.requests
+
+    def lost_answer(self, request: int) -> bool:
+        """Return True once it is certain that the answer to this request did not arrive."""
+        return self.closed and self.requests == request and (self.broken or self.answered < request)
 
     def lost(self, error: Exception | None) -> None:
         """The socket is gone."""

@@ -117,10 +117,14 @@ def check_free_fields(raw: "RawGroup", sequences: int) -> None:
             _all_objects(name, value)
         _check_nesting(name, value)
     if raw.messages != NULL:
-        _check_messages(parse_json(_decode_any, raw.messages, "JSON", "messages"), sequences)
+        conversations = parse_json(_decode_any, raw.messages, "JSON", "messages")
+        if _check_messages(conversations, sequences):
+            raw.messages = msgspec.Raw(msgspec.json.encode(conversations))
 
 
-def _check_messages(conversations: object, sequences: int) -> None:
+def _check_messages(conversations: object, sequences: int) -> bool:
+    """Check every message; True when a call of tools without the key `content` was given null, as readers expect."""
+    filled = False
     if not isinstance(conversations, list):
         raise GroupError(f"messages is {_show(conversations)}; expected a list of conversations")
     if conversations:
@@ -130,10 +134,13 @@ def _check_messages(conversations: object, sequences: int) -> None:
             raise GroupError(f"messages[{i}] is {_show(conversation)}; expected a list of messages")
         _all_objects(f"messages[{i}]", conversation)
         for j, message in enumerate(conversation):
+            if "content" not in message and message.get("tool_calls"):
+                message["content"], filled = None, True
             for key in ("role", "content"):
                 if key not in message:
                     raise GroupError(f"messages[{i}][{j}] has no {key!r}; every message needs role and content")
     _check_nesting("messages", conversations)
+    return filled
 
 
 def _all_objects(place: str, values: Iterable[object]) -> None:

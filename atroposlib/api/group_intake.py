@@ -1,6 +1,7 @@
 """Groups on their way in: known ones are told apart, new ones stored, then put where they wait."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -11,7 +12,7 @@ from atroposlib.api.live import LiveRun
 from atroposlib.api.metrics import Metrics
 from atroposlib.api.payload import Payload, env_id_suffix
 from atroposlib.api.refusal import Refused
-from atroposlib.api.retries import RetryFinder
+from atroposlib.api.retries import Content, RetryFinder
 from atroposlib.api.run import RunState
 from atroposlib.api.store import Change, GroupLost, NewGroup, Snapshot, Store
 
@@ -60,11 +61,13 @@ class GroupIntake:
         # can take one of them for new, and numbers reach the disk in ascending order.
         receipts = [Receipt(duplicate=True)] * len(payloads)
         fresh: list[tuple[int, NewGroup]] = []
+        repeats: Counter[Content] = Counter()
         for i, payload in enumerate(payloads):
-            if not self._is_stored(payload, [group for _, group in fresh], connection):
+            if not self._is_stored(payload, [group for _, group in fresh], repeats):
                 fresh.append((i, self._number(payload, buffered[i])))
         for (i, _), receipt in zip(fresh, await self._keep([group for _, group in fresh], connection), strict=True):
             receipts[i] = receipt
+        self._retries.answer_again(repeats, connection)
         if fresh and run is self._live.run:
             self._latest = payloads[fresh[-1][0]]
         return receipts
@@ -84,13 +87,17 @@ class GroupIntake:
         self._latest = None
         self._retries = RetryFinder([])
 
-    def _is_stored(self, payload: Payload, earlier: Sequence[NewGroup], connection: Connection | None) -> bool:
-        """Whether this group was stored before, by its id or because it repeats a request whose answer got lost."""
+    def _is_stored(self, payload: Payload, earlier: Sequence[NewGroup], repeats: Counter[Content]) -> bool:
+        """Return True if this group was stored before: by its id, or as the repeat (then counted) of a lost answer."""
         if payload.group_id is not None and any(group.group_id == payload.group_id for group in earlier):
             return True
         if payload.group_id is not None:
             return self._store.knows_group_id(payload.group_id)
-        return self._retries.may_repeat((payload.digest, payload.env_id), connection)
+        content = (payload.digest, payload.env_id)
+        if repeats[content] == self._retries.lost_answers(content):
+            return False
+        repeats[content] += 1
+        return True
 
     def _refuse_after_reset(self, run: RunState) -> None:
         if run is not self._live.run:

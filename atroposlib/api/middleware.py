@@ -66,6 +66,8 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+            elif connection is not None and not message.get("more_body"):
+                connection.note_answer()
             await send(message)
 
         refusal = self._refusal(scope)

@@ -1,12 +1,14 @@
 """Finds groups that a client sends again because the answer to its first attempt got lost.
 
 Clients that send `group_id` do not need this. Upstream's do not send it: when a connection drops between the group
-being stored and the answer being read, they post the same bytes again. A repeated content counts as a retry only
-while it is open whether the first answer arrived: its connection has brought no further request, or the server was
-restarted since. The same content over a connection that goes on is a new group.
+being stored and the answer being read, they post the same bytes again. A repeated content is a retry only where the
+first answer surely did not arrive: its connection broke, its client had left before it was written, or the server was
+restarted since. Each lost answer explains one repeat. Everything else is a new group, also over another connection:
+upstream's environments open one for every post.
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -50,12 +52,18 @@ class RetryFinder:
             until = time.monotonic() + WINDOW_S
             self._add((group.place.digest, group.env_id), _Open(connection, connection.requests, until))
 
-    def may_repeat(self, content: Content, connection: Connection | None) -> bool:
-        """Whether a group of that content is stored and its sender may not know it."""
-        return any(
-            (connection is None or entry.connection is not connection) and self._is_open(entry)
-            for entry in self._open.get(content, ())
-        )
+    def lost_answers(self, content: Content) -> int:
+        """Return how many stored groups of that content have a sender who was not told."""
+        return sum(self._is_lost(entry) for entry in self._open.get(content, ()))
+
+    def answer_again(self, repeats: Counter[Content], connection: Connection | None) -> None:
+        """Let the current request of `connection` carry the answers that got lost, which may get lost again."""
+        for content, count in repeats.items():
+            lost = [entry for entry in self._open.get(content, ()) if self._is_lost(entry)]
+            for entry in lost[:count]:
+                self._open[content].remove(entry)
+                if connection is not None:
+                    self._add(content, _Open(connection, connection.requests, entry.until))
 
     def _add(self, content: Content, entry: _Open) -> None:
         self._sweep()
@@ -68,11 +76,19 @@ class RetryFinder:
             return
         self._next_sweep = now + 1.0
         for key, entries in list(self._open.items()):
-            entries[:] = [entry for entry in entries if self._is_open(entry)]
+            entries[:] = [entry for entry in entries if self._may_be_lost(entry)]
             if not entries:
                 del self._open[key]
 
     @staticmethod
-    def _is_open(entry: _Open) -> bool:
-        went_on = entry.connection is not None and entry.connection.requests > entry.requests
-        return not went_on and time.monotonic() < entry.until
+    def _is_lost(entry: _Open) -> bool:
+        lost = entry.connection is None or entry.connection.lost_answer(entry.requests)
+        return lost and time.monotonic() < entry.until
+
+    @staticmethod
+    def _may_be_lost(entry: _Open) -> bool:
+        connection = entry.connection
+        arrived = connection is not None and (
+            connection.requests > entry.requests or (connection.closed and not connection.lost_answer(entry.requests))
+        )
+        return not arrived and time.monotonic() < entry.until

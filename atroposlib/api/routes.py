@@ -37,7 +37,6 @@ def _add_trainer_routes(api: FastAPI) -> None:
         "/batch",
         response_model=schemas.BatchAnswer,
         responses={
-            409: {"model": schemas.BatchAnswer},
             503: {"model": schemas.BatchAnswer, "description": "Groups cannot be read now; they stay queued."},
         },
     )

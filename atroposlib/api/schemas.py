@@ -33,11 +33,20 @@ class Registration(BaseModel):
     batch_size: PositiveInt = Field(
         le=10_000_000, description="Sequences of a batch; every batch holds exactly so many."
     )
-    max_token_len: PositiveInt = Field(le=2**31 - 1, description="Tokens of the longest sequence the trainer takes.")
+    max_token_len: int = Field(
+        ge=-1, le=2**31 - 1, description="Tokens of the longest sequence the trainer takes; -1: no limit."
+    )
     checkpoint_dir: str = Field(description="Folder for checkpoints; environments keep theirs beside the trainer's.")
     save_checkpoint_interval: int = Field(description="Steps between checkpoints; 0 or less: none.")
     starting_step: NonNegativeInt = Field(le=2**53, description="Step the trainer starts from.")
     num_steps: int = Field(description="Steps the trainer will take; informs environments.")
+
+    @field_validator("max_token_len")
+    @classmethod
+    def _takes_something(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("is 0; expected the longest sequence that the trainer takes, or -1 for no limit")
+        return value
 
     @field_validator("checkpoint_dir")
     @classmethod
@@ -222,7 +231,7 @@ class ReceivedList(BaseModel):
 
 
 class BatchAnswer(BaseModel):
-    """`batch` is null while none can be formed."""
+    """`batch` is null while none can be formed; before a trainer registered, `status` is `error` too."""
 
     batch: list[dict[str, Any]] | None = Field(description="Groups, each with all 14 keys of ScoredData.")
     batch_id: str | None = Field(None, description="Only with lease_s: acknowledge it with POST /batch/ack.")

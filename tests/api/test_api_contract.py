@@ -17,9 +17,11 @@ async def test_a_fresh_server_knows_no_run():
     assert (await client.get("/wandb_info")).json() == {"group": None, "project": None}
     status = (await client.get("/status")).json()
     assert (status["current_step"], status["queue_size"]) == (0, 0)
-    answer = (await client.get("/batch")).json()
-    assert answer["status"] == "error"
-    assert answer["batch"] == []
+    answer = await client.get("/batch")
+    assert answer.status_code == 200
+    assert answer.json()["status"] == "error"
+    assert answer.json()["message"] == "Trainer not registered. Call /register first."
+    assert answer.json()["batch"] is None
     example = (await client.get("/latest_example")).json()
     assert example["tokens"] == []
     assert sorted(example) == sorted(GROUP_KEYS)
@@ -79,6 +81,30 @@ async def test_messages_come_back_as_they_were_sent():
     example = (await client.get("/latest_example")).json()
     assert example["messages"] == messages
     assert example["images"] == ["a", 1]
+
+
+async def test_calls_of_tools_without_content_are_taken_and_served_with_null():
+    client = await started(memory_app(), batch_size=1, group_size=1)
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages = [[{"role": "user", "content": "é"}, {"role": "assistant", "tool_calls": calls}]]
+    await client.post("/scored_data", json=make_group(1, sequences=1, messages=messages))
+    (group,) = (await client.get("/batch")).json()["batch"]
+    assert group["messages"] == [[messages[0][0], {**messages[0][1], "content": None}]]
+
+
+async def test_a_trainer_without_a_limit_takes_sequences_of_any_length():
+    client = await started(memory_app(), batch_size=4)
+    assert (await client.post("/register", json={**REGISTRATION, "batch_size": 4, "max_token_len": -1})).is_success
+    assert (await client.get("/info")).json()["max_token_len"] == -1
+    assert (await client.post("/scored_data", json=make_group(1, tokens=5000))).json() == {"status": "received"}
+    assert uids(await client.get("/batch")) == [1]
+
+
+@pytest.mark.parametrize("limit", [0, -2])
+async def test_other_limits_below_one_are_refused(limit):
+    answer = await client_of(memory_app()).post("/register", json={**REGISTRATION, "max_token_len": limit})
+    assert answer.status_code == 422
+    assert "-1" in answer.text
 
 
 async def test_a_list_is_stored_in_order_and_answered_with_its_count():

@@ -38,6 +38,7 @@ BAD_GROUPS = {
     "null scores": (changed(scores=None), "scores is null"),
     "messages of text": (changed(messages=[["hi"]] * 4), "messages[0][0] is 'hi'; expected an object"),
     "message without role": (changed(messages=[[{"content": ""}]] * 4), "messages[0][0] has no 'role'"),
+    "message without content": (changed(messages=[[{"role": "user", "tool_calls": []}]] * 4), "has no 'content'"),
     "deep parameters": (changed(generation_params=json.loads('{"a":' * 500 + "1" + "}" * 500)), "nests deeper than 64"),
     "parameters as list": (changed(generation_params=[1]), "generation_params is a list; expected an object"),
     "negative env": (changed(env_id=-1), "env_id is -1"),

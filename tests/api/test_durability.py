@@ -223,17 +223,42 @@ def test_a_batch_whose_connection_broke_comes_again_first_and_counts_once(tmp_pa
         assert client.get("/status").json()["current_step"] == 2
 
 
+def send_and_hang_up(url: str, path: str, content: object, read: int = 0) -> None:
+    """POST, read that many bytes of the answer, and drop the connection."""
+    body = json.dumps(content, separators=(",", ":")).encode()  # as httpx does
+    with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)) as raw:
+        raw.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        raw.recv(read)
+
+
 def test_a_post_repeated_because_its_answer_got_lost_is_stored_once(tmp_path):
     with server_process(tmp_path / "state") as server, httpx.Client(base_url=server.url) as client:
         register_run(client)
-        body = json.dumps(make_group(1)).encode()
-        with socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port)) as raw:
-            head = f"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-            raw.sendall(head.encode() + body)
-            raw.recv(1)
-        answer = client.post("/scored_data", content=body, headers={"Content-Type": "application/json"})
+        send_and_hang_up(server.url, "/scored_data", make_group(1), read=1)
+        answer = client.post("/scored_data", json=make_group(1))
         assert answer.json() == {"status": "received", "duplicate": True}
         assert client.get("/status").json()["queue_size"] == 1
+
+
+def test_equal_groups_over_a_connection_each_are_all_stored(tmp_path):
+    with server_process(tmp_path / "state") as server, httpx.Client(base_url=server.url) as client:
+        register_run(client)
+        for _ in range(3):
+            assert httpx.post(f"{server.url}/scored_data", json=make_group(1)).json() == {"status": "received"}
+        two = httpx.post(f"{server.url}/scored_data_list", json=[make_group(1), make_group(1)])
+        assert two.json() == {"status": "received", "groups_processed": 2}
+        assert client.get("/status").json()["queue_size"] == 5
+
+
+def test_a_lost_answer_explains_one_repeat(tmp_path):
+    with server_process(tmp_path / "state") as server, httpx.Client(base_url=server.url) as client:
+        register_run(client)
+        send_and_hang_up(server.url, "/scored_data", make_group(1))
+        while client.get("/status").json()["queue_size"] < 1:
+            pass
+        answers = [httpx.post(f"{server.url}/scored_data", json=make_group(1)).json() for _ in range(3)]
+        assert answers == [{"status": "received", "duplicate": True}, {"status": "received"}, {"status": "received"}]
+        assert client.get("/status").json()["queue_size"] == 3
 
 
 def test_the_same_content_from_another_environment_is_another_group(tmp_path):

@@ -98,7 +98,7 @@ async def test_a_batch_being_read_through_a_reset_leaves_nothing_in_the_new_run(
         return await read(groups)
 
     monkeypatch.setattr(store, "read", read_after_reset)
-    assert (await client.get("/batch")).status_code == 409
+    assert (await client.get("/batch")).json()["code"] == "not_registered"
     client = await started(app)
     status = (await client.get("/status")).json()
     assert (status["current_step"], status["queue_size"]) == (0, 0)
