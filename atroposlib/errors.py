@@ -28,6 +28,17 @@ class DataError(AtroposError, ValueError):
     """A rollout or dataset file is damaged; the message names file and line."""
 
 
+class RowError(DataError):
+    """One line or response cannot be used; whoever reads many sets it aside, see `data.set_aside`.
+
+    `where` is `file:line` or `file:line[index]`, `reason` the few words that it is counted by; `text` says more.
+    """
+
+    def __init__(self, where: str, reason: str, text: str = "") -> None:
+        super().__init__(f"{where}: {text or reason}")
+        self.where, self.reason, self.text = where, reason, text or reason
+
+
 class ApiError(AtroposError, RuntimeError):
     """The trajectory API refused a request, with this HTTP status, or did not answer in time (None)."""
 

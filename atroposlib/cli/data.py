@@ -15,7 +15,7 @@ from rich.text import Text
 from atroposlib.cli.boundary import App, run
 from atroposlib.cli.reading import reading
 from atroposlib.data.card import dataset_card
-from atroposlib.data.formats import messages_of
+from atroposlib.data.chats import messages_of
 from atroposlib.data.index import open_table, read_group
 from atroposlib.data.merge import merge_rollouts
 from atroposlib.data.output import check_output, write_whole

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from atroposlib.data.formats import messages_of
+from atroposlib.data.chats import messages_of
 from atroposlib.data.lazy import LazyGroup, hash64
 from atroposlib.data.rollout_files import expand_input
 from atroposlib.data.table import Table

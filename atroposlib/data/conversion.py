@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
+from atroposlib.data.chats import messages_of
 from atroposlib.data.formats import (
     Converter,
     Format,
     Record,
     decode_batch,
     ids_and_labels,
-    messages_of,
     to_messages,
     to_prefix,
     to_sharegpt,

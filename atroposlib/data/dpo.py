@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from atroposlib.data.chats import messages_of
 from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups, sole_collection
-from atroposlib.data.formats import chat, decode_batch, ids_and_labels, messages_of, prefix_length
+from atroposlib.data.formats import chat, decode_batch, ids_and_labels, prefix_length
 from atroposlib.data.index import open_table
 from atroposlib.data.output import check_dataset, written_whole
 from atroposlib.data.pairs import PairRules, preference_pairs

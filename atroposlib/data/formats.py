@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
-from atroposlib.data.lazy import LazyGroup, Raw
+from atroposlib.data.lazy import Raw
 from atroposlib.data.table import Chosen
 from atroposlib.data.tokenizers import check_ids
 from atroposlib.errors import DataError
@@ -162,14 +162,6 @@ def chat(chosen: Chosen, index: int) -> Raw:
     if not messages:
         raise DataError(f"{where}: the conversation is empty; drop this response")
     return _without_rewards(raw) if b'"reward"' in bytes(raw) else raw
-
-
-def messages_of(group: LazyGroup, index: int) -> list[dict[str, Any]]:
-    """The conversation of one response as dicts; [] when there is none, one user message when it is plain text."""
-    value = msgspec.json.decode(group.messages[index]) if group.messages else None
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    return [message for message in value or [] if isinstance(message, dict)]
 
 
 def _without_rewards(raw: Raw) -> Raw:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from atroposlib.data.formats import Record, chat, messages_of, token_record
+from atroposlib.data.chats import messages_of
+from atroposlib.data.formats import Record, chat, token_record
 from atroposlib.data.table import Chosen
 from atroposlib.data.templates import Segment, TemplateRenderer
 from atroposlib.errors import DataError
