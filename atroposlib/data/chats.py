@@ -84,8 +84,8 @@ def messages_of(group: LazyGroup, index: int) -> list[dict[str, Any]]:
 
 def tools_of(group: LazyGroup, index: int) -> Raw | None:
     """The tools that one response's model was given: the group's, or its own entry of a list of lists; None: none."""
-    raw = group.tools if group.tools is not None else Raw(b"null")
-    tools = msgspec.json.decode(raw)
+    raw = group.tools
+    tools = msgspec.json.decode(raw or b"null")
     if not isinstance(tools, list) or not tools:
         return None
     if all(isinstance(each, list | None) for each in tools):

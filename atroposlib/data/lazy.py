@@ -33,7 +33,7 @@ class LazyGroup(msgspec.Struct):
     part: int | None = None
     env: str | None = None
     task: str | None = None
-    tools: Raw | None = None
+    tools: Raw = Raw()
     hole: tuple[int, int] = msgspec.field(default=(0, 0), name="(known after reading)")
     """Start and end of a stretch of the line that holds only lists of numbers."""
 

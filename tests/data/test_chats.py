@@ -79,7 +79,7 @@ GENERATED = {
 
 
 def group_of(messages):
-    return LazyGroup(scores=[1.0], messages=[msgspec.Raw(json.dumps(messages).encode())])
+    return msgspec.json.decode(json.dumps({"scores": [1.0], "messages": [messages]}), type=LazyGroup)
 
 
 @pytest.mark.parametrize(("messages", "runs", "texts", "expected"), GENERATED.values(), ids=GENERATED)
@@ -105,9 +105,9 @@ def test_where_it_is_not_known_who_wrote_a_turn_the_row_is_refused(messages, run
 
 def test_tools_are_the_groups_or_each_responses_own():
     tools = [[{"type": "function", "function": {"name": "f"}}], None]
-    rows = [msgspec.Raw(json.dumps([user(), said()]).encode())] * 2
-    own = LazyGroup(scores=[1.0, 0.0], messages=rows, tools=msgspec.Raw(json.dumps(tools).encode()))
-    shared = LazyGroup(scores=[1.0, 0.0], messages=rows, tools=msgspec.Raw(json.dumps(tools[0]).encode()))
+    record = {"scores": [1.0, 0.0], "messages": [[user(), said()]] * 2}
+    own = msgspec.json.decode(json.dumps({**record, "tools": tools}), type=LazyGroup)
+    shared = msgspec.json.decode(json.dumps({**record, "tools": tools[0]}), type=LazyGroup)
     first, second = (read_chat(own, index, "a", (1, 0)).tools for index in (0, 1))
     assert (bytes(first or b""), second) == (json.dumps(tools[0]).encode(), None)
     assert bytes(read_chat(shared, 1, "a", (1, 0)).tools or b"") == json.dumps(tools[0]).encode()
