@@ -1,4 +1,4 @@
-"""Lock files that name their holder and are free again when it ends, however it ends."""
+"""Lock files that name their holder and are free again when it ends, however it ends; and a name for a process."""
 
 import fcntl
 import os
@@ -35,3 +35,15 @@ def hold(path: Path, *, mode: int) -> int:
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"{os.getpid()}\n".encode())
     return descriptor
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks after boot at which `pid` started; None when there is no such process (or no /proc).
+
+    A pid with its start time names a process for ever, so a reused pid is never signalled.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])

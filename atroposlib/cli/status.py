@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.live import Live
 
 from atroposlib.cli.boundary import command, run
-from atroposlib.launch.status import read_status
-from atroposlib.launch.status_page import write_page
-from atroposlib.launch.status_table import print_status, render
 from atroposlib.paths import expand_path
+from atroposlib.status.page import write_page
+from atroposlib.status.runs import read_status
+from atroposlib.status.table import print_status, render
 
 HELP = """Show what a run has done: problems, accepted share by task, tokens, failures, restarts, files.
 

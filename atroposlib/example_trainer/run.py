@@ -27,8 +27,8 @@ from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan, make_p
 from atroposlib.launch.config import RestartConfig
 from atroposlib.launch.lock import end_leftovers, run_lock
 from atroposlib.launch.services import Service, Supervised, describe_exit
-from atroposlib.launch.status import read_json
 from atroposlib.paths import writable_dir, write_text_atomic
+from atroposlib.status.runs import read_json
 
 logger = logging.getLogger(__name__)
 

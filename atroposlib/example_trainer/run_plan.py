@@ -25,8 +25,8 @@ from atroposlib.example_trainer.recipe import ENVIRONMENT
 from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.launch.probes import at_once, environment, free_ports, trajectory_api
 from atroposlib.launch.services import Service
-from atroposlib.launch.status import PROGRESS_FILE
 from atroposlib.paths import expand_path, write_text_atomic
+from atroposlib.status.runs import PROGRESS_FILE
 
 TRAINER_GRACE_S = 120.0
 """For a step and a checkpoint, after SIGTERM."""

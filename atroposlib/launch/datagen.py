@@ -29,9 +29,9 @@ from atroposlib.launch.plan import Plan, make_plan
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
 from atroposlib.launch.services import Service, Supervised, describe_exit, log_tail
 from atroposlib.launch.sharing import groups_missing
-from atroposlib.launch.status import PROGRESS_FILE, RUN_FILE, RunRecord, RunStatus, read_json, read_status
-from atroposlib.launch.status_page import StatusPage, write_last_page
 from atroposlib.paths import writable_dir, write_text_atomic
+from atroposlib.status.page import StatusPage, write_last_page
+from atroposlib.status.runs import PROGRESS_FILE, RUN_FILE, RunRecord, RunStatus, read_json, read_status
 
 logger = logging.getLogger(__name__)
 

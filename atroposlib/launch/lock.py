@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from atroposlib.errors import LaunchError
+from atroposlib.lock_files import start_time
 
 logger = logging.getLogger(__name__)
 
@@ -88,18 +89,6 @@ def keep_earlier(run_dir: Path) -> Path | None:
         kept = run_dir.with_name(f"{run_dir.name}-until-{time.strftime('%Y%m%d-%H%M%S')}")
         run_dir.rename(kept)
     return kept
-
-
-def start_time(pid: int) -> int | None:
-    """Clock ticks after boot at which `pid` started; None when there is no such process (or no /proc).
-
-    A pid with its start time names a process for ever, so a reused pid is never signalled.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[19])
 
 
 def end_leftover(pid: int, started: int, *, grace_s: float = 5.0) -> bool:

@@ -13,8 +13,8 @@ from atroposlib.launch.engine_plan import EnginePlan, plan_engines
 from atroposlib.launch.model_checks import Model
 from atroposlib.launch.probes import at_once, environment, free_ports, trajectory_api
 from atroposlib.launch.services import Service
-from atroposlib.launch.status import PROGRESS_FILE
 from atroposlib.paths import write_text_atomic
+from atroposlib.status.runs import PROGRESS_FILE
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from atroposlib.launch.model_checks import (
     vocabulary,
 )
 from atroposlib.launch.sharing import has_recorded
-from atroposlib.launch.status import RUN_FILE, read_status
 from atroposlib.paths import writable_dir
+from atroposlib.status.runs import RUN_FILE, read_status
 
 SETTINGS_FILE = "settings.json"
 _BYTES_PER_TOKEN = 40  # id, mask and log-probability as JSON text, and the message text

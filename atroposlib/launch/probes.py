@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 
 from atroposlib.launch.services import Probe, Service
-from atroposlib.launch.status import read_json
+from atroposlib.status.runs import read_json
 
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 _HIGHEST_PORT = 65_535 - 10_000

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from atroposlib.errors import LaunchError
 from atroposlib.launch.config import RestartConfig
-from atroposlib.launch.lock import start_time
+from atroposlib.lock_files import start_time
 
 logger = logging.getLogger(__name__)
 

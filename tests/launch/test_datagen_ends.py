@@ -15,7 +15,7 @@ from atroposlib.errors import ConfigError, LaunchError
 from atroposlib.launch import datagen
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.datagen import Stopped, _Run, run_datagen
-from atroposlib.launch.status import RunRecord
+from atroposlib.status.runs import RunRecord
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.lock import start_time
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, not_checked, preflight
-from atroposlib.launch.status import RunRecord
+from atroposlib.status.runs import RunRecord
 
 SGLANG = {"kind": "sglang", "model": "m"}
 EXTERNAL = {"kind": "external", "model": "m", "base_url": "http://127.0.0.1:1/v1"}

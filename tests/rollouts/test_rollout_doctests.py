@@ -6,10 +6,10 @@ import importlib
 import pytest
 
 MODULES = [
-    "atroposlib.launch.charts",
+    "atroposlib.status.charts",
     "atroposlib.launch.cluster",
     "atroposlib.launch.model_checks",
-    "atroposlib.launch.status_table",
+    "atroposlib.status.table",
     "atroposlib.rollouts.earlier",
     "atroposlib.rollouts.early_stop",
     "atroposlib.rollouts.pacing",

@@ -14,7 +14,7 @@ from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan
 from atroposlib.launch.config import RestartConfig
 from atroposlib.launch.lock import start_time
 from atroposlib.launch.services import Service, Supervised
-from atroposlib.launch.status import read_json
+from atroposlib.status.runs import read_json
 
 SLEEPER = "import time; time.sleep(600)"
 FINISHES_ITS_STEP = """

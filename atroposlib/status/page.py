@@ -11,11 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from atroposlib.errors import LaunchError
-from atroposlib.launch.charts import line_chart
-from atroposlib.launch.history import History, Point
-from atroposlib.launch.status import RunStatus, read_status
-from atroposlib.launch.status_table import facts_of, headline
 from atroposlib.paths import write_text_atomic
+from atroposlib.status.charts import line_chart
+from atroposlib.status.history import History, Point
+from atroposlib.status.runs import RunStatus, read_status
+from atroposlib.status.table import facts_of, headline
 
 PAGE_FILE = "status.html"
 REFRESH_S = 5

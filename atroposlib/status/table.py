@@ -6,7 +6,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from atroposlib.launch.status import FAILURE_CLASSES, RunStatus
+from atroposlib.status.runs import FAILURE_CLASSES, RunStatus
 
 _PATHS_SHOWN = 3
 

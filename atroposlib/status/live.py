@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.logging import RichHandler
 
-from atroposlib.launch.status import RunStatus
-from atroposlib.launch.status_table import headline, render
+from atroposlib.status.runs import RunStatus
+from atroposlib.status.table import headline, render
 
 logger = logging.getLogger(__name__)
 _LINE_EVERY_S = 10.0

@@ -13,12 +13,12 @@ from atroposlib.cli.boundary import command
 from atroposlib.cli.status import HELP
 from atroposlib.cli.status import status as status_command
 from atroposlib.errors import LaunchError
-from atroposlib.launch.charts import line_chart
-from atroposlib.launch.history import FIRST_INTERVAL_S, MOST_POINTS, History, Point
-from atroposlib.launch.lock import start_time
-from atroposlib.launch.status import RunRecord, read_status
-from atroposlib.launch.status_page import StatusPage, page, write_last_page, write_page
-from atroposlib.launch.status_table import facts_of, render
+from atroposlib.lock_files import start_time
+from atroposlib.status.charts import line_chart
+from atroposlib.status.history import FIRST_INTERVAL_S, MOST_POINTS, History, Point
+from atroposlib.status.page import StatusPage, page, write_last_page, write_page
+from atroposlib.status.runs import RunRecord, read_status
+from atroposlib.status.table import facts_of, render
 
 HOSTILE = '<script>alert("x")</script>'
 PROGRESS = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from atroposlib.launch.status import RunStatus
 from atroposlib.paths import write_text_atomic
+from atroposlib.status.runs import RunStatus
 
 HISTORY_FILE = "history.json"
 MOST_POINTS = 720

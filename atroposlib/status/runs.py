@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import LaunchError
-from atroposlib.launch.lock import start_time
+from atroposlib.lock_files import start_time
 
 RUN_FILE = "run.json"
 PROGRESS_FILE = "progress.json"
