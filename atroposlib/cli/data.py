@@ -237,3 +237,7 @@ def _cell(task: TaskStats, name: str) -> str:
 def main() -> None:
     """Entry of `atropos data`."""
     run(app, "atropos data")
+
+
+if __name__ == "__main__":
+    main()

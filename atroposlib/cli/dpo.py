@@ -93,3 +93,7 @@ def generate(
 def main() -> None:
     """Console script."""
     run(app, "atropos-dpo-gen")
+
+
+if __name__ == "__main__":
+    main()

@@ -114,3 +114,7 @@ def _format(given: Format | None, save_messages: bool, tokenizer: str | None) ->
 def main() -> None:
     """Console script."""
     run(app, "atropos-sft-gen")
+
+
+if __name__ == "__main__":
+    main()

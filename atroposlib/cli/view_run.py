@@ -99,3 +99,7 @@ def _decoder(spec: str | None) -> Decode | None:
 def main() -> None:
     """Console script."""
     run(app, "view-run")
+
+
+if __name__ == "__main__":
+    main()

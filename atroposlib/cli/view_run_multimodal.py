@@ -7,3 +7,7 @@ from atroposlib.cli.view_run import app
 def main() -> None:
     """Console script."""
     run(app, "view-run-multimodal")
+
+
+if __name__ == "__main__":
+    main()

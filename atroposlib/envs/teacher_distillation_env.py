@@ -11,11 +11,12 @@ Positions are those of the student's tokens, so both models must share one vocab
 """
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PrivateAttr
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ServerConfigs, Trajectories
 from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TEACHER_NAMESPACE = "teacher"
-
 TeacherView = tuple[list[list[int]], list[list[float]]]
 """Token ids [T][k] and log-probabilities [T][k] of one sequence. k may be 0 at the first position."""
 
@@ -47,6 +46,7 @@ class TeacherDistillationConfig(BaseEnvConfig):
         ge=-1,
         description="Likeliest tokens per position to ask the teacher for; 0: only the token itself; -1: do not ask.",
     )
+    _teacher_server_configs: ServerConfigs | None = PrivateAttr(None)  # for constructors without that argument
 
 
 class TeacherDistillationEnv(BaseEnv):
@@ -58,12 +58,13 @@ class TeacherDistillationEnv(BaseEnv):
 
     env_config_cls = TeacherDistillationConfig
     config: TeacherDistillationConfig
+    teacher_namespace = "teacher"
 
     def __init__(
         self,
         config: TeacherDistillationConfig,
         server_configs: ServerConfigs,
-        teacher_server_configs: ServerConfigs | None = None,
+        teacher_server_configs: ServerConfigs | bool | None = None,
         slurm: bool = False,
         testing: bool = False,
     ) -> None:
@@ -71,17 +72,21 @@ class TeacherDistillationEnv(BaseEnv):
         Args:
             config: see `TeacherDistillationConfig`.
             server_configs: of the student.
-            teacher_server_configs: of the teacher; one config, a list, or a ServerBaseline.
+            teacher_server_configs: of the teacher; one config, a list, or a ServerBaseline. A bool is the `slurm` of a
+                subclass that calls with BaseEnv's positions (config, server_configs, slurm, testing).
             slurm: of the student's servers.
             testing: of the student's servers.
 
         Raises:
             ConfigError: the teacher is enabled without servers, or has another vocabulary.
         """
+        if isinstance(teacher_server_configs, bool):
+            teacher_server_configs, slurm, testing = None, teacher_server_configs, slurm
         super().__init__(config, server_configs, slurm, testing)
         self.teacher_server: ServerManager | None = None
         if not config.teacher_enabled:
             return
+        teacher_server_configs = teacher_server_configs or config._teacher_server_configs
         if teacher_server_configs is None:
             raise ConfigError(
                 "env.teacher_enabled is true, but no teacher server configuration was provided; set --teacher.base_url "
@@ -90,7 +95,7 @@ class TeacherDistillationEnv(BaseEnv):
         if isinstance(teacher_server_configs, APIServerConfig):
             teacher_server_configs = [teacher_server_configs]
         for name in _tokenizer_names(teacher_server_configs):
-            self._check_teacher_tokenizer(name)
+            self._validate_teacher_tokenizer_compatibility(name)
         self.teacher_server = ServerManager(teacher_server_configs, slurm=False, testing=False)
 
     @classmethod
@@ -101,19 +106,20 @@ class TeacherDistillationEnv(BaseEnv):
     @classmethod
     def extra_namespaces(cls, mode: str) -> dict[str, type[BaseModel]]:
         """`--teacher.<field>` and `teacher:` set the teacher's server, in every mode."""
-        return {**super().extra_namespaces(mode), TEACHER_NAMESPACE: APIServerConfig}
+        return {**super().extra_namespaces(mode), cls.teacher_namespace: APIServerConfig}
 
     @classmethod
     def from_settings(cls, settings: "Settings") -> Self:
         """The environment with the teacher that flags, YAML and `teacher_config_init` describe."""
         teacher = cls._resolve_teacher_server_configs(cls.teacher_config_init(), settings.yaml_config, settings.flags)
-        env = cls(
-            settings.env,  # pyright: ignore[reportArgumentType]  # made from env_config_cls
-            settings.servers,
-            slurm=settings.manager.slurm,
-            testing=settings.manager.testing,
-            **({} if teacher is None else {"teacher_server_configs": teacher}),  # subclasses may not know the name
-        )
+        config = settings.env
+        assert isinstance(config, TeacherDistillationConfig)  # made from env_config_cls
+        config._teacher_server_configs = teacher
+        arguments = {"slurm": settings.manager.slurm, "testing": settings.manager.testing}
+        if "teacher_server_configs" in inspect.signature(cls).parameters:
+            env = cls(config, settings.servers, teacher_server_configs=teacher, **arguments)
+        else:
+            env = cls(config, settings.servers, **arguments)
         env.use_manager_settings(settings)
         return env
 
@@ -136,8 +142,8 @@ class TeacherDistillationEnv(BaseEnv):
         cli_passed_flags: Mapping[str, Any],
     ) -> ServerConfigs | None:
         """Flags over YAML over the default, as for the student's servers. None when none of them says anything."""
-        section = (yaml_config or {}).get(TEACHER_NAMESPACE)
-        prefix = f"{TEACHER_NAMESPACE}."
+        section = (yaml_config or {}).get(cls.teacher_namespace)
+        prefix = f"{cls.teacher_namespace}."
         flags = {
             name.removeprefix(prefix): value for name, value in cli_passed_flags.items() if name.startswith(prefix)
         }
@@ -191,14 +197,21 @@ class TeacherDistillationEnv(BaseEnv):
             view = await self.teacher_server.get_logprobs(input_ids=token_ids, top_k=top_k, max_tokens=1, split="train")
         return view["prompt_topk_token_ids"], view["prompt_topk_logprobs"]
 
-    def _check_teacher_tokenizer(self, teacher_tokenizer_name: str) -> None:
-        """ConfigError unless student and teacher share a tokenizer name or a vocabulary."""
-        student = self.config.tokenizer_name
+    def _validate_teacher_tokenizer_compatibility(self, teacher_tokenizer_name: str) -> None:
+        """ConfigError unless student and teacher share a tokenizer's name or a vocabulary."""
+        student = self.tokenizer.name_or_path
         if teacher_tokenizer_name == student:
             return
         from transformers import AutoTokenizer
 
-        theirs = AutoTokenizer.from_pretrained(teacher_tokenizer_name).get_vocab()
+        try:
+            theirs = AutoTokenizer.from_pretrained(teacher_tokenizer_name).get_vocab()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"Cross-tokenizer distillation is not supported, and the teacher's tokenizer "
+                f"{teacher_tokenizer_name!r} cannot be loaded for a comparison with the student's {student!r}: "
+                f"{error}; set --teacher.tokenizer_name"
+            ) from error
         if theirs != self.tokenizer.get_vocab():
             raise ConfigError(
                 f"Cross-tokenizer distillation is not supported: the teacher's tokenizer {teacher_tokenizer_name!r} "

@@ -40,6 +40,9 @@ class TokenizedChat(TypedDict):
 class TokenizedPair(TypedDict):
     """A preferred and a rejected answer to one prompt, unpadded. Labels take loss on the answers only."""
 
+    prompt: str
+    chosen: str
+    rejected: str
     prompt_input_ids: list[int]  # [P]
     prompt_attention_mask: list[int]
     chosen_input_ids: list[int]  # [T] prompt + answer
@@ -87,7 +90,7 @@ def tokenize_for_trainer(
 def tokenize_for_trainer_dpo(
     tokenizer: ChatTokenizer, data: Mapping[str, str], max_length: int | None = None
 ) -> TokenizedPair:
-    """Ids, attention masks and labels of a preference pair, for DPO trainers in the style of TRL.
+    """Return the texts of a preference pair with its ids, masks and labels, as TRL's DPO trainers name them.
 
     Args:
         tokenizer: called on plain text; no chat template is applied.
@@ -101,6 +104,9 @@ def tokenize_for_trainer_dpo(
     )
     no_loss = [IGNORE_INDEX] * len(prompt)
     return TokenizedPair(
+        prompt=data["prompt"],
+        chosen=data["chosen"],
+        rejected=data["rejected"],
         prompt_input_ids=prompt,
         prompt_attention_mask=[1] * len(prompt),
         chosen_input_ids=chosen,

@@ -1,7 +1,9 @@
 """What the commands say of themselves: one look, every word, the nearest name."""
 
 import os
+import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from atroposlib import __version__
+from atroposlib import __version__, cli
 from atroposlib.cli import main
 from atroposlib.cli.boundary import Group, command
 from atroposlib.environments.intern_bootcamp import quarantine
@@ -52,6 +54,24 @@ def test_help_is_of_one_look(name):
     assert "-h, --help" in options
     assert not re.search(r"<(bool|int|float|str)|range>|list\[|╭", options)
     assert "...\n" not in options  # a summary that was cut
+
+
+WITH_A_COMMAND = sorted(
+    name
+    for name in {f"atroposlib.cli.{each.name}" for each in pkgutil.iter_modules(cli.__path__)}
+    | {word.module for word in main.COMMANDS.values()}
+    if hasattr(import_module(name), "main")
+)
+
+
+@pytest.mark.parametrize("module", WITH_A_COMMAND)
+def test_python_m_runs_every_module_with_a_command(module, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert ended.value.code in (0, None)
+    assert "usage:" in capsys.readouterr().out.lower()
 
 
 def test_every_installed_command_has_a_word():

@@ -13,6 +13,8 @@ TEACHER = APIServerConfig(model_name="student-tok", base_url="http://teacher/v1"
 
 
 class Vocabulary:
+    name_or_path = "student-tok"
+
     def __init__(self, *words):
         self.words = words
 
@@ -219,12 +221,33 @@ def test_a_proxy_is_used_as_by_every_environment():
     assert Student.from_settings(resolve(Student, "process", ["--proxy_url", "http://proxy:1"])).server.use_proxy
 
 
-def test_a_subclass_that_knows_no_teacher_argument_still_starts():
-    class Old(Student):
-        def __init__(self, config, server_configs, slurm=False, testing=False):
-            super().__init__(config, server_configs, slurm=slurm, testing=testing)
+class ByName(Student):
+    def __init__(self, config, server_configs, slurm=False, testing=False):
+        super().__init__(config, server_configs, slurm=slurm, testing=testing)
 
-    assert Old.from_settings(resolve(Old, "process", [])).teacher_server is None
+
+class ByPosition(Student):
+    def __init__(self, config, server_configs, slurm=True, testing=False):
+        super().__init__(config, server_configs, slurm, testing)
+
+
+class ByTeacher(Student):
+    def __init__(self, config, server_configs, teacher_server_configs, slurm, testing):
+        super().__init__(config, server_configs, teacher_server_configs, slurm, testing)
+
+
+@pytest.mark.parametrize("mode", ["serve", "process", "evaluate"])
+@pytest.mark.parametrize("env_cls", [ByName, ByPosition, ByTeacher])
+def test_a_subclass_gets_its_teacher_whatever_its_constructor_knows(env_cls, mode):
+    assert env_cls.from_settings(resolve(env_cls, mode, [])).teacher_server is None
+    env = env_cls.from_settings(resolve(env_cls, mode, ["--env.teacher_enabled", "true", *TEACHER_FLAGS]))
+    assert [teacher.base_url for teacher in env.teacher_server.configs] == ["http://flag/v1"]
+
+
+def test_a_teachers_tokenizer_that_cannot_be_loaded_is_named(tmp_path):
+    other = TEACHER.model_copy(update={"tokenizer_name": str(tmp_path / "none")})
+    with pytest.raises(ConfigError, match=r"none.*cannot be loaded.*--teacher.tokenizer_name"):
+        environment(teacher=other)
 
 
 def test_a_discovered_teacher_stays_a_baseline():

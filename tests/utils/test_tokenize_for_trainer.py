@@ -90,6 +90,7 @@ def test_plain_ids_of_everything_a_tokenizer_returns(encoded):
 
 def test_a_preference_pair_shares_its_prompt_and_trains_on_the_answers():
     pair = tokenize_for_trainer_dpo(CharTokenizer(), {"prompt": "ab", "chosen": "cd", "rejected": "e"})
+    assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("ab", "cd", "e")
     assert pair["prompt_input_ids"] == [97, 98]
     assert pair["chosen_input_ids"] == [97, 98, 99, 100]
     assert pair["chosen_attention_mask"] == [1, 1, 1, 1]
