@@ -81,6 +81,7 @@ class ScoredDataGroup(TypedDict, total=False):
     images: Any
     distill_token_ids: list[list[list[int]]] | None  # [G][T][k]
     distill_logprobs: list[list[list[float]]] | None  # [G][T][k]
+    unscored: list["UnscoredResponse"]  # siblings that failed: no part of G, recorded but never sent to a trainer
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -92,6 +93,7 @@ class ScoredDataItem(TypedDict, total=False):
     advantages: list[float] | None
     ref_logprobs: list[float] | None
     messages: list[Message] | None
+    generation_params: dict[str, Any] | None
     inference_logprobs: list[float] | None
     group_overrides: dict[str, Any] | None
     overrides: dict[str, Any] | None
@@ -118,6 +120,19 @@ class EngineInfo(TypedDict, total=False):
     base_url: str
     weight_version_start: str | None
     weight_version_end: str | None
+
+
+class UnscoredResponse(TypedDict, total=False):
+    """A response without a score, kept next to the group of its siblings. From `finish_reason` on, what is known."""
+
+    index: int  # among the responses as they were rolled out
+    failure: str  # the failure class
+    error: str
+    finish_reason: FinishReason
+    tokens: list[int]
+    masks: list[int]  # IGNORE_INDEX everywhere: it takes no loss
+    inference_logprobs: list[float]  # PROMPT_LOGPROB everywhere
+    messages: list[Message]
 
 
 class RolloutRecord(ScoredDataGroup, total=False):

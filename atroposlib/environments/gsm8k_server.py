@@ -17,6 +17,7 @@ from atroposlib.environments.sandbox import Sandbox, SandboxError
 from atroposlib.environments.sandboxed_env import SandboxedEnv
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault, VerifierFault
+from atroposlib.rollouts.failures import is_scored, scored
 from atroposlib.type_definitions import Message
 
 logger = logging.getLogger(__name__)
@@ -89,16 +90,21 @@ class GSM8kEnv(SandboxedEnv):
             )
             nodes = managed.get_state()["nodes"]
         texts = [choice.message.content or "" for choice in reply.choices]
-        right = [await self.is_right(text, item) for text in texts]
-        self.percent_correct.extend(map(float, right))
+        scores = [await scored(self.score(text, item)) for text in texts]
+        right = [is_scored(score) and score > 0 for score in scores]
+        self.percent_correct += [float(score > 0) for score in scores if is_scored(score)]
         return {
             "tokens": [node.tokens for node in nodes],
             "masks": [node.masked_tokens for node in nodes],
             "inference_logprobs": [node.logprobs for node in nodes],
-            "scores": [1.0 if is_right else -1.0 for is_right in right],
+            "scores": scores,
             "overrides": overrides_of(nodes, right),
             "messages": [[*messages, {"role": "assistant", "content": text}] for text in texts],
         }, []
+
+    async def score(self, text: str, item: Question) -> float:
+        """1.0 for a right answer, else -1.0; VerifierFault when nobody can say."""
+        return 1.0 if await self.is_right(text, item) else -1.0
 
     async def is_right(self, text: str, item: Question) -> bool:
         """Ask math-verify; VerifierFault when it fails."""

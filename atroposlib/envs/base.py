@@ -9,13 +9,15 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Awaitable, Sequence
+import traceback
+from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel
 
+from atroposlib.api.batching import can_sum
 from atroposlib.envs import checkpoints
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.server_handling.fan_out import contained, raise_first
@@ -29,18 +31,20 @@ from atroposlib.envs.server_handling.server_baseline import (
 )
 from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
 from atroposlib.envs.trainer_side import TrainerSide, logged
-from atroposlib.errors import ConfigError, PathError
+from atroposlib.errors import ConfigError, EngineFault, KilledFault, PathError
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 from atroposlib.rollouts import groups as group_checks
 from atroposlib.rollouts.earlier import EarlierRollouts
 from atroposlib.rollouts.early_stop import EarlyStop, sample_until
+from atroposlib.rollouts.failures import is_scored
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.process import run_process
 from atroposlib.rollouts.run import EXIT_DONE, EXIT_WORK_REMAINS, STOP_TIMEOUT_S, Outcome, Run
 from atroposlib.rollouts.serve import run_serve
 from atroposlib.rollouts.stop import StopSignals
+from atroposlib.rollouts.trace import row_of_group
 from atroposlib.rollouts.work import current_work
-from atroposlib.type_definitions import UUID, Item, Message, ScoredDataGroup, ScoredDataItem
+from atroposlib.type_definitions import UUID, Item, Message, ScoredDataGroup, ScoredDataItem, UnscoredResponse
 
 if TYPE_CHECKING:
     import wandb
@@ -72,6 +76,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
 Trajectories = ScoredDataGroup | list[ScoredDataGroup | None] | None
+Trajectory = tuple[ScoredDataItem, list[Item]]
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -179,33 +184,67 @@ class BaseEnv(TrainerSide):
     async def collect_trajectories(self, item: Item) -> tuple[Trajectories, list[Item]]:
         """Roll out and score one group; with it, more items to roll out. Default: `group_size` rollouts in parallel.
 
+        A rollout that gives nothing or fails is left out, and the group says its size. One that the engine failed or
+        killed is tried once more: when weights are updated, the short ones would be all that is left of a group.
+
         Raises:
-            ValueError: `collect_trajectory` gave something that is not one scored rollout.
+            ValueError: no call of `collect_trajectory` gave a scored rollout; or what the first raised.
         """
-        config = self.config
+        tried = 0
 
-        async def ask(size: int) -> list[tuple[ScoredDataItem | None, list[Item]]]:
-            tries = (contained(self.collect_trajectory(item)) for _ in range(size))
-            results = await asyncio.gather(*tries, return_exceptions=True)
-            raise_first(results)
-            return [result for result in results if not isinstance(result, BaseException)]
+        async def ask(size: int) -> list[Trajectory | BaseException]:
+            nonlocal tried
+            first, tried = tried, tried + size
+            return await self._trajectories(item, range(first, tried))
 
-        backlog: list[Item] = []
-        rollouts: list[ScoredDataItem] = []
-        for rollout, more in await sample_until(
-            self.early_stop,
-            config.group_size,
-            ask,
-            lambda each: bool(each[0] and each[0].get("scores", 0.0) > config.accept_score),
-        ):
+        rollouts = await sample_until(self.early_stop, self.config.group_size, ask, self._is_accepted)
+        scored = [each for each in rollouts if not isinstance(each, BaseException)]
+        faults = {index: each for index, each in enumerate(rollouts) if isinstance(each, BaseException)}
+        if not scored:
+            faults.clear()
+            raise_first(rollouts)
+        group = self.sized(group_checks.merge_items([rollout for rollout, _ in scored]))
+        if faults:
+            group["group_overrides"] = {**(group.get("group_overrides") or {}), "group_size": len(scored)}
+            group["unscored"] = [self._unscored(fault, index) for index, fault in faults.items()]
+        return group, [more for _, backlog in scored for more in backlog]
+
+    async def _trajectories(self, item: Item, rows: Iterable[int]) -> list[Trajectory | BaseException]:
+        """Rollouts of these rows at the same time, each or why there is none."""
+
+        async def roll_out(row: int) -> Trajectory:
+            with row_of_group(row):
+                result = await contained(self.collect_trajectory(item))
+            rollout, backlog = result if isinstance(result, tuple) else (result, [])
             if not isinstance(rollout, dict):
                 raise ValueError(
                     f"collect_trajectory returned {type(rollout).__name__} for one of {self.config.group_size} "
                     "rollouts; it must return (ScoredDataItem, backlog)"
                 )
-            rollouts.append(rollout)
-            backlog.extend(more)
-        return self.sized(group_checks.merge_items(rollouts)), backlog
+            return rollout, backlog or []
+
+        results = dict(zip(rows, await asyncio.gather(*map(roll_out, rows), return_exceptions=True), strict=True))
+        again = [row for row, result in results.items() if isinstance(result, EngineFault | KilledFault)]
+        if again and any(isinstance(result, tuple) for result in results.values()):
+            more = await asyncio.gather(*map(roll_out, again), return_exceptions=True)
+            results.update(zip(again, more, strict=True))
+        return list(results.values())
+
+    def _is_accepted(self, each: Trajectory | BaseException) -> bool:
+        if isinstance(each, BaseException):
+            return False
+        score = each[0].get("scores", 0.0)
+        return is_scored(score) and score > self.config.accept_score
+
+    def _unscored(self, fault: BaseException, index: int) -> UnscoredResponse:
+        """Count one response that has no score; what is recorded of it."""
+        said = group_checks.unscored_response(fault, index)
+        logger.warning("response left out: class=%s index=%d error=%s", said["failure"], index, said["error"])
+        work = current_work.get()
+        if self._run and work:
+            self._run.failures.add_response(work, fault, index)
+        traceback.clear_frames(fault.__traceback__)  # they hold the rollout, which holds the fault
+        return said
 
     @property
     def early_stop(self) -> EarlyStop:
@@ -440,8 +479,8 @@ class BaseEnv(TrainerSide):
             GroupError: a group no one could use (shapes, numbers that are not finite).
         """
         usable: list[ScoredDataGroup] = []
-        for group in group_checks.as_groups(scored_data):
-            group_checks.check_shape(group)
+        for given in group_checks.as_groups(scored_data):
+            group = self._without_unscored(given)
             reason = group_checks.reject_reason(
                 group,
                 group_size=self.config.group_size,
@@ -465,11 +504,22 @@ class BaseEnv(TrainerSide):
             self.curr_step += 1
         return stored
 
+    def _without_unscored(self, group: ScoredDataGroup) -> ScoredDataGroup:
+        """The group itself, or that of the rows that can be used when a fault of one must not cost the others."""
+        group_checks.check_shape(group)
+        faults = group_checks.row_faults(group)
+        if not faults:
+            return group
+        if len(faults) == len(group["scores"]):
+            raise_first(list(faults.values()))
+        return group_checks.without_rows(group, faults, group_size=self.config.group_size, note=self._unscored)
+
     async def _collect(self, item: Item) -> tuple[Trajectories, list[Item]]:
         result = await self.collect_trajectories(item)
         return result if isinstance(result, tuple) else (result, [])
 
     async def _prepare(self, group: ScoredDataGroup, item: Item) -> None:
+        group_checks.share_params(group)
         for key in group_checks.OPTIONAL_KEYS:
             group.setdefault(key, None)
         self.completion_lengths.extend(group_checks.unmasked_lengths(group))
@@ -481,14 +531,19 @@ class BaseEnv(TrainerSide):
     def _note_rejected(self, reason: str) -> None:
         self.items_rejected += 1
         if self._run:
-            self._run.progress.rejected += 1
+            self._run.progress.rejected_for[reason] += 1
         logger.log(
             logging.WARNING if reason != group_checks.EQUAL_SCORES else logging.DEBUG, "group dropped: %s", reason
         )
 
     def _fits(self, group: ScoredDataGroup, abort_when_too_long: bool) -> bool:
         """Whether the trainer takes a group of this size with sequences this long; unknown counts as yes."""
-        if self.early_stop.is_on and len(group.get("scores", [])) != self.config.group_size:
+        size, batch_size = len(group["scores"]), self.config.batch_size
+        if self.early_stop.is_on and size != self.config.group_size:
+            return False
+        if group.get("unscored") and batch_size > 0 and not can_sum({self.config.group_size}, batch_size, size):
+            logger.warning("group not sent: sequences=%d never add up to batch_size=%d", size, batch_size)
+            self.items_rejected += 1
             return False
         longest = group_checks.longest_sequence(group)
         if self.max_token_len <= 0 or longest < self.max_token_len or not abort_when_too_long:

@@ -64,8 +64,8 @@ def render(progress: Progress) -> "Table":
     table.add_row("accepted", share, "ETA", duration(eta) if eta is not None else "-")
     if counts := progress.failure_counts():
         table.add_row("failures", ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())))
-    if progress.rejected:
-        table.add_row("rejected", str(progress.rejected))
+    if progress.rejected_for:
+        table.add_row("rejected", "  ".join(f"{reason}={n}" for reason, n in progress.rejected_for.most_common()))
     for task, reason in progress.health.set_aside.items():
         table.add_row("set aside", f"{task}: {reason}")
     table.add_row("state", progress.state + (f", waiting for {progress.waiting_for}" if progress.waiting_for else ""))

@@ -6,18 +6,19 @@ go on; when nothing at all succeeds any more, the run stops with one sentence.
 """
 
 import logging
+import math
 import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import orjson
 
-from atroposlib.errors import AtroposError, RolloutFault
+from atroposlib.errors import AtroposError, RolloutFault, VerifierFault
 from atroposlib.json_lines import one_line
 from atroposlib.rollouts.json_text import as_json, to_json
 from atroposlib.rollouts.work import Work
@@ -42,6 +43,48 @@ def describe_error(error: BaseException) -> str:
     """One line naming the error; our own messages stand for themselves."""
     text = str(error).strip() or "no message"
     return as_json(text if isinstance(error, AtroposError) else f"{type(error).__name__}: {text}")
+
+
+class Unscored(float):
+    """In place of a score: the fault for which a response has none.
+
+    It is NaN, and sums and products with it are it again, so that it passes through weights and combined rewards. A
+    comparison, or `if score:`, would make a score of it and raises the fault instead.
+    """
+
+    fault: BaseException
+
+    def __new__(cls, fault: BaseException) -> Self:
+        score = super().__new__(cls, math.nan)
+        score.fault = fault
+        return score
+
+    def __repr__(self) -> str:
+        return f"Unscored({self.fault!r})"
+
+    def _same(self, value: object = None) -> Self:
+        return self
+
+    def _refuse(self, value: object = None) -> NoReturn:
+        raise self.fault
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
+    __neg__ = __pos__ = __abs__ = _same
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = _refuse
+    __hash__ = float.__hash__
+
+
+def is_scored(score: float | None) -> bool:
+    """Return whether there is a score."""
+    return score is not None and not isinstance(score, Unscored)
+
+
+async def scored(scoring: Awaitable[float]) -> float:
+    """Return the score of one response, `Unscored` when its verifier fails: its siblings keep theirs."""
+    try:
+        return await scoring
+    except VerifierFault as fault:
+        return Unscored(fault)
 
 
 @dataclass(slots=True)
@@ -119,6 +162,7 @@ class FailureLog:
         self._env, self._run = env, run
         self.counts: Counter[str] = Counter()
         self.wasted: Counter[str] = Counter()  # cause -> tokens that the engine had replied with before a try failed
+        self.unscored = 0  # single responses among `counts`, whose groups are recorded without them
         self.last: dict[str, Any] | None = None  # class, item_key, error and time of the newest failure
         self.failed_before: set[str] = set()  # keys of items that an earlier process gave up
         if path and path.exists():
@@ -130,6 +174,17 @@ class FailureLog:
 
     def add(self, work: Work, error: BaseException, *, is_final: bool) -> None:
         """Count and write one failed try."""
+        self._write(work, error, {"final": is_final, "tokens": work.trace.usage["completion_tokens"]})
+
+    def add_response(self, work: Work, error: BaseException, index: int | None = None) -> None:
+        """Count and write the failure of one response, whose siblings are a group.
+
+        Args:
+            index: of the response in its group as it was rolled out; None: it never became a row.
+        """
+        self._write(work, error, {"final": False, "response": index, "tokens": 0})
+
+    def _write(self, work: Work, error: BaseException, facts: dict[str, Any]) -> None:
         line = {
             "env": self._env,
             "run": self._run,
@@ -138,8 +193,7 @@ class FailureLog:
             "class": failure_class(error),
             "error": describe_error(error),
             "try": work.tries,
-            "final": is_final,
-            "tokens": work.trace.usage["completion_tokens"],
+            **facts,
             "at": time.time(),
             "traceback": "".join(traceback.format_exception(error)),
         }
@@ -156,6 +210,7 @@ class FailureLog:
     def _count(self, line: dict[str, Any]) -> None:
         kind = line.get("class", "environment")
         self.counts[kind] += 1
+        self.unscored += "response" in line
         cause = "kill" if kind == "kill" else "rejected" if line.get("final") else "retry"
         self.wasted[cause] += line.get("tokens", 0)
         self.last = {key: line.get(key) for key in ("class", "item_key", "error", "at")}

@@ -5,23 +5,29 @@ Shapes: G sequences of a group, T tokens of one sequence. Nothing here waits or 
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from atroposlib.errors import GroupError
+from atroposlib.errors import GroupError, VerifierFault
+from atroposlib.rollouts.failures import Unscored, describe_error, failure_class
 from atroposlib.rollouts.json_text import as_json
+from atroposlib.rollouts.trace import RolloutTrace
 from atroposlib.rollouts.work import Work
 from atroposlib.type_definitions import (
     IGNORE_INDEX,
+    PROMPT_LOGPROB,
     ROLLOUT_SCHEMA_VERSION,
+    FinishReason,
     ScoredDataGroup,
     ScoredDataItem,
+    UnscoredResponse,
 )
 
 OPTIONAL_KEYS = ("ref_logprobs", "overrides", "group_overrides", "distill_token_ids", "distill_logprobs")
 """Keys every stored group has; None where the environment did not set them."""
 
 EQUAL_SCORES = "all scores equal"
+TOO_FEW_SCORES = "fewer than 2 scored responses"
 
 _PER_SEQUENCE = (
     "advantages",
@@ -33,6 +39,8 @@ _PER_SEQUENCE = (
     "distill_token_ids",
     "distill_logprobs",
 )
+_ROWS = frozenset({"tokens", "masks", "scores", "generation_params", "finish_reasons", *_PER_SEQUENCE})
+"""Keys whose list has one entry per row."""
 
 
 def as_groups(result: object) -> list[ScoredDataGroup]:
@@ -50,10 +58,10 @@ def as_groups(result: object) -> list[ScoredDataGroup]:
 
 
 def check_shape(group: Mapping[str, Any]) -> None:
-    """Refuse what no trainer or file can use.
+    """Refuse what has no rows that could be told apart.
 
     Raises:
-        GroupError: tokens, masks and scores of different length, or a score or logprob that is not finite.
+        GroupError: tokens, masks and scores are missing or of different length.
     """
     tokens, masks, scores = group.get("tokens"), group.get("masks"), group.get("scores")
     if tokens is None or masks is None or scores is None:
@@ -63,15 +71,79 @@ def check_shape(group: Mapping[str, Any]) -> None:
         raise GroupError(
             f"group has {len(tokens)} tokens, {len(masks)} masks and {len(scores)} scores; one of each per sequence"
         )
-    for i, (ids, mask) in enumerate(zip(tokens, masks, strict=True)):
-        if len(ids) != len(mask):
-            raise GroupError(f"sequence {i} has {len(ids)} tokens but {len(mask)} mask entries")
-    for i, score in enumerate(scores):
-        if not math.isfinite(score):
-            raise GroupError(f"score {i} is {score}; scores must be finite numbers, and a failed scoring must raise")
-    for i, logprobs in enumerate(group.get("inference_logprobs") or []):
-        if not math.isfinite(sum(logprobs)):
-            raise GroupError(f"inference_logprobs of sequence {i} hold NaN or infinity")
+
+
+def row_faults(group: Mapping[str, Any]) -> dict[int, BaseException]:
+    """Return why rows of a group can be neither trained nor recorded, by index: no score, or lists that do not fit."""
+    given = group.get("inference_logprobs")
+    logprobs = given if given is not None and len(given) == len(group["scores"]) else [()] * len(group["scores"])
+    rows = zip(group["tokens"], group["masks"], group["scores"], logprobs, strict=True)
+    found = {index: _row_fault(index, *row) for index, row in enumerate(rows)}
+    return {index: fault for index, fault in found.items() if fault is not None}
+
+
+def _row_fault(index: int, ids: Any, mask: Any, score: Any, logprobs: Any) -> BaseException | None:
+    if isinstance(score, Unscored):
+        return score.fault
+    try:
+        is_finite = math.isfinite(score)
+    except (TypeError, ValueError):
+        is_finite = False
+    if not is_finite:
+        return VerifierFault(
+            f"score {index} is {score!r}; a score must be a finite number, or an Unscored with the fault"
+        )
+    if len(ids) != len(mask):
+        return GroupError(f"sequence {index} has {len(ids)} tokens but {len(mask)} mask entries")
+    if not math.isfinite(sum(logprobs)):
+        return GroupError(f"inference_logprobs of sequence {index} hold NaN or infinity")
+    return None
+
+
+def without_rows(
+    group: Mapping[str, Any],
+    faults: Mapping[int, BaseException],
+    *,
+    group_size: int,
+    note: Callable[[BaseException, int], UnscoredResponse],
+) -> ScoredDataGroup:
+    """Return the group of the other rows, which says its own size; those with faults stand in its `unscored`.
+
+    Args:
+        faults: by index, as `row_faults` gives them; fewer than there are rows.
+        group_size: the environment's.
+        note: counts the fault of the response at a place of the group as it was rolled out; what is recorded of it.
+    """
+    size, unscored = len(group["scores"]), list(group.get("unscored", ()))
+    taken = {said["index"] for said in unscored}
+    places = [place for place in range(size + len(taken)) if place not in taken]  # of the rows, as they were rolled out
+    kept = [index for index in range(size) if index not in faults]
+    rest: dict[str, Any] = {
+        key: [value[index] for index in kept] if key in _ROWS and _length(value) == size else value
+        for key, value in group.items()
+    }
+    rest["group_overrides"] = {
+        **(group.get("group_overrides") or {}),
+        "group_size": expected_size(group, group_size) - len(faults),
+    }
+    for index, fault in faults.items():
+        said = note(fault, places[index])
+        ids = list(group["tokens"][index])
+        said |= {"tokens": ids, "masks": [IGNORE_INDEX] * len(ids), "inference_logprobs": [PROMPT_LOGPROB] * len(ids)}
+        if (messages := group.get("messages")) is not None and len(messages) == size:
+            said["messages"] = messages[index]
+        unscored.append(said)
+    rest["unscored"] = unscored
+    return rest  # pyright: ignore[reportReturnType]
+
+
+def unscored_response(fault: BaseException, index: int) -> UnscoredResponse:
+    """Return what is recorded of a response without a score that never became a row."""
+    return UnscoredResponse(index=index, failure=failure_class(fault), error=describe_error(fault))
+
+
+def _length(value: Any) -> int | None:
+    return len(value) if hasattr(value, "__len__") else None
 
 
 def expected_size(group: Mapping[str, Any], group_size: int) -> int:
@@ -85,7 +157,7 @@ def reject_reason(group: Mapping[str, Any], *, group_size: int, distinct_scores:
     if size != wanted:
         return f"{size} sequences instead of {wanted}"
     if distinct_scores and len({float(score) for score in group["scores"]}) == 1:
-        return EQUAL_SCORES
+        return TOO_FEW_SCORES if size == 1 and group.get("unscored") else EQUAL_SCORES
     return None
 
 
@@ -114,10 +186,31 @@ def merge_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
             group[key] = [{} if value is None and key == "overrides" else value for value in values]
         elif present:
             raise GroupError(f"{present} of {len(items)} rollouts of the group have {key!r}; all or none must")
+    if any(params := [item.get("generation_params") for item in items]):
+        group["generation_params"] = params
     overrides = [item.get("group_overrides") for item in items]
     if any(overrides):
         group["group_overrides"] = {key: value for each in overrides if each for key, value in each.items()}
     return group  # pyright: ignore[reportReturnType]
+
+
+def share_params(group: ScoredDataGroup) -> None:
+    """Turn `generation_params` of each rollout into the group's, in place; what differs goes to their `overrides`.
+
+    The trajectory API takes one object per group, and a trainer looks in a row's overrides first.
+    """
+    params: Any = group.get("generation_params")
+    if not isinstance(params, list):
+        return
+    rows = [dict(row or {}) for row in params]
+    shared = (
+        {key: value for key, value in rows[0].items() if all(row.get(key) == value for row in rows)} if rows else {}
+    )
+    group["generation_params"] = shared or None
+    own = [{key: value for key, value in row.items() if key not in shared} for row in rows]
+    if any(own):
+        given = group.get("overrides") or [{}] * len(own)
+        group["overrides"] = [{**row, **(override or {})} for row, override in zip(own, given, strict=True)]
 
 
 def to_record(
@@ -125,8 +218,8 @@ def to_record(
 ) -> dict[str, Any]:
     """The `RolloutRecord` of a group: a line of a rollout file. Where it came from stands first."""
     trace = work.trace
-    reasons = list(trace.finish_reasons) if len(trace.finish_reasons) == len(group["tokens"]) and parts == 1 else None
     usage = dict(trace.usage) if trace.replies and part == 0 else None
+    reasons = _finish_reasons(group, trace) if parts == 1 else None
     if usage and reasons and "length" in reasons:
         lengths = unmasked_lengths(group)
         usage["length_tokens"] = sum(n for n, reason in zip(lengths, reasons, strict=True) if reason == "length")
@@ -150,3 +243,17 @@ def to_record(
         facts["backlog"] = as_json(work.backlog)
     facts["scores"] = [float(score) for score in group["scores"]]  # True and False are not numbers in JSON
     return {**facts, **{key: value for key, value in group.items() if facts.get(key) is None}}
+
+
+def _finish_reasons(group: Mapping[str, Any], trace: RolloutTrace) -> list[FinishReason] | None:
+    """[G]; None where they cannot be told apart. Rows without a score take theirs along."""
+    unscored = {said["index"]: said for said in group.get("unscored", ())}
+    size = len(group["tokens"]) + len(unscored)
+    reasons = trace.reasons_of(size)
+    if reasons is None:
+        return None
+    for index, said in unscored.items():
+        said["finish_reason"] = reasons[index] or "unknown"
+    kept = [reasons[index] for index in range(size) if index not in unscored]
+    known: list[FinishReason] = [reason for reason in kept if reason is not None]
+    return known if len(known) == len(kept) else None

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -58,7 +58,7 @@ class Progress:
     engines: EngineUse | None = None  # None: the engines do not say
     reused_responses: int = 0  # from the response journal, this process only
     reused_tokens: int = 0
-    rejected: int = 0  # groups of no use (wrong size, equal scores), this process only
+    rejected_for: Counter[str] = field(default_factory=Counter)  # groups of no use by reason, this process only
     started_at: float = field(default_factory=time.time)
     _killed_tokens: int = 0  # in flight when earlier processes ended
     _writing: threading.Lock = field(default_factory=threading.Lock)  # what is written last was noted last
@@ -135,7 +135,9 @@ class Progress:
             "rates": dict(zip(("groups_s", "responses_s", "tokens_s"), self.rates(), strict=True)),
             "engines": asdict(self.engines) if self.engines else None,
             "wasted": self.wasted(),
-            "rejected": self.rejected,
+            "rejected": self.rejected_for.total(),
+            "rejected_for": dict(self.rejected_for),
+            "unscored": self.failures.unscored,
             "started_at": self.started_at,
             "updated_at": time.time(),
             "failures": self.failure_counts(),
@@ -210,8 +212,10 @@ class Progress:
             parts.append(f"ETA {duration(eta)}")
         if counts := self.failure_counts():
             parts.append("failures " + " ".join(f"{kind}={n}" for kind, n in sorted(counts.items())))
-        if self.rejected:
-            parts.append(f"rejected {self.rejected}")
+        if self.failures.unscored:
+            parts.append(f"unscored responses {self.failures.unscored}")
+        if self.rejected_for:
+            parts.append(f"rejected {self.rejected_for.total()}")
         if self.waiting_for:
             parts.append(f"waiting for {self.waiting_for}")
         return " | ".join(parts)

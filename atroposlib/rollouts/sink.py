@@ -201,4 +201,4 @@ def _for_api(record: Mapping[str, Any]) -> dict[str, Any]:
     if engine and record.get("duration_s") is not None:
         facts["duration_s"] = record["duration_s"]
     params = {**(record.get("sampling") or {}), **facts, **(record.get("generation_params") or {})}
-    return {**record, "generation_params": params or None}
+    return {key: value for key, value in record.items() if key != "unscored"} | {"generation_params": params or None}

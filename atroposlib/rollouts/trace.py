@@ -18,6 +18,7 @@ from atroposlib.type_definitions import EngineInfo, FinishReason, Usage
 
 _current: ContextVar["RolloutTrace | None"] = ContextVar("rollout_trace", default=None)
 _prompt_counted: ContextVar[bool] = ContextVar("prompt_counted", default=False)
+_row: ContextVar[int | None] = ContextVar("rollout_row", default=None)
 
 _KNOWN_REASONS: frozenset[str] = frozenset(get_args(FinishReason))
 
@@ -44,11 +45,13 @@ class RolloutTrace:
     engine: EngineInfo = field(default_factory=lambda: cast(EngineInfo, {}))  # {} before the first reply
     sampling: dict[str, Any] = field(default_factory=dict)  # of the last reply
     replies: int = 0
+    _rows: list[int | None] = field(default_factory=list)  # of each finish reason, where `row_of_group` told it
 
     def record(self, reply: EngineReply) -> None:
         """Add one reply. Its prompt is not counted inside `same_prompt()`."""
         self.replies += 1
         self.finish_reasons.extend(reply.finish_reasons)
+        self._rows.extend([_row.get()] * len(reply.finish_reasons))
         self.usage["completion_tokens"] += reply.completion_tokens
         if not _prompt_counted.get():
             self.usage["prompt_tokens"] += reply.prompt_tokens
@@ -58,6 +61,29 @@ class RolloutTrace:
         self.engine["model"] = reply.model or ""
         self.engine["base_url"] = reply.base_url or ""
         self.sampling = dict(reply.sampling)
+
+    def reasons_of(self, rows: int) -> list[FinishReason | None] | None:
+        """Return why each of `rows` responses ended, None for those of several generations; None: it is not known.
+
+        Generations that the engine aborted and that were tried again do not count.
+        """
+        if None in self._rows or not self._rows:
+            return [*self.finish_reasons] if len(self.finish_reasons) == rows else None
+        by_row: dict[int | None, list[FinishReason]] = {}
+        for row, reason in zip(self._rows, self.finish_reasons, strict=True):
+            if reason != "abort":
+                by_row.setdefault(row, []).append(reason)
+        return [reasons[0] if len(reasons := by_row.get(row, [])) == 1 else None for row in range(rows)]
+
+
+@contextmanager
+def row_of_group(index: int) -> Iterator[None]:
+    """Inside: the rollout of one row of the group, which runs at the same time as those of the others."""
+    token = _row.set(index)
+    try:
+        yield
+    finally:
+        _row.reset(token)
 
 
 @contextmanager

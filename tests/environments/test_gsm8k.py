@@ -105,6 +105,28 @@ async def test_process_writes_its_groups_from_a_local_file(make_env, tmp_path):
     assert [json.loads(line)["scores"] for line in shard.read_text().splitlines()] == [[1.0, 1.0]] * 3
 
 
+async def test_an_answer_that_nobody_can_judge_costs_its_siblings_nothing(make_env, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    answers = iter([lambda prompt: "\\boxed{9^{9^{9^{9}}}!}", right_answer])
+    env = await make_env(
+        lambda prompt: next(answers)(prompt),
+        total_steps=1,
+        rollouts_dir=str(tmp_path),
+        ensure_scores_are_not_same=False,
+        verifier_timeout_s=1,
+    )
+    await env.process_manager()
+    (shard,) = tmp_path.glob("gsm8k_rollouts_main_*.jsonl")
+    record = json.loads(shard.read_text())
+    assert (record["scores"], record["group_overrides"], record["finish_reasons"]) == (
+        [1.0],
+        {"group_size": 1},
+        ["stop"],
+    )
+    (said,) = record["unscored"]
+    assert (said["index"], said["failure"], said["finish_reason"]) == (0, "verifier", "stop")
+
+
 async def test_an_answer_that_takes_for_ever_is_a_verifier_fault_and_does_not_hold_up_the_loop(make_env, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
     env = await make_env("x")

@@ -122,8 +122,10 @@ async def test_concurrent_items_are_judged_each_by_its_own_task():
 async def test_a_verifier_that_dies_fails_the_rollout_and_gives_no_score():
     env = make_env("anything", task_name="Exitswhilejudgingbootcamp", internbootcamp_path=CHECKOUT)
     await env.setup()
+    group, _ = await env.collect_trajectories(await env.get_item(0))
     with pytest.raises(VerifierFault, match="exit code 3"):
-        await env.collect_trajectories(await env.get_item(0))
+        await env.handle_send_to_api(group)
+    await env.wandb_log({})
     await env.problems.close()
 
 

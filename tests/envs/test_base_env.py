@@ -13,7 +13,7 @@ import atroposlib.envs.base as base_module
 from atroposlib.envs import checkpoints, metrics
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
-from atroposlib.errors import GroupError, VerifierFault
+from atroposlib.errors import EngineFault, EnvironmentFault, GroupError, KilledFault, VerifierFault
 
 
 class SingleEnv(BaseEnv):
@@ -99,22 +99,69 @@ async def test_the_default_group_is_made_of_parallel_rollouts_and_their_follow_u
     assert len(backlog) == 3
 
 
-async def test_a_rollout_that_is_none_makes_the_group_an_error():
-    class NoneEnv(SingleEnv):
-        async def collect_trajectory(self, item):
-            return None, []
+class UnevenEnv(SingleEnv):
+    """Gives what `outcomes` says, one for each call: a score, nothing, or an exception."""
 
-    with pytest.raises(ValueError, match="returned NoneType for one of 3 rollouts"):
-        await make(NoneEnv).collect_trajectories(1)
+    outcomes: tuple = ()
+
+    async def collect_trajectory(self, item):
+        rollout, more = await super().collect_trajectory(item)
+        outcome = self.outcomes[min(self.calls, len(self.outcomes)) - 1]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return (rollout | {"scores": outcome}, more) if isinstance(outcome, float) else outcome
 
 
-async def test_a_rollout_that_fails_makes_the_group_fail_with_its_own_class():
-    class FailingEnv(SingleEnv):
-        async def collect_trajectory(self, item):
-            raise VerifierFault("no verdict")
+NOTHING = {
+    "None": ((None, []), ValueError, "returned NoneType for one of 3 rollouts"),
+    "None without a tuple": (None, ValueError, "returned NoneType"),
+    "something else": (("text", []), ValueError, "returned str"),
+    "a failing verifier": (VerifierFault("no verdict"), VerifierFault, "no verdict"),
+    "a program that leaves": (SystemExit(1), EnvironmentFault, "needs a process of its own"),
+    "an engine that fails twice": (EngineFault("503"), EngineFault, "503"),
+}
 
-    with pytest.raises(VerifierFault, match="no verdict"):
-        await make(FailingEnv).collect_trajectories(1)
+
+@pytest.mark.parametrize(("nothing", "error", "message"), NOTHING.values(), ids=NOTHING)
+async def test_a_rollout_that_gives_nothing_costs_its_siblings_nothing(nothing, error, message):
+    env = make(UnevenEnv)
+    env.outcomes = (1.0, nothing, 0.0, nothing)
+    group, backlog = await env.collect_trajectories(1)
+    assert group["scores"] == [1.0, 0.0]
+    assert group["group_overrides"] == {"group_size": 2}
+    assert len(backlog) == 2
+    (said,) = group["unscored"]
+    assert said["index"] == 1
+    assert message in said["error"]
+    env.outcomes = (nothing,)
+    with pytest.raises(error, match=message):
+        await env.collect_trajectories(1)
+
+
+async def test_a_rollout_that_the_engine_killed_is_tried_once_more():
+    env = make(UnevenEnv)
+    env.outcomes = (1.0, KilledFault("weights were updated"), 0.0, 0.5)
+    group, _ = await env.collect_trajectories(1)
+    assert group["scores"] == [1.0, 0.5, 0.0]
+    assert "unscored" not in group
+
+
+async def test_a_rollout_that_fails_after_early_ones_were_enough_is_left_out_too():
+    env = make(UnevenEnv, group_size=8, stop_after_accepted=2)
+    env.outcomes = (1.0, (None, []), 1.0)
+    group, _ = await env.collect_trajectories(1)
+    assert group["scores"] == [1.0] * 3
+    assert group["group_overrides"] == {"group_size": 3}
+
+
+SENDABLE = {"groups of twelve make up": (64, 12, True), "never adds up": (16, 15, False), "unknown": (-1, 15, True)}
+
+
+@pytest.mark.parametrize(("batch_size", "scored", "fits"), SENDABLE.values(), ids=SENDABLE)
+def test_a_group_without_all_its_responses_is_sent_where_batches_can_hold_it(batch_size, scored, fits):
+    env = make(group_size=16, batch_size=batch_size)
+    group = {"tokens": [[1]] * scored, "scores": [1.0] * scored, "unscored": [{}] * (16 - scored)}
+    assert env._fits(group, True) is fits
 
 
 async def test_a_group_without_messages_gets_its_text_when_asked():

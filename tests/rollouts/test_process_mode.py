@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 from counting_env import CountingEnv, StreamingEnv, make_env, make_group
 
+from atroposlib.data.sft import export_sft, simple_policy
+from atroposlib.data.validate import validate
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.loads import EngineLoad
 from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.errors import AtroposError, EngineFault, LaunchError, PathError, VerifierFault
 from atroposlib.rollouts import progress as progress_module
+from atroposlib.rollouts.failures import Unscored
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.work import current_work
 
@@ -70,6 +73,41 @@ async def test_failed_items_are_replaced_by_later_ones(tmp_path):
     progress = json.loads((tmp_path / "counting_progress_main.json").read_text())
     assert progress["failures"] == {"verifier": len(failures)}
     assert progress["state"] == "done"
+
+
+class PickyEnv(CountingEnv):
+    """Cannot judge the first response of any item."""
+
+    async def collect_trajectories(self, item):
+        group, backlog = await super().collect_trajectories(item)
+        group["scores"][0] = Unscored(VerifierFault("no verdict"))
+        return group, backlog
+
+
+async def test_a_response_without_a_score_is_recorded_next_to_its_siblings_and_counted(tmp_path):
+    env = process_env(tmp_path, PickyEnv, group_size=4, total_steps=30, task_failure_limit=2)
+    assert (await env.process_manager()).groups == 30
+    for record in rollouts(tmp_path / "o.jsonl"):
+        assert (record["scores"], record["group_overrides"]) == ([0.0, 1.0, 0.0], {"group_size": 3})
+        assert [(said["index"], said["failure"], said["error"]) for said in record["unscored"]] == [
+            (0, "verifier", "no verdict")
+        ]
+    progress = json.loads((tmp_path / "counting_progress_main.json").read_text())
+    assert (progress["failures"], progress["unscored"], progress["responses"]) == ({"verifier": 30}, 30, 90)
+    assert [problem.text for problem in validate(tmp_path / "o.jsonl") if problem.is_damage] == []
+    export_sft(tmp_path / "o.jsonl", tmp_path / "sft.jsonl", simple_policy(above=None))
+    assert len(rollouts(tmp_path / "sft.jsonl")) == 90
+    again = process_env(tmp_path, PickyEnv, group_size=4, total_steps=31)
+    await again.process_manager()
+    assert json.loads((tmp_path / "counting_progress_main.json").read_text())["unscored"] == 31
+
+
+async def test_groups_that_are_of_no_use_are_counted_by_reason(tmp_path):
+    env = process_env(tmp_path, PickyEnv, group_size=2, ensure_scores_are_not_same=True, items=5)
+    with pytest.raises(AtroposError, match="no item gave a group; the last failure: no verdict"):
+        await env.process_manager()
+    progress = json.loads((tmp_path / "counting_progress_main.json").read_text())
+    assert progress["rejected_for"] == {"fewer than 2 scored responses": 5}
 
 
 async def test_when_everything_fails_the_run_stops_with_one_sentence(tmp_path):

@@ -6,25 +6,37 @@ import numpy as np
 import pytest
 from counting_env import make_group
 
-from atroposlib.errors import GroupError
+from atroposlib.errors import GroupError, VerifierFault
+from atroposlib.rollouts.failures import Unscored
 from atroposlib.rollouts.groups import (
     EQUAL_SCORES,
+    TOO_FEW_SCORES,
     as_groups,
     check_shape,
     merge_items,
     reject_reason,
+    row_faults,
+    share_params,
     to_record,
     unmasked_lengths,
+    unscored_response,
+    without_rows,
 )
-from atroposlib.rollouts.trace import EngineReply
+from atroposlib.rollouts.trace import EngineReply, row_of_group
 from atroposlib.rollouts.work import Work
 
 BROKEN = {
     "no scores": ({"scores": None}, "no scores"),
     "a score too few": ({"scores": [1.0]}, "1 scores"),
-    "a mask too short": ({"masks": [[-100, 1], [-100, 1, 2]]}, "2 mask entries"),
-    "a score that is no number": ({"scores": [1.0, math.nan]}, "score 1 is nan"),
+}
+
+ODD_ROWS = {
+    "a mask too short": ({"masks": [[-100, 1], make_group(5)["masks"][1]]}, "2 mask entries"),
+    "a score that is NaN": ({"scores": [math.nan, 1.0]}, "score 0 is nan"),
     "an infinite score": ({"scores": [math.inf, 1.0]}, "score 0 is inf"),
+    "no score": ({"scores": [None, 1.0]}, "score 0 is None"),
+    "a score that is text": ({"scores": ["good", 1.0]}, "score 0 is 'good'"),
+    "a verifier that failed": ({"scores": [0.5 * Unscored(VerifierFault("no verdict")), 1.0]}, "no verdict"),
     "a logprob that is no number": (
         {"inference_logprobs": [[1.0, -1.0, math.nan], [1.0, -1.0, -1.0]]},
         "inference_logprobs of sequence 0",
@@ -36,6 +48,57 @@ BROKEN = {
 def test_a_group_nobody_could_use_is_refused_with_what_is_wrong(change, message):
     with pytest.raises(GroupError, match=message):
         check_shape({**make_group(5), **change})
+
+
+@pytest.mark.parametrize(("change", "message"), ODD_ROWS.values(), ids=ODD_ROWS)
+def test_a_row_nobody_could_use_is_set_aside_and_the_rest_is_a_group_of_its_size(change, message):
+    group = {**make_group(5), "messages": [["a"], ["b"]], "images": None, **change}
+    faults = row_faults(group)
+    rest = without_rows(group, faults, group_size=2, note=unscored_response)
+    assert {key: rest[key] for key in ("tokens", "scores", "messages", "images", "group_overrides")} == {
+        "tokens": group["tokens"][1:],
+        "scores": [1.0] if "scores" in change else group["scores"][1:],
+        "messages": [["b"]],
+        "images": None,
+        "group_overrides": {"group_size": 1},
+    }
+    (said,) = rest["unscored"]
+    assert message in said["error"]
+    assert said["tokens"] == group["tokens"][0]
+    assert set(said["masks"]) == {-100}
+    assert set(said["inference_logprobs"]) == {1.0}
+    assert reject_reason(rest, group_size=2, distinct_scores=False) is None
+    assert reject_reason(rest, group_size=2, distinct_scores=True) == TOO_FEW_SCORES
+
+
+def test_finish_reasons_stay_with_their_rows_when_some_have_no_score():
+    work = Work(item=1, key="1", task="t")
+    work.trace.record(EngineReply(["stop", "length", "stop"], 10, 20))
+    group = {**make_group(1, size=3), "scores": [1.0, None, 0.0]}
+    rest = without_rows(group, row_faults(group), group_size=3, note=unscored_response)
+    record = to_record(rest, work, env="e", run="r", group_id="g", part=0, parts=1)
+    assert record["finish_reasons"] == ["stop", "stop"]
+    assert [(said["index"], said["failure"], said["finish_reason"]) for said in record["unscored"]] == [
+        (1, "verifier", "length")
+    ]
+
+
+def test_finish_reasons_of_rollouts_that_ran_at_the_same_time_are_put_in_their_order():
+    work = Work(item=1, key="1", task="t")
+    for row, reason in ((2, "length"), (0, "abort"), (1, "stop"), (0, "tool_calls")):
+        with row_of_group(row):
+            work.trace.record(EngineReply([reason], 10, 20))
+    record = to_record(make_group(1, size=3), work, env="e", run="r", group_id="g", part=0, parts=1)
+    assert record["finish_reasons"] == ["tool_calls", "stop", "length"]
+
+
+def test_what_rollouts_were_generated_with_is_kept():
+    item = {"tokens": [1], "masks": [1], "scores": 1.0}
+    rows = [{"temperature": t, "top_p": 0.9} for t in (0.5, 1.0)]
+    group = merge_items([{**item, "generation_params": row} for row in rows])
+    share_params(group)
+    assert group["generation_params"] == {"top_p": 0.9}
+    assert group["overrides"] == [{"temperature": 0.5}, {"temperature": 1.0}]
 
 
 def test_numpy_groups_are_fine():

@@ -69,6 +69,20 @@ async def test_the_trainer_learns_temperature_weight_versions_and_duration_from_
     }
 
 
+async def test_a_trainer_gets_nothing_of_a_response_without_a_score():
+    class PickyEnv(CountingEnv):
+        async def collect_trajectories(self, item):
+            group, backlog = await super().collect_trajectories(item)
+            return {**group, "scores": [None, *group["scores"][1:]]}, backlog
+
+    env, api = serving(PickyEnv, total_groups=1, group_size=3, max_batches_offpolicy=0)
+    await env.env_manager()
+    group = api.received[0]
+    assert [len(group[key]) for key in ("tokens", "masks", "scores", "messages")] == [2] * 4
+    assert group["group_overrides"] == {"group_size": 2}
+    assert "unscored" not in group
+
+
 async def test_a_complete_run_needs_no_api(tmp_path):
     await serving(total_groups=4, rollouts_dir=str(tmp_path))[0].env_manager()
     env, api = serving(total_groups=4, rollouts_dir=str(tmp_path))

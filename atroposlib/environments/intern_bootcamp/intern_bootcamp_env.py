@@ -19,6 +19,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.server_handling.chat_prompt import render
 from atroposlib.errors import EnvironmentFault, RolloutFault
 from atroposlib.rollouts.early_stop import sample_until
+from atroposlib.rollouts.failures import is_scored, scored
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +72,13 @@ class InternBootcampEnv(SandboxedEnv):
                     top_p=self.config.top_p,
                 )
                 texts = [whole_reply(choice.message.content or "", self.opening) for choice in reply.choices]
-                return [(text, await self.problems.verify(text, meta)) for text in texts]
+                return [(text, await scored(self.problems.verify(text, meta))) for text in texts]
 
             answers = await sample_until(
                 self.early_stop,
                 self.config.group_size,
                 ask,
-                lambda answer: self.score(answer[1]) > self.config.accept_score,
+                lambda answer: is_scored(answer[1]) and self.score(answer[1]) > self.config.accept_score,
             )
             nodes = managed.get_state()["nodes"]
         texts, verdicts = [text for text, _ in answers], [verdict for _, verdict in answers]
@@ -88,21 +89,25 @@ class InternBootcampEnv(SandboxedEnv):
             "masks": [node.masked_tokens for node in nodes],
             "inference_logprobs": [node.logprobs for node in nodes],
             "scores": [self.score(verdict) for verdict in verdicts],
-            "overrides": overrides_of(nodes, [verdict >= 1 for verdict in verdicts]),
+            "overrides": overrides_of(nodes, [is_scored(verdict) and verdict >= 1 for verdict in verdicts]),
             "messages": [[*messages, {"role": "assistant", "content": text}] for text in texts],
         }
         return self.sized(group), []  # pyright: ignore[reportArgumentType]  # a group may carry its task
 
     def score(self, verdict: float) -> float:
-        """Reward of one verdict."""
+        """Reward of one verdict, none for none."""
         config = self.config
+        if not is_scored(verdict):
+            return verdict
         return reward(verdict, correct_reward=config.correct_reward, incorrect_reward=config.incorrect_reward)
 
     def count(self, task: str, verdicts: list[float]) -> None:
         """Remember how many responses were right, for the next log."""
-        counts = self.verdicts.setdefault(task, Counter())
-        counts["responses"] += len(verdicts)
-        counts["correct"] += sum(verdict >= 1 for verdict in verdicts)
+        given = [verdict for verdict in verdicts if is_scored(verdict)]
+        if given:
+            counts = self.verdicts.setdefault(task, Counter())
+            counts["responses"] += len(given)
+            counts["correct"] += sum(verdict >= 1 for verdict in given)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Greedy answers to `eval_problems` problems drawn apart from training; those that fail are left out."""

@@ -6,13 +6,14 @@ from typing import Any
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import Completion, MetricsLogger, RewardFunction
 from atroposlib.errors import ConfigError
+from atroposlib.rollouts.failures import Unscored
 
 NORMALIZATIONS = ("none", "sum", "minmax")
 
 
 @registry.register
 class CombinedReward(RewardFunction):
-    """The weighted sum of its parts. A part that fails fails the whole group."""
+    """The weighted sum of its parts. A response that one part cannot score has no score."""
 
     reward_functions: list[RewardFunction]
     normalization: str
@@ -61,5 +62,6 @@ class CombinedReward(RewardFunction):
 
 
 def _minmax(values: Sequence[float]) -> list[float]:
-    low, high = min(values, default=0.0), max(values, default=0.0)
+    scored = [value for value in values if not isinstance(value, Unscored)]
+    low, high = min(scored, default=0.0), max(scored, default=0.0)
     return [(value - low) / (high - low) for value in values] if high > low else list(values)

@@ -1,6 +1,7 @@
 """The base of all reward functions: completions of one group in, one number each out.
 
-A reward function that cannot score raises; it never answers 0 for what it failed to judge.
+A reward function that cannot score raises; it never answers 0 for what it failed to judge. Calling one gives the
+responses that it failed on an `Unscored` in place of a number, so that the others keep theirs.
 """
 
 import logging
@@ -9,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from atroposlib.errors import RolloutFault, VerifierFault
+from atroposlib.errors import EngineFault, KilledFault, RolloutFault, VerifierFault
+from atroposlib.rollouts.failures import Unscored
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +56,16 @@ class RewardFunction(ABC):
         """Raw rewards [G] of G completions; `kwargs` carry the item's solution and the like."""
 
     def __call__(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
-        """Weighted rewards [G].
+        """Weighted rewards [G], `Unscored` where there is none. If `compute` fails on G > 1, each is scored alone.
 
         Raises:
-            VerifierFault: `compute` raised, or gave another number of rewards, or one that is not finite.
+            VerifierFault: there is none at all, as `compute` raised or gave another number of rewards.
+            EngineFault, KilledFault: `compute` raised it; the item is tried again.
         """
         rewards = self._checked(completions, kwargs)
         weighted = [reward * self.weight for reward in rewards]
-        self.log_metrics(rewards, weighted)
+        scored = [pair for pair in zip(rewards, weighted, strict=True) if not isinstance(pair[0], Unscored)]
+        self.log_metrics([raw for raw, _ in scored], [product for _, product in scored])
         return weighted
 
     def set_wandb_logger(self, logger: MetricsLogger | None) -> None:
@@ -93,19 +97,50 @@ class RewardFunction(ABC):
 
     def _checked(self, completions: Sequence[Completion], kwargs: Mapping[str, Any]) -> list[float]:
         try:
-            rewards = self.compute(completions, **kwargs)
+            rewards = self._computed(completions, kwargs)
+        except (EngineFault, KilledFault):
+            raise
+        except RolloutFault as fault:
+            if len(completions) < 2:
+                raise
+            rewards = [self._alone(i, completions, kwargs) for i in range(len(completions))]
+            if all(isinstance(reward, Unscored) for reward in rewards):
+                raise
+            logger.debug("scored one by one: function=%s error=%s", self.name, fault)
+        if len(rewards) != len(completions):
+            raise VerifierFault(f"reward function {self.name} gave {rewards!r} for {len(completions)} completions")
+        checked = [self._finite(reward) for reward in rewards]
+        faults = [reward.fault for reward in checked if isinstance(reward, Unscored)]
+        if faults and len(faults) == len(checked):
+            raise faults[0]
+        return checked
+
+    def _computed(self, completions: Sequence[Completion], kwargs: Mapping[str, Any]) -> list[float]:
+        try:
+            return self.compute(completions, **kwargs)
         except RolloutFault:
             raise
         except Exception as error:
             raise VerifierFault(
                 f"reward function {self.name} failed on a group of {len(completions)}: {type(error).__name__}: {error}"
             ) from error
-        if len(rewards) != len(completions) or not all(map(math.isfinite, rewards)):
-            raise VerifierFault(
-                f"reward function {self.name} gave {rewards!r} for {len(completions)} completions; "
-                "expected one finite number each"
-            )
-        return rewards
+
+    def _alone(self, index: int, completions: Sequence[Completion], kwargs: Mapping[str, Any]) -> float:
+        """The reward of one completion, with its own part of the lists that have one entry for each."""
+        size = len(completions)
+        own = {
+            key: [value[index]] if isinstance(value, list) and len(value) == size else value
+            for key, value in kwargs.items()
+        }
+        try:
+            return self._computed([completions[index]], own)[0]
+        except RolloutFault as fault:
+            return Unscored(fault)
+
+    def _finite(self, reward: float) -> float:
+        if isinstance(reward, Unscored) or math.isfinite(reward):
+            return reward
+        return Unscored(VerifierFault(f"reward function {self.name} gave {reward!r}; expected one finite number each"))
 
 
 def one_each(value: Any, completions: Sequence[Completion], *, needed_by: str, keyword: str) -> list[Any]:

@@ -3,6 +3,7 @@ import pytest
 from atroposlib.envs.reward_fns import CombinedReward, RewardFunction, registry
 from atroposlib.envs.reward_fns.registry import LegacyFunctionWrapper, RewardRegistry
 from atroposlib.errors import ConfigError, RequestFault, VerifierFault
+from atroposlib.rollouts.failures import Unscored
 
 
 class Length(RewardFunction):
@@ -49,10 +50,51 @@ def test_a_fault_keeps_its_class():
         Broken(RequestFault("prompt too long"))(["a"])
 
 
-@pytest.mark.parametrize("answer", [[1.0], [1.0, float("nan")], [1.0, float("inf")]])
-def test_rewards_that_are_missing_or_not_finite_are_a_verifier_fault(answer):
-    with pytest.raises(VerifierFault, match="one finite number each"):
+@pytest.mark.parametrize("answer", [[1.0], [float("nan"), float("inf")]])
+def test_rewards_that_are_missing_or_all_not_finite_are_a_verifier_fault(answer):
+    with pytest.raises(VerifierFault, match=r"gave .*(for 2 completions|one finite number each)"):
         Broken(answer)(["a", "b"])
+
+
+class Picky(RewardFunction):
+    """1.0 where the completion is its solution, but it raises or gives NaN on odd ones."""
+
+    def compute(self, completions, solution=None, **kwargs):
+        if "raise" in completions:
+            raise ZeroDivisionError("odd")
+        return [
+            float("nan") if said == "nan" else float(said == right)
+            for said, right in zip(completions, solution, strict=True)
+        ]
+
+
+@pytest.mark.parametrize(("odd", "reason"), [("raise", "ZeroDivisionError: odd"), ("nan", "picky gave nan")])
+def test_a_completion_that_cannot_be_scored_costs_its_siblings_nothing(odd, reason):
+    metrics = Metrics()
+    reward = Picky(weight=2.0)
+    reward.set_wandb_logger(metrics)
+    first, unscored, last = reward(["a", odd, "c"], solution=["a", "b", "d"])
+    assert (first, last) == (2.0, 0.0)
+    assert isinstance(unscored, Unscored)
+    assert reason in str(unscored.fault)
+    assert metrics.logged[0]["reward/picky/mean_raw"] == 0.5
+
+
+@pytest.mark.parametrize("normalization", ["none", "sum", "minmax"])
+def test_a_sum_with_a_part_that_cannot_score_is_no_score(normalization):
+    combined = CombinedReward([], normalization=normalization)
+    combined.reward_functions = [Length(), Picky()]
+    first, unscored, last = combined(["a", "raise", "bcd"], solution=["b", "b", "bcd"])
+    assert first < last
+    assert isinstance(unscored, Unscored)
+
+
+@pytest.mark.parametrize(
+    "use", [bool, lambda score: score > 0, lambda score: score == 1.0, lambda score: max(1.0, score)]
+)
+def test_no_score_ever_becomes_a_number(use):
+    with pytest.raises(VerifierFault, match="no verdict"):
+        use(1.0 - 0.5 * Unscored(VerifierFault("no verdict")))
 
 
 def test_metrics_of_a_group_are_logged_under_the_name():
