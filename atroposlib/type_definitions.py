@@ -122,17 +122,17 @@ class EngineInfo(TypedDict, total=False):
     weight_version_end: str | None
 
 
-class UnscoredResponse(TypedDict, total=False):
-    """A response without a score, kept next to the group of its siblings. From `finish_reason` on, what is known."""
+class UnscoredResponse(TypedDict):
+    """A response without a score, kept next to the group of its siblings."""
 
     index: int  # among the responses as they were rolled out
     failure: str  # the failure class
     error: str
-    finish_reason: FinishReason
-    tokens: list[int]
-    masks: list[int]  # IGNORE_INDEX everywhere: it takes no loss
-    inference_logprobs: list[float]  # PROMPT_LOGPROB everywhere
-    messages: list[Message]
+    finish_reason: NotRequired[FinishReason]
+    tokens: NotRequired[list[int]]  # absent when it never became a row
+    masks: NotRequired[list[int]]  # IGNORE_INDEX everywhere: it takes no loss
+    inference_logprobs: NotRequired[list[float]]  # PROMPT_LOGPROB everywhere
+    messages: NotRequired[list[Message]]
 
 
 class RolloutRecord(ScoredDataGroup, total=False):

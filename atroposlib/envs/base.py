@@ -510,7 +510,7 @@ class BaseEnv(TrainerSide):
         faults = group_checks.row_faults(group)
         if not faults:
             return group
-        if len(faults) == len(group["scores"]):
+        if len(faults) == len(group.get("scores", ())):
             raise_first(list(faults.values()))
         return group_checks.without_rows(group, faults, group_size=self.config.group_size, note=self._unscored)
 
@@ -538,7 +538,7 @@ class BaseEnv(TrainerSide):
 
     def _fits(self, group: ScoredDataGroup, abort_when_too_long: bool) -> bool:
         """Whether the trainer takes a group of this size with sequences this long; unknown counts as yes."""
-        size, batch_size = len(group["scores"]), self.config.batch_size
+        size, batch_size = len(group.get("scores", ())), self.config.batch_size
         if self.early_stop.is_on and size != self.config.group_size:
             return False
         if group.get("unscored") and batch_size > 0 and not can_sum({self.config.group_size}, batch_size, size):

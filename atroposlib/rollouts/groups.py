@@ -252,8 +252,10 @@ def _finish_reasons(group: Mapping[str, Any], trace: RolloutTrace) -> list[Finis
     reasons = trace.reasons_of(size)
     if reasons is None:
         return None
-    for index, said in unscored.items():
-        said["finish_reason"] = reasons[index] or "unknown"
-    kept = [reasons[index] for index in range(size) if index not in unscored]
-    known: list[FinishReason] = [reason for reason in kept if reason is not None]
-    return known if len(known) == len(kept) else None
+    kept: list[FinishReason] = []
+    for index, reason in enumerate(reasons):
+        if index in unscored:
+            unscored[index]["finish_reason"] = reason or "unknown"
+        elif reason is not None:
+            kept.append(reason)
+    return kept if len(kept) == len(group["tokens"]) else None
