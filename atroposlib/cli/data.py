@@ -20,16 +20,19 @@ from atroposlib.data.index import open_table, read_group
 from atroposlib.data.merge import merge_rollouts
 from atroposlib.data.output import check_output, write_whole
 from atroposlib.data.policy import load_policy, select
+from atroposlib.data.report import require_groups
+from atroposlib.data.set_aside import listed
 from atroposlib.data.split import split_rollouts
 from atroposlib.data.stats import Stats, TaskStats, describe
 from atroposlib.data.stats_page import stats_page
-from atroposlib.data.tokenizers import load_tokenizer
-from atroposlib.data.validate import validate as find_problems
+from atroposlib.data.tokenizers import load_tokenizer, padded_vocabulary
+from atroposlib.data.validate import Validation
 from atroposlib.errors import DataError
 
 app = App("Check, count, compare, split, merge, describe and show rollout files.")
 
 Rollouts = Annotated[list[str], typer.Argument(help="Rollout files, folders (a run's too) or patterns.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first odd row instead of setting it aside.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what exists.")]
 
 
@@ -38,23 +41,33 @@ def validate(
     rollouts: Rollouts,
     tokenizer: Annotated[str | None, typer.Option(help="Also check that ids are in its vocabulary.")] = None,
     max_shown: Annotated[int, typer.Option(min=1, help="Problems printed; all are counted.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: what was read, and what is wrong.")] = False,
+    strict: Strict = False,
 ) -> None:
-    """Check every line against every invariant; exit code 1 when something is damaged.
+    """Check every line against every invariant; exit code 1 when something is damaged, or nothing is there.
+
+    Damage is what datasets leave out; notes are legal, but worth knowing.
 
     \b
     Examples:
       atropos data validate runs/main/
       atropos data validate 'runs/main/rollouts/*.jsonl' --tokenizer ./tokenizer
     """
-    vocabulary = len(load_tokenizer(tokenizer)) if tokenizer else None
-    counts: Counter[bool] = Counter()
+    found = Validation(
+        vocabulary_size=len(load_tokenizer(tokenizer)) if tokenizer else None,
+        padded_size=padded_vocabulary(tokenizer) if tokenizer else None,
+    )
     with reading(rollouts) as advance:
-        for problem in find_problems(rollouts, vocabulary_size=vocabulary, advance=advance):
-            counts[problem.is_damage] += 1
-            if counts.total() <= max_shown:
+        for number, problem in enumerate(found.problems(rollouts, advance), 1):
+            if number <= max_shown and not as_json:
                 print(f"{'damage' if problem.is_damage else 'note'}: {problem.where}: {problem.text}")
-    print(f"damaged: {counts[True]}, notes: {counts[False]}")
-    if counts[True]:
+            if strict and problem.is_damage:
+                break
+    if as_json:
+        print(orjson.dumps(found.as_json(), option=orjson.OPT_INDENT_2).decode())
+    else:
+        _print_validation(found, max_shown)
+    if found.damaged or not found.groups:
         raise typer.Exit(1)
 
 
@@ -66,6 +79,7 @@ def stats(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[str | None, typer.Option(help="Also write a self-contained page with plots.")] = None,
     overwrite: Overwrite = False,
+    strict: Strict = False,
 ) -> None:
     """Count problems, responses, scores, lengths, pass rates, retention and failures.
 
@@ -77,7 +91,8 @@ def stats(
     """
     page = check_output(html, what="--html", overwrite=overwrite) if html else None
     with reading(rollouts) as advance:
-        table = open_table(rollouts, advance)
+        table = open_table(rollouts, advance, strict=strict)
+    require_groups(table)
     retention = select(table, load_policy(policy)).steps if policy else None
     found = describe(table, accept_score=accept_score, retention=retention)
     if page:
@@ -94,6 +109,7 @@ def diff(
     second: Annotated[str, typer.Argument(metavar="B", help="Another policy file.")],
     rollouts: Rollouts,
     examples: Annotated[int, typer.Option(min=0, help="Responses shown that only one keeps.")] = 3,
+    strict: Strict = False,
 ) -> None:
     """Show what two policies keep of the same rollouts.
 
@@ -102,7 +118,8 @@ def diff(
       atropos data diff loose.yaml strict.yaml runs/main/
     """
     with reading(rollouts) as advance:
-        table = open_table(rollouts, advance)
+        table = open_table(rollouts, advance, strict=strict)
+    require_groups(table)
     a, b = (select(table, load_policy(policy)).keep for policy in (first, second))
     for label, rows in (("both", a & b), (f"only {first}", a & ~b), (f"only {second}", b & ~a), ("neither", ~(a | b))):
         tasks = Counter(table.column("task")[rows].tolist())
@@ -119,6 +136,7 @@ def split(
     shares: Annotated[str, typer.Option(help="Of problems: train, val, test.")] = "0.7,0.2,0.1",
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     overwrite: Overwrite = False,
+    strict: Strict = False,
 ) -> None:
     """Split by problem, stratified by task and difficulty; no problem is in two splits.
 
@@ -132,7 +150,9 @@ def split(
     except ValueError:
         raise typer.BadParameter(f"{shares!r} is not three numbers with commas", param_hint="--shares") from None
     with reading(rollouts, passes=2) as advance:
-        counts = split_rollouts(rollouts, output_dir, shares=parts, seed=seed, overwrite=overwrite, advance=advance)
+        counts = split_rollouts(
+            *(rollouts, output_dir), shares=parts, seed=seed, overwrite=overwrite, strict=strict, advance=advance
+        )
     print(", ".join(f"{name}: {count} groups" for name, count in counts.items()))
 
 
@@ -141,6 +161,7 @@ def merge(
     rollouts: Rollouts,
     output: Annotated[str, typer.Option(help="The merged rollout file, .jsonl or .jsonl.zst.")],
     overwrite: Overwrite = False,
+    strict: Strict = False,
 ) -> None:
     """Merge partial runs into one file without duplicates.
 
@@ -149,7 +170,7 @@ def merge(
       atropos data merge runs/first/ runs/second/ --output all.jsonl.zst
     """
     with reading(rollouts) as advance:
-        merged = merge_rollouts(rollouts, output, overwrite=overwrite, advance=advance)
+        merged = merge_rollouts(rollouts, output, overwrite=overwrite, strict=strict, advance=advance)
     print(f"{merged.groups} groups of {merged.files} files, {merged.duplicates} duplicates left out: {merged.output}")
 
 
@@ -182,6 +203,7 @@ def show(
     number: Annotated[int, typer.Option("--number", "-n", min=0, help="Response, counted from 0 over all files.")] = 0,
     group: Annotated[bool, typer.Option("--group", help="All responses of its group.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The whole recorded line.")] = False,
+    strict: Strict = False,
 ) -> None:
     """Show one response at once, also of a large set (keeps an index beside each file).
 
@@ -190,13 +212,14 @@ def show(
       atropos data show runs/main/ -n 123456
       atropos data show runs/main/ -n 123456 --json | jq .sampling
     """
-    table = open_table(rollouts)
+    table = open_table(rollouts, strict=strict)
+    require_groups(table)
     if number >= len(table.responses):
         raise DataError(f"there is no response {number}; these files hold {len(table.responses)}, counted from 0")
     response = table.responses[number]
     line, found = read_group(table, int(response["group"]))
     if as_json:
-        print(line.data.decode().rstrip("\n"))
+        print(line.data.decode(errors="replace").rstrip("\n"))
         return
     print(f"{line.where}  task {found.task or '(none)'}  item {found.item_key}  group {found.group_id}")
     for index in range(len(found.scores)) if group else [int(response["index"])]:
@@ -206,6 +229,20 @@ def show(
         for message in messages_of(found, index):
             content = message.get("content")
             print(f"--- {message.get('role')}\n{content if isinstance(content, str) else json.dumps(content)}")
+
+
+def _print_validation(found: Validation, max_shown: int) -> None:
+    unseen = len(found.damaged) + len(found.notes) - max_shown
+    if unseen > 0:
+        print(f"... and {unseen} more; --max-shown N prints N of them")
+    print(
+        f"read: {found.files} files, {found.lines} lines, {found.groups} groups, {found.responses} responses, "
+        f"{found.without_assistant} of them without an assistant turn"
+    )
+    for name, odd in (("damaged", found.damaged), ("notes", found.notes)):
+        print(f"{name}: {len(odd)}{f' ({listed(odd.counts)})' if odd else ''}")
+    if not found.groups:
+        print("there is no group in these files")
 
 
 def _print_stats(found: Stats) -> None:

@@ -40,6 +40,7 @@ def generate(
     save_messages: Annotated[bool, typer.Option(help="Same as --format messages.")] = False,
     append_to_previous: Annotated[bool, typer.Option(help="Add to an existing output.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output.")] = False,
+    strict: Annotated[bool, typer.Option(help="Stop at the first odd row instead of setting it aside.")] = False,
     api_url: Annotated[str, typer.Option(help="Live: the trajectory API.")] = "http://localhost:8000",
     group_size: Annotated[int, typer.Option(min=1, help="Live: responses per group.")] = 2,
     max_token_len: Annotated[int, typer.Option(min=1, help="Live: longest sequence registered.")] = 2048,
@@ -72,6 +73,7 @@ def generate(
         target=num_seqs_to_save,
         append=append_to_previous,
         overwrite=overwrite,
+        strict=strict,
     )
     selection = load_policy(policy) if policy else Policy(seed=seed)
     if is_live or output is None:

@@ -39,6 +39,7 @@ def generate(
     save_messages: Annotated[bool, typer.Option(help="Same as --format messages.")] = False,
     append_to_previous: Annotated[bool, typer.Option(help="Add to an existing output.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output.")] = False,
+    strict: Annotated[bool, typer.Option(help="Stop at the first odd row instead of setting it aside.")] = False,
     api_url: Annotated[str, typer.Option(help="Live: the trajectory API.")] = "http://localhost:8000",
     group_size: Annotated[int, typer.Option(min=1, help="Live: responses per group.")] = 2,
     tasks_per_step: Annotated[int, typer.Option(min=1, help="Live: groups per batch.")] = 64,
@@ -71,7 +72,9 @@ def generate(
         if min_score is not None or allow_negative_scores or save_top_n_per_group or minimum_score_diff_max_min:
             raise ConfigError("--policy replaces the selection options; write them as steps of the policy file")
         selection = load_policy(policy)
-    options = SftOptions(format=chosen, tokenizer=tokenizer, pack=pack, append=append_to_previous, overwrite=overwrite)
+    options = SftOptions(
+        format=chosen, tokenizer=tokenizer, pack=pack, append=append_to_previous, overwrite=overwrite, strict=strict
+    )
     if output is None:
         plan = Collection(
             api_url=api_url,

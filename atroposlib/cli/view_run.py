@@ -64,7 +64,9 @@ def _index(source: FileRollouts, files: list[Path]) -> None:
     for number, path in enumerate(files, 1):
         source.pending = f"indexing {path.name} ({number} of {len(files)})"
         try:
-            source.add(table_of(path))
+            table = table_of(path)
+            table.set_aside.warn()
+            source.add(table)
         except (AtroposError, OSError) as error:
             logger.warning("%s", error)
     source.pending = ""

@@ -8,7 +8,8 @@ import orjson
 import yaml
 
 from atroposlib.data.report import our_version
-from atroposlib.data.rollout_files import expand_input, parse_line, read_lines
+from atroposlib.data.rollout_files import expand_input, read_rollouts
+from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import DataError
 
 _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
@@ -65,7 +66,7 @@ def _engines(inputs: list[Path]) -> list[tuple[str, str]]:
     for path in inputs:
         if not path.exists():
             continue
-        record = next((parse_line(line) for line in read_lines(path)), None) or {}
+        record = next(read_rollouts(path, odd=SetAside()), {})
         engine, sampling = record.get("engine"), record.get("sampling") or record.get("generation_params")
         if engine or sampling:
             found[(str((engine or {}).get("model", "?")), orjson.dumps(sampling).decode())] = None

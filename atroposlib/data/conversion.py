@@ -20,9 +20,10 @@ from atroposlib.data.formats import (
     to_tokens,
 )
 from atroposlib.data.rerender import Rerenderer
+from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Chosen, Table
 from atroposlib.data.tokenizers import load_tokenizer
-from atroposlib.errors import ConfigError, DataError
+from atroposlib.errors import ConfigError, DataError, RowError
 from atroposlib.type_definitions import Array
 
 if TYPE_CHECKING:
@@ -48,10 +49,14 @@ class SftOptions(BaseModel):
     )
     append: bool = Field(default=False, description="Add to an existing output.")
     overwrite: bool = Field(default=False, description="Replace an existing output.")
+    strict: bool = Field(default=False, description="Stop at the first odd row instead of setting it aside.")
 
 
 class Conversion:
-    """Converters of one export; loads the tokenizer once, makes ids anew where none were recorded."""
+    """Converters of one export; loads the tokenizer once, makes ids anew where none were recorded.
+
+    `set_aside` holds the responses that could not be converted.
+    """
 
     def __init__(self, options: SftOptions) -> None:
         if options.pack and options.format != "tokens":
@@ -60,14 +65,19 @@ class Conversion:
             raise ConfigError("--format prefix decodes token ids: give --tokenizer")
         self.options = options
         self.rerendered = 0
+        self.set_aside = SetAside(strict=options.strict)
         self.needs_ids = options.format in ("prefix", "tokens")
         self._tokenizer = load_tokenizer(options.tokenizer) if self.needs_ids and options.tokenizer else None
         self._rerenderer: Rerenderer | None = None
         self._convert = self._converter()
 
     def records(self, groups: Iterator[Chosen]) -> Iterator[Record]:
-        """The records of all chosen responses."""
-        return chain.from_iterable(self._records_of(chosen) for chosen in groups)
+        """The records of all chosen responses; one that cannot be converted is set aside.
+
+        Raises:
+            DataError: that one's, when the options are strict.
+        """
+        return chain.from_iterable(self._possible_records(chosen) for chosen in groups)
 
     def check_tokenizer(self, table: Table, keep: Array) -> None:
         """DataError when the first responses' ids do not decode to their recorded messages."""
@@ -96,6 +106,16 @@ class Conversion:
         assert self._tokenizer is not None
         return to_prefix(self._tokenizer)
 
+    def _possible_records(self, chosen: Chosen) -> list[Record]:
+        try:
+            return list(self._records_of(chosen))
+        except RowError as error:
+            if len(chosen.indices) == 1:
+                self.set_aside.add(error)
+                return []
+        ones = [chosen._replace(indices=[i], rows=[row]) for i, row in zip(chosen.indices, chosen.rows, strict=True)]
+        return [record for one in ones for record in self._possible_records(one)]
+
     def _records_of(self, chosen: Chosen) -> Iterator[Record]:
         if chosen.group.has_tokens or not self.needs_ids:
             return self._convert(chosen)
@@ -108,15 +128,20 @@ class Conversion:
                 "token ids are missing (first at %s): re-rendering with the chat template", chosen.line.where
             )
             self._rerenderer = Rerenderer(self._tokenizer)
+        rerenderer = self._rerenderer
+        made = list(rerenderer.prefixes(chosen) if self.options.format == "prefix" else rerenderer.tokens(chosen))
         self.rerendered += len(chosen.indices)
-        return self._rerenderer.prefixes(chosen) if self.options.format == "prefix" else self._rerenderer.tokens(chosen)
+        return iter(made)
 
 
 def _ids_agree_with_text(tokenizer: "PreTrainedTokenizerBase", chosen: Chosen, index: int) -> bool | None:
-    """Whether the ids decode to the last message; None when there is no text to compare with."""
+    """True when the ids decode to the last message; None when there is no text to compare with, or an odd row."""
     content = (messages_of(chosen.group, index) or [{}])[-1].get("content")
     if not isinstance(content, str) or not content.strip():
         return None
-    ids, _ = ids_and_labels(chosen, index, len(tokenizer))
+    try:
+        ids, _ = ids_and_labels(chosen, index, len(tokenizer))
+    except RowError:
+        return None
     decoded, said = ("".join(text.split()) for text in (decode_batch(tokenizer, [ids])[0], content))
     return said[-100:] in decoded or decoded[-100:] in said

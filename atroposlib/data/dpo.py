@@ -22,11 +22,19 @@ from atroposlib.data.index import open_table
 from atroposlib.data.output import check_dataset, written_whole
 from atroposlib.data.pairs import PairRules, preference_pairs
 from atroposlib.data.policy import Policy, select
-from atroposlib.data.report import ExportReport, NothingKept, describe_export, require_survivors, write_meta
+from atroposlib.data.report import (
+    ExportReport,
+    NothingKept,
+    describe_export,
+    require_records,
+    require_survivors,
+    write_meta,
+)
+from atroposlib.data.set_aside import SetAside
 from atroposlib.data.steps import priorities
 from atroposlib.data.table import Advance, Chosen, Table, ignore
 from atroposlib.data.tokenizers import load_tokenizer
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, RowError
 from atroposlib.type_definitions import Array
 
 if TYPE_CHECKING:
@@ -49,6 +57,7 @@ class DpoOptions(BaseModel):
     target: int | None = Field(default=None, description="Most pairs in all; null: all.")
     append: bool = Field(default=False, description="Add to an existing output.")
     overwrite: bool = Field(default=False, description="Replace an existing output.")
+    strict: bool = Field(default=False, description="Stop at the first odd row instead of setting it aside.")
 
 
 def export_dpo(
@@ -71,9 +80,11 @@ def export_dpo(
     rules, options, policy = rules or PairRules(), options or DpoOptions(), policy or Policy()
     target = check_dataset(output, options)
     convert = _converter(options)
-    table = open_table(rollouts, advance)
+    table = open_table(rollouts, advance, strict=options.strict)
+    odd = SetAside(strict=options.strict)
+    odd.update(table.odd_responses())
     selection = select(table, policy)
-    require_survivors(table, selection.steps)
+    require_survivors(table, selection)
     pairs = choose_pairs(table, selection.keep, rules, policy.seed)
     keep = np.zeros_like(selection.keep)
     keep[[row for each in pairs.values() for pair in each for row in pair]] = True
@@ -87,6 +98,7 @@ def export_dpo(
             tokenizer=options.tokenizer,
             records=count,
             size=size,
+            odd=odd,
         )
 
     with written_whole(
@@ -95,11 +107,16 @@ def export_dpo(
         for chosen in table.read(keep, advance):
             first = chosen.rows[0] - chosen.indices[0]
             for better, worse in pairs[int(table.responses["group"][first])]:
-                if not _same_prompt(chosen, better - first, worse - first):
-                    differing += 1
-                elif options.target is None or count < options.target:
-                    writer.write(convert(chosen, better - first, worse - first))
-                    count += 1
+                try:
+                    if not _same_prompt(chosen, better - first, worse - first):
+                        differing += 1
+                    elif options.target is None or count < options.target:
+                        writer.write(convert(chosen, better - first, worse - first))
+                        count += 1
+                except RowError as error:
+                    odd.add(error)
+        if not count and odd and not differing:
+            require_records(count, table, odd)
         if not count:
             raise NothingKept(
                 f"no pair in {len(table.groups)} groups: no two responses to one prompt differ by more than "
@@ -107,6 +124,7 @@ def export_dpo(
             )
     if differing:
         logger.warning("pairs left out because their prompts differ: %d", differing)
+    odd.warn()
     return report(target.stat().st_size)
 
 
@@ -165,7 +183,10 @@ def _count_writable(table: Table, pairs: dict[int, list[Pair]], same_prompt: dic
     for chosen in table.read(keep):
         first = chosen.rows[0] - chosen.indices[0]
         for better, worse in pairs[int(table.responses["group"][first])]:
-            same_prompt[better, worse] = _same_prompt(chosen, better - first, worse - first)
+            try:
+                same_prompt[better, worse] = _same_prompt(chosen, better - first, worse - first)
+            except RowError:
+                same_prompt[better, worse] = False
     return sum(same_prompt[pair] for each in pairs.values() for pair in each)
 
 

@@ -15,7 +15,7 @@ import msgspec
 from atroposlib.data.lazy import Raw
 from atroposlib.data.table import Chosen
 from atroposlib.data.tokenizers import check_ids
-from atroposlib.errors import DataError
+from atroposlib.errors import RowError
 from atroposlib.type_definitions import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ Format: TypeAlias = Literal["messages", "sharegpt", "prefix", "tokens"]
 Record: TypeAlias = Mapping[str, Any]
 Converter: TypeAlias = Callable[[Chosen], Iterator[Record]]
 
+WRONG_MASK = "mask that does not fit the ids"
 SHAREGPT_ROLES = {"user": "human", "human": "human", "assistant": "gpt", "agent": "gpt", "system": "system"}
 
 
@@ -104,16 +105,20 @@ def ids_and_labels(chosen: Chosen, index: int, vocabulary_size: int | None) -> t
     """Recorded ids and labels of one response, both [T].
 
     Raises:
-        DataError: ids and mask differ in length, a mask value is neither -100 nor the id, nothing takes loss, or an
+        RowError: ids and mask differ in length, a mask value is neither -100 nor the id, nothing takes loss, or an
             id is outside the vocabulary.
     """
     group, where = chosen.group, f"{chosen.line.where}[{index}]"
     ids, labels = _decode_ids(group.tokens, index, "tokens", where), _decode_ids(group.masks, index, "masks", where)
     if len(ids) != len(labels):
-        raise DataError(f"{where}: {len(ids)} tokens but {len(labels)} mask values; they must match one to one")
+        raise RowError(
+            where, WRONG_MASK, f"{len(ids)} tokens but {len(labels)} mask values; they must match one to one"
+        )
     trained = len(labels) - labels.count(IGNORE_INDEX)
     if not trained:
-        raise DataError(f"{where}: every position is masked, so there is nothing to train on; drop this response")
+        raise RowError(
+            where, "nothing generated", "every position is masked, so there is nothing to train on; drop this response"
+        )
     if labels[-trained:] != ids[-trained:]:  # not simply prompt, then completion
         _check_mask(ids, labels, where)
     if vocabulary_size is not None:
@@ -146,21 +151,23 @@ def chat(chosen: Chosen, index: int) -> Raw:
     """The conversation of one response as JSON, checked to be a list of messages, without `reward` keys.
 
     Raises:
-        DataError: there is none, or it is not a list of messages with role and content.
+        RowError: there is none, or it is not a list of messages with role and content.
     """
     group, where = chosen.group, f"{chosen.line.where}[{index}]"
     if not group.messages:
-        raise DataError(
-            f"{chosen.line.where}: 'messages' were not recorded (null); use --format prefix or tokens, which need "
-            "only token ids, or set include_messages: true in the environment"
+        raise RowError(
+            where,
+            "no messages recorded",
+            "'messages' were not recorded (null); use --format prefix or tokens, which need "
+            "only token ids, or set include_messages: true in the environment",
         )
     raw = group.messages[index]
     try:
         messages = _chat_decoder.decode(raw)
     except msgspec.DecodeError as error:
-        raise DataError(f"{where}: 'messages' is not a list of {{role, content}} ({error})") from error
+        raise RowError(where, "no chat", f"'messages' is not a list of {{role, content}} ({error})") from error
     if not messages:
-        raise DataError(f"{where}: the conversation is empty; drop this response")
+        raise RowError(where, "empty conversation", "the conversation is empty; drop this response")
     return _without_rewards(raw) if b'"reward"' in bytes(raw) else raw
 
 
@@ -171,17 +178,19 @@ def _without_rewards(raw: Raw) -> Raw:
 
 def _decode_ids(rows: list[Raw] | None, index: int, name: str, where: str) -> list[int]:
     if not rows:
-        raise DataError(f"{where}: no {name} were recorded; this format needs them")
+        raise RowError(where, "no token ids recorded", f"no {name} were recorded; this format needs them")
     try:
         return _ids_decoder.decode(rows[index])
     except msgspec.DecodeError as error:
-        raise DataError(f"{where}: {name} is not a list of whole numbers ({error})") from error
+        raise RowError(where, "ids that are no numbers", f"{name} is not a list of whole numbers ({error})") from error
 
 
 def _check_mask(ids: list[int], labels: list[int], where: str) -> None:
     for at, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORE_INDEX, token):
-            raise DataError(
-                f"{where}: masks[{at}] is {label} where tokens[{at}] is {token}; "
-                f"expected {IGNORE_INDEX} (no loss) or the token id"
+            raise RowError(
+                where,
+                WRONG_MASK,
+                f"masks[{at}] is {label} where tokens[{at}] is {token}; "
+                f"expected {IGNORE_INDEX} (no loss) or the token id",
             )

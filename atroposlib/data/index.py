@@ -6,22 +6,25 @@ read again. An index that cannot be written (a read-only folder) is kept in memo
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import orjson
 
+from atroposlib.data.compressed import is_compressed
 from atroposlib.data.lazy import LazyGroup, hash64, parse_lazily
 from atroposlib.data.output import write_whole
 from atroposlib.data.rollout_files import Line, find_rollout_files, read_lines
-from atroposlib.data.table import GROUP, RESPONSE, Advance, Table, concatenate, ignore, scan_after
-from atroposlib.errors import DataError, PathError
+from atroposlib.data.set_aside import OddRow, SetAside
+from atroposlib.data.table import GROUP, RESPONSE, Advance, Table, concatenate, ignore, scan_after, without_doubles
+from atroposlib.errors import DataError, PathError, RowError
 from atroposlib.type_definitions import Array
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 5
+_VERSION = 6
 _END_BYTES = 1 << 16
 
 
@@ -30,15 +33,36 @@ def index_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.idx")
 
 
-def open_table(paths: str | Path | Iterable[str | Path], advance: Advance = ignore) -> Table:
+def open_table(
+    paths: str | Path | Iterable[str | Path],
+    advance: Advance = ignore,
+    *,
+    strict: bool = False,
+    with_doubles: bool = False,
+) -> Table:
     """The table of all `paths` from their indexes; missing or outdated ones are made, which checks every line's shape.
 
-    `advance` is told the bytes gone past.
+    Lines that are no groups, and groups that are there already, are set aside and logged.
+
+    Args:
+        advance: told the bytes gone past.
+        strict: raise instead of setting a line aside.
+        with_doubles: keep groups that are there already.
 
     Raises:
-        PathError, DataError: as in `rollout_files`.
+        PathError: as `find_rollout_files`.
+        RowError: with `strict`, the first line that is odd.
     """
-    return concatenate([table_of(path, advance) for path in find_rollout_files(paths)])
+    odd = SetAside(strict=strict)
+    tables: list[Table] = []
+    for path in find_rollout_files(paths):
+        tables.append(table_of(path, advance))
+        odd.update(tables[-1].set_aside)
+    table = concatenate(tables)
+    if not with_doubles:
+        table = without_doubles(table, strict=strict)
+    table.set_aside.warn()
+    return table
 
 
 def table_of(path: Path, advance: Advance = ignore) -> Table:
@@ -50,7 +74,8 @@ def table_of(path: Path, advance: Advance = ignore) -> Table:
         return known[1]
     table = scan_after(path, known[1] if known else None, advance)
     try:
-        _save(path, size, table)
+        if os.access(path, os.R_OK):
+            _save(path, size, table)
     except PathError as error:
         logger.info("index not written: %s", error)
     return table
@@ -64,11 +89,13 @@ def read_group(table: Table, row: int) -> tuple[Line, LazyGroup]:
     """
     group = table.groups[row]
     path = table.files[group["file"]]
-    line = next(read_lines(path, start=int(group["offset"]), first_number=int(group["line"])), None)
-    found = parse_lazily(line) if line is not None and line.size == group["size"] else None
-    if line is None or found is None:
-        raise DataError(f"{path}:{group['line']}: not as the index has it; delete {index_path(path)} and try again")
-    return line, found
+    try:
+        line = next(read_lines(path, start=int(group["offset"]), first_number=int(group["line"])), None)
+        if line is not None and line.size == group["size"]:
+            return line, parse_lazily(line)
+    except RowError:
+        pass  # it was a group when it was indexed
+    raise DataError(f"{path}:{group['line']}: not as the index has it; delete {index_path(path)} and try again")
 
 
 def _load(path: Path) -> tuple[int, Table] | None:
@@ -78,18 +105,20 @@ def _load(path: Path) -> tuple[int, Table] | None:
             head = orjson.loads(stream.readline())
             if head["version"] != _VERSION or head["inode"] != path.stat().st_ino:
                 return None
+            rows = (OddRow(f"{path}{row[0]}", *row[1:]) for row in head["set_aside"])
+            set_aside = SetAside(rows, Counter(head["odd"]))
             groups = np.fromfile(stream, GROUP, head["groups"])
             responses = np.fromfile(stream, RESPONSE, head["responses"])
         status = path.stat()
         is_same = head["bytes"] == status.st_size and head["modified"] == status.st_mtime_ns
-        has_grown = head["bytes"] < status.st_size and path.suffix != ".zst" and head["ends"] == _ends(path, groups)
+        has_grown = head["bytes"] < status.st_size and not is_compressed(path) and head["ends"] == _ends(path, groups)
         if not (is_same or has_grown):
             return None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     if len(groups) != head["groups"] or len(responses) != head["responses"]:
         return None
-    return head["bytes"], Table([path], head["tasks"], groups, responses)
+    return head["bytes"], Table([path], head["tasks"], groups, responses, set_aside)
 
 
 def _save(path: Path, size: int, table: Table) -> None:
@@ -103,6 +132,8 @@ def _save(path: Path, size: int, table: Table) -> None:
         "tasks": table.tasks,
         "groups": len(table.groups),
         "responses": len(table.responses),
+        "set_aside": [[row.where.removeprefix(str(path)), row.reason, row.text] for row in table.set_aside.rows],
+        "odd": table.set_aside.counts,
     }
     if not os.access(path.parent, os.W_OK):
         raise PathError(f"{path.parent} cannot be written")
@@ -111,7 +142,7 @@ def _save(path: Path, size: int, table: Table) -> None:
 
 def _ends(path: Path, groups: Array) -> int:
     """64 bits of the first and the last bytes of the indexed part, which a file that only grew still has."""
-    if not len(groups) or path.suffix == ".zst":
+    if not len(groups) or is_compressed(path):
         return 0
     end = int(groups[-1]["offset"] + groups[-1]["size"])
     with path.open("rb") as stream:

@@ -3,27 +3,38 @@
 A group of 16 x 2,000 tokens is 1 MB of JSON, of which choosing responses needs a few hundred bytes. `LazyGroup`
 keeps each response's tokens, masks and messages as JSON; lengths are counted in it, and what is written on unchanged
 is never decoded at all. Ids that no one decodes are not checked either; `atropos data validate` checks everything.
+
+Text that is not UTF-8, half a surrogate pair and a score that is no number cost the response that holds them: the line
+is then read by Python's more lenient parser, and such responses are marked (`LazyGroup.odd`).
 """
 
 import hashlib
+import json
 import math
 import re
 
 import msgspec
 import numpy as np
 
-from atroposlib.data.rollout_files import Line, check_counts, torn_or_raise
+from atroposlib.data.rollout_files import NO_GROUP, NOT_UTF8, Line, check_counts, row_error
 from atroposlib.data.skim import cut_number, skim, split_rows
-from atroposlib.errors import DataError
+from atroposlib.errors import RowError
+from atroposlib.json_lines import LONE_SURROGATE, read_leniently, strict_json
 from atroposlib.type_definitions import IGNORE_INDEX
 
 Raw = msgspec.Raw
+
+ODD = ("", f"text that is {NOT_UTF8}", "half a surrogate pair", "no score", "nothing generated")
+"""Reasons not to use a response, by the number that stands for them in a table; "": there is none."""
+
+_NOT_UTF8, _SURROGATE, _NO_SCORE = 1, 2, 3
 
 
 class LazyGroup(msgspec.Struct):
     """The part of a `RolloutRecord` that datasets are made from. [G] lists have one entry per score."""
 
-    scores: list[float | bool]  # always numbers once `parse_lazily` has read them
+    scores: list[float] = msgspec.field(default_factory=list, name="(made of the recorded ones)")
+    """NaN where there is none."""
     tokens: list[Raw] | None = None
     masks: list[Raw] | None = None
     messages: list[Raw] | None = None
@@ -34,8 +45,11 @@ class LazyGroup(msgspec.Struct):
     env: str | None = None
     task: str | None = None
     tools: Raw = Raw()
+    recorded_scores: list[float | bool | None] | None = msgspec.field(default=None, name="scores")
     hole: tuple[int, int] = msgspec.field(default=(0, 0), name="(known after reading)")
     """Start and end of a stretch of the line that holds only lists of numbers."""
+    odd: dict[int, int] = msgspec.field(default_factory=dict, name="(marked after reading)")
+    """Index of each response that must not be used, and its reason's place in `ODD`."""
 
     @property
     def has_tokens(self) -> bool:
@@ -106,28 +120,30 @@ _PROMPT_MASK = re.compile(rb"\[\s*(?:-100\s*,?\s*)*")
 _decoder = msgspec.json.Decoder(LazyGroup)
 
 
-def parse_lazily(line: Line, *, has_lists: bool = True) -> LazyGroup | None:
-    """The group of one line; None for a last line that was cut short.
+def parse_lazily(line: Line, *, has_lists: bool = True) -> LazyGroup:
+    """The group of one line.
 
     `has_lists` False: the line is known to hold few numbers, so looking for them is no gain.
 
     Raises:
-        DataError: not a group, a score that is not a finite number, or lists that differ in length.
+        RowError: not a group, or lists that differ in length.
     """
     try:
-        group = (_skimmed(line) if has_lists else None) or _decoder.decode(line.data)
-    except msgspec.ValidationError as error:
-        raise DataError(f"{line.where}: {_explain(str(error))}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return torn_or_raise(line, error)
+        group = (_skimmed(line) if has_lists else None) or _decoded(line.data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        group = _leniently(line)
+        if group is None:
+            raise _why_no_group(line, error) from error
+    if group.recorded_scores is None:
+        text = "there are no 'scores'; this is not a rollout line (is it a dataset made from one?)"
+        raise RowError(line.where, NO_GROUP, text)
+    group.scores = [math.nan if score is None else float(score) for score in group.recorded_scores]
     count = len(group.scores)
     for rows in (group.tokens, group.masks, group.messages, group.finish_reasons):
         if rows is not None and len(rows) != count:
             check_counts(msgspec.structs.asdict(group), line.where)
-    for index, score in enumerate(group.scores):
-        if not math.isfinite(score):
-            raise DataError(f"{line.where}: scores[{index}] is {score}; scores must be finite, drop this group")
-    group.scores = [float(score) for score in group.scores]
+    if None in group.recorded_scores:
+        group.odd.update((index, _NO_SCORE) for index, score in enumerate(group.recorded_scores) if score is None)
     return group
 
 
@@ -135,13 +151,39 @@ def _skimmed(line: Line) -> LazyGroup | None:
     """The group of a line in a usual layout; None when only decoding all of it can tell what it is."""
     rest, lists, hole = skim(line.block, line.start, line.start + line.size)
     try:
-        group = _decoder.decode(rest)
+        group = _decoded(rest)
         group.tokens = _rows(line.block, group.tokens, lists)
         group.masks = _rows(line.block, group.masks, lists)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
         return None
     group.hole = (hole[0] - line.start, hole[1] - line.start)
     return group
+
+
+def _decoded(data: bytes) -> LazyGroup:
+    """The group in strict JSON; UnicodeDecodeError also for text that is kept undecoded."""
+    if not data.isascii():
+        data.decode()
+    return _decoder.decode(data)
+
+
+def _leniently(line: Line) -> LazyGroup | None:
+    """The group of a line that only Python's parser takes, its odd responses marked; None when it does not either."""
+    try:
+        record = read_leniently(line.data)
+        messages = record.get("messages") if isinstance(record, dict) else None
+        said = [_lone_surrogates(each) for each in messages] if isinstance(messages, list) else []
+        group = _decoder.decode(strict_json(record))
+    except (ValueError, RecursionError, msgspec.DecodeError):
+        return None
+    group.odd = {index: odd for index, odd in enumerate(said) if odd}
+    return group
+
+
+def _lone_surrogates(value: object) -> int:
+    """Which kind of broken text a response's messages hold, as a place in `ODD`; 0: none."""
+    found = LONE_SURROGATE.findall(json.dumps(value, ensure_ascii=False))
+    return (_NOT_UTF8 if any("\udc80" <= each <= "\udcff" for each in found) else _SURROGATE) if found else 0
 
 
 def _rows(data: bytes, rows: list[Raw] | None, lists: list[tuple[int, int]]) -> list[Raw] | None:
@@ -168,7 +210,8 @@ def _prompt_messages(raw: bytes) -> bytes:
     return msgspec.json.encode(prompt) if prompt else b""
 
 
-def _explain(message: str) -> str:
-    if "missing required field `scores`" in message:
-        return "there are no 'scores'; this is not a rollout line (is it a dataset made from one?)"
-    return f"not a group: {message.removeprefix('JSON is malformed: ').replace('bool | float', 'float')}"
+def _why_no_group(line: Line, error: Exception) -> RowError:
+    if not isinstance(error, msgspec.ValidationError):
+        return row_error(line, error)
+    text = str(error).removeprefix("JSON is malformed: ").replace("bool | float | null", "float")
+    return RowError(line.where, NO_GROUP, f"not a group: {text}")

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from atroposlib.data.lazy import hash64, parse_lazily
 from atroposlib.data.output import ROLLOUTS, JsonlWriter, check_output, written_whole
-from atroposlib.data.rollout_files import find_rollout_files, read_lines
+from atroposlib.data.rollout_files import check_copied, find_rollout_files, sound_lines
+from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Advance, ignore
+from atroposlib.errors import DataError, RowError
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Merged:
     files: int
     groups: int
     duplicates: int
+    set_aside: SetAside
 
 
 def merge_rollouts(
@@ -25,6 +28,7 @@ def merge_rollouts(
     output: str | Path,
     *,
     overwrite: bool = False,
+    strict: bool = False,
     advance: Advance = ignore,
 ) -> Merged:
     """Copy every group once, the earliest of duplicates, in reading order and byte by byte.
@@ -34,19 +38,23 @@ def merge_rollouts(
 
     Raises:
         PathError: an input is missing, or the output exists.
-        DataError: a damaged line; nothing is written.
+        DataError: there is no group at all, or with `strict` a damaged line; nothing is written.
     """
     target = check_output(output, suffixes=ROLLOUTS, overwrite=overwrite)
     files = find_rollout_files(paths)
     seen: set[int] = set()
     groups = duplicates = 0
+    odd = SetAside(strict=strict)
     with written_whole(target) as writer:
         assert isinstance(writer, JsonlWriter)
         for path in files:
-            for line in read_lines(path):
+            for line in sound_lines(path, odd):
                 advance(line.size)
-                group = parse_lazily(line)
-                if group is None:
+                try:
+                    group = parse_lazily(line)
+                    check_copied(line)
+                except RowError as error:
+                    odd.add(error)
                     continue
                 keys = {hash64(b"".join(map(bytes, group.tokens or group.messages or [])) + str(group.scores).encode())}
                 if group.group_id is not None:
@@ -57,4 +65,7 @@ def merge_rollouts(
                     groups += 1
                     writer.write_line(line.data)
                 seen |= keys
-    return Merged(str(target), len(files), groups, duplicates)
+        if not groups:
+            raise DataError(f"there is no group to merge; nothing was written. Set aside: {odd}")
+    odd.warn()
+    return Merged(str(target), len(files), groups, duplicates, odd)

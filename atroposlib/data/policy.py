@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from atroposlib.data.contents import Contamination, contaminated
@@ -55,8 +54,8 @@ class Selection:
 
 
 def select(table: Table, policy: Policy) -> Selection:
-    """Apply every step of `policy` to all responses."""
-    keep = np.ones(len(table.responses), bool)
+    """Apply every step of `policy` to all responses that may be used."""
+    keep = table.responses["odd"] == 0
     results: list[StepResult] = []
     contamination: list[Contamination] = []
     for step in policy.steps:

@@ -13,6 +13,7 @@ import orjson
 from atroposlib.data.contents import Contamination
 from atroposlib.data.output import write_whole
 from atroposlib.data.policy import Policy, Selection, StepResult
+from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Table
 from atroposlib.errors import DataError
 from atroposlib.json_lines import one_line
@@ -20,7 +21,7 @@ from atroposlib.type_definitions import Array
 
 
 class NothingKept(DataError):
-    """The policy, or the rule for pairs, left nothing to write; the rollouts are still there."""
+    """The policy, the rule for pairs or odd rows left nothing to write; the rollouts are still there."""
 
 
 def our_version() -> str:
@@ -49,6 +50,7 @@ class ExportReport:
     tokenizer: str | None = None
     tasks: dict[str, int] = field(default_factory=dict)  # responses kept per task
     contamination: list[Contamination] = field(default_factory=list)
+    set_aside: list[dict[str, Any]] = field(default_factory=list)  # by reason: lines and responses, the first by name
     version: str = field(default_factory=our_version)
     created_at: float = field(default_factory=time.time)
 
@@ -64,9 +66,16 @@ def describe_export(
     tokenizer: str | None,
     records: int,
     size: int,
+    odd: SetAside,
     rerendered: int = 0,
 ) -> ExportReport:
-    """The report of one export: `records` lines from the responses in `keep`; the output has `size` bytes."""
+    """The report of one export: `records` lines from the responses in `keep`; the output has `size` bytes.
+
+    `odd` are the responses that could not be used; the table has the lines.
+    """
+    set_aside = SetAside()
+    for each in (table.set_aside, odd):
+        set_aside.update(each)
     tasks = Counter(table.column("task")[keep].tolist())
     return ExportReport(
         output=str(output),
@@ -85,6 +94,7 @@ def describe_export(
         tokenizer=tokenizer,
         tasks={table.tasks[code]: count for code, count in sorted(tasks.items())},
         contamination=selection.contamination,
+        set_aside=set_aside.as_json(),
     )
 
 
@@ -122,14 +132,37 @@ def _meta_path(output: Path) -> Path:
     return output.with_name(output.name + ".meta.json")
 
 
-def require_survivors(table: Table, steps: list[StepResult]) -> None:
-    """`NothingKept` when the last step left nothing; says which step dropped how many."""
-    if len(table.responses) and (not steps or steps[-1].kept):
+def require_groups(table: Table) -> None:
+    """`NothingKept` when the table is empty."""
+    if not len(table.groups):
+        raise NothingKept(
+            f"there is no group in {', '.join(map(str, table.files[:3]))}{', ...' if len(table.files) > 3 else ''}: "
+            + (f"set aside: {table.set_aside}" if table.set_aside else "the files are empty")
+        )
+
+
+def require_survivors(table: Table, selection: Selection) -> None:
+    """`NothingKept` when the policy left nothing; says which step dropped how many."""
+    require_groups(table)
+    if selection.keep.any():
         return
-    dropped = ", ".join(f"{step.step} dropped {step.dropped}" for step in steps)
+    odd = table.odd_responses()
+    if len(odd) == len(table.responses):
+        raise NothingKept(f"no response can be used; nothing was written. Set aside: {odd}")
+    dropped = [f"{step.step} dropped {step.dropped}" for step in selection.steps]
+    dropped += [f"set aside {each}" for each in (table.set_aside, odd) if each]
     raise NothingKept(
-        f"no response survived of {len(table.responses)} in {len(table.groups)} groups "
-        f"({dropped or 'the files are empty'}); "
+        f"no response survived of {len(table.responses)} in {len(table.groups)} groups ({', '.join(dropped)}); "
         "nothing was written. Loosen the policy (--min-score, --allow-negative-scores) or check the scores with "
         "`atropos data stats`"
     )
+
+
+def require_records(count: int, table: Table, odd: SetAside) -> None:
+    """`NothingKept` when no chosen response could be converted."""
+    if not count:
+        first = f"{odd.rows[0].where}: {odd.rows[0].text}. " if odd.rows else ""
+        raise NothingKept(
+            f"{first}None of {len(table.responses)} responses in {len(table.groups)} groups could be converted; "
+            f"nothing was written. Set aside: {odd}"
+        )

@@ -8,7 +8,7 @@ from atroposlib.data.chats import messages_of
 from atroposlib.data.formats import Record, chat, token_record
 from atroposlib.data.table import Chosen
 from atroposlib.data.templates import Segment, TemplateRenderer
-from atroposlib.errors import DataError
+from atroposlib.errors import DataError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,4 +43,4 @@ class Rerenderer:
             is_cut = chosen.group.finish_reason(index) == "length"
             return self._renderer.segments(messages_of(chosen.group, index), is_cut=is_cut)
         except DataError as error:
-            raise DataError(f"{chosen.line.where}[{index}]: {error}") from error
+            raise RowError(f"{chosen.line.where}[{index}]", "chat that cannot be rendered", str(error)) from error

@@ -1,32 +1,39 @@
-"""Reading rollout files: JSON lines of scored groups, plain or zstd, written by us or by upstream.
+"""Reading rollout files: JSON lines of scored groups, plain, zstd or gzip, written by us or by upstream.
 
-One line is one group (`RolloutRecord`). Reading streams: memory is one line, whatever the size of the file. A last
-line without its newline that does not parse is a write that was cut short; it is skipped with a warning, as a
-running job's file ends like that. A job compresses only finished files, so a zstd file that ends early is damaged.
-Anything else that is wrong is a `DataError` naming file and line.
+One line is one group (`RolloutRecord`). Reading streams: memory is one line, whatever the size of the file. What is
+wrong with a line is a `RowError` that names file and line, for the reader to set aside; damage of a compressed file
+ends it there, and all before is read.
 """
 
+import errno
 import io
 import json
 import logging
 import os
+import stat
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import orjson
-import zstandard
 
-from atroposlib.data.zstd_stream import ZstdStream
-from atroposlib.errors import DataError, PathError
+from atroposlib.data.compressed import KINDS, DamagedError, DecompressedFile, is_compressed
+from atroposlib.data.set_aside import SetAside
+from atroposlib.errors import DataError, PathError, RowError
 from atroposlib.paths import expand_path
 from atroposlib.type_definitions import RolloutRecord
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".jsonl", ".jsonl.zst", ".json")
+SUFFIXES = (".jsonl", ".jsonl.zst", ".jsonl.gz")
+CUT_SHORT = "last line cut short"  # also what a running job's file ends in
+NOT_UTF8 = "not UTF-8"
+NO_GROUP = "no group"
 _READ_BYTES = 1 << 22
 _NEWLINE = ord("\n")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_COMPRESSED_STARTS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
 class Line(NamedTuple):
@@ -56,22 +63,33 @@ class Line(NamedTuple):
         return f"{self.path}:{self.number}"
 
 
-def read_rollouts(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Iterator[RolloutRecord]:
+def read_rollouts(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, odd: SetAside | None = None
+) -> Iterator[RolloutRecord]:
     """Every group of the given files and folders, in order, checked for shape.
 
     Args:
-        paths: files, folders (their `*.jsonl` and `*.jsonl.zst`, by name; of a run's folder, those of the rollouts
-            of all its members) or patterns with `*`.
+        paths: files, folders (their `*.jsonl`, `*.jsonl.zst` and `*.jsonl.gz`, by name; of a run's folder, those of
+            the rollouts of all its members) or patterns with `*`.
+        odd: gets the lines that are no groups; None: the first of them is raised, but for a last line cut short, which
+            is skipped with a warning, as a running job's file ends like that.
 
     Raises:
         PathError: nothing is there.
-        DataError: a line is not a group; names file and line.
+        RowError: a line is not a group; names file and line.
     """
+    odd = SetAside(strict=True) if odd is None else odd
     for path in find_rollout_files(paths):
-        for line in read_lines(path):
-            record = parse_line(line)
-            if record is not None:
-                yield record
+        for line in sound_lines(path, odd):
+            try:
+                record = parse_line(line)
+            except RowError as error:
+                if not (odd.is_strict and error.reason == CUT_SHORT):
+                    odd.add(error)
+                else:
+                    logger.warning("%s", error)
+                continue
+            yield record
 
 
 def find_rollout_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
@@ -91,13 +109,21 @@ def find_rollout_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLik
 
 
 def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator[Line]:
-    """The non-blank lines of one file, from byte `start` (which must begin line `first_number`)."""
-    with _open(path) as stream:
+    """The non-blank lines of one file, from byte `start` (which must begin line `first_number`).
+
+    A byte order mark is skipped.
+
+    Raises:
+        RowError: the file cannot be read at all, or no further than to this line.
+    """
+    with closing(_open(path)) as stream:
         _skip(stream, path, start)
         offset, number, rest = start, first_number, b""
         while True:
-            data = _read(stream, path)
+            data = _read(stream, path, at_line=number)
             block, begin = rest + data if rest else data, 0
+            if not offset and block.startswith(_BYTE_ORDER_MARK):
+                offset = begin = len(_BYTE_ORDER_MARK)
             while begin < len(block):
                 end = block.find(b"\n", begin) + 1 or (0 if data else len(block))
                 if not end:
@@ -108,18 +134,36 @@ def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator
             if not data:
                 return
             rest = block[begin:]
-            if rest and begin and stream.seekable():  # reading it again costs less than to copy what follows
+            if (
+                rest and begin and isinstance(stream, io.FileIO)
+            ):  # reading it again costs less than to copy what follows
                 stream.seek(-len(rest), os.SEEK_CUR)
                 rest = b""
 
 
-def _read(stream: BinaryIO, path: Path, count: int = _READ_BYTES) -> bytes:
+def sound_lines(path: Path, odd: SetAside) -> Iterator[Line]:
+    """`read_lines` as far as the file can be read; that it cannot be read to its end is added to `odd`."""
+    try:
+        yield from read_lines(path)
+    except RowError as error:
+        odd.add(error)
+
+
+def _read(
+    stream: "io.FileIO | DecompressedFile", path: Path, count: int = _READ_BYTES, *, at_line: int | None = None
+) -> bytes:
+    where = str(path) if at_line is None else f"{path}:{at_line}"
     try:
         return stream.read(count)
-    except zstandard.ZstdError as error:
-        raise DataError(
-            f"{path}: not readable as zstd ({error}); it is damaged or was not written to its end: take it from a copy"
+    except DamagedError as error:
+        raise RowError(
+            where,
+            "rest of a damaged compressed file",
+            f"not readable as {KINDS[path.suffix]} ({error}) from here on; the file is damaged or was not written to "
+            "its end: take it from a copy",
         ) from error
+    except OSError as error:
+        raise RowError(where, "rest of an unreadable file", f"cannot be read from here on: {error.strerror}") from error
 
 
 class SpanReader:
@@ -152,42 +196,55 @@ class SpanReader:
         _skip(self._stream, self._path, start - self._at)
         data = _read(self._stream, self._path, end - start)
         self._at = end
-        if len(data) < end - start:
+        if len(data) < end - start and not _read(self._stream, self._path, 1):
             raise DataError(f"{self._path}: became shorter while it was read; run the command again")
         return data
 
 
-def parse_line(line: Line) -> RolloutRecord | None:
-    """The group of one line; None for a last line that was cut short.
+def parse_line(line: Line) -> RolloutRecord:
+    """The group of one line.
 
     Raises:
-        DataError: not JSON, not a group, or lists that should have one entry per response differ in length.
+        RowError: not JSON, not a group, or lists that should have one entry per response differ in length.
     """
     try:
         record = orjson.loads(line.data)
     except orjson.JSONDecodeError as error:
-        return torn_or_raise(line, error)
+        raise row_error(line, error) from error
     check_counts(record, line.where)
     return record
 
 
-def torn_or_raise(line: Line, error: Exception) -> None:
-    """Warn and return for a last line that was cut short; DataError with the reason for any other."""
+def row_error(line: Line, error: Exception) -> RowError:
+    """Why a line is not JSON."""
     if not line.is_complete:
-        logger.warning("last line is cut short and skipped: %s (%d bytes)", line.where, line.size)
-        return
-    raise DataError(f"{line.where}: {_why_not_json(line.data, error)}") from error
+        return RowError(
+            line.where, CUT_SHORT, f"the last line is cut short after {line.size} bytes; a run that goes on removes it"
+        )
+    return RowError(line.where, *_why_not_json(line.data, error))
+
+
+def check_copied(line: Line) -> None:
+    """RowError when a line that is a group, and is to be copied as it is, holds bytes that are no text."""
+    data = line.data
+    try:
+        if b"\0" in data or not (data.isascii() or data.decode()):
+            raise row_error(line, ValueError("NUL bytes"))
+    except UnicodeDecodeError as error:
+        raise row_error(line, error) from error
 
 
 def check_counts(record: object, where: str) -> None:
-    """DataError unless `record` is a group whose per-response lists have one entry per score."""
+    """RowError unless `record` is a group whose per-response lists have one entry per score."""
     if not isinstance(record, dict):
-        raise DataError(f"{where}: expected one JSON object (a group), found {type(record).__name__}")
+        raise RowError(where, NO_GROUP, f"expected one JSON object (a group), found {type(record).__name__}")
     scores = record.get("scores")
     if not isinstance(scores, list):
-        raise DataError(
-            f"{where}: 'scores' is {_kind(scores)}, expected a list with one number per response; "
-            "is this a rollout file, not a dataset made from one?"
+        raise RowError(
+            where,
+            NO_GROUP,
+            f"'scores' is {_kind(scores)}, expected a list with one number per response; "
+            "is this a rollout file, not a dataset made from one?",
         )
     for key in ("tokens", "masks", "messages", "inference_logprobs", "finish_reasons"):
         value = record.get(key)
@@ -195,7 +252,11 @@ def check_counts(record: object, where: str) -> None:
             continue
         if not isinstance(value, list) or len(value) != len(scores):
             count = len(value) if isinstance(value, list) else _kind(value)
-            raise DataError(f"{where}: {len(scores)} scores but {count} {key}; a group has one of each per response")
+            raise RowError(
+                where,
+                "lists of different lengths",
+                f"{len(scores)} scores but {count} {key}; a group has one of each per response",
+            )
 
 
 def expand_input(text: str, *, what: str = "input") -> Path:
@@ -216,9 +277,11 @@ def _files_of(text: str) -> list[Path]:
             each for folder in _folders_of(path) for each in sorted(folder.iterdir()) if _looks_like_rollouts(each)
         ]
         if not files:
-            raise PathError(f"{path} holds no .jsonl or .jsonl.zst file of rollouts{_misplaced_hint(path)}")
+            raise PathError(f"{path} holds no .jsonl, .jsonl.zst or .jsonl.gz file of rollouts{_misplaced_hint(path)}")
         return files
     if path.exists():
+        if not path.is_file():
+            raise PathError(f"{path} is {kind_of(path)}, not a file; rollout files are read more than once")
         return [path]
     matches = sorted(each for each in _glob(path) if _looks_like_rollouts(each))
     if not matches:
@@ -237,7 +300,7 @@ def _looks_like_rollouts(path: Path) -> bool:
     name = path.name
     return (
         path.is_file()
-        and name.endswith(SUFFIXES[:2])
+        and name.endswith(SUFFIXES)
         and not name.startswith((".", "failures"))
         and not name.endswith(".contamination.jsonl")
         and not path.with_name(f"{name}.meta.json").exists()  # lies beside a dataset
@@ -262,37 +325,58 @@ def _misplaced_hint(path: Path) -> str:
     return ""
 
 
-def _open(path: Path) -> BinaryIO:
+def kind_of(path: Path) -> str:
+    """The kind of thing at `path` that is no regular file, as a sentence names it."""
+    mode = path.stat().st_mode
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def _open(path: Path) -> "io.FileIO | DecompressedFile":
     try:
-        raw = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by the caller's `with`
+        raw = io.FileIO(path, "rb")
+        if is_compressed(path):
+            return DecompressedFile(raw, path.suffix)
+        start = raw.read(4)
+        raw.seek(0)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    if not path.name.endswith(".zst"):
-        return raw  # type: ignore[return-value]
-    return io.BufferedReader(ZstdStream(raw), _READ_BYTES)
+        reason = os.strerror(error.errno or errno.EIO)
+        raise RowError(str(path), "file that cannot be read", f"cannot be read: {reason}") from error
+    suffix = next((suffix for start_of, suffix in _COMPRESSED_STARTS.items() if start.startswith(start_of)), None)
+    if suffix:
+        raw.close()
+        raise RowError(
+            str(path),
+            "compressed file of another name",
+            f"holds {KINDS[suffix]} data; rename it to {path.name}{suffix}",
+        )
+    return raw
 
 
-def _skip(stream: BinaryIO, path: Path, count: int) -> None:
-    if stream.seekable():
+def _skip(stream: "io.FileIO | DecompressedFile", path: Path, count: int) -> None:
+    if isinstance(stream, io.FileIO):
         stream.seek(count, os.SEEK_CUR)
         return
     while count > 0:
         count -= len(_read(stream, path, min(count, _READ_BYTES)) or b"x" * count)
 
 
-def _why_not_json(data: bytes, error: Exception) -> str:
-    """One sentence on a line that is not strict JSON; Python's writer lets NaN through, which is looked for."""
+def _why_not_json(data: bytes, error: Exception) -> tuple[str, str]:
+    """Reason and sentence for a line that is not strict JSON; Python's writer lets NaN through, which is looked for."""
+    if b"\0" in data:
+        return "NUL bytes", f"holds {data.count(0)} NUL bytes, as a disk leaves that failed while it was written"
     constants: list[str] = []
     try:
         json.loads(data, parse_constant=constants.append)
     except UnicodeDecodeError:
-        return "not UTF-8 text; the line is damaged"
-    except ValueError:
-        return f"not JSON ({error}); the line is damaged or cut short"
+        return NOT_UTF8, "not UTF-8 text; the line is damaged"
+    except (ValueError, RecursionError):
+        return "not JSON", f"not JSON ({error}); the line is damaged or cut short"
     if not constants:
-        return f"not a group ({error})"
+        return "not JSON", f"not a group ({error})"
     return (
-        f"holds {constants[0]}, which is not JSON: scores and log-probabilities must be finite numbers; drop this group"
+        "a number that is not finite",
+        f"holds {constants[0]}, which is not JSON: scores and log-probabilities must be finite numbers",
     )
 
 

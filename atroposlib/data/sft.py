@@ -9,7 +9,7 @@ from atroposlib.data.index import open_table
 from atroposlib.data.output import check_dataset, written_whole
 from atroposlib.data.packing import pack
 from atroposlib.data.policy import Policy, select, simple_policy
-from atroposlib.data.report import ExportReport, describe_export, require_survivors, write_meta
+from atroposlib.data.report import ExportReport, describe_export, require_records, require_survivors, write_meta
 from atroposlib.data.steps import TargetStep
 from atroposlib.data.table import Advance, ignore
 
@@ -35,14 +35,15 @@ def export_sft(
     Raises:
         PathError: an input is missing, the output exists or cannot be written.
         ConfigError: the format needs a tokenizer, or options do not fit together.
-        DataError: a damaged line, nothing survived, ids of another vocabulary.
+        DataError: nothing survived, ids of another vocabulary; with `options.strict` the first odd row.
     """
     policy, options = policy or simple_policy(), options or SftOptions()
     target = check_dataset(output, options)
     converter = Conversion(options)
-    table = open_table(rollouts, advance)
+    table = open_table(rollouts, advance, strict=options.strict)
+    converter.set_aside.update(table.odd_responses())
     selection = select(table, policy)
-    require_survivors(table, selection.steps)
+    require_survivors(table, selection)
     converter.check_tokenizer(table, selection.keep)
     records = converter.records(
         table.read(selection.keep, advance, with_ids=converter.needs_ids, by_item=options.by_item)
@@ -58,6 +59,7 @@ def export_sft(
             records=count,
             size=size,
             rerendered=converter.rerendered,
+            odd=converter.set_aside,
         )
 
     with written_whole(
@@ -66,6 +68,8 @@ def export_sft(
         for record in pack(records, options.pack) if options.pack else records:
             writer.write(record)
             count += 1
+        require_records(count, table, converter.set_aside)
+    converter.set_aside.warn()
     return report(target.stat().st_size)
 
 

@@ -13,10 +13,12 @@ import numpy as np
 from atroposlib.data.index import index_path, open_table
 from atroposlib.data.lazy import hash64
 from atroposlib.data.output import JsonlWriter, check_output, written_whole
-from atroposlib.data.rollout_files import SpanReader
+from atroposlib.data.report import require_groups
+from atroposlib.data.rollout_files import Line, SpanReader, check_copied
+from atroposlib.data.set_aside import SetAside
 from atroposlib.data.steps import pass_rates
 from atroposlib.data.table import Advance, Table, ignore
-from atroposlib.errors import ConfigError, DataError
+from atroposlib.errors import ConfigError, RowError
 from atroposlib.paths import writable_dir
 from atroposlib.type_definitions import Array
 
@@ -30,6 +32,7 @@ def split_rollouts(
     shares: Sequence[float] = (0.7, 0.2, 0.1),
     seed: int = 0,
     overwrite: bool = False,
+    strict: bool = False,
     advance: Advance = ignore,
 ) -> dict[str, int]:
     """Write `train.jsonl`, `val.jsonl` and `test.jsonl` of unchanged rollout lines; returns groups by split.
@@ -40,25 +43,32 @@ def split_rollouts(
     Raises:
         ConfigError: shares do not add up.
         PathError: a file exists and `overwrite` is not set.
-        DataError: a damaged line, or no group at all.
+        DataError: no group at all, or with `strict` a damaged line.
     """
     if len(shares) != len(NAMES) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
         raise ConfigError(f"--shares {list(shares)}: expected {len(NAMES)} numbers from 0 that add up to 1")
     target = writable_dir(folder, what="--output-dir")
     outputs = [check_output(target / f"{name}.jsonl", what="--output-dir", overwrite=overwrite) for name in NAMES]
-    table = open_table(paths, advance)
-    if not len(table.groups):
-        raise DataError("there is no group to split; the files are empty")
+    table = open_table(paths, advance, strict=strict, with_doubles=True)
+    require_groups(table)
+    odd = SetAside(strict=strict)
     parts = assign_splits(table, shares, seed)
     with ExitStack() as stack:
         writers = [
             stack.enter_context(written_whole(path)) if share else None
             for path, share in zip(outputs, shares, strict=True)
         ]
-        for row, data in _lines(table, advance):
+        for row, line in _lines(table, advance):
+            try:
+                check_copied(line)
+            except RowError as error:
+                odd.add(error)
+                parts[row] = len(NAMES)
+                continue
             writer = writers[parts[row]]
             assert isinstance(writer, JsonlWriter)
-            writer.write_line(data)
+            writer.write_line(line.data)
+    odd.warn()
     for path in (path for path, share in zip(outputs, shares, strict=True) if not share):
         path.unlink(missing_ok=True)  # it shares problems with the new ones
         index_path(path).unlink(missing_ok=True)
@@ -120,11 +130,11 @@ def _chance(table: Table, group: int, seed: int) -> int:
     return hash64(f"{seed}:{table.groups['item'][group]}".encode())
 
 
-def _lines(table: Table, advance: Advance) -> Iterable[tuple[int, bytes]]:
-    """(group row, line) of every group."""
+def _lines(table: Table, advance: Advance) -> Iterable[tuple[int, Line]]:
+    """Row and line of every group."""
     for file, path in enumerate(table.files):
         with SpanReader(path) as reader:
             for row in np.flatnonzero(table.groups["file"] == file).tolist():
                 start, size = int(table.groups["offset"][row]), int(table.groups["size"][row])
                 advance(size)
-                yield row, reader.read(start, start + size)
+                yield row, Line(path, int(table.groups["line"][row]), start, reader.read(start, start + size), True)

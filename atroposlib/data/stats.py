@@ -10,7 +10,8 @@ import numpy as np
 import orjson
 
 from atroposlib.data.policy import StepResult
-from atroposlib.data.rollout_files import read_lines
+from atroposlib.data.rollout_files import sound_lines
+from atroposlib.data.set_aside import SetAside
 from atroposlib.data.steps import pass_rates
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
 from atroposlib.type_definitions import Array
@@ -58,6 +59,7 @@ class Stats:
     pass_rate: Histogram  # problems
     completion_tokens: Histogram
     retention: list[StepResult]  # what a policy's steps leave; [] without one
+    set_aside: list[dict[str, Any]]  # lines and responses that no dataset may use, by reason
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -86,6 +88,7 @@ def describe(table: Table, *, accept_score: float = 0.0, retention: list[StepRes
         pass_rate=_histogram(rate[first], limits=(0.0, 1.0)),
         completion_tokens=_histogram(lengths[lengths != UNKNOWN_LENGTH]),
         retention=retention or [],
+        set_aside=[*table.set_aside.as_json(), *table.odd_responses().as_json()],
     )
 
 
@@ -96,12 +99,13 @@ def count_failures(files: Iterable[Path]) -> dict[str, int]:
         path = folder / "failures.jsonl"
         if not path.exists():
             continue
-        for line in read_lines(path):
+        for line in sound_lines(path, SetAside()):
             try:
                 failure = orjson.loads(line.data)
             except orjson.JSONDecodeError:  # a killed process's last line
                 continue
-            counts[str(failure.get("class", "environment"))] += 1
+            if isinstance(failure, dict):
+                counts[str(failure.get("class", "environment"))] += 1
     return dict(sorted(counts.items()))
 
 
@@ -110,6 +114,7 @@ def _task_stats(name: str, table: Table, rows: Array, rate: Array, accept_score:
     _, first = np.unique(table.column("item")[rows], return_index=True)
     problem_rate = rate[rows][first]
     lengths = responses["completion"][responses["completion"] != UNKNOWN_LENGTH]
+    scores = responses["score"][~np.isnan(responses["score"])]
     p50, p95 = np.percentile(lengths, [50, 95]).tolist() if len(lengths) else (None, None)
     return TaskStats(
         task=name,
@@ -117,7 +122,7 @@ def _task_stats(name: str, table: Table, rows: Array, rate: Array, accept_score:
         groups=len(np.unique(responses["group"])),
         responses=len(responses),
         accepted=int((responses["score"] > accept_score).sum()),
-        score_mean=float(responses["score"].mean()) if len(responses) else 0.0,
+        score_mean=float(scores.mean()) if len(scores) else 0.0,
         completion_tokens=int(lengths.sum()) if len(lengths) else None,
         completion_p50=p50,
         completion_p95=p95,
@@ -128,6 +133,7 @@ def _task_stats(name: str, table: Table, rows: Array, rate: Array, accept_score:
 
 
 def _histogram(values: Array, limits: tuple[float, float] | None = None) -> Histogram:
+    values = values[~np.isnan(values)]
     if not len(values):
         return Histogram([], [])
     counts, edges = np.histogram(values, BINS, limits)

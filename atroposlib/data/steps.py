@@ -208,7 +208,7 @@ AnyStep = Annotated[
 def pass_rates(table: Table, accept_score: float) -> Array:
     """[responses] share of accepted responses of each response's problem, over all of its groups."""
     _, problem = np.unique(table.column("item"), return_inverse=True)
-    total = np.bincount(problem)
+    total = np.maximum(np.bincount(problem, weights=~np.isnan(table.responses["score"])), 1)
     accepted = np.bincount(problem, weights=table.responses["score"] > accept_score, minlength=len(total))
     return (accepted / total)[problem] if len(total) else np.zeros(0)
 
@@ -237,7 +237,7 @@ def _first_n(keep: Array, owner: Array, order: Sequence[Array], n: int) -> Array
 
 def _group_minimum(table: Table) -> Array:
     lowest = np.full(len(table.groups), np.inf)
-    np.minimum.at(lowest, table.responses["group"], table.responses["score"])
+    np.fmin.at(lowest, table.responses["group"], table.responses["score"])
     return lowest[table.responses["group"]]
 
 

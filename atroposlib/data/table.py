@@ -5,21 +5,25 @@ read again, but only lines with a chosen row, and where no ids are asked for, on
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from atroposlib.data.lazy import LazyGroup, parse_lazily
+from atroposlib.data.compressed import is_compressed
+from atroposlib.data.lazy import ODD, LazyGroup, hash64, parse_lazily
 from atroposlib.data.rollout_files import Line, SpanReader, read_lines
-from atroposlib.errors import DataError
+from atroposlib.data.set_aside import SetAside
+from atroposlib.errors import DataError, RowError
 from atroposlib.type_definitions import Array
 
 FINISH_REASONS = ("unknown", "stop", "length", "abort", "tool_calls")
 _FINISH_CODES: dict[str | None, int] = {reason: code for code, reason in enumerate(FINISH_REASONS)}
 UNKNOWN_LENGTH = -1
 MOST = np.iinfo(np.uint16).max
+NOTHING_GENERATED = ODD.index("nothing generated")
+DOUBLE = "double"
 
 _OPEN_FILES = 16
 
@@ -34,6 +38,7 @@ GROUP = np.dtype(
         ("responses", "u4"),
         ("item", "u8"),  # names the item: recorded key, else prompt
         ("prompt", "u8"),  # names the prompt
+        ("id", "u8"),  # names the group, from its recorded id; 0: it has none
         ("hole", "u4"),  # byte of the line where a stretch of nothing but lists of numbers starts
         ("hole_size", "u4"),  # its bytes
     ]
@@ -43,7 +48,8 @@ RESPONSE = np.dtype(
         ("group", "u4"),  # row of its group
         ("index", "u4"),  # in its group
         ("finish", "u1"),  # index into FINISH_REASONS
-        ("score", "f8"),
+        ("odd", "u1"),  # index into ODD: why it must not be used; 0: it may
+        ("score", "f8"),  # NaN: it has none
         ("total", "i4"),  # prompt + completion tokens, UNKNOWN_LENGTH when no ids were recorded
         ("completion", "i4"),  # tokens that take loss, likewise
         ("stretches", "u2"),  # runs of tokens that take loss, at most MOST; 0 when no ids were recorded
@@ -76,6 +82,14 @@ class Table:
     tasks: list[str]
     groups: Array  # [groups] of GROUP
     responses: Array  # [responses] of RESPONSE
+    set_aside: SetAside = field(default_factory=SetAside)  # lines that are not in it
+
+    def odd_responses(self) -> SetAside:
+        """The responses that no dataset may use."""
+        odd = SetAside()
+        for row in np.flatnonzero(self.responses["odd"]).tolist():
+            odd.add(RowError(self.where(row), ODD[self.responses["odd"][row]]))
+        return odd
 
     def column(self, name: str) -> Array:
         """One group column, spread over the responses: [responses]."""
@@ -109,7 +123,7 @@ class Table:
         try:
             for row in wanted:
                 file, offset = int(row["file"]), int(row["offset"])
-                if by_item and self.files[file].suffix == ".zst":
+                if by_item and is_compressed(self.files[file]):
                     if (file, offset) not in ahead:
                         ahead.update(self._read_file(file, wanted[wanted["file"] == file], keep, advance, with_ids))
                     yield ahead.pop((file, offset))
@@ -134,9 +148,13 @@ class Table:
 
     def _read_group(self, reader: SpanReader, path: Path, row: Any, keep: Array, with_ids: bool) -> Chosen:
         line = Line(path, int(row["line"]), int(row["offset"]), _read_json(reader, row, with_ids), True)
-        group = parse_lazily(line, has_lists=with_ids)
-        if group is None or len(group.scores) != row["responses"]:
-            raise DataError(f"{line.where}: changed while it was read; run the command again")
+        changed = f"{line.where}: changed while it was read; run the command again"
+        try:
+            group = parse_lazily(line, has_lists=with_ids)
+        except RowError as error:
+            raise DataError(changed) from error
+        if len(group.scores) != row["responses"]:
+            raise DataError(changed)
         first = int(row["first"])
         indices = np.flatnonzero(keep[first : first + len(group.scores)]).tolist()
         return Chosen(line, group, indices, [first + index for index in indices])
@@ -152,25 +170,25 @@ class TableBuilder:
         self._groups: list[tuple[int, ...]] = []
         self._responses: list[tuple[float, ...]] = []
         self._group_rows = self._response_rows = 0
+        self.set_aside = SetAside()
 
     def add_file(self, path: Path) -> None:
         """Following groups lie in `path`."""
         self._files.append(path)
 
     def add_line(self, line: Line) -> None:
-        """Append the group of one line of the last added file; a line cut short is left out.
-
-        Raises:
-            DataError: the line is not a group.
-        """
-        group = parse_lazily(line)
-        if group is None:
+        """Append the group of one line of the last added file, or set the line aside."""
+        try:
+            group = parse_lazily(line)
+        except RowError as error:
+            self.set_aside.add(error)
             return
         task = self._tasks.setdefault(group.task or group.env or "", len(self._tasks))
+        item = group.item_hash()
         self._groups.append(
             (
                 *(len(self._files) - 1, task, line.number, line.offset, line.size),
-                *(self._response_rows, len(group.scores), group.item_hash(), group.prompt_hash()),
+                *(self._response_rows, len(group.scores), item, group.prompt_hash(), _group_hash(group, item)),
                 *(group.hole[0], group.hole[1] - group.hole[0]),
             )
         )
@@ -178,7 +196,9 @@ class TableBuilder:
         for index, (score, reason) in enumerate(zip(group.scores, reasons, strict=True)):
             lengths = group.lengths(index) or (UNKNOWN_LENGTH, UNKNOWN_LENGTH)
             runs = (min(count, MOST) for count in group.stretches(index))
-            self._responses.append((self._group_rows, index, _FINISH_CODES.get(reason, 0), score, *lengths, *runs))
+            odd = group.odd.get(index, 0) or (0 if lengths[1] else NOTHING_GENERATED)
+            finish = _FINISH_CODES.get(reason, 0)
+            self._responses.append((self._group_rows, index, finish, odd, score, *lengths, *runs))
         self._group_rows += 1
         self._response_rows += len(group.scores)
         if len(self._responses) >= 10_000:
@@ -188,7 +208,7 @@ class TableBuilder:
         """The table of everything added."""
         self._flush()
         groups, responses = zip(*self._blocks, strict=True)
-        return Table(self._files, list(self._tasks), np.concatenate(groups), np.concatenate(responses))
+        return Table(self._files, list(self._tasks), np.concatenate(groups), np.concatenate(responses), self.set_aside)
 
     def _flush(self) -> None:
         self._blocks.append((np.array(self._groups, GROUP), np.array(self._responses, RESPONSE)))
@@ -198,20 +218,25 @@ class TableBuilder:
 def scan_after(path: Path, table: Table | None, advance: Advance = ignore) -> Table:
     """`table` and what `path`, its only file, holds after the table's last group; checks the shape of every line.
 
-    `advance` is told the bytes of every line.
+    Lines that are no groups are set aside, and where there were some, all of the file is read again.
 
-    Raises:
-        DataError: as in `rollout_files`.
+    Args:
+        advance: told the bytes of every line.
     """
     builder = TableBuilder()
     builder.add_file(path)
     start, number = 0, 1
+    if table is not None and table.set_aside:
+        table = None
     if table is not None and len(table.groups):
         last = table.groups[-1]
         start, number = int(last["offset"] + last["size"]), int(last["line"]) + 1
-    for line in read_lines(path, start=start, first_number=number):
-        advance(line.size)
-        builder.add_line(line)
+    try:
+        for line in read_lines(path, start=start, first_number=number):
+            advance(line.size)
+            builder.add_line(line)
+    except RowError as error:
+        builder.set_aside.add(error)
     added = builder.build()
     return concatenate([table, added]) if table is not None else added
 
@@ -221,6 +246,7 @@ def concatenate(tables: Sequence[Table]) -> Table:
     files: dict[Path, int] = {}
     tasks: dict[str, int] = {}
     groups, responses = [np.zeros(0, GROUP)], [np.zeros(0, RESPONSE)]
+    set_aside = SetAside()
     group_rows = response_rows = 0
     for table in tables:
         codes = np.array([tasks.setdefault(name, len(tasks)) for name in table.tasks], "u2")
@@ -232,7 +258,48 @@ def concatenate(tables: Sequence[Table]) -> Table:
         group_rows, response_rows = group_rows + len(group), response_rows + len(response)
         groups.append(group)
         responses.append(response)
-    return Table(list(files), list(tasks), np.concatenate(groups), np.concatenate(responses))
+        set_aside.update(table.set_aside)
+    return Table(list(files), list(tasks), np.concatenate(groups), np.concatenate(responses), set_aside)
+
+
+def without_doubles(table: Table, *, strict: bool = False) -> Table:
+    """`table` with each group once, the earliest; a copied file or line, and an item that was done twice, is set aside.
+
+    Groups without a recorded id are never doubles.
+    """
+    ids = table.groups["id"]
+    order = np.argsort(ids, kind="stable")
+    again = np.zeros(len(ids), bool)
+    again[order[1:]] = (ids[order[1:]] == ids[order[:-1]]) & (ids[order[1:]] != 0)
+    if not again.any():
+        return table
+    first_of: dict[int, int] = {}
+    set_aside = SetAside(strict=strict)
+    set_aside.update(table.set_aside)
+    for row in np.flatnonzero(np.isin(ids, ids[again])).tolist():
+        earliest = first_of.setdefault(int(ids[row]), row)
+        if earliest != row:
+            here, there = (f"{table.files[each['file']]}:{each['line']}" for each in table.groups[[row, earliest]])
+            set_aside.add(RowError(here, DOUBLE, f"the same group as {there}"))
+    kept = ~again
+    responses = table.responses[kept[table.responses["group"]]]
+    responses["group"] = (np.cumsum(kept) - 1)[responses["group"]]
+    groups = table.groups[kept]
+    groups["first"] = np.cumsum(groups["responses"]) - groups["responses"]
+    return replace(table, groups=groups, responses=responses, set_aside=set_aside)
+
+
+def _group_hash(group: LazyGroup, item: int) -> int:
+    """64 bits naming a group by its item and its recorded id; 0 when it has none.
+
+    An id that a run of ours gave names its item for good. Others may be used again, so scores and lengths must agree.
+    """
+    if group.group_id is None:
+        return 0
+    name = f"{item} {group.group_id}"
+    if not name.endswith(f"/{group.item_key}/{group.part or 0}"):
+        name += f" {group.scores} {[group.lengths(index) for index in range(len(group.scores))]}"
+    return hash64(name.encode())
 
 
 def _read_json(reader: SpanReader, row: Any, with_ids: bool) -> bytes:

@@ -4,11 +4,12 @@ A tokenizer is a local Hugging Face folder, a `.gguf` file or the name of an emb
 taken), or a name on the Hugging Face hub.
 """
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atroposlib.data.rollout_files import expand_input
-from atroposlib.errors import DataError, ModelError
+from atroposlib.errors import ModelError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,13 +34,26 @@ def load_tokenizer(spec: str) -> "PreTrainedTokenizerBase":
         ) from error
 
 
+def padded_vocabulary(spec: str) -> int | None:
+    """The ids that a local model has embeddings for, from `config.json` next to its tokenizer; None: unknown."""
+    folder = _tokenizer_folder(spec)
+    try:
+        config = json.loads((folder / "config.json").read_bytes()) if folder else {}
+    except (OSError, ValueError):
+        return None
+    sizes = (config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size"))
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
 def check_ids(ids: list[int], vocabulary_size: int, where: str) -> None:
-    """DataError when an id lies outside the tokenizer's vocabulary: the ids are another model's."""
+    """RowError when an id lies outside the tokenizer's vocabulary: the ids are another model's."""
     if ids and not (min(ids) >= 0 and max(ids) < vocabulary_size):
         wrong = next(token for token in ids if not 0 <= token < vocabulary_size)
-        raise DataError(
-            f"{where}: token id {wrong} is outside the tokenizer's {vocabulary_size} ids; "
-            "give --tokenizer the tokenizer of the model that generated these rollouts"
+        raise RowError(
+            where,
+            "id outside the tokenizer's vocabulary",
+            f"token id {wrong} is outside the tokenizer's {vocabulary_size} ids; "
+            "give --tokenizer the tokenizer of the model that generated these rollouts",
         )
 
 

@@ -6,7 +6,7 @@ group_id and (item_key, part) occur once        text is valid JSON in UTF-8
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,101 +14,179 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from atroposlib.data.rollout_files import Line, find_rollout_files, parse_line, read_lines
+from atroposlib.data.chats import chat_fault
+from atroposlib.data.rollout_files import (
+    CUT_SHORT,
+    NO_GROUP,
+    Line,
+    check_copied,
+    find_rollout_files,
+    parse_line,
+    read_lines,
+)
+from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Advance, ignore
-from atroposlib.errors import DataError
+from atroposlib.errors import RowError
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, Array, RolloutRecord
+
+_NO_ASSISTANT = (chat_fault([{"role": "user"}]), chat_fault("text"))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One broken promise. `is_damage` False: legal in upstream files, but worth knowing."""
+    """One broken promise. `is_damage` False: it happens, but is worth knowing."""
 
     where: str  # file:line, or file:line[index] of one response
+    reason: str  # a few words, which it is counted by
     text: str
     is_damage: bool = True
+
+
+class Validation:
+    """Checks rollout files, and counts what it read."""
+
+    def __init__(self, *, vocabulary_size: int | None = None, padded_size: int | None = None) -> None:
+        """
+        Args:
+            vocabulary_size: ids of the tokenizer; None: ids are not checked.
+            padded_size: ids that the model has embeddings for, when it has more; such ids are no damage.
+        """
+        self._vocabulary = vocabulary_size
+        self._padded = max(padded_size or 0, vocabulary_size or 0)
+        self._seen: dict[str, str] = {}
+        self.files = self.lines = self.groups = self.responses = 0
+        self.damaged = SetAside()
+        self.notes = SetAside()
+
+    @property
+    def without_assistant(self) -> int:
+        """Responses whose messages hold no assistant turn."""
+        return sum(self.notes.counts[reason or ""] for reason in _NO_ASSISTANT)
+
+    def problems(self, paths: str | Path | Iterable[str | Path], advance: Advance = ignore) -> Iterator[Problem]:
+        """Every problem of the files, in order, as it is found; memory grows with groups by about 100 bytes.
+
+        Raises:
+            PathError: nothing is there.
+        """
+        for path in find_rollout_files(paths):
+            self.files += 1
+            for problem in self._of_file(path, advance):
+                counted = self.damaged if problem.is_damage else self.notes
+                counted.add(RowError(problem.where, problem.reason, problem.text))
+                yield problem
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data: what was read, and what is wrong by reason."""
+        counts = {name: getattr(self, name) for name in ("files", "lines", "groups", "responses", "without_assistant")}
+        return {**counts, "damaged": self.damaged.as_json(), "notes": self.notes.as_json()}
+
+    def _of_file(self, path: Path, advance: Advance) -> Iterator[Problem]:
+        try:
+            for line in read_lines(path):
+                advance(line.size)
+                self.lines += 1
+                yield from self._of_line(line)
+        except RowError as error:  # a file that cannot be read any further
+            yield Problem(error.where, error.reason, error.text)
+
+    def _of_line(self, line: Line) -> Iterator[Problem]:
+        try:
+            record = parse_line(line)
+            check_copied(line)
+        except RowError as error:
+            yield Problem(error.where, error.reason, error.text, is_damage=error.reason != CUT_SHORT)
+            return
+        scores = record.get("scores") or []
+        self.groups += 1
+        self.responses += len(scores)
+        yield from self._doubled(record, line.where)
+        if not scores:
+            yield Problem(line.where, "empty group", "the group is empty", is_damage=False)
+        for index, score in enumerate(scores):
+            where = f"{line.where}[{index}]"
+            if score is None:
+                yield Problem(where, "no score", "there is no score; datasets leave it out", is_damage=False)
+            elif not _is_finite(score):
+                yield Problem(where, NO_GROUP, f"score is {score!r}, expected a finite number")
+        yield from _chat_faults(record, line.where)
+        if not record.get("tokens"):
+            text = "no token ids were recorded; datasets must re-render messages"
+            yield Problem(line.where, "no token ids recorded", text, is_damage=False)
+            return
+        for index in range(len(scores)):
+            if found := _response_problem(record, index):
+                yield Problem(f"{line.where}[{index}]", *found)
+            else:
+                yield from self._unusual_ids(record, index, f"{line.where}[{index}]")
+
+    def _unusual_ids(self, record: RolloutRecord, index: int, where: str) -> Iterator[Problem]:
+        """What the ids of a sound response say."""
+        ids, masks = (np.array((record.get(key) or [])[index], np.int64) for key in ("tokens", "masks"))
+        if (masks == IGNORE_INDEX).all():
+            text = "nothing was generated: every position is masked; datasets leave it out"
+            yield Problem(where, "nothing generated", text, is_damage=False)
+        if self._vocabulary is None or not len(ids) or int(ids.max()) < self._vocabulary:
+            return
+        if int(ids.max()) < self._padded:
+            text = f"token id {ids.max()} is in the padded part of the model's vocabulary, behind the tokenizer's"
+            yield Problem(where, "id in the padded part", f"{text} {self._vocabulary}", is_damage=False)
+            return
+        text = f"token id {ids.max()} is outside the vocabulary of {self._padded}"
+        yield Problem(where, "id outside the vocabulary", text)
+
+    def _doubled(self, record: RolloutRecord, where: str) -> Iterator[Problem]:
+        keys = []
+        if record.get("group_id") is not None:
+            keys.append(f"group_id {record.get('group_id')}")
+        if record.get("item_key") is not None:
+            names = (record.get("env", ""), record.get("run", ""), record.get("item_key"), record.get("part", 0))
+            keys.append("env {}, run {}, item_key {}, part {}".format(*names))
+        for key in keys:
+            if key in self._seen:
+                text = f"{key} occurs already at {self._seen[key]}; `atropos data merge` removes duplicates"
+                yield Problem(where, "double", text)
+            self._seen.setdefault(key, where)
 
 
 def validate(
     paths: str | Path | Iterable[str | Path], *, vocabulary_size: int | None = None, advance: Advance = ignore
 ) -> Iterator[Problem]:
-    """Every problem of the files, in order, as it is found; memory grows with groups by about 100 bytes.
-
-    Args:
-        vocabulary_size: ids must be below it; None: not checked.
-
-    Raises:
-        PathError: nothing is there.
-    """
-    seen: dict[str, str] = {}
-    for path in find_rollout_files(paths):
-        try:
-            for line in read_lines(path):
-                advance(line.size)
-                yield from _line_problems(line, vocabulary_size, seen)
-        except DataError as error:  # a damaged zstd stream has no further lines
-            yield Problem(str(path), str(error).removeprefix(f"{path}: "))
+    """Every problem of the files, as `Validation.problems` finds it."""
+    return Validation(vocabulary_size=vocabulary_size).problems(paths, advance)
 
 
-def _line_problems(line: Line, vocabulary_size: int | None, seen: dict[str, str]) -> Iterator[Problem]:
-    try:
-        record = parse_line(line)
-    except DataError as error:
-        yield Problem(line.where, str(error).removeprefix(f"{line.where}: "))
-        return
-    if record is None:
-        yield Problem(line.where, "the last line is cut short; a run that goes on removes it", is_damage=False)
-        return
-    yield from _doubled(record, line.where, seen)
-    scores = record.get("scores") or []
-    if not scores:
-        yield Problem(line.where, "the group is empty", is_damage=False)
-    for index, score in enumerate(scores):
-        if not _is_finite(score):
-            yield Problem(f"{line.where}[{index}]", f"score is {score!r}, expected a finite number")
-    if not record.get("tokens"):
-        yield Problem(line.where, "no token ids were recorded; datasets must re-render messages", is_damage=False)
-        return
-    for index in range(len(scores)):
-        text = _response_problem(record, index, vocabulary_size)
-        if text:
-            yield Problem(f"{line.where}[{index}]", text)
+def _chat_faults(record: RolloutRecord, where: str) -> Iterator[Problem]:
+    """The responses whose recorded messages do not say what the assistant said."""
+    for index, messages in enumerate(record.get("messages") or []):
+        if reason := chat_fault(messages):
+            text = f"{reason}; datasets of messages leave it out"
+            yield Problem(f"{where}[{index}]", reason, text, is_damage=False)
 
 
-def _doubled(record: RolloutRecord, where: str, seen: dict[str, str]) -> Iterator[Problem]:
-    keys = []
-    if record.get("group_id") is not None:
-        keys.append(f"group_id {record.get('group_id')}")
-    if record.get("item_key") is not None:
-        names = (record.get("env", ""), record.get("run", ""), record.get("item_key"), record.get("part", 0))
-        keys.append("env {}, run {}, item_key {}, part {}".format(*names))
-    for key in keys:
-        if key in seen:
-            yield Problem(where, f"{key} occurs already at {seen[key]}; `atropos data merge` removes duplicates")
-        seen.setdefault(key, where)
-
-
-def _response_problem(record: RolloutRecord, index: int, vocabulary_size: int | None) -> str | None:
-    """What is wrong with one response, or None."""
+def _response_problem(record: RolloutRecord, index: int) -> tuple[str, str] | None:
+    """Reason and sentence for what is wrong with one response's numbers, or None."""
     try:
         ids = _whole_numbers((record.get("tokens") or [])[index])
         masks = _whole_numbers((record.get("masks") or [])[index])
     except (msgspec.ValidationError, OverflowError):
-        return "tokens and masks must be lists of whole numbers"
+        return "ids that are no numbers", "tokens and masks must be lists of whole numbers"
+    except IndexError:
+        return "no mask", "there are tokens, but no masks"
     if len(ids) != len(masks):
-        return f"{len(ids)} tokens but {len(masks)} mask values"
+        return _MASK, f"{len(ids)} tokens but {len(masks)} mask values"
     if len(ids) and int(ids.min()) < 0:
-        return f"token id {int(ids.min())} is negative"
-    if vocabulary_size is not None and len(ids) and int(ids.max()) >= vocabulary_size:
-        return f"token id {int(ids.max())} is outside the vocabulary of {vocabulary_size}"
+        return "negative id", f"token id {int(ids.min())} is negative"
     masked = masks == IGNORE_INDEX
     wrong = np.flatnonzero(~masked & (masks != ids))
     if len(wrong):
         at = int(wrong[0])
-        return f"masks[{at}] is {masks[at]} where tokens[{at}] is {ids[at]}; expected {IGNORE_INDEX} or the id"
-    if masked.all():
-        return "every position is masked: nothing to train on"
-    return _logprob_problem((record.get("inference_logprobs") or [None] * (index + 1))[index], masked)
+        return _MASK, f"masks[{at}] is {masks[at]} where tokens[{at}] is {ids[at]}; expected {IGNORE_INDEX} or the id"
+    problem = _logprob_problem((record.get("inference_logprobs") or [None] * (index + 1))[index], masked)
+    return ("log-probabilities that do not fit", problem) if problem else None
+
+
+_MASK = "mask that does not fit the ids"
 
 
 def _logprob_problem(values: Any, masked: Array) -> str | None:
@@ -119,7 +197,7 @@ def _logprob_problem(values: Any, masked: Array) -> str | None:
     except (TypeError, ValueError):
         return "inference_logprobs must be a list of numbers"
     if logprobs.shape != masked.shape:
-        return f"{len(masked)} tokens but {len(values)} inference_logprobs"
+        return f"{len(masked)} tokens but {_count(values)} inference_logprobs"
     if not np.isfinite(logprobs).all():
         return "inference_logprobs must be finite"
     wrong = np.flatnonzero((logprobs == PROMPT_LOGPROB) != masked)
@@ -128,6 +206,10 @@ def _logprob_problem(values: Any, masked: Array) -> str | None:
         state = "masked" if masked[at] else "trained"
         return f"inference_logprobs[{at}] is {logprobs[at]:g} on a {state} position; 1.0 must be exactly where masked"
     return None
+
+
+def _count(values: Any) -> int:
+    return len(values) if isinstance(values, Sequence) else 1
 
 
 def _whole_numbers(values: Any) -> Array:

@@ -18,8 +18,10 @@ from typing import Any
 import markdown
 import msgspec
 
-from atroposlib.data.rollout_files import expand_input, parse_line, read_lines
-from atroposlib.errors import AtroposError, DataError
+from atroposlib.data.rollout_files import NO_GROUP, Line, expand_input, row_error, sound_lines
+from atroposlib.data.set_aside import SetAside
+from atroposlib.errors import AtroposError, RowError
+from atroposlib.json_lines import parse_anyhow
 from atroposlib.paths import expand_path
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ _UNSAFE_PATTERNS = (
 def generate_html(input_path: str | os.PathLike[str], output_path: str | os.PathLike[str] | None = None) -> Path:
     """Write the page of one rollout file and return its path (default: the input's name with `.html`).
 
-    Lines that are not groups are skipped with a warning. The page is written beside and renamed.
+    Lines that are not groups are set aside with a warning. The page is written beside and renamed.
     A missing input ends the process with exit code 1, as upstream's did.
     """
     source = expand_input(os.fspath(input_path))
@@ -120,7 +122,7 @@ def page_template() -> str:
 class _Shown(msgspec.Struct):
     """What the page needs of a line; the decoder skips tokens, masks and logprobs without building them."""
 
-    scores: list[float | bool] | None = None
+    scores: list[float | bool | None] | None = None
     messages: list[Any] | None = None
     task: Any = None
 
@@ -129,21 +131,32 @@ _decoder = msgspec.json.Decoder(_Shown)
 
 
 def _groups(source: Path) -> Iterator[Mapping[str, Any]]:
-    for line in read_lines(source):
+    odd = SetAside()
+    for line in sound_lines(source, odd):
         try:
-            shown = _decoder.decode(line.data)
-        except msgspec.DecodeError as problem:
-            try:
-                if parse_line(line) is not None:  # says what is wrong, if it sees it
-                    logger.warning("line skipped: %s: %s", line.where, problem)
-            except DataError as error:
-                logger.warning("line skipped: %s", error)
+            shown = _shown(line)
+        except RowError as error:
+            odd.add(error)
             continue
         yield {"scores": shown.scores, "messages": shown.messages, "task": shown.task}
+    odd.warn()
 
 
-def _item(group_index: int, index: int, message: object, score: float) -> str:
-    css, shown = get_score_class(score), html.escape(f"{score:g}" if isinstance(score, float) else str(score))
+def _shown(line: Line) -> _Shown:
+    """RowError when nothing of the line can be shown."""
+    try:
+        return _decoder.decode(line.data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as strict:
+        try:
+            return msgspec.convert(parse_anyhow(line.data), _Shown)
+        except msgspec.ValidationError as error:
+            raise RowError(line.where, NO_GROUP, f"not a group: {error}") from error
+        except (ValueError, RecursionError):
+            raise row_error(line, strict) from strict
+
+
+def _item(group_index: int, index: int, message: object, score: float | None) -> str:
+    css, shown = get_score_class(score or 0.0), html.escape(f"{score:g}" if isinstance(score, float) else str(score))
     return (
         f'<div class="item {css}" id="group-{group_index}-item-{index}">'
         f'<div class="content">{_conversation(message)}</div><div class="score">Reward: {shown}</div></div>\n'

@@ -66,10 +66,9 @@ class LiveRollouts:
             self._seen.add(key)
             builder = TableBuilder()
             builder.add_file(Path(self._url.rpartition("@")[2]))
-            try:
-                builder.add_line(Line(Path("live"), len(self._lines) + 1, 0, data, True))
-            except AtroposError as error:
-                logger.warning("group left out: %s", error)
+            builder.add_line(Line(Path("live"), len(self._lines) + 1, 0, data, True))
+            if builder.set_aside:
+                logger.warning("group left out: %s", builder.set_aside.rows[0].text)
                 continue
             self._lines.append(data)
             self._tables.append(builder.build())

@@ -7,11 +7,11 @@ set as text, never as markup.
 
 import json
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -20,6 +20,7 @@ from atroposlib.api.auth import names_this_machine
 from atroposlib.data.index import read_group
 from atroposlib.data.table import FINISH_REASONS, Table, concatenate
 from atroposlib.errors import AtroposError
+from atroposlib.json_lines import parse_anyhow
 from atroposlib.type_definitions import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ def make_app(rollouts: Rollouts, decode: Decode | None = None) -> FastAPI:
         if not 0 <= row < len(table.groups):
             raise HTTPException(404, f"there is no group {row}; {len(table.groups)} are known")
         try:
-            record = msgspec.json.decode(rollouts.group(row))
+            record = parse_anyhow(rollouts.group(row))
         except AtroposError as error:
             raise HTTPException(500, str(error)) from error
         return Response(json.dumps(group_detail(record, decode)), media_type="application/json")
@@ -171,7 +172,7 @@ def group_summary(table: Table, row: int) -> dict[str, Any]:
         "row": row,
         "task": table.tasks[group["task"]],
         "where": f"{table.files[group['file']].name}:{group['line']}",
-        "scores": responses["score"].tolist(),
+        "scores": [None if math.isnan(score) else score for score in responses["score"].tolist()],
         "tokens": responses["completion"].tolist(),
         "finish": [FINISH_REASONS[code] for code in responses["finish"]],
     }

@@ -33,7 +33,6 @@ def with_change(key, index, value):
 BROKEN = {
     "mask is neither": (with_change("masks", 1, [-100] * 4 + [7, 201, 2]), "[1]", "masks[4] is 7"),
     "mask too short": (with_change("masks", 0, [-100, 2]), "[0]", "6 tokens but 2 mask values"),
-    "all masked": (with_change("masks", 0, [-100] * 6), "[0]", "every position is masked"),
     "negative id": (with_change("tokens", 0, [1, 10, 11, 2, -5, 2]), "[0]", "negative"),
     "id is text": (with_change("tokens", 0, ["x"] * 6), "[0]", "whole numbers"),
     "logprob 1 where trained": (with_change("inference_logprobs", 0, [1.0] * 6), "[0]", "on a trained position"),

@@ -71,7 +71,7 @@ def test_a_shard_compressed_in_several_frames_is_read_to_its_end(tmp_path):
 def test_a_damaged_zstd_file_is_named(tmp_path):
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(b"this is not zstd at all")
-    with pytest.raises(DataError, match=r"a\.jsonl\.zst: not readable as zstd"):
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst:1: not readable as zstd"):
         list(read_rollouts(path))
 
 
@@ -88,14 +88,14 @@ def cut_zstd(request, tmp_path):
 def test_a_zstd_file_that_is_cut_short_is_damage_for_every_reader(tmp_path, cut_zstd):
     for read in (
         lambda: list(read_rollouts(cut_zstd)),
-        lambda: open_table(cut_zstd),
-        lambda: export_sft(cut_zstd, tmp_path / "o.jsonl"),
-        lambda: merge_rollouts(cut_zstd, tmp_path / "o.jsonl"),
+        lambda: open_table(cut_zstd, strict=True),
+        lambda: export_sft(cut_zstd, tmp_path / "o.jsonl", options=SftOptions(strict=True)),
+        lambda: merge_rollouts(cut_zstd, tmp_path / "o.jsonl", strict=True),
         lambda: check_output(cut_zstd, append=True),
     ):
-        with pytest.raises(DataError, match=r"a\.jsonl\.zst: not readable as zstd \(it ends in the middle"):
+        with pytest.raises(DataError, match=r"a\.jsonl\.zst:\d+: not readable as zstd \(it ends in the middle"):
             read()
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.zst"]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl.zst", ".a.jsonl.zst.idx"}
     assert [problem.is_damage for problem in validate(cut_zstd)][-1]
 
 

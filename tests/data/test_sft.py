@@ -158,11 +158,11 @@ BAD_CONTENT = {
     "message is text": (ONE | {"messages": ["text"]}, {}, "is not a list of"),
     "one conversation null": (ONE | {"messages": [None]}, {}, "is not a list of"),
     "no survivors": (ONE | {"scores": [0.0]}, {}, "no response survived of 1 in 1 groups"),
-    "score null": (ONE | {"scores": [None]}, {}, "Expected `float`, got `null`"),
+    "score null": (ONE | {"scores": [None]}, {}, "no score: 1"),
     "score beyond floats": ({**ONE, "scores": [10**400]}, {}, "scores"),
     "mask of another length": (ONE | {"masks": [[-100, 2]]}, {"format": "tokens"}, "6 tokens but 2 mask values"),
     "mask of ones": (ONE | {"masks": [[0, 0, 0, 0, 1, 1]]}, {"format": "tokens"}, "masks[0] is 0 where tokens[0] is 1"),
-    "all masked": (ONE | {"masks": [[-100] * 6]}, {"format": "tokens"}, "nothing to train on"),
+    "all masked": (ONE | {"masks": [[-100] * 6]}, {"format": "tokens"}, "nothing generated: 1"),
     "ids not numbers": (ONE | {"tokens": [["a"] * 6]}, {"format": "tokens"}, "not a list of whole numbers"),
     "no ids and no tokenizer": (ONE | {"tokens": [], "masks": []}, {"format": "tokens"}, "give --tokenizer"),
 }

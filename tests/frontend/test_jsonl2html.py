@@ -122,7 +122,6 @@ def test_a_model_that_repeats_a_list_mark_for_ever_is_shown_and_spoils_no_other_
 
 
 ODD_LINES = [
-    '{"messages": ["m"], "scores": [null]}',
     '{"messages": ["m"], "scores": ["a"]}',
     '{"messages": 3, "scores": [1]}',
 ]
@@ -133,4 +132,4 @@ def test_a_group_without_numbers_for_scores_costs_only_itself(tmp_path, caplog, 
     source = tmp_path / "o.jsonl"
     source.write_text('{"messages": ["m"], "scores": [true]}\n' + line + "\n")
     assert generate_html(source).read_text().count("<details") == 1
-    assert "line skipped" in caplog.text
+    assert "set aside: 1 (no group: 1)" in caplog.text
