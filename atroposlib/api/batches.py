@@ -42,7 +42,7 @@ class Batches:
         if lease_s is not None:
             self._count(batch)
             batch.batch_id = batch.batch_id or f"{batch.number}-{secrets.token_hex(4)}"
-            batch.expires = time.time() + lease_s
+            batch.lease_s, batch.expires = lease_s, time.monotonic() + lease_s
             self._live.queue.leased[batch.batch_id] = batch
             await self._store.change(Change(run=self._live.run.to_json(), leased=[batch]))
         return batch
@@ -148,7 +148,7 @@ class Batches:
 
     def expire_leases(self) -> None:
         """Leases that ended without acknowledgement: their batches come again."""
-        for batch in self._live.queue.expire_leases(time.time()):
+        for batch in self._live.queue.expire_leases(time.monotonic()):
             logger.warning("lease ended without acknowledgement, delivered again: batch_id=%s", batch.batch_id)
             self._give_back(batch)
 
@@ -195,7 +195,7 @@ class Batches:
         run, queue = self._live.run, self._live.queue
         if queue.returned:
             batch = queue.returned.pop(0)
-            batch.expires, batch.run_id = None, run.run_id
+            batch.lease_s, batch.expires, batch.run_id = None, None, run.run_id
             return batch
         groups = queue.pool.take(batch_size, self._live.minimums())
         if groups is None:

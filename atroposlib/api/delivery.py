@@ -15,6 +15,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 18
+MAX_STRANGERS = 512
+MOST_DESCRIPTORS = 1 << 16
 _TIOCOUTQ = 0x5411  # bytes in a socket's send queue that the peer has not acknowledged (Linux)
 
 
@@ -108,5 +110,64 @@ class Connection:
         return pending[0]
 
 
-Connections = dict[Any, Connection]
-"""Open connections by peer address, as in an ASGI scope's `client`."""
+class Connections:
+    """Open connections by peer address, as in an ASGI scope's `client`.
+
+    A connection is a stranger until one of its requests was let in. Of one host's strangers at most `max_strangers`
+    stay: the oldest gives way, so that whoever only holds connections open takes no descriptor from those who ask.
+    """
+
+    def __init__(self, max_strangers: int = MAX_STRANGERS) -> None:
+        self.max_strangers = max_strangers
+        self._by_peer: dict[Any, Connection] = {}
+        self._strangers: dict[str, dict[Connection, None]] = {}  # host -> connections, oldest first
+
+    def __len__(self) -> int:
+        return len(self._by_peer)
+
+    def get(self, peer: Any) -> Connection | None:
+        """Return the connection from that address and port, if there is one."""
+        return self._by_peer.get(peer)
+
+    def add(self, peer: Any, connection: Connection) -> None:
+        """Count a new connection; the oldest stranger of its host is cut off when there are too many."""
+        self._by_peer[peer] = connection
+        strangers = self._strangers.setdefault(_host(peer), {})
+        strangers[connection] = None
+        if len(strangers) > self.max_strangers:
+            oldest = next(iter(strangers))
+            del strangers[oldest]
+            oldest.transport.abort()
+
+    def let_in(self, peer: Any) -> None:
+        """Note that a request over this connection was let in."""
+        strangers = self._strangers.get(_host(peer))
+        if strangers is not None and (connection := self._by_peer.get(peer)) is not None:
+            self._forget_stranger(peer, connection)
+
+    def remove(self, peer: Any, connection: Connection) -> None:
+        """Forget a connection that is gone, not a later one from the same port."""
+        if self._by_peer.get(peer) is connection:
+            del self._by_peer[peer]
+        self._forget_stranger(peer, connection)
+
+    def _forget_stranger(self, peer: Any, connection: Connection) -> None:
+        strangers = self._strangers.get(_host(peer), {})
+        strangers.pop(connection, None)
+        if not strangers:
+            self._strangers.pop(_host(peer), None)
+
+
+def _host(peer: Any) -> str:
+    return peer[0] if peer else ""
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open files to what the system allows this process; return it."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(soft, wanted)

@@ -5,6 +5,7 @@ back from the segments' tail.
 """
 
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,13 +17,13 @@ from atroposlib.api.records import Meta
 from atroposlib.api.store import Change
 from atroposlib.errors import ConfigError
 
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 3
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
 CREATE TABLE groups (number INTEGER PRIMARY KEY, env_id INTEGER, sequences INTEGER, buffered INTEGER,
                      segment INTEGER, offset INTEGER, length INTEGER, digest BLOB);
 CREATE TABLE group_ids (group_id TEXT PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE batches (number INTEGER PRIMARY KEY, batch_id TEXT, expires REAL, groups TEXT);
+CREATE TABLE batches (number INTEGER PRIMARY KEY, batch_id TEXT, lease_s REAL, groups TEXT);
 """
 
 
@@ -62,9 +63,10 @@ class Index:
             yield Group(number, env_id, sequences, Place(*place)), bool(buffered)
 
     def leases(self) -> Iterator[tuple[Batch, list[int]]]:
-        """Leased batches, still empty, and the numbers of their groups."""
-        for number, batch_id, expires, members in self._writing.execute("SELECT * FROM batches ORDER BY number"):
-            batch = Batch(number, [], counted=True, batch_id=batch_id, expires=expires)
+        """Leased batches, still empty, and the numbers of their groups. Their leases begin again with a start."""
+        for number, batch_id, lease_s, members in self._writing.execute("SELECT * FROM batches ORDER BY number"):
+            expires = time.monotonic() + lease_s
+            batch = Batch(number, [], counted=True, batch_id=batch_id, lease_s=lease_s, expires=expires)
             yield batch, msgspec.json.decode(members)
 
     def knows_group_id(self, group_id: str) -> bool:
@@ -108,7 +110,7 @@ class Index:
                 )
             for batch in change.leased:
                 members = msgspec.json.encode([group.number for group in batch.groups]).decode()
-                row = (batch.number, batch.batch_id, batch.expires, members)
+                row = (batch.number, batch.batch_id, batch.lease_s, members)
                 self._writing.execute("INSERT OR REPLACE INTO batches VALUES (?,?,?,?)", row)
             if change.settled:
                 self._writing.executemany("DELETE FROM batches WHERE number = ?", [(n,) for n in change.settled])

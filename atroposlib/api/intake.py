@@ -19,6 +19,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from atroposlib.api.delivery import Connection, Connections
 
+HEAD_S = 15.0
+"""From the first to the last byte of a request's head; a connection that brings none has as long for its first."""
+
+BODY_S = 60.0
+"""Longest wait for the next byte of a body."""
+
 HEAD_BYTES = 1 << 16
 """Read at once; and if so much comes without ending a head or being a body, its sender gets no further."""
 
@@ -113,10 +119,12 @@ class _HeadWithBody:
 class Intake(asyncio.BufferedProtocol):
     """One client connection: bytes go to the HTTP parser, or into the buffer that the application gave."""
 
+    _head = memoryview(bytearray(HEAD_BYTES))  # of all connections: what it is filled with is copied out at once
+
     def __init__(self, connections: Connections, **uvicorn_settings: Any) -> None:
         self._http = _Http(**uvicorn_settings)
         self._connections = connections
-        self._head = memoryview(bytearray(HEAD_BYTES))
+        self._deadline: asyncio.TimerHandle | None = None
         self._rest: memoryview | None = None
         self._filled: asyncio.Future[bool] | None = None
 
@@ -131,7 +139,8 @@ class Intake(asyncio.BufferedProtocol):
         self._http.connection_made(transport)
         self._peer = tuple(transport.get_extra_info("peername") or ())[:2]
         self._connection = Connection(transport, self.receive_into, self._http.answer_was_sent)
-        self._connections[self._peer] = self._connection
+        self._connections.add(self._peer, self._connection)
+        self._expect(HEAD_S)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._head if self._rest is None else self._rest
@@ -141,8 +150,14 @@ class Intake(asyncio.BufferedProtocol):
             self._http.data_received(bytes(self._head[:nbytes]))
             if self._http.awaits_body():
                 self._http.flow.pause_reading()  # until the application asks
+                self._expect(BODY_S)
+            elif not self._http.pending:
+                self._expect(None)
+            elif self._deadline is None:
+                self._expect(HEAD_S)
             return
         self._rest = self._rest[nbytes:]
+        self._expect(BODY_S if self._rest else None)
         if not self._rest:
             self._http.body_was_taken()
             self._finish(True)
@@ -152,8 +167,8 @@ class Intake(asyncio.BufferedProtocol):
         self._http.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._connections.get(self._peer) is self._connection:  # not of a later one from the same port
-            del self._connections[self._peer]
+        self._connections.remove(self._peer, self._connection)
+        self._expect(None)
         self._connection.lost(exc)
         self._http.connection_lost(exc)
         self._finish(False)
@@ -163,6 +178,20 @@ class Intake(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._http.resume_writing()
+
+    def _expect(self, within_s: float | None) -> None:
+        """Close the connection unless its client sends more within so many seconds; None: expect nothing any more."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        loop = self._http.loop
+        self._deadline = None if within_s is None else loop.call_later(within_s, self._too_slow, within_s)
+
+    def _too_slow(self, within_s: float) -> None:
+        self._deadline = None
+        if self._http.flow.read_paused:  # it is the application that lets the client wait
+            self._expect(within_s)
+        else:
+            self._http.transport.close()
 
     def _finish(self, complete: bool) -> None:
         filled, self._rest, self._filled = self._filled, None, None

@@ -56,7 +56,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        connection = self._connections.get(tuple(scope.get("client") or ()))
+        peer = tuple(scope.get("client") or ())
+        connection = self._connections.get(peer)
         if connection is not None:
             connection.next_request()
         scope[CONNECTION_KEY] = connection
@@ -71,6 +72,8 @@ class Gate:
             await send(message)
 
         refusal = self._refusal(scope)
+        if refusal is None and (self._token is None or scope["path"] not in OPEN_PATHS):
+            self._connections.let_in(peer)
         await (refusal or self._app)(scope, receive, send_and_note)
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.request_done(route, status, time.perf_counter() - started)

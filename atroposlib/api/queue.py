@@ -37,14 +37,15 @@ class Group(msgspec.Struct, frozen=True, gc=False):
 class Batch:
     """Whole groups adding up to one batch, from forming until the trainer has it.
 
-    `counted` says that the step includes it; `expires` is when an unacknowledged lease ends (epoch seconds); `run_id`
-    is the run that it was taken from for its delivery.
+    `counted` says that the step includes it; `expires` is when an unacknowledged lease of `lease_s` seconds ends, on
+    the monotonic clock; `run_id` is the run that it was taken from for its delivery.
     """
 
     number: int
     groups: list[Group]
     counted: bool = False
     batch_id: str | None = None
+    lease_s: float | None = None
     expires: float | None = None
     run_id: str = ""
 
@@ -141,4 +142,4 @@ class TrajectoryQueue:
         ended = [batch for batch in self.leased.values() if batch.expires is not None and batch.expires <= now]
         for batch in ended:
             del self.leased[batch.batch_id or ""]
-        return [replace(batch, expires=None) for batch in ended]
+        return [replace(batch, lease_s=None, expires=None) for batch in ended]

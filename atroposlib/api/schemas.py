@@ -3,11 +3,30 @@
 `ScoredData` documents the hot routes; their bodies are read by `payload.py`, which never builds these objects.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+)
 
 MAX_NAME_CHARS = 200
+
+
+def _encodable(value: str) -> str:
+    """Refuse halves of surrogate pairs, which JSON can name and no file or answer can hold."""
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise ValueError(f"is {value[:40]!a}; expected Unicode text without lone surrogates")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class Registration(BaseModel):
@@ -28,15 +47,15 @@ class Registration(BaseModel):
         }
     )
 
-    wandb_group: str = Field(description="wandb group that environments join.")
-    wandb_project: str = Field(description="wandb project that environments log to.")
+    wandb_group: Text = Field(description="wandb group that environments join.")
+    wandb_project: Text = Field(description="wandb project that environments log to.")
     batch_size: PositiveInt = Field(
         le=10_000_000, description="Sequences of a batch; every batch holds exactly so many."
     )
     max_token_len: int = Field(
         ge=-1, le=2**31 - 1, description="Tokens of the longest sequence the trainer takes; -1: no limit."
     )
-    checkpoint_dir: str = Field(description="Folder for checkpoints; environments keep theirs beside the trainer's.")
+    checkpoint_dir: Text = Field(description="Folder for checkpoints; environments keep theirs beside the trainer's.")
     save_checkpoint_interval: int = Field(description="Steps between checkpoints; 0 or less: none.")
     starting_step: NonNegativeInt = Field(le=2**53, description="Step the trainer starts from.")
     num_steps: int = Field(description="Steps the trainer will take; informs environments.")
@@ -72,7 +91,7 @@ class RegisterEnv(BaseModel):
     )
 
     max_token_length: PositiveInt = Field(le=2**31 - 1, description="Tokens of the longest sequence it generates.")
-    desired_name: str | None = Field(description="Name in wandb and in paths; null: `env`. A number is appended.")
+    desired_name: Text | None = Field(description="Name in wandb and in paths; null: `env`. A number is appended.")
     weight: FiniteFloat | None = Field(description="Share of inference slots relative to others; null: 1.")
     group_size: PositiveInt = Field(le=10_000_000, description="Sequences of its usual group.")
     min_batch_allocation: FiniteFloat | None = Field(

@@ -44,7 +44,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         PathError, ConfigError: the state folder cannot be used, or another server uses it.
     """
     service = TrajectoryService(_open_store(settings), env_timeout_s=settings.env_timeout_s)
-    connections: Connections = {}
+    connections = Connections()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -108,10 +108,12 @@ def _run(app, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT; afterwards everything is on disk."""
     import uvicorn
 
+    from atroposlib.api.delivery import MAX_STRANGERS, raise_descriptor_limit
     from atroposlib.api.heap import keep_freed_memory
     from atroposlib.api.intake import intake
 
     keep_freed_memory()
+    app.state.connections.max_strangers = min(MAX_STRANGERS, raise_descriptor_limit() // 2)
     config = uvicorn.Config(
         app,
         http=intake(app.state.connections),

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,15 +86,25 @@ class ServerRefused(Exception):
 class ServerProcess:
     """A `run-api` process on a free port; start again with the same folder to see what survived."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, prefix: Sequence[str] = ()) -> None:
         self.folder = folder
+        self._prefix = prefix
         self._options = options
         self._process: subprocess.Popen[str] | None = None
         self.url = ""
 
     def start(self) -> None:
         """Returns when it listens."""
-        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", "0", "--state-dir", str(self.folder)]
+        command = [
+            *self._prefix,
+            sys.executable,
+            "-m",
+            "atroposlib.cli.run_api",
+            "--port",
+            "0",
+            "--state-dir",
+            str(self.folder),
+        ]
         log = open(self.folder.parent / "server.log", "a")  # noqa: SIM115 - the process keeps it
         self._process = subprocess.Popen(
             [*command, *self._options], stdout=subprocess.PIPE, stderr=log, text=True, env=dict(os.environ)
@@ -128,9 +138,9 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(folder: Path, *options: str) -> Iterator[ServerProcess]:
+def server_process(folder: Path, *options: str, prefix: Sequence[str] = ()) -> Iterator[ServerProcess]:
     """A started server that is gone afterwards."""
-    server = ServerProcess(folder, *options)
+    server = ServerProcess(folder, *options, prefix=prefix)
     server.start()
     try:
         yield server

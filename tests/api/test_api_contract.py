@@ -196,7 +196,7 @@ async def test_equal_groups_without_id_over_a_living_connection_are_different_gr
 
 async def test_a_lease_is_delivered_again_until_it_is_acknowledged(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("atroposlib.api.batches.time.time", lambda: now[0])
+    monkeypatch.setattr("atroposlib.api.batches.time.monotonic", lambda: now[0])
     client = await started(memory_app())
     await client.post("/scored_data_list", json=[make_group(uid) for uid in (1, 2, 3, 4)])
     first = (await client.get("/batch?lease_s=10")).json()

@@ -242,3 +242,22 @@ async def test_sizes_that_only_fit_together_are_taken_once_both_were_seen():
     codes = [(await client.post("/scored_data", json=make_group(n, sequences=n))).status_code for n in (3, 5, 3)]
     assert codes == [422, 200, 200]
     assert (await client.get("/batch")).json()["batch"] is not None
+
+
+LONE_SURROGATES = {
+    "/register": [{**REGISTRATION, name: "\ud800"} for name in ("wandb_group", "wandb_project", "checkpoint_dir")],
+    "/register-env": [{**ENV, "desired_name": "a\udfffb"}],
+}
+
+
+@pytest.mark.parametrize(("path", "body"), [(path, body) for path, all in LONE_SURROGATES.items() for body in all])
+async def test_text_that_cannot_be_encoded_is_refused_and_changes_nothing(path, body):
+    client = await started(memory_app())
+    before = (await client.get("/status")).json()
+    for _ in range(2):
+        answer = await client.post(path, content=json.dumps(body), headers=JSON)
+        assert answer.status_code == 422
+        assert "lone surrogates" in answer.json()["detail"][0]["msg"]
+    assert (await client.get("/status")).json() == before
+    assert (await client.post("/register-env", json=ENV)).json()["env_id"] == 1
+    assert (await client.post("/register", json=REGISTRATION)).status_code == 200

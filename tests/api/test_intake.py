@@ -13,6 +13,7 @@ import pytest
 from api_testing import make_group, register_run, server_process, uids
 from uvicorn.server import ServerState
 
+from atroposlib.api.delivery import Connections
 from atroposlib.api.intake import Intake
 
 TEXT = [[{"role": "user", "content": "x" * 200_000}]] * 4
@@ -145,14 +146,103 @@ def test_a_head_of_60_kb_is_taken(url):
 
 
 def test_a_closed_connection_does_not_take_a_later_one_of_the_same_address_with_it():
-    connections = {}
+    connections = Connections()
     settings = {"config": Mock(), "server_state": ServerState(), "app_state": {}, "_loop": Mock()}
     old, new = Intake(connections, **settings), Intake(connections, **settings)
     for protocol in (old, new):
         protocol.connection_made(Mock(get_extra_info=lambda name: ("127.0.0.1", 4000) if "name" in name else None))
-    known = connections["127.0.0.1", 4000]
+    known = connections.get(("127.0.0.1", 4000))
     old.connection_lost(None)
-    assert connections == {("127.0.0.1", 4000): known}
+    assert connections.get(("127.0.0.1", 4000)) is known
     assert not known.closed
     new.connection_lost(None)
-    assert connections == {}
+    assert len(connections) == 0
+
+
+class Clock:
+    """Stands in for an event loop's timers: `pass_(seconds)` calls what is due."""
+
+    def __init__(self):
+        self.timers = []
+
+    def call_later(self, seconds, callback, *arguments):
+        timer = Mock(cancelled=lambda: timer.cancel.called)
+        self.timers.append((seconds, timer, callback, arguments))
+        return timer
+
+    def pass_(self, seconds):
+        due = [entry for entry in self.timers if entry[0] <= seconds]
+        self.timers = [(at - seconds, *rest) for at, *rest in self.timers if at > seconds]
+        for _, timer, callback, arguments in due:
+            if not timer.cancelled():
+                callback(*arguments)
+
+    def create_task(self, coroutine, **options):
+        coroutine.close()
+        return Mock()
+
+
+def silent_client(connections, port, clock):
+    """(protocol, transport) of a new connection."""
+    transport = Mock(get_extra_info=lambda name: ("127.0.0.1", port) if "name" in name else None)
+    transport.is_closing = lambda: transport.close.called or transport.abort.called
+    config = Mock(limit_concurrency=None, reset_contextvars=False, root_path="")
+    protocol = Intake(connections, config=config, server_state=ServerState(), app_state={}, _loop=clock)
+    protocol.connection_made(transport)
+    return protocol, transport
+
+
+def receive(protocol, data):
+    protocol.get_buffer(-1)[: len(data)] = data
+    protocol.buffer_updated(len(data))
+
+
+PARTS = {
+    "nothing": [],
+    "half a head": [b"GET / HTTP/1.1\r\n"],
+    "a head in drops": [b"GET / HTTP/1.1\r\n"] + [b"A: b\r\n"] * 9,
+}
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_a_connection_without_a_whole_head_is_closed_in_time(parts):
+    clock = Clock()
+    protocol, transport = silent_client(Connections(), 4000, clock)
+    for part in parts:
+        receive(protocol, part)
+        clock.pass_(1)
+    assert not transport.close.called
+    clock.pass_(15)
+    assert transport.close.called
+
+
+def test_a_whole_request_is_never_cut_off_and_a_half_body_is():
+    clock = Clock()
+    protocol, transport = silent_client(Connections(), 4000, clock)
+    receive(protocol, b"GET / HTTP/1.1\r\n\r\n")
+    clock.pass_(1000)
+    assert not transport.close.called
+    protocol, transport = silent_client(Connections(), 4000, clock)
+    receive(protocol, b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\n12345")
+    clock.pass_(1000)
+    assert not transport.close.called  # nobody has asked for the rest
+    protocol._http.flow.resume_reading()
+    clock.pass_(61)
+    assert transport.close.called
+
+
+def test_the_oldest_of_too_many_strangers_gives_way_and_whoever_was_let_in_stays():
+    connections, clock = Connections(max_strangers=3), Clock()
+    transports = [silent_client(connections, port, clock)[1] for port in range(3)]
+    connections.let_in(("127.0.0.1", 0))
+    transports += [silent_client(connections, port, clock)[1] for port in range(3, 6)]
+    assert [transport.abort.called for transport in transports] == [False, True, True, False, False, False]
+
+
+def test_more_idle_strangers_than_descriptors_do_not_take_the_server_down(tmp_path):
+    few = ("bash", "-c", 'ulimit -n 256; exec "$@"', "bash")
+    with server_process(tmp_path / "state", prefix=few) as server:
+        strangers = [connect(server.url) for _ in range(300)]
+        assert httpx.get(f"{server.url}/status").status_code == 200
+        for stranger in strangers:
+            stranger.close()

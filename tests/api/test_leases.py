@@ -12,9 +12,9 @@ from atroposlib.api.server import ApiSettings, create_app
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds since the epoch for leases; add to `clock[0]`."""
-    now = [time.time()]
-    monkeypatch.setattr("atroposlib.api.batches.time.time", lambda: now[0])
+    """The monotonic clock; add to `clock[0]`."""
+    now = [time.monotonic()]
+    monkeypatch.setattr("atroposlib.api.batches.time.monotonic", lambda: now[0])
     return now
 
 
@@ -130,3 +130,16 @@ async def test_a_batch_given_up_after_a_trainer_registered_does_not_take_from_it
     await batches.recall(batch)
     assert (await client.get("/status")).json()["current_step"] == 5
     assert uids(await client.get("/batch")) == [1, 2]
+
+
+async def test_a_lease_lasts_its_seconds_whatever_happens_to_the_wall_clock(tmp_path, monkeypatch, clock):
+    app = disk_app(tmp_path)
+    client = await started(app)
+    await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
+    assert uids(await client.get("/batch?lease_s=100")) == [1, 2]
+    epoch = time.time()
+    monkeypatch.setattr("time.time", lambda: epoch + 86400)
+    assert uids(await client.get("/batch")) is None
+    clock[0] += 101
+    assert uids(await client.get("/batch")) == [1, 2]
+    await app.state.service.store.close()
