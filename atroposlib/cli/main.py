@@ -31,6 +31,7 @@ SECTIONS: dict[str, dict[str, Word]] = {
             "atropos-grpo-run",
         ),
         "status": Word("atroposlib.cli.status", "Show the progress of a run, running or not."),
+        "runs": Word("atroposlib.cli.runs", "List the runs below a folder, with state and size."),
         "cluster": Word(
             "atroposlib.cli.cluster", "Queue jobs on a SLURM cluster over ssh, watch them, fetch the data."
         ),

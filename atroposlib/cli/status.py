@@ -14,7 +14,11 @@ from atroposlib.status.page import write_page
 from atroposlib.status.runs import read_status
 from atroposlib.status.table import print_status, render
 
-HELP = """Show what a run has done: problems, accepted share by task, tokens, failures, restarts, files.
+HELP = """Show what a run has done: problems, accepted share by task, tokens, failures, restarts, files;
+of a training run its steps.
+
+PATH is the folder of a datagen or training run; of an environment that runs on its own its rollout file, its progress
+file or their folder; of an evaluation the folder of its results.
 
 Examples:
 
@@ -24,23 +28,25 @@ Examples:
 
   atropos status runs/quickstart --json | jq .groups_done
 
+  atropos status data/addition.jsonl
+
   xdg-open runs/quickstart/status.html    # the same with plots; a run keeps it up to date
 """
 
 
 def status(
-    run_dir: Annotated[str, typer.Argument(help="The run's folder.", metavar="RUN_DIR")],
+    path: Annotated[str, typer.Argument(help="The run's folder, or a file of it.")],
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until the run ends.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    html: Annotated[bool, typer.Option("--html", help="Write the run's status.html anew and print its path.")] = False,
+    html: Annotated[bool, typer.Option("--html", help="Write the run's status.html again and print its path.")] = False,
 ) -> None:
-    folder = expand_path(run_dir, what="RUN_DIR")
+    folder = expand_path(path, what="PATH")
     current = read_status(folder)
     if as_json:
         print(json.dumps(current.as_json(), indent=1))
         return
     if html:
-        print(write_page(current, folder))
+        print(write_page(current))
         return
     if watch:
         with Live(console=Console(), auto_refresh=False) as live:

@@ -8,11 +8,9 @@ The trainer's end is the end of the run, and its exit code is the command's. Eve
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +25,10 @@ from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan, make_p
 from atroposlib.launch.config import RestartConfig
 from atroposlib.launch.lock import end_leftovers, run_lock
 from atroposlib.launch.services import Service, Supervised, describe_exit
-from atroposlib.paths import writable_dir, write_text_atomic
-from atroposlib.status.runs import read_json
+from atroposlib.paths import writable_dir
+from atroposlib.status.page import StatusPage, write_last_page
+from atroposlib.status.runs import RunRecord, read_status
+from atroposlib.status.training import read_training
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ examples:
   atropos-grpo-run --config configs/trainer/grpo.yaml --model-name Qwen/Qwen3-0.6B --lr 2e-6
   ATROPOS_ENGINE_GPUS=0 ATROPOS_TRAINER_GPUS=1,2 atropos-grpo-run --config configs/trainer/countdown.yaml
 """
-_SERVICES_FILE = "services.json"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -80,19 +79,31 @@ def run(config: RunConfig) -> int:
     require_torch()
     run_dir = writable_dir(config.run_dir, what="run_dir").absolute()
     with run_lock(run_dir):
-        last = read_json(run_dir / _SERVICES_FILE) or {"services": [], "node": ""}
-        end_leftovers(last["services"], last["node"])
-        return asyncio.run(_supervise(config, run_dir))
+        facts = {"name": run_dir.name, "problems": 0, "responses": config.num_generations, "kind": "train"}
+        record = RunRecord.load(run_dir, **facts, steps=config.training_steps)
+        end_leftovers([{**service, "grace_s": _grace_s(service["name"])} for service in record.services], record.node)
+        record.forget_services()
+        record.begin(logs=run_dir / "logs")
+        record.starts += 1
+        try:
+            code = asyncio.run(_supervise(config, run_dir, record))
+            record.end(run_dir, {0: "done", _WORK_REMAINS: "stopped"}.get(code, "failed"))
+        except BaseException as error:
+            record.end(run_dir, "failed", str(error) or type(error).__name__)
+            raise
+        finally:
+            write_last_page(run_dir)
+        return code
 
 
-async def _supervise(config: RunConfig, run_dir: Path) -> int:
+async def _supervise(config: RunConfig, run_dir: Path, record: RunRecord) -> int:
     running = _Running(RestartConfig(limit=config.restart_limit))  # pyright: ignore[reportCallIssue]
     async with aiohttp.ClientSession() as session:
         plan = make_plan(config, run_dir, session)
         loop = asyncio.get_running_loop()
         for sign in _STOP_SIGNALS:
             loop.add_signal_handler(sign, running.stop_requested.set)
-        recording = asyncio.create_task(_record(running, run_dir / _SERVICES_FILE))
+        recording = asyncio.create_task(_record(running, run_dir, record))
         try:
             return await running.until_trained(plan)
         finally:
@@ -100,16 +111,23 @@ async def _supervise(config: RunConfig, run_dir: Path) -> int:
             recording.cancel()
 
 
-async def _record(running: "_Running", path: Path) -> None:
-    """Keep on disk which processes run, for the next start to end them if this process is killed."""
-    written = None
+async def _record(running: "_Running", run_dir: Path, record: RunRecord) -> None:
+    """Keep on disk what runs and how far it is, for people and for the next start; log a line a step.
+
+    A disk that fails must not end the run; it is tried again.
+    """
+    page, step = StatusPage(), -1
     while True:
-        services = running.processes()
-        if services != written:
-            with contextlib.suppress(OSError):  # a disk that fails must not end the run; it is tried again
-                write_text_atomic(path, json.dumps({"node": socket.gethostname(), "services": services}))
-                written = services
         await asyncio.sleep(0.5)
+        record.elapsed_s += 0.5
+        record.services = running.processes()
+        with contextlib.suppress(OSError, LaunchError):
+            record.save(run_dir, "running")
+            page.update(lambda: read_status(run_dir))
+            training = read_training(run_dir / "metrics", record.steps, only_last=True)
+            if training.points and training.step != step:
+                step = training.step
+                logger.info("%s", training.line())
 
 
 class _Running:
@@ -150,9 +168,15 @@ class _Running:
         return _WORK_REMAINS
 
     def processes(self) -> list[dict[str, Any]]:
-        """What runs, as `end_leftovers` wants it."""
+        """What runs, as `run.json` holds it."""
         return [
-            {"name": s.service.name, "pid": s.pid, "started": s.started, "grace_s": _grace_s(s.service.name)}
+            {
+                "name": s.service.name,
+                "pid": s.pid,
+                "started": s.started,
+                "state": s.state,
+                "restarts": s.restart_count,
+            }
             for s in self._tasks.values()
         ]
 

@@ -10,9 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -23,7 +21,7 @@ import aiohttp
 from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.export import export_all
-from atroposlib.launch.lock import end_leftovers, run_lock, start_time
+from atroposlib.launch.lock import end_leftovers, run_lock
 from atroposlib.launch.model_checks import Model
 from atroposlib.launch.plan import Plan, make_plan
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
@@ -31,7 +29,7 @@ from atroposlib.launch.services import Service, Supervised, describe_exit, log_t
 from atroposlib.launch.sharing import groups_missing
 from atroposlib.paths import writable_dir, write_text_atomic
 from atroposlib.status.page import StatusPage, write_last_page
-from atroposlib.status.runs import PROGRESS_FILE, RUN_FILE, RunRecord, RunStatus, read_json, read_status
+from atroposlib.status.runs import PROGRESS_FILE, RunRecord, RunStatus, read_json, read_status
 
 logger = logging.getLogger(__name__)
 
@@ -63,24 +61,21 @@ def run_datagen(config: DatagenConfig, on_progress: OnProgress) -> RunStatus:
         end_leftovers(record.services, record.node)  # they may still hold the ports that preflight looks at
         record.forget_services()
         model = preflight(config)
-        record.node, record.logs = socket.gethostname(), str(config.logs)
         write_text_atomic(Path(config.run_dir) / SETTINGS_FILE, json.dumps(data_settings(config), indent=1))
-        record.pid, record.started = os.getpid(), start_time(os.getpid())
-        record.last_error = None
+        record.begin(config.logs)
         try:
             if not _is_complete(config):
                 asyncio.run(_Run(config, record, on_progress).to_the_end(model))
             if config.share.member and (missing := groups_missing(config)):
                 logger.info("this member is done; others have the last problems: missing=%d", missing)
             else:
-                _save(record, run_dir, "exporting")
+                record.save(run_dir, "exporting")
                 record.exports = [str(path) for path in export_all(config, model)]
-            _save(record, run_dir, "done")
+            record.save(run_dir, "done")
         except BaseException as error:
             stopped = isinstance(error, Stopped)
-            record.last_error = None if stopped else str(error) or type(error).__name__
-            with contextlib.suppress(OSError):  # on a full disk, what went wrong is said all the same
-                _save(record, run_dir, "stopped" if stopped else "failed")
+            said = None if stopped else str(error) or type(error).__name__
+            record.end(run_dir, "stopped" if stopped else "failed", said)
             raise
         finally:
             write_last_page(run_dir)
@@ -95,7 +90,7 @@ class _Run:
         self._record = record
         self._on_progress = on_progress
         self._run_dir = config.work_dir
-        self._page = StatusPage(self._run_dir)
+        self._page = StatusPage()
         self._services: list[Supervised] = []
 
     async def to_the_end(self, model: Model) -> None:
@@ -202,9 +197,9 @@ class _Run:
             for service in self._services
         ]
         with contextlib.suppress(OSError, LaunchError):  # a disk that fails must not end the run; it is tried again
-            _save(self._record, self._run_dir, "running")
+            self._record.save(self._run_dir, "running")
             status = read_status(self._run_dir)
-            self._page.update(status)
+            self._page.update(lambda: status)
             self._on_progress(status)
 
 
@@ -232,8 +227,3 @@ def _is_complete(config: DatagenConfig) -> bool:
         return groups_missing(config) == 0
     said = read_json(Path(config.run_dir) / PROGRESS_FILE) or {}
     return said.get("state") == "done" and said.get("groups_done", 0) >= config.problems
-
-
-def _save(record: RunRecord, run_dir: Path, state: str) -> None:
-    record.state = state
-    write_text_atomic(run_dir / RUN_FILE, record.to_json())

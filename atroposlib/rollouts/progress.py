@@ -7,6 +7,7 @@ read it.
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 from collections import Counter, deque
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 import orjson
 
+from atroposlib.lock_files import start_time
 from atroposlib.paths import write_text_atomic
 from atroposlib.rollouts.early_stop import Limits
 from atroposlib.rollouts.failures import FailureLog, TaskHealth
@@ -118,6 +120,8 @@ class Progress:
             "env": self.env,
             "mode": self.mode,
             "pid": os.getpid(),
+            "node": socket.gethostname(),
+            "started": start_time(os.getpid()),
             "state": self.state,
             "waiting_for": self.waiting_for,
             "groups_done": self.totals.groups,

@@ -1,47 +1,102 @@
 """Line charts as SVG text: no script, no style sheet of their own, safe to put into a page as they are."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
 WIDTH, HEIGHT = 480, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 8, 24, 22
 _STEPS = (1, 2, 5, 10)
 
 
-def line_chart(title: str, points: Sequence[tuple[float, float | None]], *, unit: str = "", top: float = 0.0) -> str:
-    """One line over time.
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: (seconds since the epoch or step, value), None leaves a gap."""
+
+    name: str
+    points: Sequence[tuple[float, float | None]]
+
+
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    unit: str = "",
+    top: float = 0.0,
+    spread: Sequence[float | None] | None = None,
+    over: Literal["time", "steps"] = "time",
+) -> str:
+    """Draw lines over time or steps, each with its newest value.
 
     Args:
-        points: (seconds since the epoch, value); None leaves a gap.
         unit: behind the values of the axis, e.g. "%".
         top: the axis reaches at least this value.
+        spread: half the height of a band around the first line, for each of its points.
+        over: the horizontal axis.
     """
     label = f'<text x="{_LEFT}" y="15" class="title">{escape(title)}</text>'
-    known = [(at, value) for at, value in points if value is not None]
-    if len(known) < 2:
+    values = [value for line in lines for _, value in line.points if value is not None]
+    if len(values) < 2:
         return _svg(title, label + f'<text x="{_LEFT}" y="{HEIGHT / 2}">nothing to draw yet</text>')
-    start, end = points[0][0], points[-1][0]
-    highest = axis_top(max(top, *(value for _, value in known)))
-
-    def place(at: float, value: float) -> str:
-        x = _LEFT + (at - start) / ((end - start) or 1) * (WIDTH - _LEFT - _RIGHT)
-        y = HEIGHT - _BOTTOM - value / highest * (HEIGHT - _TOP - _BOTTOM)
-        return f"{x:.1f},{y:.1f}"
-
+    band = _band(lines[0].points, spread or [])
+    start, end = lines[0].points[0][0], lines[0].points[-1][0]
+    low, high = min(0.0, *values, *(b for _, b, _ in band)), max(top, *values, *(t for _, _, t in band))
+    scale = _Scale(start, end, -axis_top(-low) if low < 0 else 0.0, axis_top(high) if high > 0 else 0.0)
     grid = "".join(
-        f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{(y := _height_of(share)):.1f}" y2="{y:.1f}" class="grid"/>'
-        f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" class="value">{short(share * highest)}{escape(unit)}</text>'
-        for share in (0.0, 0.5, 1.0)
+        f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{(y := scale.y(value)):.1f}" y2="{y:.1f}" class="grid"/>'
+        f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" class="value">{short(value)}{escape(unit)}</text>'
+        for value in (scale.low, (scale.low + scale.high) / 2, scale.high)
     )
-    lines = "".join(
-        f'<polyline points="{" ".join(place(at, value) for at, value in part)}"/>' for part in _unbroken(points)
+    edge = [scale.place(at, t) for at, _, t in band] + [scale.place(at, b) for at, b, _ in reversed(band)]
+    area = f'<polygon points="{" ".join(edge)}"/>' if edge else ""
+    paths = "".join(
+        f'<polyline class="line{number}" points="{" ".join(scale.place(at, value) for at, value in part)}"/>'
+        for number, line in enumerate(lines)
+        for part in _unbroken(line.points)
+    )
+    ends = "".join(
+        f'<circle class="line{number}" cx="{scale.x(at):.1f}" cy="{scale.y(value):.1f}" r="2.5"/>'
+        f'<text x="{WIDTH - _RIGHT}" y="{15 + 12 * number}" class="value">'
+        f"{escape(line.name)} {short(value)}{escape(unit)}</text>"
+        for number, line in enumerate(lines)
+        for at, value in [next((at, value) for at, value in reversed(line.points) if value is not None)]
+        if any(value is not None for _, value in line.points)
     )
     base = HEIGHT - 6
+    first, last = ("0", span(end - start)) if over == "time" else (f"step {start:.0f}", f"{end:.0f}")
     times = (
-        f'<text x="{_LEFT}" y="{base}">0</text>'
-        f'<text x="{WIDTH - _RIGHT}" y="{base}" class="value">{span(end - start)}</text>'
+        f'<text x="{_LEFT}" y="{base}">{first}</text><text x="{WIDTH - _RIGHT}" y="{base}" class="value">{last}</text>'
     )
-    return _svg(title, label + grid + lines + times)
+    return _svg(title, label + grid + area + paths + ends + times)
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Places of values in the picture."""
+
+    start: float
+    end: float
+    low: float
+    high: float
+
+    def x(self, at: float) -> float:
+        return _LEFT + (at - self.start) / ((self.end - self.start) or 1) * (WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        share = (value - self.low) / ((self.high - self.low) or 1)
+        return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
+
+    def place(self, at: float, value: float) -> str:
+        return f"{self.x(at):.1f},{self.y(value):.1f}"
+
+
+def _band(
+    points: Sequence[tuple[float, float | None]], spread: Sequence[float | None]
+) -> list[tuple[float, float, float]]:
+    """Return (at, bottom, top) where value and spread are known."""
+    pairs = zip(points, spread, strict=False)
+    return [(at, value - half, value + half) for (at, value), half in pairs if value is not None and half is not None]
 
 
 def axis_top(highest: float) -> float:
@@ -66,6 +121,8 @@ def short(value: float) -> str:
     >>> short(0.5), short(100.0), short(12000.0), short(2500000.0)
     ('0.5', '100', '12k', '2.5M')
     """
+    if value < 0:
+        return "-" + short(-value)
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.4g}{letter}"
@@ -82,10 +139,6 @@ def span(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.0f} s"
-
-
-def _height_of(share: float) -> float:
-    return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
 
 
 def _unbroken(points: Sequence[tuple[float, float | None]]) -> list[list[tuple[float, float]]]:

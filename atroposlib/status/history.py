@@ -1,6 +1,6 @@
 """How a run went over time: at most `MOST_POINTS` points, evenly spaced, whether it takes minutes or days.
 
-Kept in `history.json` in the run's folder. When it is full every second point goes, and the interval doubles.
+Kept in a file next to the run's progress. When it is full every second point goes, and the interval doubles.
 """
 
 from pathlib import Path
@@ -10,7 +10,6 @@ import msgspec
 from atroposlib.paths import write_text_atomic
 from atroposlib.status.runs import RunStatus
 
-HISTORY_FILE = "history.json"
 MOST_POINTS = 720
 FIRST_INTERVAL_S = 5.0
 
@@ -34,10 +33,10 @@ class History(msgspec.Struct):
     points: list[Point] = []
 
     @classmethod
-    def load(cls, run_dir: Path) -> "History":
+    def load(cls, path: Path) -> "History":
         """What earlier starts left; empty when there is nothing to read."""
         try:
-            return msgspec.json.decode((run_dir / HISTORY_FILE).read_bytes(), type=cls)
+            return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError):
             return cls()
 
@@ -61,6 +60,6 @@ class History(msgspec.Struct):
             self.interval_s *= 2
         return True
 
-    def save(self, run_dir: Path) -> None:
+    def save(self, path: Path) -> None:
         """Replace the file as a whole."""
-        write_text_atomic(run_dir / HISTORY_FILE, msgspec.json.encode(self).decode())
+        write_text_atomic(path, msgspec.json.encode(self).decode())

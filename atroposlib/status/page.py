@@ -5,19 +5,19 @@ The supervisor writes it every few seconds while the run goes on, and a last tim
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 
 from atroposlib.errors import LaunchError
 from atroposlib.paths import write_text_atomic
-from atroposlib.status.charts import line_chart
+from atroposlib.status.charts import Line, line_chart
 from atroposlib.status.history import History, Point
 from atroposlib.status.runs import RunStatus, read_status
 from atroposlib.status.table import facts_of, headline
+from atroposlib.status.training import Training
 
-PAGE_FILE = "status.html"
 REFRESH_S = 5
 _GAP = 3  # times the usual interval
 
@@ -30,7 +30,11 @@ h1 { font-size: 1.3rem; margin: .2rem 0; } h2 { font-size: 1rem; margin: 1.2rem 
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: .6rem; margin: 1rem 0; }
 svg { background: #f7f9fb; border-radius: 6px; width: 100%; } svg text { font-size: 11px; fill: #556; }
 svg .title { font-size: 13px; font-weight: 600; fill: #1c2430; } svg .value { text-anchor: end; }
-svg polyline { fill: none; stroke: #2f6fb3; stroke-width: 1.8; } svg .grid { stroke: #dde3ea; }
+svg polyline { fill: none; stroke-width: 1.8; } svg .grid { stroke: #dde3ea; }
+svg polygon { fill: #2f6fb3; opacity: .15; }
+svg polyline.line0 { stroke: #2f6fb3; } svg polyline.line1 { stroke: #c46a1b; } svg polyline.line2 { stroke: #2e8b57; }
+svg circle.line0 { fill: #2f6fb3; } svg circle.line1 { fill: #c46a1b; } svg circle.line2 { fill: #2e8b57; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font: 12px/1.4 ui-monospace, monospace; }
 table { border-collapse: collapse; width: 100%; } th { text-align: left; } th:first-child { width: 9rem; }
 th, td { border-bottom: 1px solid #dde3ea; padding: .25rem .5rem; vertical-align: top; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; } td { overflow-wrap: anywhere; }
@@ -41,39 +45,40 @@ small { color: #667; }
 class StatusPage:
     """Keeps the page and the history behind it up to date."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._history = History.load(run_dir)
+    def __init__(self) -> None:
+        self._history: History | None = None
         self._next_at = 0.0  # of a clock that nobody sets
 
-    def update(self, status: RunStatus) -> None:
+    def update(self, status_now: Callable[[], RunStatus], *, last: bool = False) -> None:
         """Call it as often as you like; a full disk costs only the update."""
-        if time.monotonic() < self._next_at:
+        if time.monotonic() < self._next_at and not last:
             return
         self._next_at = time.monotonic() + REFRESH_S
         with contextlib.suppress(OSError):
+            status = status_now()
+            self._history = self._history or History.load(status.history)
             if self._history.add(status, time.time()):
-                self._history.save(self._run_dir)
-            write_text_atomic(self._run_dir / PAGE_FILE, page(status, self._history.points))
+                self._history.save(status.history)
+            write_text_atomic(status.page, page(status, self._history.points))
 
 
-def write_page(status: RunStatus, run_dir: Path) -> Path:
+def write_page(status: RunStatus) -> Path:
     """Write the page once, from what lies in the run's folder; its path."""
-    path = run_dir / PAGE_FILE
-    write_text_atomic(path, page(status, History.load(run_dir).points))
-    return path
+    write_text_atomic(status.page, page(status, History.load(status.history).points))
+    return status.page
 
 
 def write_last_page(run_dir: Path) -> None:
     """The page of a run that has just ended, however it did; a disk that fails costs only the page."""
     with contextlib.suppress(OSError, LaunchError):
-        write_page(read_status(run_dir), run_dir)
+        write_page(read_status(run_dir))
 
 
 def page(status: RunStatus, points: Sequence[Point]) -> str:
     """The whole document; everything that came from outside is escaped."""
     refresh = f'<meta http-equiv="refresh" content="{REFRESH_S}">' if status.running else ""
-    done = status.groups_done / status.problems if status.problems else 0.0
+    done = status.share_done
+    training = status.training
     updated = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.updated_at))
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -90,14 +95,14 @@ def page(status: RunStatus, points: Sequence[Point]) -> str:
 <p>{escape(headline(status))}<br><small>as of {updated} in {escape(status.run_dir)}</small></p>
 {_bar(done)}
 <div class="charts">
-{"".join(charts(points))}
+{"".join([*(training.charts() if training else ()), *charts(points)])}
 </div>
-<h2>Tasks</h2>
-{_tasks(status)}
+{_section("Results", _pairs((name, f"{value:.4g}") for name, value in status.results.items()))}
+{_section("Tasks", _tasks(status) if status.tasks else "")}
+{_section("Samples of the newest steps", _samples(training) if training and training.samples else "")}
 <h2>Facts</h2>
 {_pairs(facts_of(status))}
-<h2>Services</h2>
-{_pairs((service.name, f"{service.state}, {service.restarts} restarts") for service in status.services)}
+{_section("Services", _pairs((s.name, f"{s.state}, {s.restarts} restarts") for s in status.services))}
 <h2>Files</h2>
 {_pairs((kind, _shown(paths)) for kind, paths in status.outputs.items())}
 </body>
@@ -121,11 +126,26 @@ def charts(points: Sequence[Point]) -> list[str]:
         share.append((b.at, 100 * (b.accepted - a.accepted) / responses if ran and responses > 0 else None))
         busy.append((b.at, 100 * (b.engine_running or 0) / max(1, b.engine_slots) if is_known else None))
     return [
-        line_chart("problems recorded", [(point.at, point.groups) for point in points]),
-        line_chart("tokens per second", tokens),
-        line_chart("slots in use", busy, unit="%", top=100),
-        line_chart("accepted", share, unit="%", top=100),
+        line_chart("problems recorded", [Line("", [(point.at, point.groups) for point in points])]),
+        line_chart("tokens per second", [Line("", tokens)]),
+        line_chart("slots in use", [Line("", busy)], unit="%", top=100),
+        line_chart("accepted", [Line("", share)], unit="%", top=100),
     ]
+
+
+def _section(title: str, content: str) -> str:
+    return f"<h2>{escape(title)}</h2>\n{content}" if content else ""
+
+
+def _samples(training: Training) -> str:
+    rows = "".join(
+        f'<tr><td class="number">{escape(str(sample.get("step")))}</td>'
+        f'<td class="number">{escape(str(sample.get("score")))}</td>'
+        f"<td><pre>{escape(str(sample.get('prompt'))[-600:])}</pre></td>"
+        f"<td><pre>{escape(str(sample.get('response'))[:2000])}</pre></td></tr>"
+        for sample in reversed(training.samples)
+    )
+    return f"<table><tr><th>step</th><th>score</th><th>prompt</th><th>response</th></tr>{rows}</table>"
 
 
 def _tasks(status: RunStatus) -> str:
@@ -143,7 +163,7 @@ def _tasks(status: RunStatus) -> str:
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in pairs)
-    return f"<table>{rows}</table>"
+    return f"<table>{rows}</table>" if rows else ""
 
 
 def _bar(share: float, kind: str = "") -> str:

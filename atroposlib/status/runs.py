@@ -1,27 +1,37 @@
-"""What a run has done so far, read from its folder: while it runs, after it ended, after a crash.
+"""What any run has done so far, read from its folder: while it runs, after it ended, after a crash.
 
-`run.json` (written by the supervisor) says who runs; the progress file (written by the environment, rebuilt from
-the rollout files at every start) says what is done. Both are replaced as a whole, so a reader never sees a part. A
-shared run is the sum of its members, each with a folder of its own.
+    datagen, train     `run.json` (written by the supervisor) says who runs, `progress.json` (by the environment) what
+                       is done; a training run also has its trainer's `metrics/metrics.jsonl`
+    serve, process     `<env>_progress_<run>.json`, written by an environment that runs without a supervisor
+    evaluate           `metrics.json`, written at its end
+
+Files are replaced as a whole, so a reader never sees a part. A shared run is the sum of its members, each with a folder
+of its own.
 """
 
+import contextlib
 import json
+import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import LaunchError
 from atroposlib.lock_files import start_time
+from atroposlib.paths import write_text_atomic
+from atroposlib.status.training import Training, read_training
 
 RUN_FILE = "run.json"
 PROGRESS_FILE = "progress.json"
+RESULTS_FILE = "metrics.json"
 FAILURE_CLASSES = ("request", "engine", "kill", "length", "verifier", "environment")
 WASTE_CAUSES = ("retry", "kill", "truncation", "rejected")
 _ELSEWHERE_SILENT_S = 60.0
+_SERVICE = ("name", "pid", "state", "restarts", "started")
 _ENDED = {"done", "stopped", "failed"}
 
 
@@ -54,8 +64,9 @@ class RunStatus:
     run_dir: str
     state: str
     running: bool
-    problems: int
+    problems: int  # 0: without a limit
     responses_per_problem: int
+    kind: str = "datagen"  # or train, serve, process, evaluate
     elapsed_s: float = 0.0
     starts: int = 0
     updated_at: float = 0.0  # seconds since the epoch
@@ -72,6 +83,7 @@ class RunStatus:
     engine_slots: int = 0  # the most that ever ran at once; 0: the engines do not say
     reused_tokens: int = 0  # taken from the response journal since the last start
     wasted: dict[str, int] = field(default_factory=dict)  # cause -> tokens
+    rejected: dict[str, int] = field(default_factory=dict)  # groups of no use by reason, since the last start
     waiting_for: str | None = None
     last_error: str | None = None
     last_failure: dict[str, Any] | None = None  # class, item_key, error, at of the newest failed rollout
@@ -80,6 +92,31 @@ class RunStatus:
     restarts: dict[str, int] = field(default_factory=dict)  # service -> restarts over all starts
     services: list[ServiceStatus] = field(default_factory=list)
     outputs: dict[str, list[str]] = field(default_factory=dict)
+    training: Training | None = None
+    results: dict[str, float] = field(default_factory=dict)  # of an evaluation
+
+    @property
+    def page(self) -> Path:
+        """Where the run's page lies: `status.html`; of an environment on its own next to its progress file."""
+        return self._beside("status").with_suffix(".html")
+
+    @property
+    def history(self) -> Path:
+        """Where the run's history lies."""
+        return self._beside("history")
+
+    def _beside(self, what: str) -> Path:
+        if "progress" in self.outputs:
+            progress = Path(self.outputs["progress"][0])
+            return progress.with_name(progress.name.replace("progress", what))
+        return Path(self.run_dir) / f"{what}.json"
+
+    @property
+    def share_done(self) -> float:
+        """Done of the limit that is nearest, 0 to 1."""
+        if self.training:
+            return self.training.step / self.training.of if self.training.of else 0.0
+        return max(self.limit_share, self.groups_done / self.problems if self.problems else 0.0)
 
     @property
     def accepted_share(self) -> float:
@@ -115,8 +152,8 @@ class RunStatus:
     @property
     def _to_come(self) -> float | None:
         """The rest of the run, in units of what is done."""
-        done = max(self.limit_share, self.groups_done / self.problems if self.problems else 0.0)
-        return max(0.0, 1 / done - 1) if self.groups_done and done else None
+        done = self.share_done
+        return max(0.0, 1 / done - 1) if done and (self.groups_done or self.training) else None
 
     def as_json(self) -> dict[str, Any]:
         """Everything, the derived figures included."""
@@ -131,23 +168,47 @@ class RunStatus:
         }
 
 
-def read_status(run_dir: Path) -> RunStatus:
-    """The status of the run in `run_dir`, all members of a shared one together.
+def read_status(path: Path) -> RunStatus:
+    """Read the status of the run in a folder, or of the one that wrote a rollout or progress file.
 
     Raises:
-        LaunchError: the folder holds no run.
+        LaunchError: there is no run, or the folder holds several that stand alone.
     """
-    run = read_json(run_dir / RUN_FILE)
-    if run is not None:
-        return _status(run_dir, run)
-    members = [
-        _status(folder, record)
-        for folder in sorted(run_dir.glob("members/*"))
-        if (record := read_json(folder / RUN_FILE)) is not None
-    ]
-    if not members:
-        raise LaunchError(f"{run_dir} holds no run ({RUN_FILE} is missing); give the run_dir of a datagen YAML file")
-    return sum_of(members, run_dir)
+    folder = path.parent if path.is_file() else path
+    found = [run for run in runs_in(folder) if folder is path or str(path) in _files_of(run)]
+    if not found:
+        raise LaunchError(
+            f"{path} holds no run ({RUN_FILE} is missing, and there is no progress file of an environment); "
+            "`atropos runs FOLDER` lists the runs below a folder"
+        )
+    if len(found) > 1:
+        files = ", ".join(sorted(run.outputs["progress"][0] for run in found if "progress" in run.outputs))
+        raise LaunchError(f"{path} holds {len(found)} runs; give the file of one: {files}")
+    return found[0]
+
+
+def runs_in(folder: Path) -> list[RunStatus]:
+    """Return the runs whose files lie in this very folder: one with a supervisor, or any number without."""
+    if (run := read_json(folder / RUN_FILE)) is not None and "problems" in run:
+        return [_status(folder, run)]
+    records = ((member, read_json(member / RUN_FILE)) for member in sorted(folder.glob("members/*")))
+    members = [_status(member, record) for member, record in records if record is not None]
+    if members:
+        return [sum_of(members, folder)]
+    found = [of_progress(path, said) for path in sorted(folder.glob("*progress*.json")) if (said := _progress(path))]
+    if (results := read_json(folder / RESULTS_FILE)) and "results" in results:
+        found.append(_evaluation(folder, results))
+    return found
+
+
+def find_runs(folder: Path, *, depth: int = 4) -> Iterator[RunStatus]:
+    """Find every run below a folder, at most `depth` folders down; what lies inside a run is part of it."""
+    found = runs_in(folder)
+    yield from found
+    if depth and not any(run.kind in ("datagen", "train") for run in found):
+        with contextlib.suppress(OSError):
+            for below in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
+                yield from find_runs(below, depth=depth - 1)
 
 
 def sum_of(members: list[RunStatus], run_dir: Path) -> RunStatus:
@@ -176,7 +237,7 @@ def sum_of(members: list[RunStatus], run_dir: Path) -> RunStatus:
         elapsed_s=max(member.elapsed_s for member in members),
         limit_share=max(member.limit_share for member in members),
         **{name: sum(fact[name] for fact in facts) for name in counted},
-        **{name: _added(fact[name] for fact in facts) for name in ("wasted", "failures", "restarts")},
+        **{name: _added(fact[name] for fact in facts) for name in ("wasted", "failures", "restarts", "rejected")},
         waiting_for=next((member.waiting_for for member in running if member.waiting_for), None),
         last_error=next((member.last_error for member in members if member.last_error), None),
         tasks=tasks,
@@ -193,20 +254,80 @@ def sum_of(members: list[RunStatus], run_dir: Path) -> RunStatus:
 
 
 def _status(run_dir: Path, run: dict[str, Any]) -> RunStatus:
-    progress = read_json(run_dir / PROGRESS_FILE) or {}
+    """The status of a run with a supervisor."""
     running = _is_running(run)
-    engines = (progress.get("engines") or {}) if running else {}
-    services = [ServiceStatus(**entry) for entry in run.get("services", [])]
-    return RunStatus(
+    services = [ServiceStatus(**{name: entry.get(name) for name in _SERVICE}) for entry in run.get("services", [])]
+    progress = read_json(run_dir / PROGRESS_FILE) or {}
+    kind = run.get("kind", "datagen")
+    return replace(
+        _counted(progress, running),
         name=run["name"],
         run_dir=str(run_dir),
+        kind=kind,
         state=run["state"] if running or run["state"] in _ENDED else "killed",
-        running=running,
         problems=run["problems"],
         responses_per_problem=run["responses"],
         elapsed_s=run.get("elapsed_s", 0.0),
         starts=run.get("starts", 0),
         updated_at=run.get("updated_at", 0.0),
+        last_error=run.get("last_error") or progress.get("last_error"),
+        restarts=_added([run.get("restarts", {}), {service.name: service.restarts for service in services}]),
+        services=services,
+        outputs=_outputs(progress.get("outputs", {}), run.get("exports", []), run.get("logs") or str(run_dir / "logs")),
+        training=read_training(run_dir / "metrics", run.get("steps", 0)) if kind == "train" else None,
+    )
+
+
+def of_progress(path: Path, said: Mapping[str, Any]) -> RunStatus:
+    """Return the status of an environment without a supervisor, from what its progress file says."""
+    running = _is_running(said)
+    state = said.get("state", "running")
+    files = {**said.get("outputs", {}), "progress": str(path)}
+    return replace(
+        _counted(said, running),
+        name=str(said.get("env")),
+        run_dir=str(path.parent),
+        kind=str(said.get("mode")),
+        state=state if running or state in _ENDED else "killed",
+        problems=said.get("groups_total") or 0,
+        elapsed_s=said.get("updated_at", 0.0) - said.get("started_at", 0.0),
+        starts=1,
+        updated_at=said.get("updated_at", 0.0),
+        last_error=said.get("last_error"),
+        outputs=_outputs(files, [], None),
+    )
+
+
+def _evaluation(folder: Path, said: dict[str, Any]) -> RunStatus:
+    """The status of an evaluation that has ended."""
+    general = said.get("config_general") or {}
+    results = said["results"].get("all") or {}
+    seconds = general.get("total_evaluation_time_seconds")
+    return RunStatus(
+        name=next((name.split("|")[1] for name in said["results"] if "|" in name), folder.name),
+        run_dir=str(folder),
+        state="done",
+        running=False,
+        problems=0,
+        responses_per_problem=0,
+        kind="evaluate",
+        elapsed_s=float(seconds) if seconds else 0.0,
+        updated_at=(folder / RESULTS_FILE).stat().st_mtime,
+        results={name: value for name, value in results.items() if isinstance(value, int | float)},
+        outputs={"results": [str(folder / RESULTS_FILE)]},
+    )
+
+
+def _counted(progress: Mapping[str, Any], running: bool) -> RunStatus:
+    """What a progress file counts; the rest is for the caller to fill in."""
+    engines = (progress.get("engines") or {}) if running else {}
+    return RunStatus(
+        name="",
+        run_dir="",
+        state="",
+        running=running,
+        problems=0,
+        responses_per_problem=0,
         groups_done=progress.get("groups_done", 0),
         limit_share=progress.get("share_done") or 0.0,
         responses=progress.get("responses", 0),
@@ -220,15 +341,22 @@ def _status(run_dir: Path, run: dict[str, Any]) -> RunStatus:
         engine_slots=engines.get("slots", 0),
         reused_tokens=progress.get("reused_tokens", 0),
         wasted={cause: progress.get("wasted", {}).get(cause, 0) for cause in WASTE_CAUSES},
+        rejected=dict(progress.get("rejected_for") or {}),
         waiting_for=progress.get("waiting_for") if running else None,
-        last_error=run.get("last_error") or progress.get("last_error"),
         last_failure=progress.get("last_failure"),
         tasks={name: TaskStatus(**counts) for name, counts in progress.get("tasks", {}).items()},
         failures={name: progress.get("failures", {}).get(name, 0) for name in FAILURE_CLASSES},
-        restarts=_added([run.get("restarts", {}), {service.name: service.restarts for service in services}]),
-        services=services,
-        outputs=_outputs(progress.get("outputs", {}), run.get("exports", []), run.get("logs") or str(run_dir / "logs")),
     )
+
+
+def _progress(path: Path) -> dict[str, Any] | None:
+    """A progress file's content; None for any other JSON file."""
+    said = read_json(path)
+    return said if said and {"env", "mode", "groups_done"} <= said.keys() else None
+
+
+def _files_of(run: RunStatus) -> set[str]:
+    return {path for paths in run.outputs.values() for path in paths}
 
 
 @dataclass
@@ -248,6 +376,8 @@ class RunRecord:
     last_error: str | None = None
     services: list[dict[str, Any]] = field(default_factory=list)
     restarts: dict[str, int] = field(default_factory=dict)  # of earlier starts
+    kind: str = "datagen"
+    steps: int = 0  # of a training run
     exports: list[str] = field(default_factory=list)
     updated_at: float = 0.0
 
@@ -262,6 +392,22 @@ class RunRecord:
         ended = {service["name"]: service["restarts"] for service in self.services}
         self.restarts = _added([self.restarts, ended])
         self.services = []
+
+    def begin(self, logs: Path) -> None:
+        """Note that this process runs it now."""
+        self.node, self.logs, self.last_error = socket.gethostname(), str(logs), None
+        self.pid, self.started = os.getpid(), start_time(os.getpid())
+
+    def end(self, run_dir: Path, state: str, error: str | None = None) -> None:
+        """Note how it ended; a full disk costs only the note."""
+        self.last_error = error
+        with contextlib.suppress(OSError):
+            self.save(run_dir, state)
+
+    def save(self, run_dir: Path, state: str) -> None:
+        """Replace `run.json`."""
+        self.state = state
+        write_text_atomic(run_dir / RUN_FILE, self.to_json())
 
     def to_json(self) -> str:
         """The text of `run.json`."""
@@ -282,13 +428,13 @@ def _is_running(run: Mapping[str, Any]) -> bool:
     return run["state"] not in _ENDED and abs(time.time() - run.get("updated_at", 0.0)) < _ELSEWHERE_SILENT_S
 
 
-def _outputs(files: dict[str, Any], exports: list[str], logs: str) -> dict[str, list[str]]:
+def _outputs(files: dict[str, Any], exports: list[str], logs: str | None) -> dict[str, list[str]]:
     """Paths by kind, in the order a reader wants them."""
     found = {kind: [paths] if isinstance(paths, str) else list(paths or []) for kind, paths in files.items()}
     if "failures" in found:
         found["tracebacks"] = found.pop("failures")
     found["sft"] = exports
-    found["logs"] = [logs]
+    found["logs"] = [logs] if logs else []
     return {kind: paths for kind, paths in found.items() if paths}
 
 

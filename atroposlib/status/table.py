@@ -12,7 +12,22 @@ _PATHS_SHOWN = 3
 
 
 def render(status: RunStatus) -> Group:
-    """The line of totals, counts by task, and everything else that `RunStatus` knows."""
+    """Return the line of totals, counts by task, and everything else that `RunStatus` knows."""
+    facts = Table.grid(padding=(0, 2))
+    for name, value in facts_of(status):
+        facts.add_row(name, Text(value, overflow="fold"))
+    for kind, paths in status.outputs.items():
+        shown = paths if len(paths) <= _PATHS_SHOWN else [*paths[:1], f"... {len(paths) - 2} more", paths[-1]]
+        facts.add_row(kind, Text("\n".join(shown), overflow="fold"))
+    return Group(Text(f"{status.name}: {headline(status)}"), *_tables(status), facts)
+
+
+def _tables(status: RunStatus) -> list[Table]:
+    if status.kind == "evaluate":
+        results = Table("metric", "value")
+        for name, value in status.results.items():
+            results.add_row(Text(name), f"{value:.4g}")
+        return [results]
     tasks = Table()
     for column in ("task", "problems", "responses", "accepted", "share"):
         tasks.add_column(column, justify="left" if column == "task" else "right")
@@ -21,26 +36,19 @@ def render(status: RunStatus) -> Group:
         share = f"{task.accepted / task.responses:.1%}" if task.responses else "-"
         tasks.add_row(Text(label), str(task.groups), str(task.responses), str(task.accepted), share)
     tasks.add_section()
-    tasks.add_row(
-        "all",
-        f"{status.groups_done} / {status.problems}",
-        str(status.responses),
-        str(status.accepted),
-        f"{status.accepted_share:.1%}",
-    )
-    facts = Table.grid(padding=(0, 2))
-    for name, value in facts_of(status):
-        facts.add_row(name, Text(value, overflow="fold"))
-    for kind, paths in status.outputs.items():
-        shown = paths if len(paths) <= _PATHS_SHOWN else [*paths[:1], f"... {len(paths) - 2} more", paths[-1]]
-        facts.add_row(kind, Text("\n".join(shown), overflow="fold"))
-    return Group(Text(f"{status.name}: {headline(status)}"), tasks, facts)
+    done = f"{status.groups_done} / {status.problems}" if status.problems else str(status.groups_done)
+    tasks.add_row("all", done, str(status.responses), str(status.accepted), f"{status.accepted_share:.1%}")
+    return [tasks]
 
 
 def facts_of(status: RunStatus) -> list[tuple[str, str]]:
     """What a reader wants to know besides the counts by task, as (name, value)."""
+    if status.kind == "evaluate":
+        return [("time", duration(status.elapsed_s))]
     tokens = f"{status.completion_tokens:,} generated, {status.prompt_tokens:,} prompt, {status.tokens_per_s:.0f} tok/s"
     facts = [("failures", ", ".join(f"{name} {status.failures.get(name, 0)}" for name in FAILURE_CLASSES))]
+    if status.rejected:
+        facts.append(("rejected", ", ".join(f"{reason} {groups}" for reason, groups in status.rejected.items())))
     facts.append(("tokens", tokens + (f", {status.tokens_per_s_now:.0f} now" if status.running else "")))
     if status.tokens_left and status.eta_s is not None:
         facts.append(("left", f"{status.tokens_left:,} tokens, {duration(status.eta_s)} ({status.eta_s / 3600:.1f} h)"))
@@ -65,14 +73,20 @@ def facts_of(status: RunStatus) -> list[tuple[str, str]]:
 
 def headline(status: RunStatus) -> str:
     """One line: state, progress, pace, ETA."""
-    parts = [
-        status.state,
-        f"{status.groups_done}/{status.problems} problems",
-        f"{status.responses} responses",
-        f"{status.accepted_share:.0%} accepted",
-        f"{status.tokens_per_s:.0f} tok/s",
-    ]
-    if status.eta_s is not None and status.groups_done < status.problems:
+    if status.kind == "evaluate":
+        return f"{status.state}, {len(status.results)} metrics"
+    if status.training:
+        parts = [status.state, status.training.line(), f"{status.groups_done} problems rolled out"]
+    else:
+        problems = f"{status.groups_done}/{status.problems}" if status.problems else str(status.groups_done)
+        parts = [
+            status.state,
+            f"{problems} problems",
+            f"{status.responses} responses",
+            f"{status.accepted_share:.0%} accepted",
+            f"{status.tokens_per_s:.0f} tok/s",
+        ]
+    if status.eta_s and status.share_done < 1:
         parts.append(f"ETA {duration(status.eta_s)}")
     if status.waiting_for:
         parts.append(f"waiting for {status.waiting_for}")

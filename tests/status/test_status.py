@@ -4,21 +4,25 @@ import io
 import json
 import os
 import re
+import socket
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from atroposlib.cli.boundary import command
+from atroposlib.cli.runs import runs as runs_command
 from atroposlib.cli.status import HELP
 from atroposlib.cli.status import status as status_command
+from atroposlib.envs.eval import evaluate_log
 from atroposlib.errors import LaunchError
 from atroposlib.lock_files import start_time
-from atroposlib.status.charts import line_chart
+from atroposlib.status.charts import Line, line_chart
 from atroposlib.status.history import FIRST_INTERVAL_S, MOST_POINTS, History, Point
 from atroposlib.status.page import StatusPage, page, write_last_page, write_page
 from atroposlib.status.runs import RunRecord, read_status
-from atroposlib.status.table import facts_of, render
+from atroposlib.status.table import facts_of, headline, render
+from atroposlib.status.training import read_training
 
 HOSTILE = '<script>alert("x")</script>'
 PROGRESS = {
@@ -77,7 +81,7 @@ def test_a_run_whose_supervisor_is_gone_was_killed_unless_it_had_ended(tmp_path,
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(LaunchError, match=r"holds no run \(run.json is missing\)"):
+    with pytest.raises(LaunchError, match=r"holds no run \(run.json is missing, and there is no progress file"):
         read_status(tmp_path)
 
 
@@ -102,7 +106,7 @@ def test_the_members_of_a_shared_run_are_one_run(tmp_path):
 
 def test_the_page_stands_alone_and_trusts_nothing(tmp_path):
     make_run(tmp_path, pid=os.getpid(), last_error=HOSTILE)
-    text = write_page(read_status(tmp_path), tmp_path).read_text()
+    text = write_page(read_status(tmp_path)).read_text()
     assert HOSTILE not in text
     assert "&lt;script&gt;" in text
     assert "default-src 'none'" in text
@@ -118,9 +122,9 @@ def test_the_page_of_an_ended_run_is_not_refreshed(tmp_path):
 
 def test_the_page_goes_on_with_the_history_of_earlier_starts(tmp_path):
     make_run(tmp_path, pid=os.getpid())
-    History(points=[Point(10.0, 1), Point(20.0, 2)]).save(tmp_path)
-    StatusPage(tmp_path).update(read_status(tmp_path))
-    assert [point.groups for point in History.load(tmp_path).points] == [1, 2, 10]
+    History(points=[Point(10.0, 1), Point(20.0, 2)]).save(tmp_path / "history.json")
+    StatusPage().update(lambda: read_status(tmp_path))
+    assert [point.groups for point in History.load(tmp_path / "history.json").points] == [1, 2, 10]
     assert "<polyline" in (tmp_path / "status.html").read_text()
 
 
@@ -131,21 +135,21 @@ def test_a_history_of_any_length_has_few_points(tmp_path):
     assert MOST_POINTS // 2 < len(history.points) <= MOST_POINTS
     assert history.points[0].at == 0.0
     assert history.interval_s > FIRST_INTERVAL_S
-    history.save(tmp_path)
-    assert History.load(tmp_path) == history
+    history.save(tmp_path / "history.json")
+    assert History.load(tmp_path / "history.json") == history
 
 
 def test_a_clock_that_is_set_back_neither_stops_the_page_nor_the_history(tmp_path, monkeypatch):
     make_run(tmp_path, pid=os.getpid())
     ticks = iter(range(0, 1000, 10))
     monkeypatch.setattr("time.monotonic", lambda: next(ticks))
-    keeper = StatusPage(tmp_path)
+    keeper = StatusPage()
     for now in (1000.0, 1010.0, 500.0, 510.0):
         monkeypatch.setattr("time.time", lambda now=now: now)
         (tmp_path / "status.html").unlink(missing_ok=True)
-        keeper.update(read_status(tmp_path))
+        keeper.update(lambda: read_status(tmp_path))
         assert (tmp_path / "status.html").exists()
-    assert [point.at for point in History.load(tmp_path).points] == [500.0, 510.0]
+    assert [point.at for point in History.load(tmp_path / "history.json").points] == [500.0, 510.0]
 
 
 def test_a_table_shows_what_a_task_failed_of_as_it_is(tmp_path):
@@ -168,7 +172,7 @@ def test_time_in_which_nothing_ran_is_a_gap(tmp_path):
 
 
 def test_a_chart_of_one_point_says_so():
-    assert "nothing to draw yet" in line_chart("t", [(0.0, 1.0)])
+    assert "nothing to draw yet" in line_chart("t", [Line("", [(0.0, 1.0)])])
 
 
 def test_the_command_prints_json_and_writes_the_page(tmp_path):
@@ -189,3 +193,97 @@ def test_a_run_on_another_node_is_judged_by_how_lately_it_wrote(tmp_path, monkey
 
 def test_logs_are_where_the_run_put_them(tmp_path):
     assert read_status(make_run(tmp_path, logs="/elsewhere/7")).outputs["logs"] == ["/elsewhere/7"]
+
+
+def test_an_environment_on_its_own_is_a_run(tmp_path):
+    said = {
+        "env": "sums",
+        "mode": "process",
+        "groups_total": 40,
+        "state": "running",
+        "started_at": 5.0,
+        "updated_at": 9.0,
+    }
+    me = {"pid": os.getpid(), "started": start_time(os.getpid()), "node": socket.gethostname()}
+    path = tmp_path / "sums_progress_a.json"
+    path.write_text(json.dumps({**PROGRESS, **said, **me}))
+    rollouts = tmp_path / "a.jsonl"
+    rollouts.write_text("")
+    path.write_text(json.dumps({**PROGRESS, **said, **me, "outputs": {"rollouts": [str(rollouts)]}}))
+    for asked in (tmp_path, path, rollouts):
+        status = read_status(asked)
+        assert (status.name, status.kind, status.running, status.elapsed_s) == ("sums", "process", True, 4.0)
+    assert write_page(status) == tmp_path / "sums_status_a.html"
+    path.write_text(json.dumps({**PROGRESS, **said, **me, "pid": 2**22 + 1}))
+    assert (read_status(tmp_path).state, read_status(tmp_path).running) == ("killed", False)
+
+
+def make_training(folder):
+    make_run(folder, pid=os.getpid(), kind="train", steps=9, problems=0)
+    (folder / "metrics").mkdir()
+    steps = [
+        {"step": n, "batch/reward_mean": r, "batch/reward_std": 0.5, "train/kl": -0.1, "time/step_s": 2.0}
+        for n, r in enumerate([0.1, 0.2, 0.9, 0.3])
+    ]
+    repeated = {**steps[2], "batch/reward_mean": 0.25}
+    lines = [json.dumps(step) for step in [*steps[:3], repeated, steps[3]]]
+    (folder / "metrics" / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "cut')
+    (folder / "metrics" / "samples.jsonl").write_text(
+        json.dumps({"step": 3, "prompt": HOSTILE, "response": "r"}) + "\n"
+    )
+    return folder
+
+
+def test_a_training_run_shows_its_steps(tmp_path):
+    status = read_status(make_training(tmp_path))
+    assert status.training
+    assert (status.training.step, status.training.of, status.share_done) == (3, 9, 3 / 9)
+    assert [point["batch/reward_mean"] for point in status.training.points] == [0.1, 0.2, 0.25, 0.3]
+    assert "step 3/9, reward 0.3 ± 0.5, KL -0.1, 2 s a step" in headline(status)
+    text = page(status, [])
+    assert HOSTILE not in text
+    assert 'aria-label="reward"' in text
+    assert "<polygon" in text
+    assert "entropy" not in text  # was not logged
+
+
+def test_the_newest_step_is_read_from_the_end(tmp_path):
+    folder = make_training(tmp_path) / "metrics"
+    assert read_training(folder, 9, only_last=True).last["step"] == 3
+
+
+def test_a_long_training_has_few_points_and_its_last(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(5000)))
+    points = read_training(tmp_path, 5000).points
+    assert len(points) <= 720
+    assert points[-1]["step"] == 4999
+
+
+def test_an_evaluation_is_a_run(tmp_path):
+    evaluate_log({"acc": 0.5}, eval_dir=str(tmp_path), task_name="sums", start_time=1.0, end_time=4.0, verbose=False)
+    status = read_status(tmp_path)
+    assert (status.name, status.kind, status.results, status.elapsed_s) == ("sums", "evaluate", {"acc": 0.5}, 3.0)
+
+
+def test_runs_lists_what_lies_below(tmp_path, capsys, monkeypatch):
+    make_run(tmp_path / "runs" / "one", pid=os.getpid())
+    make_training(tmp_path / "runs" / "deep" / "two")
+    make_run(tmp_path / "runs" / "shared" / "members" / "a", state="done")
+    (tmp_path / "runs" / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    runs_command("runs", running=False, as_json=False)
+    shown = capsys.readouterr().out
+    assert re.search(r"runs/one +datagen +running +10/40 +25% +[\d.]+ k?B", shown)
+    assert re.search(r"runs/deep/two +train +running +3/9 steps", shown)
+    assert re.search(r"runs/shared +datagen +done", shown)
+    assert len(shown.splitlines()) == 4
+
+
+def test_several_environments_in_a_folder_are_named(tmp_path):
+    for name in ("a", "b"):
+        said = {**PROGRESS, "env": name, "mode": "serve", "outputs": {}}
+        (tmp_path / f"{name}_progress_x.json").write_text(json.dumps(said))
+    with pytest.raises(
+        LaunchError, match=r"holds 2 runs; give the file of one: .*a_progress_x.json, .*b_progress_x.json"
+    ):
+        read_status(tmp_path)

@@ -1,6 +1,7 @@
 """The order in which a training run starts and ends its services, with small programs in their places."""
 
 import asyncio
+import socket
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan
 from atroposlib.launch.config import RestartConfig
 from atroposlib.launch.lock import start_time
 from atroposlib.launch.services import Service, Supervised
-from atroposlib.status.runs import read_json
+from atroposlib.status.runs import RunRecord, read_json
 
 SLEEPER = "import time; time.sleep(600)"
 FINISHES_ITS_STEP = """
@@ -77,7 +78,9 @@ async def test_what_a_killed_run_left_behind_is_ended_by_the_same_command(told, 
     running = _Running(RestartConfig())
     trainer = told.service("trainer", FINISHES_ITS_STEP.format(out=str(tmp_path / "saved")))
     work = asyncio.create_task(running.until_trained(RunPlan([], trainer, told.service("environment", SLEEPER))))
-    recording = asyncio.create_task(_record(running, tmp_path / "services.json"))
+    recording = asyncio.create_task(
+        _record(running, tmp_path, RunRecord("r", 0, 4, kind="train", node=socket.gethostname()))
+    )
     async with asyncio.timeout(60):
         while not (
             trainer.log.exists() and trainer.log.read_text() and left_in(tmp_path) == {"trainer", "environment"}
@@ -103,7 +106,7 @@ async def test_what_a_killed_run_left_behind_is_ended_by_the_same_command(told, 
 
 def left_in(folder):
     """Names of the services whose pids are on disk."""
-    found = read_json(folder / "services.json") or {"services": []}
+    found = read_json(folder / "run.json") or {"services": []}
     return {service["name"] for service in found["services"] if service["started"]}
 
 

@@ -1,0 +1,120 @@
+"""The training part of a run, read from the trainer's `metrics.jsonl` and `samples.jsonl`."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atroposlib.status.charts import Line, line_chart
+
+MOST_POINTS = 720
+_SAMPLES = 8
+_SAMPLE_BYTES = 4_000_000
+_TAIL_BYTES = 65_536
+_CHARTS: tuple[tuple[str, tuple[str, ...], str, float], ...] = (  # title, metrics, unit, factor
+    ("reward", ("batch/reward_mean",), "", 1),
+    ("entropy (nats)", ("train/entropy",), "", 1),
+    ("KL to the reference (nats)", ("train/kl",), "", 1),
+    ("clipped", ("train/clip_fraction",), "%", 100),
+    ("engine-trainer gap (nats)", ("train/logprob_diff_mean",), "", 1),
+    ("staleness (steps)", ("batch/staleness_mean", "batch/staleness_max"), "", 1),
+    ("step: wait, train, sync (s)", ("time/wait_s", "time/train_s", "time/sync_s"), "", 1),
+    ("tokens per second", ("time/tokens_per_s",), "", 1),
+)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Steps taken of `of`; `points` are the metrics of at most MOST_POINTS steps, the last one included."""
+
+    step: int = 0
+    of: int = 0
+    points: list[dict[str, float]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def last(self) -> Mapping[str, float]:
+        """The metrics of the newest step."""
+        return self.points[-1] if self.points else {}
+
+    def line(self) -> str:
+        """Return the newest step in one line.
+
+        >>> Training(1, 9, [{"step": 1, "batch/reward_mean": 0.25, "batch/reward_std": 0.5, "time/step_s": 2.0}]).line()
+        'step 1/9, reward 0.25 ± 0.5, 2 s a step'
+        """
+        last = self.last
+        parts = [f"step {self.step}/{self.of}"]
+        if "batch/reward_mean" in last:
+            parts.append(f"reward {last['batch/reward_mean']:.3g} ± {last.get('batch/reward_std', 0):.3g}")
+        for name, key in (("entropy", "train/entropy"), ("KL", "train/kl")):
+            if key in last:
+                parts.append(f"{name} {last[key]:.3g}")
+        if "train/clip_fraction" in last:
+            parts.append(f"clipped {last['train/clip_fraction']:.1%}")
+        if "batch/staleness_max" in last:
+            parts.append(f"staleness {last['batch/staleness_max']:.0f}")
+        if "time/step_s" in last:
+            named = {"wait": "time/wait_s", "train": "time/train_s", "sync": "time/sync_s"}
+            split = ", ".join(f"{name} {last[key]:.2g}" for name, key in named.items() if key in last)
+            parts.append(f"{last['time/step_s']:.3g} s a step" + (f" ({split})" if split else ""))
+        if "time/tokens_per_s" in last:
+            parts.append(f"{last['time/tokens_per_s']:.0f} tok/s")
+        return ", ".join(parts)
+
+    def charts(self) -> list[str]:
+        """Return what people look at over the steps, as SVG; metrics that the trainer did not log are left out."""
+        drawn = []
+        for title, keys, unit, factor in _CHARTS:
+            lines = [
+                Line(key.rpartition("/")[2], [(point["step"], _times(point.get(key), factor)) for point in self.points])
+                for key in keys
+                if any(point.get(key) is not None for point in self.points)
+            ]
+            if lines:
+                spread = [point.get("batch/reward_std") for point in self.points] if title == "reward" else None
+                drawn.append(line_chart(title, lines, unit=unit, spread=spread, over="steps"))
+        return drawn
+
+
+def read_training(folder: Path, of: int, *, only_last: bool = False) -> Training:
+    """Read what a trainer has written into `folder`; a line that is cut short is left out.
+
+    Args:
+        only_last: the newest step, from the end of the file.
+    """
+    lines = _lines(folder / "metrics.jsonl", _TAIL_BYTES if only_last else None)
+    rows = [row for line in lines if (row := _row(line)) and "step" in row]
+    by_step = {row["step"]: row for row in rows}  # a step that was repeated after a kill counts once, as last done
+    rows = [by_step[step] for step in sorted(by_step)]
+    every = -(-len(rows) // MOST_POINTS) or 1
+    points = rows[::-1][::every][::-1]
+    samples = [row for line in _lines(folder / "samples.jsonl", _SAMPLE_BYTES)[-_SAMPLES:] if (row := _row(line))]
+    return Training(rows[-1]["step"] if rows else 0, of, points, samples)
+
+
+def _lines(path: Path, last_bytes: int | None = None) -> list[bytes]:
+    """Return the whole lines of a file, or of its end."""
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            skipped = max(0, size - last_bytes) if last_bytes else 0
+            stream.seek(skipped)
+            lines = stream.read().split(b"\n")[:-1]
+    except OSError:
+        return []
+    return lines[1:] if skipped else lines
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None or value != value else value * factor
