@@ -63,7 +63,7 @@ def test_a_full_disk_does_not_hide_why_the_run_failed(config, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(_Run, "to_the_end", fail)
-    monkeypatch.setattr(datagen, "_save", full)
+    monkeypatch.setattr(RunRecord, "save", full)
     with pytest.raises(LaunchError, match="engine ended 6 times"):
         run_datagen(config, lambda status: None)
 
