@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 _SEPARATORS = {"\x85".encode(): rb"\u0085", "\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029"}
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 

@@ -6,6 +6,7 @@ every config and command goes through `expand_path`, so no file ever lands in a 
 
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 
@@ -79,6 +80,12 @@ def write_text_atomic(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def kind_of(path: Path) -> str:
+    """The kind of thing at `path` that is no regular file, as a sentence names it."""
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+    return kinds.get(stat.S_IFMT(path.stat().st_mode), "a device")
 
 
 def sync_to_disk(path: Path) -> None:

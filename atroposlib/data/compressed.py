@@ -8,11 +8,14 @@ import io
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import zstandard
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _READ_BYTES = 1 << 16
+KINDS = {".zst": "zstd", ".gz": "gzip"}
+"""Names of what is read, by suffix."""
 
 
 class DamagedError(Exception):
@@ -31,37 +34,39 @@ class _Frame(Protocol):
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
-KINDS = {".zst": "zstd", ".gz": "gzip"}
-"""Names of what is read, by suffix."""
-
-_FRAMES: dict[str, Callable[[], _Frame]] = {
-    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
-    ".gz": lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS),
-}
-
-
 def is_compressed(path: Path) -> bool:
-    """Whether the file's name says so."""
-    return path.suffix in _FRAMES
+    """True when the file's name says so."""
+    return path.suffix in KINDS
 
 
-class DecompressedFile:
-    """The content of `source`, a file with the suffix `suffix`: its frames, one after another."""
+def open_lines(path: Path) -> io.BufferedReader:
+    """A compressed file to iterate over by lines; all before damage are given."""
+    return io.BufferedReader(DecompressedFile(io.FileIO(path, "rb"), path.suffix), _READ_BYTES)
+
+
+class DecompressedFile(io.RawIOBase):
+    """The content of `source`, a file with the suffix `suffix`: its frames, one after another. Not seekable."""
 
     def __init__(self, source: io.RawIOBase, suffix: str) -> None:
         self._source = source
-        self._new_frame = _FRAMES[suffix]
+        self._new_frame, self._error = _decompressor(suffix)
         self._frame: _Frame | None = None  # the one that is being read
         self._compressed = b""
         self._plain = b""  # decompressed, and not given yet
         self._damage: DamagedError | None = None  # found behind `_plain`
 
-    def read(self, count: int) -> bytes:
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def read(self, count: int = -1, /) -> bytes:
         """`count` bytes; fewer only at the end, or before damage.
 
         Raises:
             DamagedError: of another kind than its name says, or the file ends inside a frame.
         """
+        if count < 0:
+            return self.readall()
         pieces = [self._plain]
         size = len(self._plain)
         while size < count and self._damage is None and (piece := self._next_piece()):
@@ -73,13 +78,17 @@ class DecompressedFile:
             raise self._damage
         return plain[:count]
 
-    def seekable(self) -> bool:
-        """No."""
-        return False
+    def readinto(self, buffer: "Buffer", /) -> int:
+        """As `read`, of the size of `buffer`."""
+        target = memoryview(buffer)
+        data = self.read(len(target))
+        target[: len(data)] = data
+        return len(data)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, too."""
         self._source.close()
+        super().close()
 
     def _next_piece(self) -> bytes:
         """The next decompressed bytes; b"" at the end, or when damage was found."""
@@ -92,10 +101,19 @@ class DecompressedFile:
             self._frame = self._frame or self._new_frame()
             try:
                 piece = self._frame.decompress(self._compressed)
-            except (zstandard.ZstdError, zlib.error) as error:
+            except self._error as error:
                 self._damage = DamagedError(str(error))
                 return b""
             self._compressed = self._frame.unused_data
             self._frame = None if self._frame.eof else self._frame
             if piece:
                 return piece
+
+
+def _decompressor(suffix: str) -> tuple[Callable[[], _Frame], type[Exception]]:
+    """Makes a decompressor of one frame, and what it raises."""
+    if suffix == ".gz":
+        return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
+    import zstandard  # only compressed files need it
+
+    return lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError

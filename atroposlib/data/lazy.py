@@ -28,6 +28,7 @@ ODD = ("", f"text that is {NOT_UTF8}", "half a surrogate pair", "no score", "not
 """Reasons not to use a response, by the number that stands for them in a table; "": there is none."""
 
 _NOT_UTF8, _SURROGATE, _NO_SCORE = 1, 2, 3
+BROKEN_TEXT = (_NOT_UTF8, _SURROGATE)
 
 
 class LazyGroup(msgspec.Struct):

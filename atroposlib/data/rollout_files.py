@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import os
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -21,7 +20,8 @@ import orjson
 from atroposlib.data.compressed import KINDS, DamagedError, DecompressedFile, is_compressed
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import DataError, PathError, RowError
-from atroposlib.paths import expand_path
+from atroposlib.json_lines import BYTE_ORDER_MARK
+from atroposlib.paths import expand_path, kind_of
 from atroposlib.type_definitions import RolloutRecord
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,6 @@ NOT_UTF8 = "not UTF-8"
 NO_GROUP = "no group"
 _READ_BYTES = 1 << 22
 _NEWLINE = ord("\n")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _COMPRESSED_STARTS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
@@ -122,8 +121,8 @@ def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator
         while True:
             data = _read(stream, path, at_line=number)
             block, begin = rest + data if rest else data, 0
-            if not offset and block.startswith(_BYTE_ORDER_MARK):
-                offset = begin = len(_BYTE_ORDER_MARK)
+            if not offset and block.startswith(BYTE_ORDER_MARK):
+                offset = begin = len(BYTE_ORDER_MARK)
             while begin < len(block):
                 end = block.find(b"\n", begin) + 1 or (0 if data else len(block))
                 if not end:
@@ -323,13 +322,6 @@ def _misplaced_hint(path: Path) -> str:
                     f"look there, and write its path in single quotes, e.g. '{root / name}/...'"
                 )
     return ""
-
-
-def kind_of(path: Path) -> str:
-    """The kind of thing at `path` that is no regular file, as a sentence names it."""
-    mode = path.stat().st_mode
-    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
 
 
 def _open(path: Path) -> "io.FileIO | DecompressedFile":

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from atroposlib.data.compressed import is_compressed
-from atroposlib.data.lazy import ODD, LazyGroup, hash64, parse_lazily
+from atroposlib.data.lazy import BROKEN_TEXT, ODD, LazyGroup, hash64, parse_lazily
 from atroposlib.data.rollout_files import Line, SpanReader, read_lines
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import DataError, RowError
@@ -83,6 +83,12 @@ class Table:
     groups: Array  # [groups] of GROUP
     responses: Array  # [responses] of RESPONSE
     set_aside: SetAside = field(default_factory=SetAside)  # lines that are not in it
+
+    def has_broken_text(self, row: int) -> bool:
+        """True when a response of this group row says what cannot be read."""
+        group = self.groups[row]
+        responses = self.responses[int(group["first"]) : int(group["first"] + group["responses"])]
+        return bool(np.isin(responses["odd"], BROKEN_TEXT).any())
 
     def odd_responses(self) -> SetAside:
         """The responses that no dataset may use."""
@@ -263,25 +269,28 @@ def concatenate(tables: Sequence[Table]) -> Table:
 
 
 def without_doubles(table: Table, *, strict: bool = False) -> Table:
-    """`table` with each group once, the earliest; a copied file or line, and an item that was done twice, is set aside.
+    """`table` with each group once; a copied file or line, and the damaged line of an item done again, is set aside.
 
-    Groups without a recorded id are never doubles.
+    The earliest stays whose text is whole. Groups without a recorded id are never doubles.
     """
     ids = table.groups["id"]
     order = np.argsort(ids, kind="stable")
-    again = np.zeros(len(ids), bool)
-    again[order[1:]] = (ids[order[1:]] == ids[order[:-1]]) & (ids[order[1:]] != 0)
-    if not again.any():
+    again = order[1:][(ids[order[1:]] == ids[order[:-1]]) & (ids[order[1:]] != 0)]
+    if not len(again):
         return table
-    first_of: dict[int, int] = {}
+    chosen: dict[int, int] = {}
+    kept = np.ones(len(ids), bool)
     set_aside = SetAside(strict=strict)
     set_aside.update(table.set_aside)
     for row in np.flatnonzero(np.isin(ids, ids[again])).tolist():
-        earliest = first_of.setdefault(int(ids[row]), row)
-        if earliest != row:
-            here, there = (f"{table.files[each['file']]}:{each['line']}" for each in table.groups[[row, earliest]])
-            set_aside.add(RowError(here, DOUBLE, f"the same group as {there}"))
-    kept = ~again
+        best = chosen.setdefault(int(ids[row]), row)
+        if best == row:
+            continue
+        if table.has_broken_text(best) and not table.has_broken_text(row):
+            chosen[int(ids[row])], row, best = row, best, row
+        kept[row] = False
+        here, there = (f"{table.files[each['file']]}:{each['line']}" for each in table.groups[[row, best]])
+        set_aside.add(RowError(here, DOUBLE, f"the same group as {there}"))
     responses = table.responses[kept[table.responses["group"]]]
     responses["group"] = (np.cumsum(kept) - 1)[responses["group"]]
     groups = table.groups[kept]
@@ -290,15 +299,15 @@ def without_doubles(table: Table, *, strict: bool = False) -> Table:
 
 
 def _group_hash(group: LazyGroup, item: int) -> int:
-    """64 bits naming a group by its item and its recorded id; 0 when it has none.
+    """64 bits naming a group by its recorded id; 0 when it has none.
 
-    An id that a run of ours gave names its item for good. Others may be used again, so scores and lengths must agree.
+    An id that a run of ours gave names run and item. Others may be used again, so item, scores and lengths must agree.
     """
     if group.group_id is None:
         return 0
-    name = f"{item} {group.group_id}"
+    name = str(group.group_id)
     if not name.endswith(f"/{group.item_key}/{group.part or 0}"):
-        name += f" {group.scores} {[group.lengths(index) for index in range(len(group.scores))]}"
+        name += f" {item} {group.scores} {[group.lengths(index) for index in range(len(group.scores))]}"
     return hash64(name.encode())
 
 

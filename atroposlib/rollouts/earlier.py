@@ -4,6 +4,7 @@ A recorded response is used again when item, model, prompt ids and sampling para
 one turn are: of a longer conversation, the prompts between are not known.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from atroposlib.rollouts.ledger import REJECTED, Entry, read_entries, read_line
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.trace import EngineReply
 from atroposlib.type_definitions import IGNORE_INDEX
+
+logger = logging.getLogger(__name__)
 
 _GROUPS_KEPT = 64  # parsed, as the responses of a group are asked for one after the other
 _SAMPLING = (
@@ -84,7 +87,12 @@ class EarlierRollouts:
             place = self._places.get(item_key)
             if place is None:
                 return None
-            self._parsed[item_key] = orjson.loads(read_line(*place))
+            try:
+                self._parsed[item_key] = orjson.loads(read_line(*place))
+            except orjson.JSONDecodeError as error:
+                logger.warning("not used again: the group of item %s in %s is damaged (%s)", item_key, place[0], error)
+                del self._places[item_key]
+                return None
             if len(self._parsed) > _GROUPS_KEPT:
                 self._parsed.popitem(last=False)
         return self._parsed[item_key]

@@ -2,11 +2,12 @@
 
 The rollout files are the truth: one group per line, naming its item (`item_key`) and its part. The index beside them
 repeats what a restart needs, one short entry per line, so that a run with 800,000 responses goes on in seconds.
-Whatever the index does not cover is read from the rollout files; a torn last line is cut off. Entries without a file
-(`shard` 0) name items whose groups were rejected: finished work that left no line.
+Whatever the index does not cover is read from the rollout files, and so is what was changed after it, and the end of
+the last shard, which a machine that failed may have left as zeros. A torn last line is cut off. A damaged line counts
+for nothing, so its item is done again; of an item's lines for one part the first counts (`Ledger.set_aside`). Entries
+without a file (`shard` 0) name items whose groups were rejected: finished work that left no line.
 """
 
-import io
 import logging
 import os
 from collections import Counter
@@ -17,7 +18,10 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from atroposlib.errors import DataError
+from atroposlib.data.compressed import DamagedError, open_lines
+from atroposlib.data.set_aside import SetAside
+from atroposlib.errors import PathError, RowError
+from atroposlib.json_lines import BYTE_ORDER_MARK
 from atroposlib.rollouts.json_text import as_json
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.type_definitions import Item
@@ -26,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 REJECTED = 0
 """`Entry.shard` of an item that left no line."""
+
+_CHECKED_BYTES = 1 << 26  # at the end of the last shard
+_SLACK_NS = 10_000_000_000  # a line of a process that runs may be there before its entry is
 
 
 class Entry(msgspec.Struct, array_like=True):
@@ -97,22 +104,29 @@ class Ledger:
         self.groups_in_shard: Counter[int] = Counter()
         self.unacknowledged: dict[str, Entry] = {}  # by group id
         self.backlog: list[Item] = []  # items that rollouts of earlier processes asked for
+        self.set_aside = SetAside()  # lines that do not count
+        self._rejected: set[str] = set()
 
-    def add(self, entry: Entry, *, acknowledged: bool) -> None:
-        """Count one entry of the index or one line just written."""
+    def add(self, entry: Entry, *, acknowledged: bool) -> bool:
+        """Count one entry of the index or one line just written; False: it is there already, and does not count."""
         if entry.shard == REJECTED:
             self.done.add(entry.item_key)
+            self._rejected.add(entry.item_key)
             self.totals.rejected_tokens += entry.completion_tokens
-            return
-        self.totals.add(entry)
+            return True
         self.groups_in_shard[entry.shard] += 1
         self.last = entry
+        is_done = entry.item_key in self.done and entry.item_key not in self._rejected
+        if is_done or entry.part in self.parts.get(entry.item_key, ()):
+            return False
+        self.totals.add(entry)
         if not acknowledged:
             self.unacknowledged[entry.group_id] = entry
         present = self.parts.setdefault(entry.item_key, set())
         present.add(entry.part)
         if len(present) >= entry.parts:
             self.finish(entry.item_key)
+        return True
 
     def finish(self, item_key: str) -> None:
         """Nothing more is expected of this item."""
@@ -127,15 +141,25 @@ def read_ledger(files: RunFiles, *, accept_score: float, keep_unacknowledged: bo
         files: the run.
         accept_score: a response is accepted when its score is above.
         keep_unacknowledged: remember groups that are not in the file of acknowledged ids.
+
+    Raises:
+        PathError: a file of the run cannot be read.
     """
-    entries, index_is_whole = _entries(files, accept_score, repair=True)
+    ledger = Ledger()
+    entries, index_is_whole = _entries(files, accept_score, ledger.set_aside, repair=True)
     if not index_is_whole:
         _rewrite_index(files.beside("index"), entries)
     acked = read_acknowledged(files.beside("acked")) if keep_unacknowledged else None
-    ledger = Ledger()
-    for entry in sorted(entries, key=lambda e: (e.shard, e.start)):
-        ledger.add(entry, acknowledged=acked is None or entry.group_id in acked)
-        ledger.backlog.extend(entry.backlog)
+    shards = files.shards()
+    lines = _LineNumbers()
+    for entry in sorted(entries, key=_place):
+        if ledger.add(entry, acknowledged=acked is None or entry.group_id in acked):
+            ledger.backlog.extend(entry.backlog)
+        else:
+            where = f"{shards[entry.shard]}:{lines.at(shards[entry.shard], entry.start)}"
+            ledger.set_aside.add(RowError(where, "double", f"item {entry.item_key} is recorded before"))
+    if ledger.set_aside:
+        logger.warning("lines that do not count, the items of damaged ones are done again: %s", ledger.set_aside)
     return ledger
 
 
@@ -150,7 +174,7 @@ def recorded_items(files: RunFiles) -> set[str]:
 
 def read_entries(files: RunFiles) -> list[Entry]:
     """Every line of files of another process, and what it rejected; nothing is changed there."""
-    return _entries(files, accept_score=0.0, repair=False)[0]
+    return _entries(files, 0.0, SetAside(), repair=False)[0]
 
 
 def read_acknowledged(path: Path) -> set[str]:
@@ -170,12 +194,10 @@ def open_rollouts(path: Path, *, at: int) -> BinaryIO:
         plain = path.open("rb")
         plain.seek(at)
         return plain
-    import zstandard
-
-    stream = io.BufferedReader(zstandard.open(path, "rb"))  # pyright: ignore[reportArgumentType]
+    stream = open_lines(path)
     while at > 0 and (skipped := len(stream.read(min(at, 1 << 20)))):
         at -= skipped
-    return stream  # pyright: ignore[reportReturnType]
+    return stream
 
 
 def describe(record: Mapping[str, Any], accept_score: float) -> Entry:
@@ -219,27 +241,55 @@ class _LineFacts(msgspec.Struct):
     backlog: Any = None
 
 
-def _entries(files: RunFiles, accept_score: float, *, repair: bool) -> tuple[list[Entry], bool]:
-    """What the index knows and what it does not; False: the index must be written anew."""
-    entries, damaged = _read_index(files.beside("index"))
+def _entries(files: RunFiles, accept_score: float, odd: SetAside, *, repair: bool) -> tuple[list[Entry], bool]:
+    """What the index knows and what it does not; False: the index must be written again. `odd` gets damaged lines."""
+    index = files.beside("index")
+    entries, damaged = _read_index(index)
     shards = files.shards()
-    trusted = [e for e in entries if e.shard == REJECTED or e.shard in shards]
-    covered = dict.fromkeys(shards, 0)  # shard -> bytes the index knows of
-    for entry in trusted:
-        if entry.shard != REJECTED and entry.end > covered[entry.shard]:
-            covered[entry.shard] = entry.end
+    known: dict[int, list[Entry]] = {shard: [] for shard in shards}
+    for entry in entries:
+        known.get(entry.shard, []).append(entry)
+    indexed_ns = (index.stat().st_mtime_ns if index.exists() else 0) + (0 if repair else _SLACK_NS)
+    found: list[Entry] = []
     for shard, path in shards.items():
-        if path.suffix != ".zst" and not _ends_a_line(path, covered[shard]):
-            logger.warning("index does not fit %s: reading the file instead", path)
-            trusted = [e for e in trusted if e.shard != shard]
-            covered[shard] = 0
-    found = [
-        entry
-        for shard, path in shards.items()
-        if path.suffix != ".zst" or not covered[shard] or damaged  # compressed once the index has it all
-        for entry in _scan(path, shard, covered[shard], accept_score, repair=repair)
-    ]
-    return [*trusted, *found], not (damaged or found or len(trusted) != len(entries))
+        theirs, is_packed = known[shard], path.suffix == ".zst"
+        end = max((entry.end for entry in theirs), default=0)
+        if path.stat().st_mtime_ns > indexed_ns or not (is_packed or _ends_a_line(path, end)):
+            if theirs:
+                logger.warning("index does not fit %s: reading the file instead", path)
+            theirs = known[shard] = []
+        elif repair and shard == max(shards) and not is_packed:
+            known[shard] = [entry for entry in theirs if entry.end <= end - _CHECKED_BYTES]
+            theirs = known[shard]
+        if not is_packed or not theirs or damaged:  # compressed once the index has it all
+            start = max((entry.end for entry in theirs), default=0)
+            found += _scan(path, shard, start, accept_score, odd, repair=repair)
+    trusted = [entry for entry in entries if entry.shard == REJECTED]
+    trusted += [entry for theirs in known.values() for entry in theirs]
+    every = [*trusted, *found]
+    return every, not damaged and sorted(every, key=_place) == sorted(entries, key=_place)
+
+
+def _place(entry: Entry) -> tuple[int, int]:
+    return entry.shard, entry.start
+
+
+class _LineNumbers:
+    """Lines of files, from 1, by the byte where they start; asked in ascending order, each file is read once."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._at = self._number = 0
+
+    def at(self, path: Path, start: int) -> int:
+        """The line that starts at byte `start` of the uncompressed file."""
+        if path != self._path or start < self._at:
+            self._path, self._at, self._number = path, 0, 1
+        with open_rollouts(path, at=self._at) as stream:
+            while self._at < start and (data := stream.read(min(start - self._at, 1 << 22))):
+                self._number += data.count(b"\n")
+                self._at += len(data)
+        return self._number
 
 
 def _read_index(path: Path) -> tuple[list[Entry], bool]:
@@ -273,31 +323,49 @@ def _ends_a_line(path: Path, at: int) -> bool:
         return at == 0 or (stream.seek(at - 1) >= 0 and stream.read(1) == b"\n")
 
 
-def _scan(path: Path, shard: int, start: int, accept_score: float, *, repair: bool) -> Iterator[Entry]:
-    """Entries of the complete lines from byte `start` on; with `repair` a torn last line is cut off the file."""
+def _scan(path: Path, shard: int, start: int, accept_score: float, odd: SetAside, *, repair: bool) -> Iterator[Entry]:
+    """Entries of the complete lines from byte `start` on; with `repair` a torn last line is cut off the file.
+
+    `odd` gets the lines that are no groups of a run, and the end of a compressed file that is damaged.
+
+    Raises:
+        PathError: the file cannot be read.
+    """
     decoder = msgspec.json.Decoder(_LineFacts)
-    end = start
-    with open_rollouts(path, at=start) as stream:
-        for line in stream:
-            if not (repair or line.endswith(b"\n")):
-                return  # being written
-            try:
-                facts = decoder.decode(line)
-            except msgspec.DecodeError as error:
-                if line.endswith(b"\n"):
-                    raise DataError(
-                        f"{path} holds a line at byte {end} that is no group of this run ({error}); "
-                        "move the file away or remove the line"
-                    ) from error
-                break
-            entry = describe(msgspec.structs.asdict(facts), accept_score)
-            entry.shard, entry.start, entry.end = shard, end, end + len(line.rstrip(b"\n")) + 1
-            end = entry.end
-            yield entry
-            if not line.endswith(b"\n"):
-                with path.open("ab") as tail:
-                    tail.write(b"\n")
-                break
+    at = end = start  # of the line that is read; of the last that is whole
+    lines = _LineNumbers()
+
+    def damaged(reason: str, error: Exception) -> None:
+        odd.add(RowError(f"{path}:{lines.at(path, at)}", reason, str(error)))
+
+    try:
+        with open_rollouts(path, at=start) as stream:
+            for line in stream:
+                is_whole = line.endswith(b"\n")
+                if not (repair or is_whole):
+                    return  # being written
+                mark = len(BYTE_ORDER_MARK) if not at and line.startswith(BYTE_ORDER_MARK) else 0
+                try:
+                    facts = decoder.decode(line[mark:])
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                    if not is_whole:
+                        break
+                    if not line.isspace():
+                        damaged("damaged line", error)
+                    at = end = at + len(line)
+                    continue
+                entry = describe(msgspec.structs.asdict(facts), accept_score)
+                entry.shard, entry.start, entry.end = shard, at + mark, at + len(line.removesuffix(b"\n")) + 1
+                at = end = entry.end
+                yield entry
+                if not is_whole:
+                    with path.open("ab") as tail:
+                        tail.write(b"\n")
+                    break
+    except OSError as error:
+        raise PathError(f"{path} cannot be read: {error.strerror}; the run cannot tell what is done") from error
+    except DamagedError as error:
+        damaged("rest of a damaged compressed file", error)
     if repair and path.suffix != ".zst" and path.stat().st_size > end:
         logger.warning("torn last line cut off: file=%s bytes=%d", path, path.stat().st_size - end)
         os.truncate(path, end)

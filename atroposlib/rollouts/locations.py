@@ -16,7 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from atroposlib.errors import PathError
+from atroposlib.json_lines import BYTE_ORDER_MARK
+from atroposlib.paths import kind_of
+
 FAILURES = "failures.jsonl"
+_LOOKED_AT_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,13 @@ class RunFiles:
 
 
 def choose_run(files: RunFiles, *, fresh: bool) -> RunFiles:
-    """The run to go on with: the newest of ours, or with `fresh` (or none) the first name that is free."""
+    """The run to go on with: the newest of ours, or with `fresh` (or none) the first name that is free.
+
+    Raises:
+        PathError: the named file is a device, a pipe or a folder.
+    """
+    if files.single and files.single.exists() and not files.single.is_file():
+        raise PathError(f"{files.single} is {kind_of(files.single)}; rollouts are written to a file, give its name")
     ours: RunFiles | None = None
     for candidate in _candidates(files):
         existing = candidate.shards()
@@ -71,14 +82,14 @@ def choose_run(files: RunFiles, *, fresh: bool) -> RunFiles:
 def is_ours(path: Path, *, env: str, run: str) -> bool:
     """True when the file is empty or its first line was begun by this environment and run.
 
-    A compressed shard is ours by its name.
+    Where the first line is damaged, one of those that follow tells. A compressed shard is ours by its name.
     """
     if path.suffix == ".zst":
         return True
     prefix = line_prefix(env=env, run=run)
     with path.open("rb") as stream:
-        start = stream.read(len(prefix))
-    return prefix.startswith(start)
+        start = stream.read(_LOOKED_AT_BYTES).removeprefix(BYTE_ORDER_MARK)
+    return prefix.startswith(start[: len(prefix)]) or b"\n" + prefix in start
 
 
 def _is_begun_by_another(files: RunFiles) -> bool:

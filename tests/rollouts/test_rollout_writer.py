@@ -5,14 +5,18 @@ import errno
 import json
 import os
 import random
+import shutil
 
 import numpy as np
 import pytest
+import zstandard
 from counting_env import make_group
 
-from atroposlib.errors import DataError, LaunchError
+from atroposlib.data.index import open_table
+from atroposlib.errors import LaunchError, PathError
 from atroposlib.rollouts import append_file
 from atroposlib.rollouts import files as files_module
+from atroposlib.rollouts import ledger as ledger_module
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.groups import to_record
 from atroposlib.rollouts.locations import RunFiles, choose_run
@@ -97,16 +101,109 @@ async def test_an_index_cut_at_any_byte_is_repaired_from_the_rollouts(tmp_path):
         assert files.beside("index").read_bytes() == index, cut
 
 
-async def test_a_damaged_line_in_the_middle_is_named_and_nothing_is_touched(tmp_path):
+def torn(lines):
+    return [*lines[:2], lines[2][: len(lines[2]) // 2] + b"\n", *lines[3:]]
+
+
+DAMAGE = {
+    "a line torn by a newline": (torn, {"2"}, ["damaged line"]),
+    "zeros in place of a line": (lambda s: [*s[:2], b"\0" * (len(s[2]) - 1) + b"\n", *s[3:]], {"2"}, ["damaged line"]),
+    "zeros at the end": (lambda s: [*s[:4], b"\0" * len(s[4])], {"4"}, []),
+    "zeros inside a line": (lambda s: [*s[:2], s[2].replace(b"scores", b"\0" * 6), *s[3:]], {"2"}, ["damaged line"]),
+    "text that is no UTF-8": (lambda s: [s[0].replace(b"task0", b"task\xff"), *s[1:]], {"0"}, ["damaged line"]),
+    "the first line torn": (lambda s: [s[0][9:], *s[1:]], {"0"}, ["damaged line"]),
+    "a line twice": (lambda s: [*s[:3], s[1], *s[3:]], set(), ["double"]),
+    "all lines twice": (lambda s: [*s, *s], set(), ["double"] * 5),
+    "a line of another kind": (lambda s: [*s[:3], b"[1, 2]\n", b'{"a": 1}\n', *s[3:]], set(), ["damaged line"] * 2),
+    "a byte order mark": (lambda s: [b"\xef\xbb\xbf" + s[0], *s[1:]], set(), []),
+    "ends of lines as Windows writes them": (lambda s: [line[:-1] + b"\r\n" for line in s], set(), []),
+    "an empty line": (lambda s: [*s[:3], b"\n", *s[3:]], set(), []),
+    "nothing": (list, set(), []),
+}
+
+
+@pytest.mark.parametrize("index", ["kept", "lost"])
+@pytest.mark.parametrize(("damage", "lost", "reasons"), DAMAGE.values(), ids=DAMAGE)
+async def test_damaged_lines_are_done_again_and_doubles_count_once(tmp_path, damage, lost, reasons, index):
     files = single(tmp_path)
-    await write(files, range(3))
-    lines = files.single.read_bytes().splitlines(keepends=True)
-    damaged = lines[0] + b'{"half":\n' + lines[2]
-    files.single.write_bytes(damaged)
-    files.beside("index").unlink()
-    with pytest.raises(DataError, match=f"line at byte {len(lines[0])}"):
-        open_run(files)
-    assert files.single.read_bytes() == damaged
+    await write(files, range(5))
+    files.single.write_bytes(b"".join(damage(files.single.read_bytes().splitlines(keepends=True))))
+    if index == "lost":
+        files.beside("index").unlink()
+    assert choose_run(files, fresh=False) == files
+    writer = open_run(files)
+    assert writer.ledger.done == set("01234") - lost
+    assert writer.ledger.totals.groups == 5 - len(lost)
+    assert [row.reason for row in writer.ledger.set_aside.rows] == reasons
+    assert all(row.where.startswith(f"{files.single}:") for row in writer.ledger.set_aside.rows)
+    for number in sorted(lost):
+        await writer.append([record(int(number), writer)])
+    writer.close()
+    again = open_run(files)
+    assert (again.ledger.done, again.ledger.totals.groups) == (set("01234"), 5)
+    again.close()
+    table = open_table(files.single)
+    assert len(table.groups) == len(np.unique(table.groups["item"])) == 5
+
+
+async def test_a_line_that_does_not_count_is_named(tmp_path):
+    await write(single(tmp_path), range(3))
+    path = single(tmp_path).single
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], b"torn\n", lines[1], lines[0], lines[2]]))
+    writer = open_run(single(tmp_path))
+    assert [(row.where, row.reason) for row in writer.ledger.set_aside.rows] == [
+        (f"{path}:2", "damaged line"),
+        (f"{path}:4", "double"),
+    ]
+    writer.close()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "compressed"])
+async def test_a_copied_shard_counts_once(tmp_path, packed):
+    files = sharded(tmp_path)
+    await write(files, range(5), per_shard=2)
+    first = files.rollouts(1)
+    shutil.copy(compress(first) if packed else first, f"{files.rollouts(4)}{'.zst' if packed else ''}")
+    again = open_run(files, per_shard=2)
+    assert (again.ledger.done, again.ledger.totals.groups) == (set("01234"), 5)
+    assert again.ledger.set_aside.counts == {"double": 2}
+    await again.append([record(5, again)])
+    again.close()
+    table = open_table(tmp_path)
+    assert sorted((table.groups["item"] >> np.uint64(24)).tolist()) == list(range(6))
+
+
+async def test_what_a_cut_shard_no_longer_holds_is_done_again(tmp_path):
+    files = sharded(tmp_path)
+    await write(files, range(7), per_shard=3)
+    packed = compress(files.rollouts(1))
+    plain = zstandard.decompress(packed.read_bytes(), 1 << 20)
+    whole = plain.index(b"\n") + 1
+    frames = [zstandard.compress(plain[:whole]), zstandard.compress(plain[whole:])]
+    packed.write_bytes(frames[0] + frames[1][:-20])
+    again = open_run(files, per_shard=3)
+    assert again.ledger.done == set("03456")
+    assert list(again.ledger.set_aside.counts) == ["rest of a damaged compressed file"]
+    again.close()
+
+
+async def test_a_file_that_cannot_be_read_ends_the_run_with_a_sentence(tmp_path, monkeypatch):
+    await write(single(tmp_path), [0])
+    single(tmp_path).beside("index").unlink()
+
+    def refuse(path, *, at):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(ledger_module, "open_rollouts", refuse)
+    with pytest.raises(PathError, match=r"o\.jsonl cannot be read: Permission denied"):
+        open_run(single(tmp_path))
+
+
+async def test_rollouts_are_not_written_to_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "o.jsonl")
+    with pytest.raises(PathError, match=r"o\.jsonl is a pipe"):
+        choose_run(single(tmp_path), fresh=False)
 
 
 async def test_an_item_with_a_missing_part_is_not_done(tmp_path):
