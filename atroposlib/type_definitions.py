@@ -25,11 +25,15 @@ Content: TypeAlias = str | list[dict[str, Any]]
 
 
 class Message(TypedDict, total=False):
-    """One chat message; `role` and `content` are always there."""
+    """One chat message; `role` is always there; further keys may be, and tool calls need no content."""
 
     role: str
-    content: Content
+    content: Content | None
     reward: float | None
+    name: str
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+    reasoning_content: str
 
 
 class AgentStep(TypedDict, total=False):

@@ -4,9 +4,12 @@ A tokenizer is a local Hugging Face folder, a `.gguf` file or the name of an emb
 taken), or a name on the Hugging Face hub.
 """
 
+import functools
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.data.rollout_files import expand_input
 from atroposlib.errors import ModelError, RowError
@@ -14,9 +17,11 @@ from atroposlib.errors import ModelError, RowError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
+
 
 def load_tokenizer(spec: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer that `spec` names.
+    """The tokenizer that `spec` names, with `plain_chat_ids`.
 
     Raises:
         ModelError: there is none, in words that say what was tried.
@@ -25,13 +30,26 @@ def load_tokenizer(spec: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer  # 1 to 2 s; only commands that need a tokenizer pay for it
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder or spec), local_files_only=folder is not None)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder or spec), local_files_only=folder is not None)
     except Exception as error:  # transformers raises many kinds; all mean that this tokenizer cannot be had
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"tokenizer {spec}: {'not a tokenizer folder' if folder else 'neither a folder here nor on the hub'} "
             f"({first}); give a folder with tokenizer.json and tokenizer_config.json, a .gguf file, or a hub name"
         ) from error
+    return plain_chat_ids(tokenizer)
+
+
+def plain_chat_ids(tokenizer: T) -> T:
+    """Make `apply_chat_template` give a list of ids unless `return_dict` is passed, as in transformers 4.
+
+    Version 5 gives a BatchEncoding, which environments written before store as if it were the ids. The object stays
+    the same; its class becomes a subclass of the same name. What is no Hugging Face tokenizer is left as it is.
+    """
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
+        tokenizer.__class__ = _with_plain_chat_ids(type(tokenizer))
+    return tokenizer
 
 
 def padded_vocabulary(spec: str) -> int | None:
@@ -71,3 +89,30 @@ def _tokenizer_folder(spec: str) -> Path | None:
             if path.suffix == ".gguf":
                 raise
     return None
+
+
+class _PlainChatIds:
+    """Put in front of a tokenizer's class by `_with_plain_chat_ids`."""
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        """As the tokenizer's own, but ids come as a list (or tensor) unless `return_dict` is given."""
+        result = super().apply_chat_template(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return result["input_ids"] if "return_dict" not in kwargs and isinstance(result, Mapping) else result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle under the tokenizer's own class, which other processes can import."""
+        _, (_, *rest), *state = super().__reduce_ex__(protocol)  # pyright: ignore[reportAssignmentType]
+        return (_unpickled, (type(self).__mro__[2], *rest), *state)
+
+
+def _unpickled(base: type, *arguments: Any) -> Any:
+    made = _with_plain_chat_ids(base)
+    return made.__new__(made, *arguments)
+
+
+@functools.cache
+def _with_plain_chat_ids(base: type) -> type:
+    if issubclass(base, _PlainChatIds):
+        return base
+    names = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
+    return type(base.__name__, (_PlainChatIds, base), names)

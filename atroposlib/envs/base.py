@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import BaseModel
 
@@ -32,17 +32,16 @@ from atroposlib.envs.server_handling.server_baseline import (
 from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
 from atroposlib.envs.trainer_side import TrainerSide, logged
 from atroposlib.errors import ConfigError, EngineFault, KilledFault, PathError
-from atroposlib.paths import expand_path, writable_dir, write_text_atomic
+from atroposlib.paths import expand_path
 from atroposlib.rollouts import groups as group_checks
 from atroposlib.rollouts.earlier import EarlierRollouts
 from atroposlib.rollouts.early_stop import EarlyStop, sample_until
 from atroposlib.rollouts.failures import is_scored
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.process import run_process
-from atroposlib.rollouts.run import EXIT_DONE, EXIT_WORK_REMAINS, STOP_TIMEOUT_S, Outcome, Run
+from atroposlib.rollouts.run import Outcome, Run
 from atroposlib.rollouts.serve import run_serve
-from atroposlib.rollouts.stop import StopSignals
-from atroposlib.rollouts.trace import row_of_group
+from atroposlib.rollouts.trace import current_trace, row_of_group
 from atroposlib.rollouts.work import current_work
 from atroposlib.type_definitions import UUID, Item, Message, ScoredDataGroup, ScoredDataItem, UnscoredResponse
 
@@ -131,7 +130,9 @@ class BaseEnv(TrainerSide):
             server_class=self.server_cls,
             reasoning_config=ReasoningConfig.from_env_config(config),
         )
+        self.server_configs = [server.config for server in self.server.servers]
         self.tokenizer = self.load_tokenizer()
+        self.odd_rows = group_checks.OddRows()
         self.workers: set[asyncio.Task[None]] = set()
         self.eval_workers: set[asyncio.Task[Any]] = set()
         self.backlog: list[Item] = []
@@ -150,13 +151,17 @@ class BaseEnv(TrainerSide):
     # -- hooks of an author ----------------------------------------------------------------------------------------
 
     @classmethod
+    def config_cls(cls) -> type[BaseEnvConfig]:
+        """Optional: another way to name `env_config_cls`."""
+        return cls.env_config_cls
+
+    @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, ServerConfigs]:
         """Default settings: the environment's and its servers' (one config, a list, or a ServerBaseline)."""
-        return cls.env_config_cls(), ServerBaseline()
+        return cls.config_cls()(), ServerBaseline()
 
     async def setup(self) -> None:
-        """Load data; called once before anything else, in every mode."""
-        raise NotImplementedError(f"{type(self).__name__} must define setup()")
+        """Optional: load data; called once before anything else, in every mode."""
 
     async def get_next_item(self) -> Item | None:
         """The next item. None: nothing now (`process` ends, `serve` asks again)."""
@@ -383,38 +388,9 @@ class BaseEnv(TrainerSide):
 
     async def _run_evaluate(self) -> int:
         """The exit code."""
-        return await self._torn_down(self._evaluate_until_stopped())
+        from atroposlib.envs.kept_evaluation import run_evaluate
 
-    async def _evaluate_until_stopped(self) -> int:
-        stop = StopSignals()
-        stop.catch()
-        evaluating, stopping = asyncio.create_task(self._evaluate_once()), asyncio.create_task(stop.requested.wait())
-        try:
-            await asyncio.wait({evaluating, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not evaluating.done():
-                return EXIT_WORK_REMAINS
-            evaluating.result()
-            return EXIT_DONE
-        finally:
-            evaluating.cancel()
-            stopping.cancel()
-            await asyncio.wait({evaluating, stopping}, timeout=STOP_TIMEOUT_S)
-            stop.release()
-
-    async def _evaluate_once(self) -> None:
-        """`setup` and `evaluate`; with a folder for the results, the same command goes on after a kill."""
-        if not self.config.data_dir_to_save_evals:
-            await self.setup()
-            await self.evaluate()
-            return
-        from atroposlib.envs.kept_evaluation import kept_responses
-
-        folder = writable_dir(self.config.data_dir_to_save_evals, what="env.data_dir_to_save_evals")
-        if self.settings_text:
-            write_text_atomic(folder / "evaluate_config.yaml", self.settings_text)
-        with kept_responses(self.server, folder, fresh=self.fresh):
-            await self.setup()
-            await self.evaluate()
+        return await self._torn_down(run_evaluate(self))
 
     async def _torn_down(self, mode: Awaitable[T]) -> T:
         """`mode` to its end, then `teardown`, whose failure takes nothing away from what was done."""
@@ -476,7 +452,7 @@ class BaseEnv(TrainerSide):
         sequence too long for the trainer are stored but not sent.
 
         Raises:
-            GroupError: a group no one could use (shapes, numbers that are not finite).
+            GroupError: a group no one could use (shapes, ids that are no integers, numbers that are not finite).
         """
         usable: list[ScoredDataGroup] = []
         for given in group_checks.as_groups(scored_data):
@@ -507,7 +483,8 @@ class BaseEnv(TrainerSide):
     def _without_unscored(self, group: ScoredDataGroup) -> ScoredDataGroup:
         """The group itself, or that of the rows that can be used when a fault of one must not cost the others."""
         group_checks.check_shape(group)
-        faults = group_checks.row_faults(group)
+        odd = group_checks.make_rows_plain(cast(dict[str, Any], group))
+        faults = {**group_checks.row_faults(group), **odd}
         if not faults:
             return group
         if len(faults) == len(group.get("scores", ())):
@@ -523,9 +500,10 @@ class BaseEnv(TrainerSide):
         for key in group_checks.OPTIONAL_KEYS:
             group.setdefault(key, None)
         self.completion_lengths.extend(group_checks.unmasked_lengths(group))
-        if self.config.include_messages and not group.get("messages"):
-            texts = [self.tokenizer.decode(ids) for ids in group.get("tokens", [])]
-            group["messages"] = [[{"role": "user", "content": text}] for text in texts]
+        if self.config.include_messages or (self._run and self._run.files):
+            trace = current_trace()
+            missing = group_checks.fill_messages(cast(dict[str, Any], group), trace.chats if trace else None)
+            self.odd_rows.note(group_checks.NO_CHAT, missing)
         await self.add_rollouts_for_wandb(group, item)
 
     def _note_rejected(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""An evaluation that goes on after a kill: finished responses are kept beside its results until it has ended well.
+"""The evaluate mode. It continues after a kill: finished responses are kept with its results until it has ended well.
 
     evaluate.journal.1, ...    responses so far, see `atroposlib.rollouts.journal`
     evaluate.lock              held by the process that evaluates
@@ -7,21 +7,71 @@ The evaluation itself runs again from its beginning, with the scores that this m
 answered from the journal where the answer is known. A request is known by its model, prompt and sampling parameters.
 """
 
+import asyncio
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.paths import writable_dir, write_text_atomic
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.lock import take_lock
+from atroposlib.rollouts.run import EXIT_DONE, EXIT_WORK_REMAINS, STOP_TIMEOUT_S
+from atroposlib.rollouts.stop import StopSignals
 from atroposlib.rollouts.work import Work, current_work
 
 logger = logging.getLogger(__name__)
 
 _KEY = "evaluation"
+
+
+class Evaluated(Protocol):
+    """What the mode needs of an environment."""
+
+    config: Any
+    server: Any
+    settings_text: str | None
+    fresh: bool
+
+    async def setup(self) -> None: ...
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+async def run_evaluate(env: Evaluated) -> int:
+    """Evaluate until it is done or a signal asks to stop; the exit code."""
+    stop = StopSignals()
+    stop.catch()
+    evaluating, stopping = asyncio.create_task(_evaluate(env)), asyncio.create_task(stop.requested.wait())
+    try:
+        await asyncio.wait({evaluating, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not evaluating.done():
+            return EXIT_WORK_REMAINS
+        evaluating.result()
+        return EXIT_DONE
+    finally:
+        evaluating.cancel()
+        stopping.cancel()
+        await asyncio.wait({evaluating, stopping}, timeout=STOP_TIMEOUT_S)
+        stop.release()
+
+
+async def _evaluate(env: Evaluated) -> None:
+    """`setup` and `evaluate`; with a folder for the results, the same command resumes after a kill."""
+    if not env.config.data_dir_to_save_evals:
+        await env.setup()
+        await env.evaluate()
+        return
+    folder = writable_dir(env.config.data_dir_to_save_evals, what="env.data_dir_to_save_evals")
+    if env.settings_text:
+        write_text_atomic(folder / "evaluate_config.yaml", env.settings_text)
+    with kept_responses(env.server, folder, fresh=env.fresh):
+        await env.setup()
+        await env.evaluate()
 
 
 @contextmanager

@@ -8,7 +8,8 @@ The trace travels in a context variable, so every task started inside the block 
 block `current_trace()` is None and nothing is recorded.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from atroposlib.type_definitions import EngineInfo, FinishReason, Usage
 _current: ContextVar["RolloutTrace | None"] = ContextVar("rollout_trace", default=None)
 _prompt_counted: ContextVar[bool] = ContextVar("prompt_counted", default=False)
 _row: ContextVar[int | None] = ContextVar("rollout_row", default=None)
+
+Chat = list[dict[str, Any]]
+"""The messages of a conversation."""
 
 _KNOWN_REASONS: frozenset[str] = frozenset(get_args(FinishReason))
 
@@ -37,6 +41,40 @@ class EngineReply:
 
 
 @dataclass(slots=True)
+class Chats:
+    """Which conversation each sequence of token ids of one rollout was; sequences are known by a hash of their ids."""
+
+    _known: dict[tuple[int, int], list[Chat]] = field(default_factory=dict)
+    _made_up: set[tuple[int, int]] = field(default_factory=set)
+
+    def note(self, ids: Sequence[int], chat: Chat, *, made_up: bool = False) -> None:
+        """Remember that the messages of `chat` are the sequence `ids`, or with `made_up`, that the ids say nothing."""
+        key = _key(ids)
+        chats = self._known.setdefault(key, [])
+        if made_up:
+            self._made_up.add(key)
+        elif chat in chats:
+            return
+        chats.append(chat)
+
+    def of(self, rows: Sequence[Sequence[int]]) -> list[Chat | None]:
+        """[G] the conversation of each row, None where none is known; equal rows take theirs in order."""
+        keys = [_key(row) for row in rows]
+        seen, sizes = Counter[tuple[int, int]](), Counter(keys)
+        found: list[Chat | None] = []
+        for key in keys:
+            chats = self._known.get(key, [])
+            is_sure = bool(chats) and (key not in self._made_up or sizes[key] == len(chats))
+            found.append(chats[min(seen[key], len(chats) - 1)] if is_sure else None)
+            seen[key] += 1
+        return found
+
+
+def _key(ids: Sequence[int]) -> tuple[int, int]:
+    return len(ids), hash(tuple(ids))
+
+
+@dataclass(slots=True)
 class RolloutTrace:
     """Sum over the replies of one rollout, in the order in which they arrived."""
 
@@ -46,6 +84,7 @@ class RolloutTrace:
     sampling: dict[str, Any] = field(default_factory=dict)  # of the last reply
     replies: int = 0
     _rows: list[int | None] = field(default_factory=list)  # of each finish reason, where `row_of_group` told it
+    chats: Chats = field(default_factory=Chats)
 
     def record(self, reply: EngineReply) -> None:
         """Add one reply. Its prompt is not counted inside `same_prompt()`."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NotRequired, Protocol, TypedDict
 
+from atroposlib.rollouts.trace import current_trace
 from atroposlib.type_definitions import IGNORE_INDEX, Message
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,9 @@ def tokenize_for_trainer(
         masks[start:end] = tokens[start:end]
     if finish_reason == "length" and tokens and tokens[-1] == tokenizer.eos_token_id:
         tokens, masks = tokens[:-1], masks[:-1]
+    trace = current_trace()
+    if trace is not None:
+        trace.chats.note(tokens, [dict(message) for message in chat])
     tokenized = TokenizedChat(tokens=tokens, masks=masks)
     if include_messages:
         tokenized["messages"] = chat

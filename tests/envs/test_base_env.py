@@ -14,6 +14,8 @@ from atroposlib.envs import checkpoints, metrics
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.errors import EngineFault, EnvironmentFault, GroupError, KilledFault, VerifierFault
+from atroposlib.rollouts.groups import NO_CHAT
+from atroposlib.rollouts.trace import tracing
 
 
 class SingleEnv(BaseEnv):
@@ -164,13 +166,26 @@ def test_a_group_without_all_its_responses_is_sent_where_batches_can_hold_it(bat
     assert env._fits(group, True) is fits
 
 
-async def test_a_group_without_messages_gets_its_text_when_asked():
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+async def test_a_group_without_messages_gets_the_chats_of_its_ids_and_no_made_up_ones(caplog):
+    env = make(include_messages=True, group_size=2, ensure_scores_are_not_same=False)
+    group = {"tokens": [[104, 105], [104]], "masks": [[104, 105], [104]], "scores": [1.0, 1.0]}
+    with tracing() as trace:
+        trace.chats.note([104, 105], CHAT)
+        await env.handle_send_to_api(group, {"q": 1})
+    assert group["messages"] == [CHAT, []]
+    assert group["ref_logprobs"] is None
+    assert env.completion_lengths == [2, 1]
+    assert [record.getMessage() for record in caplog.records] == [f"{NO_CHAT}: sequences=1"]
+
+
+async def test_decoded_text_is_never_passed_off_as_a_message():
     env = make(include_messages=True, group_size=1, ensure_scores_are_not_same=False)
     group = {"tokens": [[104, 105]], "masks": [[104, 105]], "scores": [1.0]}
     await env.handle_send_to_api(group, {"q": 1})
-    assert group["messages"] == [[{"role": "user", "content": "hi"}]]
-    assert group["ref_logprobs"] is None
-    assert env.completion_lengths == [2]
+    assert group["messages"] is None
 
 
 async def test_a_rejected_group_leaves_no_trace_in_the_metrics():

@@ -1,6 +1,7 @@
 """Groups as plain data."""
 
 import math
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from atroposlib.rollouts.groups import (
     TOO_FEW_SCORES,
     as_groups,
     check_shape,
+    make_rows_plain,
     merge_items,
     reject_reason,
     row_faults,
@@ -99,6 +101,65 @@ def test_what_rollouts_were_generated_with_is_kept():
     share_params(group)
     assert group["generation_params"] == {"top_p": 0.9}
     assert group["overrides"] == [{"temperature": 0.5}, {"temperature": 1.0}]
+
+
+class Encoding(UserDict):
+    """As transformers' BatchEncoding."""
+
+
+ROWS = {
+    "a list": [1, 2, 3],
+    "a tuple": (1, 2, 3),
+    "an array": np.array([1, 2, 3]),
+    "a batch of one": np.array([[1, 2, 3]]),
+    "whole numbers as floats": [1.0, 2, np.float64(3)],
+    "numpy's integers": [np.int64(1), 2, 3],
+    "an encoding": Encoding(input_ids=[1, 2, 3], attention_mask=[1, 1, 1]),
+    "an encoding of arrays": Encoding(input_ids=np.array([[1, 2, 3]])),
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_rows_become_lists_of_integers(row):
+    group = {"tokens": [row, [4]], "masks": [row, [4]], "scores": [1.0, 0.0]}
+    assert make_rows_plain(group) == {}
+    assert group["tokens"] == group["masks"] == [[1, 2, 3], [4]]
+    assert {type(value) for row in group["tokens"] for value in row} == {int}
+
+
+NO_ROWS = {
+    "text": "<|im_start|>",
+    "ids as text": ["1", "2"],
+    "parts of numbers": [1.5],
+    "truth": [True, False],
+    "truth in an array": np.array([True]),
+    "no number": [float("nan")],
+    "nothing": [None],
+    "a dictionary": {"attention_mask": [1]},
+    "a batch of two": [[1], [2]],
+    "a number": 5,
+}
+
+
+@pytest.mark.parametrize("row", NO_ROWS.values(), ids=NO_ROWS)
+@pytest.mark.parametrize("key", ["tokens", "masks"])
+def test_what_is_no_row_of_integers_is_a_fault_of_that_row_with_its_place(key, row):
+    group = {"tokens": [[4], [4]], "masks": [[4], [4]], "scores": [1.0, 0.0], key: [[4], row]}
+    faults = make_rows_plain(group)
+    assert list(faults) == [1]
+    assert f"{key}[1]" in str(faults[1])
+    rest = without_rows(group, faults, group_size=2, note=unscored_response)
+    assert (rest["tokens"], rest["masks"]) == ([[4]], [[4]])
+
+
+def test_a_row_without_tokens_is_left_out():
+    group = make_group(5, size=3)
+    group["tokens"][1], group["masks"][1] = [], []
+    faults = row_faults(group)
+    assert list(faults) == [1]
+    rest = without_rows(group, faults, group_size=3, note=unscored_response)
+    assert len(rest["tokens"]) == 2
+    assert reject_reason(rest, group_size=3, distinct_scores=False) is None
 
 
 def test_numpy_groups_are_fine():

@@ -1,11 +1,13 @@
 """From messages to the text of a prompt, without letting a chat template rewrite what a model wrote."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 TURN_MARK = "ATROPOSxTURNxMARK"
 """Stands in for a whole assistant turn while the template runs."""
 
+_THOUGHT_OPENS = re.compile(r"<think>\s*\Z")
 _THINK_MARKS = {"<think>": "ATROPOSxTHINKxOPEN", "</think>": "ATROPOSxTHINKxCLOSE"}
 
 
@@ -14,11 +16,20 @@ def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any = None
 
     The generation prompt is added unless the last turn is the assistant's.
     """
-    if tokenizer is None or not hasattr(tokenizer, "apply_chat_template") or _has_no_template(tokenizer):
-        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-    wants_reply = not messages or messages[-1]["role"] != "assistant"
+    if _has_no_template(tokenizer):
+        return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)
     extra = {"tools": tools} if tools else {}
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=wants_reply, **extra)
+    shown = [_with_content(message) for message in messages]
+    return tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=_wants_reply(messages), **extra)
+
+
+def opened_thought(tokenizer: Any, messages: Sequence[dict[str, Any]], prompt: str) -> str:
+    """The `<think>` and white space that the template put before the answer to `messages`, else ""."""
+    opening = _THOUGHT_OPENS.search(prompt)
+    if opening is None or _has_no_template(tokenizer) or not _wants_reply(messages):
+        return ""
+    last = messages[-1].get("content") if messages else ""
+    return "" if isinstance(last, str) and _THOUGHT_OPENS.search(last) else opening[0]
 
 
 def render_keeping_thoughts(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any = None) -> str:
@@ -37,7 +48,19 @@ def render_after_turn(tokenizer: Any, messages: Sequence[dict[str, Any]], turn: 
 
 
 def _has_no_template(tokenizer: Any) -> bool:
+    if tokenizer is None or not hasattr(tokenizer, "apply_chat_template"):
+        return True
     return hasattr(tokenizer, "chat_template") and tokenizer.chat_template is None
+
+
+def _wants_reply(messages: Sequence[dict[str, Any]]) -> bool:
+    return not messages or messages[-1]["role"] != "assistant"
+
+
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    """Assistant messages with tool calls may lack `content`, for which many templates have no word."""
+    is_empty = message.get("role") == "assistant" and message.get("content") is None
+    return {**message, "content": ""} if is_empty else message
 
 
 def _swap(message: dict[str, Any], words: dict[str, str]) -> dict[str, Any]:

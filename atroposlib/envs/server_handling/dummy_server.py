@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs.server_handling.sequence import SequenceNode
+from atroposlib.envs.server_handling.sequence import Message, SequenceNode, copied, note_chats
 from atroposlib.rollouts.trace import finish_reason_of
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
 
@@ -27,9 +27,11 @@ class DummyManagedServer:
     async def chat_completion(self, **kwargs: Any) -> "ChatCompletion":
         """One chat request."""
         reply = await self.server.chat_completion(**kwargs)
-        context = "\n\n".join(f"{message['role']}:{message['content']}" for message in kwargs["messages"])
+        said = [copied(message) for message in kwargs["messages"]]
+        context = "\n\n".join(f"{message['role']}:{message.get('content') or ''}" for message in said)
         for choice in reply.choices:
-            self._store(f"{context}\n\nassistant:{choice.message.content or ''}", choice.finish_reason)
+            answer = choice.message.model_dump(exclude_none=True)
+            self._store(f"{context}\n\nassistant:{choice.message.content or ''}", choice.finish_reason, [*said, answer])
         return reply
 
     async def completion(self, **kwargs: Any) -> "Completion":
@@ -54,14 +56,16 @@ class DummyManagedServer:
         self.current_nodes = []
         self.sequences = {}
 
-    def _store(self, full_text: str, finish_reason: Any) -> None:
+    def _store(self, full_text: str, finish_reason: Any, messages: list[Message] | None = None) -> None:
         node = SequenceNode(
             full_text=full_text,
             tokens=DUMMY_TOKENS,
             masked_tokens=[IGNORE_INDEX, *DUMMY_TOKENS[1:]],
             logprobs=[PROMPT_LOGPROB] + [DUMMY_LOGPROB] * (len(DUMMY_TOKENS) - 1),
             metadata={"finish_reason": finish_reason_of(finish_reason), "dummy_tokens": True},
+            messages=messages,
         )
+        note_chats([node], made_up=True)
         if self.track_tree:
             self.sequences[full_text] = node
         else:

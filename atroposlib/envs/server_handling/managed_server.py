@@ -10,10 +10,16 @@ was generated is ever rendered or tokenized again.
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs.server_handling.chat_prompt import render, render_after_turn, render_keeping_thoughts
+from atroposlib.envs.server_handling.chat_prompt import (
+    opened_thought,
+    render,
+    render_after_turn,
+    render_keeping_thoughts,
+)
 from atroposlib.envs.server_handling.codec import codec_of
 from atroposlib.envs.server_handling.dummy_server import DummyManagedServer
 from atroposlib.envs.server_handling.managed_adapter import ManagedServerAdapter
@@ -21,20 +27,23 @@ from atroposlib.envs.server_handling.openai_wire import chat_of, completion_of
 from atroposlib.envs.server_handling.sampling import drop_doubled_bos
 from atroposlib.envs.server_handling.sequence import (
     Chat,
+    Message,
     Messages,
     Prompt,
     SequenceNode,
+    copied,
     extend_text,
     find_chat_base,
     find_text_base,
     grow,
+    note_chats,
     prefix_of,
 )
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, ModelError
 from atroposlib.rollouts.trace import finish_reason_of
 
 if TYPE_CHECKING:
-    from openai.types.chat.chat_completion import ChatCompletion, Choice
+    from openai.types.chat.chat_completion import ChatCompletion
     from openai.types.completion import Completion
 
     from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
@@ -42,6 +51,15 @@ if TYPE_CHECKING:
 __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One choice as the caller gets it."""
+
+    text: str
+    finish_reason: str
+    message: Message  # of the assistant, in OpenAI's form
 
 
 class ManagedServer:
@@ -84,17 +102,26 @@ class ManagedServer:
         messages, tools = kwargs.pop("messages"), kwargs.pop("tools", None)
         tool_choice = kwargs.pop("tool_choice", None) or "auto"
         translator = self._get_translator() if tools or self._tool_parser else None
+        said = [copied(message) for message in messages]
         if translator is None:
-            tools = None
-        else:
-            messages = translator.convert_messages_for_template(messages)
-        prompt = self._chat_prompt(messages, tools)
-        results = await self._generate(prompt, kwargs, keep_special=bool(tools))
-        reply = chat_of(results, self.server.config.model_name)
-        if translator is not None and tools:
-            for choice in reply.choices:
-                self._parse_tool_calls(choice, translator, tool_choice, tools)
-        return reply
+            prompt = self._chat_prompt(Chat.of(said, said, None))
+            results = await self._generate(prompt, kwargs, _plain_answer)
+            return chat_of([(reply.text, reply.finish_reason) for reply in results], self.server.config.model_name)
+
+        prompt = self._chat_prompt(Chat.of(said, translator.convert_messages_for_template(said), tools))
+
+        def answer(text: str) -> tuple[Message, Message]:
+            message = translator.message_of(text, tool_choice, tools)
+            return message, translator.record_of(message, text)
+
+        results = await self._generate(prompt, kwargs, answer, keep_special=bool(tools))
+        completion = chat_of([(reply.text, reply.finish_reason) for reply in results], self.server.config.model_name)
+        for choice, reply in zip(completion.choices, results, strict=True):
+            choice.message.content = reply.message["content"]
+            if calls := reply.message.get("tool_calls"):
+                choice.message.tool_calls = copied(calls)  # dicts, as upstream gives them
+                choice.finish_reason = "tool_calls"
+        return completion
 
     async def completion(self, **kwargs: Any) -> "Completion":
         """One text completion, tracked. `prompt` is sent as it is.
@@ -103,7 +130,8 @@ class ManagedServer:
             RolloutFault: as `APIServer.completion`.
         """
         prompt = self._text_prompt(kwargs.pop("prompt"))
-        return completion_of(await self._generate(prompt, kwargs), self.server.config.model_name)
+        results = await self._generate(prompt, kwargs, _plain_answer)
+        return completion_of([(reply.text, reply.finish_reason) for reply in results], self.server.config.model_name)
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Log-probabilities of a prompt, given as `prompt`, `messages` or `input_ids`; nothing is tracked.
@@ -131,16 +159,15 @@ class ManagedServer:
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
-    def _chat_prompt(self, messages: Messages, tools: Any) -> Prompt:
-        spoken = tuple((message["role"], message.get("content")) for message in messages)
-        base = find_chat_base(self._nodes(), spoken, tools)
+    def _chat_prompt(self, chat: Chat) -> Prompt:
+        base = find_chat_base(self._nodes(), chat)
         if base is not None and base._chat is not None:
-            rest = render_after_turn(self.tokenizer, messages, len(base._chat.messages) - 1, tools)
+            rest = render_after_turn(self.tokenizer, chat.shown, len(base._chat.turns) - 1, chat.tools)
             if rest is not None:
                 ids = extend_text(base, rest, codec_of(self.tokenizer))
-                return Prompt(base.full_text + rest, ids, base, spoken, tools)
-        prompt = self._text_prompt(self._convert_messages_to_prompt(messages, tools))
-        return Prompt(prompt.text, prompt.ids, prompt.base, spoken, tools)
+                return Prompt(base.full_text + rest, ids, base, base._chat.continued(chat))
+        prompt = self._text_prompt(self._convert_messages_to_prompt(chat.shown, chat.tools))
+        return Prompt(prompt.text, prompt.ids, prompt.base, chat)
 
     def _text_prompt(self, text: str) -> Prompt:
         if self.tokenizer is None:
@@ -160,9 +187,17 @@ class ManagedServer:
     # -- one request ---------------------------------------------------------------------------------------------
 
     async def _generate(
-        self, prompt: Prompt, kwargs: dict[str, Any], *, keep_special: bool = False
-    ) -> list[tuple[str, Any]]:
-        """(text, finish reason) of each choice, after their sequences are stored in the same order."""
+        self,
+        prompt: Prompt,
+        kwargs: dict[str, Any],
+        answer: Callable[[str], tuple[Message, Message]],
+        *,
+        keep_special: bool = False,
+    ) -> list[Reply]:
+        """The choices, after their sequences are stored in the same order.
+
+        `answer` makes of a text the assistant's message for the caller, and the one for the record.
+        """
         if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
             logger.info("request: prompt=%r ids=%d options=%s", prompt.text, len(prompt.ids), kwargs)
         base = prompt.base
@@ -175,13 +210,14 @@ class ManagedServer:
                 base._extensions -= 1
         prompt_ids, outputs, logprobs, reasons = reply
         codec, prefix = codec_of(self.tokenizer), prefix_of(prompt_ids, base)
-        results, nodes = [], []
+        opening = opened_thought(self.tokenizer, prompt.chat.shown, prompt.text) if prompt.chat is not None else ""
+        replies, nodes = [], []
         for output, values, reason in zip(outputs, logprobs, reasons, strict=True):
             body, tail = codec.split_tail(output)
             text = codec.decode(body, skip_special_tokens=not keep_special)
             word = finish_reason_of(reason)
-            results.append((text, "stop" if word == "unknown" else word))
-            chat = Chat((*prompt.messages, ("assistant", text)), prompt.tools) if prompt.messages is not None else None
+            message, record = answer(text)
+            replies.append(Reply(text, "stop" if word == "unknown" else word, message))
             nodes.append(
                 grow(
                     prefix,
@@ -189,15 +225,16 @@ class ManagedServer:
                     values,
                     text=prompt.text + text,
                     tail=tuple(codec.decode([token], skip_special_tokens=False) for token in tail),
-                    chat=chat,
+                    chat=None if prompt.chat is None else prompt.chat.answered(_whole(record, opening), text),
                     metadata={"finish_reason": word},
                 )
             )
         self._store(nodes, base)
-        return results
+        return replies
 
     def _store(self, nodes: list[SequenceNode], base: SequenceNode | None) -> None:
         """Put the first in place of the sequence it extends (unless another call did), the others at the end."""
+        note_chats(nodes)
         if self.track_tree:
             self.sequences.update((node.full_text, node) for node in nodes)
             return
@@ -208,20 +245,6 @@ class ManagedServer:
 
     def _nodes(self) -> Iterable[SequenceNode]:
         return self.sequences.values() if self.track_tree else self.current_nodes
-
-    # -- replies -------------------------------------------------------------------------------------------------
-
-    def _parse_tool_calls(
-        self, choice: "Choice", translator: "ToolCallTranslator", tool_choice: Any, tools: Any
-    ) -> None:
-        """Move tool calls from the text into `tool_calls` (dicts); the sequence keeps the text."""
-        wanted = tool_choice if isinstance(tool_choice, str) else "auto"
-        content, calls, _ = translator.parse_model_output(choice.message.content or "", wanted, tools)
-        choice.message.content = content
-        if calls:
-            as_dicts: Any = [call.model_dump() for call in calls]
-            choice.message.tool_calls = as_dicts
-            choice.finish_reason = "tool_calls"
 
     def _get_translator(self) -> "ToolCallTranslator | None":
         if self._translator is None and self._tool_parser:
@@ -236,8 +259,21 @@ class ManagedServer:
             if hasattr(self.server, "tokenizer"):
                 self.tokenizer = self.server.tokenizer
                 return
-            from transformers import AutoTokenizer
+            from atroposlib.data.tokenizers import load_tokenizer
 
-            self.tokenizer = AutoTokenizer.from_pretrained(self.server.config.model_name)
-        except (OSError, ValueError, AttributeError) as error:
+            self.tokenizer = load_tokenizer(self.server.config.model_name)
+        except (ModelError, AttributeError) as error:
             logger.warning("managed server without a tokenizer: %s", error)
+
+
+def _plain_answer(text: str) -> tuple[Message, Message]:
+    message = {"role": "assistant", "content": text}
+    return message, message
+
+
+def _whole(message: Message, opening: str) -> Message:
+    """The message with the opening of its thought that stood in the prompt, unless it has one of its own."""
+    content = message["content"] or ""
+    return (
+        message if not opening or content.lstrip().startswith("<think>") else {**message, "content": opening + content}
+    )

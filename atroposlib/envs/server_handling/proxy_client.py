@@ -12,7 +12,7 @@ import aiohttp
 
 from atroposlib.api.auth import TOKEN_VARIABLE
 from atroposlib.envs.server_handling.proxy_schemas import UNKNOWN_SESSION
-from atroposlib.envs.server_handling.sequence import SequenceNode
+from atroposlib.envs.server_handling.sequence import SequenceNode, note_chats
 from atroposlib.errors import EngineFault, KilledFault, RequestFault, RolloutFault
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class ProxyManagedServer:
             await self._pass_reset_on()
             reply = await self._call("GET", "nodes", timeout_s=CONTROL_TIMEOUT_S)
             self._nodes = [SequenceNode.model_validate(node) for node in reply["nodes"]]
+            note_chats(self._nodes)
         return self.get_state()
 
     def reset(self) -> None:

@@ -5,30 +5,81 @@ IGNORE_INDEX elsewhere; `logprobs[i]` is PROMPT_LOGPROB exactly where masked.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, PrivateAttr
 
 from atroposlib.envs.server_handling.codec import Codec
+from atroposlib.rollouts.trace import current_trace
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
 
 logger = logging.getLogger(__name__)
 
-Messages = Sequence[dict[str, Any]]
+Message = dict[str, Any]
+Messages = Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a chat."""
+
+    said: Message  # with all its keys, as it goes into records
+    shown: Message  # as the chat template gets it: tool calls as the text they were, for one
+    key: Message  # `shown` without what says nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation up to and including the assistant turn that ends a node."""
+    """A conversation; of a node, up to and including the assistant turn that ends it."""
 
-    messages: tuple[tuple[Any, Any], ...]  # (role, content) of each message
+    turns: tuple[Turn, ...]
     tools: Any = None
 
-    def begins(self, messages: tuple[tuple[Any, Any], ...], tools: Any) -> bool:
-        """Whether `messages` goes on from here."""
-        return self.tools == tools and messages[: len(self.messages)] == self.messages
+    @classmethod
+    def of(cls, said: Messages, shown: Messages, tools: Any) -> "Chat":
+        """A conversation before it is answered; `shown` is `said` as the chat template gets it."""
+        return cls(tuple(Turn(one, other, _present(other)) for one, other in zip(said, shown, strict=True)), tools)
+
+    @property
+    def shown(self) -> list[Message]:
+        """The messages for the chat template."""
+        return [turn.shown for turn in self.turns]
+
+    def begins(self, other: "Chat") -> bool:
+        """Tell if `other` continues this conversation; answers may come back as given or as recorded."""
+        if self.tools != other.tools or len(self.turns) > len(other.turns):
+            return False
+        return all(
+            new.key == old.key or new.key == _present(old.said)
+            for old, new in zip(self.turns, other.turns, strict=False)
+        )
+
+    def continued(self, other: "Chat") -> "Chat":
+        """`other`, whose beginning this is, with that beginning as recorded here."""
+        return Chat(self.turns + other.turns[len(self.turns) :], self.tools)
+
+    def answered(self, said: Message, text: str) -> "Chat":
+        """The conversation with the model's answer: the message, and the text of it that the model wrote."""
+        shown = {"role": "assistant", "content": text}
+        return Chat((*self.turns, Turn(said, shown, _present(shown))), self.tools)
+
+
+def copied(message: Any) -> Any:
+    """A message (or a part of one) that later changes by its owner do not reach; pydantic objects become dicts."""
+    if isinstance(message, Mapping):
+        return {key: copied(value) for key, value in message.items()}
+    if isinstance(message, list | tuple):
+        return [copied(value) for value in message]
+    if isinstance(message, BaseModel):
+        return message.model_dump(exclude_none=True)
+    return message
+
+
+def _present(message: Message) -> Message:
+    """What a message says: clients add and leave out keys without a value."""
+    return {key: value for key, value in message.items() if value is not None and value != "" and value != []}
 
 
 class SequenceNode(BaseModel):
@@ -39,6 +90,7 @@ class SequenceNode(BaseModel):
     masked_tokens: list[int]  # [T]
     logprobs: list[float]  # [T]
     metadata: dict[str, Any] | None = None  # finish_reason
+    messages: list[dict[str, Any]] | None = None  # who said what; None for text completions
 
     _tail: tuple[str, ...] = PrivateAttr(default=())  # text of each end token that `tokens` has, `full_text` has not
     _chat: Chat | None = PrivateAttr(default=None)  # None for text completions
@@ -52,15 +104,12 @@ class Prompt:
     text: str
     ids: list[int]
     base: SequenceNode | None = None  # the node it extends
-    messages: tuple[tuple[Any, Any], ...] | None = None
-    tools: Any = field(default=None)
+    chat: Chat | None = None  # None for text completions
 
 
-def find_chat_base(
-    nodes: Iterable[SequenceNode], messages: tuple[tuple[Any, Any], ...], tools: Any
-) -> SequenceNode | None:
-    """The node whose conversation is the longest beginning of `messages`."""
-    return _best(node for node in nodes if node._chat is not None and node._chat.begins(messages, tools))
+def find_chat_base(nodes: Iterable[SequenceNode], chat: Chat) -> SequenceNode | None:
+    """The node whose conversation is the longest beginning of `chat`."""
+    return _best(node for node in nodes if node._chat is not None and node._chat.begins(chat))
 
 
 def find_text_base(nodes: Iterable[SequenceNode], text: str) -> SequenceNode | None:
@@ -148,6 +197,7 @@ def grow(
             "masked_tokens": prefix.masked + masked,
             "logprobs": prefix.logprobs + output_logprobs,
             "metadata": metadata,
+            "messages": None if chat is None else [turn.said for turn in chat.turns],
         },
         {"_tail": tail, "_chat": chat, "_extensions": 0},
     )
@@ -174,3 +224,12 @@ def _mask_unknown(ids: list[int], logprobs: list[float]) -> list[int]:
         len(ids),
     )
     return [IGNORE_INDEX if logprob == PROMPT_LOGPROB else token for token, logprob in zip(ids, logprobs, strict=True)]
+
+
+def note_chats(nodes: Iterable[SequenceNode], *, made_up: bool = False) -> None:
+    """Let the running rollout know whose ids these are, for records whose environment gives no messages."""
+    trace = current_trace()
+    if trace is not None:
+        for node in nodes:
+            if node.messages is not None:
+                trace.chats.note(node.tokens, node.messages, made_up=made_up)

@@ -54,7 +54,7 @@ class ServerHarness:
 
     def conv_to_dictkey(self, input_message: Sequence[dict[str, Any]]) -> str:
         """The key under which a reply to these messages is kept."""
-        return orjson.dumps([[message["role"], message["content"]] for message in input_message]).decode()
+        return orjson.dumps([[message["role"], message.get("content")] for message in input_message]).decode()
 
     def set_desired_response(self, input_message: Sequence[dict[str, Any]], desired_response: "ChatCompletion") -> None:
         """Answer `chat_completion(messages=input_message)` with this."""

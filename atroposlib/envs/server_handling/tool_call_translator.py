@@ -90,6 +90,20 @@ class ToolCallTranslator:
         self.call_id_to_raw_text.update({call.id: raw_text for call in calls})
         return content or None, calls, "tool_calls"
 
+    def message_of(self, raw_text: str, tool_choice: Any, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+        """The assistant message of one generation in OpenAI's form; `tool_calls` are dicts, absent without calls."""
+        wanted = tool_choice if isinstance(tool_choice, str) else "auto"
+        content, calls, _ = self.parse_model_output(raw_text, wanted, tools)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        return {**message, "tool_calls": [call.model_dump() for call in calls]} if calls else message
+
+    def record_of(self, message: dict[str, Any], raw_text: str) -> dict[str, Any]:
+        """The message for a record: as it is, or only the raw text where text behind a call would be lost."""
+        begins = len(message.get("content") or "")
+        if "tool_calls" not in message or not _HERMES_CALL.sub("", raw_text[begins:]).strip():
+            return message
+        return {"role": "assistant", "content": raw_text}
+
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Mapping[str, Any]]) -> str:
         """What the model wrote for these calls, or the same calls written afresh when their id is unknown."""
         if not tool_calls:
@@ -110,9 +124,13 @@ class ToolCallTranslator:
     def _as_text(self, message: Mapping[str, Any]) -> dict[str, Any]:
         calls = message["tool_calls"]
         raw = self._remembered(calls)
-        if raw is None:
-            raw = "\n".join(filter(None, [message.get("content"), self.reconstruct_raw_text_from_tool_calls(calls)]))
-        return {"role": message["role"], "content": raw}
+        if raw is not None:
+            return {"role": message["role"], "content": raw}
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
+        text = "\n".join(filter(None, [content, self.reconstruct_raw_text_from_tool_calls(calls)]))
+        return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
 
 
 def _function_call(text: str) -> FunctionCall | None:
