@@ -55,14 +55,21 @@ def line_chart(
         for number, line in enumerate(lines)
         for part in _unbroken(line.points)
     )
+    newest = [
+        (number, line.name, *next((at, value) for at, value in reversed(line.points) if value is not None))
+        for number, line in enumerate(lines)
+        if any(value is not None for _, value in line.points)
+    ]
     ends = "".join(
         f'<circle class="line{number}" cx="{scale.x(at):.1f}" cy="{scale.y(value):.1f}" r="2.5"/>'
-        f'<text x="{WIDTH - _RIGHT}" y="{15 + 12 * number}" class="value">'
-        f"{escape(line.name)} {short(value)}{escape(unit)}</text>"
-        for number, line in enumerate(lines)
-        for at, value in [next((at, value) for at, value in reversed(line.points) if value is not None)]
-        if any(value is not None for _, value in line.points)
+        for number, _, at, value in newest
     )
+    legend = "".join(
+        f'<tspan class="line{number}">{" " * 3 if number else ""}{escape(f"{name} " if len(lines) > 1 else "")}'
+        f"{short(value)}{escape(unit)}</tspan>"
+        for number, name, _, value in newest
+    )
+    ends += f'<text x="{WIDTH - _RIGHT}" y="15" class="value" xml:space="preserve">{legend}</text>'
     base = HEIGHT - 6
     first, last = ("0", span(end - start)) if over == "time" else (f"step {start:.0f}", f"{end:.0f}")
     times = (

@@ -33,7 +33,9 @@ svg .title { font-size: 13px; font-weight: 600; fill: #1c2430; } svg .value { te
 svg polyline { fill: none; stroke-width: 1.8; } svg .grid { stroke: #dde3ea; }
 svg polygon { fill: #2f6fb3; opacity: .15; }
 svg polyline.line0 { stroke: #2f6fb3; } svg polyline.line1 { stroke: #c46a1b; } svg polyline.line2 { stroke: #2e8b57; }
-svg circle.line0 { fill: #2f6fb3; } svg circle.line1 { fill: #c46a1b; } svg circle.line2 { fill: #2e8b57; }
+svg tspan.line0, svg circle.line0 { fill: #2f6fb3; }
+svg tspan.line1, svg circle.line1 { fill: #c46a1b; }
+svg tspan.line2, svg circle.line2 { fill: #2e8b57; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font: 12px/1.4 ui-monospace, monospace; }
 table { border-collapse: collapse; width: 100%; } th { text-align: left; } th:first-child { width: 9rem; }
 th, td { border-bottom: 1px solid #dde3ea; padding: .25rem .5rem; vertical-align: top; }

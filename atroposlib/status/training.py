@@ -20,7 +20,7 @@ _CHARTS: tuple[tuple[str, tuple[str, ...], str, float], ...] = (  # title, metri
     ("clipped", ("train/clip_fraction",), "%", 100),
     ("engine-trainer gap (nats)", ("train/logprob_diff_mean",), "", 1),
     ("staleness (steps)", ("batch/staleness_mean", "batch/staleness_max"), "", 1),
-    ("step: wait, train, sync (s)", ("time/wait_s", "time/train_s", "time/sync_s"), "", 1),
+    ("seconds of a step", ("time/wait_s", "time/train_s", "time/sync_s"), "", 1),
     ("tokens per second", ("time/tokens_per_s",), "", 1),
 )
 
@@ -69,7 +69,10 @@ class Training:
         drawn = []
         for title, keys, unit, factor in _CHARTS:
             lines = [
-                Line(key.rpartition("/")[2], [(point["step"], _times(point.get(key), factor)) for point in self.points])
+                Line(
+                    key.rpartition("/")[2].rpartition("_")[0 if key.startswith("time/") else 2],
+                    [(point["step"], _times(point.get(key), factor)) for point in self.points],
+                )
                 for key in keys
                 if any(point.get(key) is not None for point in self.points)
             ]
