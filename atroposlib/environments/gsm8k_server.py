@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems, answered in \\boxed{} and judged by math-verify.
+"""GSM8K: grade-school word problems, answered in \\boxed{}.
 
 python environments/gsm8k_server.py process --env.dataset my_problems.jsonl
 """
@@ -13,11 +13,11 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from atroposlib.environments.cut_off import overrides_of
 from atroposlib.environments.gsm8k_problems import Question, load_problems, order
-from atroposlib.environments.sandbox import Sandbox, SandboxError
-from atroposlib.environments.sandboxed_env import SandboxedEnv
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
-from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault, VerifierFault
-from atroposlib.rollouts.failures import is_scored, scored
+from atroposlib.environments.thoughts import opening_of, text_of
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from atroposlib.envs.reward_fns.math_judge import MathJudge, Verdict, scores
+from atroposlib.envs.server_handling.chat_prompt import render
+from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
 from atroposlib.type_definitions import Message
 
 logger = logging.getLogger(__name__)
@@ -45,16 +45,19 @@ class GSM8kConfig(BaseEnvConfig):
     epochs: PositiveInt = Field(default=1, description="How often all problems are rolled out.")
     system_prompt: str = Field(default=SYSTEM_PROMPT, description="Empty: none.")
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of rollouts; evaluation uses 0.")
-    verifier_workers: PositiveInt = Field(default=2, description="Processes for math-verify.")
-    verifier_timeout_s: PositiveFloat = Field(default=10, description="Seconds it may take for one response.")
+    verifier_workers: PositiveInt = Field(default=2, description="Processes for answers that need algebra.")
+    verifier_timeout_s: PositiveFloat = Field(
+        default=10, description="Seconds such a process may take for one response."
+    )
 
 
-class GSM8kEnv(SandboxedEnv):
-    """Score 1.0 for the right number in the last \\boxed{}, else -1.0."""
+class GSM8kEnv(BaseEnv):
+    """Score 1.0 for the right number as the last answer after the thinking, else -1.0."""
 
     name = "gsm8k"
     env_config_cls = GSM8kConfig
     config: GSM8kConfig
+    judge: MathJudge | None = None
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
@@ -68,7 +71,8 @@ class GSM8kEnv(SandboxedEnv):
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError("answers are judged by the package math-verify; run: pip install 'atroposlib[envs]'")
         self.problems = await asyncio.to_thread(load_problems, self.config.dataset, self.config.eval_dataset)
-        self.sandbox = Sandbox(workers=self.config.verifier_workers, timeout_s=self.config.verifier_timeout_s)
+        self.judge = MathJudge(workers=self.config.verifier_workers, timeout_s=self.config.verifier_timeout_s)
+        self.opening = opening_of(render(self.tokenizer, [{"role": "user", "content": ""}]))
         self.percent_correct: list[float] = []
         self.eval_metrics: dict[str, float] = {}
 
@@ -90,32 +94,21 @@ class GSM8kEnv(SandboxedEnv):
             )
             nodes = managed.get_state()["nodes"]
         texts = [choice.message.content or "" for choice in reply.choices]
-        scores = [await scored(self.score(text, item)) for text in texts]
-        right = [is_scored(score) and score > 0 for score in scores]
-        self.percent_correct += [float(score > 0) for score in scores if is_scored(score)]
+        verdicts = await self.verdicts([text_of(choice.message, self.opening) for choice in reply.choices], item)
+        self.percent_correct.extend(float(verdict.right) for verdict in verdicts if verdict.right is not None)
         return {
             "tokens": [node.tokens for node in nodes],
             "masks": [node.masked_tokens for node in nodes],
             "inference_logprobs": [node.logprobs for node in nodes],
-            "scores": scores,
-            "overrides": overrides_of(nodes, right),
+            "scores": scores(verdicts, right=1.0, wrong=-1.0),
+            "overrides": overrides_of(nodes, [verdict.right is not False for verdict in verdicts]),
             "messages": [[*messages, {"role": "assistant", "content": text}] for text in texts],
         }, []
 
-    async def score(self, text: str, item: Question) -> float:
-        """1.0 for a right answer, else -1.0; VerifierFault when nobody can say."""
-        return 1.0 if await self.is_right(text, item) else -1.0
-
-    async def is_right(self, text: str, item: Question) -> bool:
-        """Ask math-verify; VerifierFault when it fails."""
-        assert self.sandbox is not None
-        try:
-            opening = ("atroposlib.environments.math_answers:load", "")
-            return await self.sandbox.call(
-                "atroposlib.environments.math_answers:is_right", text, item["gold"], opening=opening
-            )
-        except SandboxError as error:
-            raise VerifierFault(f"math-verify failed on {text[-100:]!r} against {item['gold']!r}: {error}") from error
+    async def verdicts(self, replies: list[str], item: Question) -> list[Verdict]:
+        """Judge whole replies to one problem."""
+        assert self.judge is not None
+        return await self.judge.judge_async(replies, item["gold"])
 
     def messages(self, item: Question) -> list[Message]:
         """The prompt of one problem."""
@@ -153,11 +146,16 @@ class GSM8kEnv(SandboxedEnv):
                     temperature=0.0,
                     split="eval",
                 )
-                text = reply.choices[0].message.content or ""
-                return {**item, "response": text, "score": int(await self.is_right(text, item))}
+                text = text_of(reply.choices[0].message, self.opening)
+                (score,) = scores(await self.verdicts([text], item))
+                return {**item, "response": text, "score": int(score > 0)}
         except RolloutFault as fault:
             logger.warning("evaluation problem failed: question=%r error=%s", item["question"][:80], fault)
             return None
+
+    async def teardown(self) -> None:
+        if self.judge is not None:
+            self.judge.close()
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         metrics = {**(wandb_metrics or {}), **self.eval_metrics}

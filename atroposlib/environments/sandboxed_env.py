@@ -1,14 +1,14 @@
 """`SandboxedEnv`: the base of environments whose verifiers run in a sandbox."""
 
-from atroposlib.environments.sandbox import Sandbox
 from atroposlib.envs.base import BaseEnv
+from atroposlib.sandbox.workers import WorkerPool
 
 
 class SandboxedEnv(BaseEnv):
     """`setup` sets `sandbox`; its processes end with the run."""
 
-    sandbox: Sandbox | None = None
+    sandbox: WorkerPool | None = None
 
     async def teardown(self) -> None:
         if self.sandbox is not None:
-            await self.sandbox.close()
+            self.sandbox.close()

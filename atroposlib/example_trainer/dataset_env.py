@@ -1,5 +1,6 @@
 """An environment over problem sets: each row's `problem` is the prompt, its `answer` the right answer."""
 
+import asyncio
 import random
 from functools import lru_cache
 from typing import Any, Literal, TypedDict
@@ -9,8 +10,9 @@ from pydantic import Field
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.errors import DataError
 from atroposlib.example_trainer.mixture import Source, mix, split
-from atroposlib.example_trainer.rewards import answer_tag_reward, math_reward
+from atroposlib.example_trainer.rewards import answer_tag_reward, math_rewards
 from atroposlib.paths import expand_path
+from atroposlib.rollouts.failures import is_scored
 from atroposlib.type_definitions import Message
 
 
@@ -79,7 +81,7 @@ class DatasetEnv(BaseEnv):
             "tokens": [node.tokens for node in nodes],
             "masks": [node.masked_tokens for node in nodes],
             "inference_logprobs": [node.logprobs for node in nodes],
-            "scores": [self.score(text, item) for text in texts],
+            "scores": await self.scores(texts, item),
             "messages": [[*messages, {"role": "assistant", "content": text}] for text in texts],
         }, []
 
@@ -88,22 +90,23 @@ class DatasetEnv(BaseEnv):
         system: list[Message] = [{"role": "system", "content": self.config.system_prompt or ""}]
         return [*(system if self.config.system_prompt else []), {"role": "user", "content": item["problem"]}]
 
-    def score(self, text: str, item: Problem) -> float:
-        """Reward of one reply."""
+    async def scores(self, texts: list[str], item: Problem) -> list[float]:
+        """Return the rewards of replies; `Unscored` for one that could not be judged."""
         if self.config.reward == "math":
-            return math_reward(text, item["answer"])
-        return answer_tag_reward(text, item["answer"], require_think=self.config.require_think)
+            return await asyncio.to_thread(math_rewards, texts, item["answer"])
+        return [answer_tag_reward(text, item["answer"], require_think=self.config.require_think) for text in texts]
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Greedy answers to the rows kept for evaluation."""
-        scores = []
+        scores: list[float] = []
         for row in self.test:
             item = Problem(problem=str(row["problem"]), answer=str(row["answer"]))
             reply = await self.server.chat_completion(
                 messages=self.messages(item), n=1, max_tokens=self.config.max_token_length, temperature=0, split="eval"
             )
-            scores.append(self.score(reply.choices[0].message.content or "", item))
-        self.eval_metrics = {"eval/percent_correct": sum(scores) / max(1, len(scores))}
+            scores += await self.scores([reply.choices[0].message.content or ""], item)
+        known = [score for score in scores if is_scored(score)]
+        self.eval_metrics = {"eval/percent_correct": sum(known) / max(1, len(known))}
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         await super().wandb_log({**(wandb_metrics or {}), **self.eval_metrics})

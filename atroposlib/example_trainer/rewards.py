@@ -1,6 +1,9 @@
 """Rewards of single answers: exact match inside `<answer>` tags, and equality of mathematics."""
 
 import re
+from collections.abc import Sequence
+
+from atroposlib.envs.reward_fns.math_judge import judge, scores
 
 _THINKING = re.compile(r"(?is)<think>.*?</think>")
 _OPENING, _CLOSING = re.compile(r"(?i)<answer>"), re.compile(r"(?i)</answer>")
@@ -25,14 +28,12 @@ def answer_tag_reward(text: str, gold: str, *, require_think: bool = True) -> fl
     return float(answer is not None and canonical(answer) == canonical(gold))
 
 
-def math_reward(text: str, gold: str) -> float:
-    """1.0 when the answer after the thinking equals `gold` as mathematics, else 0.0; needs math-verify for LaTeX."""
-    from atroposlib.envs.reward_fns.math_answers import is_correct
+def math_rewards(texts: Sequence[str], gold: str) -> list[float]:
+    """Return 1.0 where the answer after the thinking equals `gold` as mathematics, else 0.0.
 
-    _, closed, answer = text.rpartition("</think>")
-    if not closed and "<think>" in answer:  # cut off while thinking
-        return 0.0
-    return float(is_correct(answer, gold))
+    `Unscored` stands where nobody could judge. Needs math-verify for LaTeX. Blocks until all are judged.
+    """
+    return scores(judge(texts, gold))
 
 
 def _first_answer(text: str, start: int) -> str | None:

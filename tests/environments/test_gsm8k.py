@@ -1,19 +1,18 @@
+import asyncio
 import json
-import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from openai.types.chat import ChatCompletionMessage
 
 from atroposlib.environments.gsm8k_problems import load_problems, to_question
 from atroposlib.environments.gsm8k_server import GSM8kConfig, GSM8kEnv
-from atroposlib.environments.math_answers import last_boxed
-from atroposlib.environments.sandbox import Sandbox
+from atroposlib.environments.thoughts import text_of
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.errors import ConfigError, DataError, EnvironmentFault, RequestFault, VerifierFault
+from atroposlib.errors import ConfigError, DataError, EnvironmentFault, RequestFault
 from tests.fakes import FakeServer, FakeTokenizer
 
 SCRIPT = Path(__file__).parents[2] / "environments" / "gsm8k_server.py"
@@ -48,7 +47,7 @@ async def make_env(problems):
 
     yield make
     for env in made:
-        await env.sandbox.close()
+        await env.teardown()
 
 
 def right_answer(prompt):
@@ -105,9 +104,25 @@ async def test_process_writes_its_groups_from_a_local_file(make_env, tmp_path):
     assert [json.loads(line)["scores"] for line in shard.read_text().splitlines()] == [[1.0, 1.0]] * 3
 
 
-async def test_an_answer_that_nobody_can_judge_costs_its_siblings_nothing(make_env, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
-    answers = iter([lambda prompt: "\\boxed{9^{9^{9^{9}}}!}", right_answer])
+async def test_an_answer_that_takes_for_ever_costs_only_itself_and_does_not_hold_up_the_loop(make_env):
+    env = await make_env("x", verifier_timeout_s=0.5)
+    item = {"question": "", "gold": "1"}
+    beats = []
+
+    async def beat():
+        while True:
+            await asyncio.sleep(0.01)
+            beats.append(1)
+
+    beating = asyncio.create_task(beat())
+    verdicts = await env.verdicts([r"\boxed{1}", r"\boxed{9^{9^{9^{9}}}!}", r"\boxed{2}"], item)
+    beating.cancel()
+    assert [verdict.right for verdict in verdicts] == [True, None, False]
+    assert len(beats) > 5
+
+
+async def test_an_answer_that_nobody_can_judge_costs_its_siblings_nothing(make_env, tmp_path):
+    answers = iter([lambda prompt: r"<think>Hm.</think> \boxed{9^{9^{9^{9}}}!}", right_answer])
     env = await make_env(
         lambda prompt: next(answers)(prompt),
         total_steps=1,
@@ -125,50 +140,19 @@ async def test_an_answer_that_nobody_can_judge_costs_its_siblings_nothing(make_e
     )
     (said,) = record["unscored"]
     assert (said["index"], said["failure"], said["finish_reason"]) == (0, "verifier", "stop")
+    assert "no result after 1 s" in said["error"]
 
 
-async def test_an_answer_that_takes_for_ever_is_a_verifier_fault_and_does_not_hold_up_the_loop(make_env, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+async def test_a_reply_whose_thought_was_opened_by_the_prompt_has_no_answer_before_it_ends(make_env):
     env = await make_env("x")
-    await env.is_right("\\boxed{1}", {"question": "", "gold": "1"})
-    env.sandbox.timeout_s = 0.5
-    started = time.monotonic()
-    with pytest.raises(VerifierFault, match=r"math-verify failed.*no result after 0\.5 s"):
-        await env.is_right("\\boxed{9^{9^{9^{9}}}!}", {"question": "", "gold": "1"})
-    assert time.monotonic() - started < 10
-    env.sandbox.timeout_s = 10
-    assert await env.is_right("\\boxed{1}", {"question": "", "gold": "1"})
-
-
-JUDGED = {
-    "plain": (r"so \boxed{42}", "42", True),
-    "wrong": (r"\boxed{41}", "42", False),
-    "the last one counts": (r"\boxed{41} no, \boxed{42}", "42", True),
-    "the last one counts, also when wrong": (r"\boxed{42} no, \boxed{41}", "42", False),
-    "not boxed": ("42", "42", False),
-    "never closed": (r"\boxed{42", "42", False),
-    "empty": (r"\boxed{}", "3", False),
-    "only in the thinking": (r"<think>\boxed{42}</think> I do not know", "42", False),
-    "thousands": (r"\boxed{1,234}", "1234", True),
-    "money": (r"\boxed{\$18}", "18", True),
-    "with a unit": (r"\boxed{18 \text{ dollars}}", "18", True),
-    "another form of the number": (r"\boxed{\frac{1}{2}}", "0.5", True),
-    "not a number": (r"\boxed{many}", "3", False),
-}
-
-
-async def test_math_verify_judges_what_stands_in_the_last_box():
-    sandbox = Sandbox(workers=1, timeout_s=60)
-    verdicts = {
-        name: await sandbox.call("atroposlib.environments.math_answers:is_right", output, gold)
-        for name, (output, gold, _) in JUDGED.items()
-    }
-    await sandbox.close()
-    assert verdicts == {name: right for name, (_, _, right) in JUDGED.items()}
-
-
-def test_last_boxed_keeps_inner_braces():
-    assert last_boxed(r"\boxed{1} or \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+    env.opening = "<think>\n"
+    cut_off, whole = ChatCompletionMessage(role="assistant", content=r"\boxed{1} or"), r"\boxed{2}</think> \boxed{1}"
+    replies = [text_of(cut_off, env.opening), text_of(cut_off.model_copy(update={"content": whole}), env.opening)]
+    parsed = ChatCompletionMessage.model_validate(
+        {"role": "assistant", "content": r"\boxed{1}", "reasoning_content": r"\boxed{2}"}
+    )
+    verdicts = await env.verdicts([*replies, text_of(parsed, env.opening)], {"question": "", "gold": "1"})
+    assert [verdict.right for verdict in verdicts] == [False, True, True]
 
 
 def test_the_right_answer_follows_the_last_hashes_or_is_the_whole_text():

@@ -11,8 +11,8 @@ from atroposlib.environments.intern_bootcamp.hosted import pack, unpack
 from atroposlib.environments.intern_bootcamp.quarantine import find_faults
 from atroposlib.environments.intern_bootcamp.quarantine import main as quarantine
 from atroposlib.environments.intern_bootcamp.tasks import make_task
-from atroposlib.environments.sandbox import Sandbox
 from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
+from atroposlib.sandbox.workers import WorkerPool
 
 CHECKOUT = str(Path(__file__).parent / "fake_checkout")
 LENIENT = Grading(format_score=0.2, short_penalty=False, short_threshold=0, format_penalty=False)
@@ -20,9 +20,9 @@ LENIENT = Grading(format_score=0.2, short_penalty=False, short_threshold=0, form
 
 @pytest.fixture
 async def sandbox():
-    sandbox = Sandbox(workers=1, timeout_s=5, memory_mb=1024)
+    sandbox = WorkerPool(workers=1, timeout_s=5, memory_mb=1024)
     yield sandbox
-    await sandbox.close()
+    sandbox.close()
 
 
 def test_classes_are_found_without_importing_the_checkout():
@@ -113,9 +113,9 @@ async def test_the_event_loop_runs_on_while_a_verifier_hangs(sandbox):
 
 
 async def test_quarantine_names_every_bad_class_with_its_reason_and_no_good_one():
-    sandbox = Sandbox(workers=2, timeout_s=3, memory_mb=1024)
+    sandbox = WorkerPool(workers=2, timeout_s=3, memory_mb=1024)
     faults = await find_faults(CHECKOUT, sandbox, problems=2)
-    await sandbox.close()
+    sandbox.close()
     assert set(faults) == set(discover(CHECKOUT)) - {"Dividesbootcamp", "Guessesbootcamp", "NoisybootCamp"}
     assert faults["Restlessbootcamp"] == "the same seed gives different problems"
     assert "nobody_has" in faults["Raisesonimportbootcamp"]
@@ -155,12 +155,12 @@ UNKNOWN = {
 @pytest.mark.parametrize(("name", "checkout", "message"), UNKNOWN.values(), ids=UNKNOWN)
 def test_an_unknown_task_is_refused_with_the_nearest_name(name, checkout, message):
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
-        make_task(name, {}, Sandbox(), checkout)
+        make_task(name, {}, WorkerPool(), checkout)
 
 
 def test_parameters_that_a_task_does_not_take_are_refused():
     with pytest.raises(ConfigError, match=r"'addition'.*digit"):
-        make_task("addition", {"digit": 2}, Sandbox(), None)
+        make_task("addition", {"digit": 2}, WorkerPool(), None)
 
 
 PACKED = {

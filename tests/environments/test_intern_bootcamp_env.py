@@ -184,9 +184,9 @@ async def test_problems_that_fail_are_left_out_of_an_evaluation_and_counted(tmp_
     )
     await env.setup()
     await env.evaluate()
-    await env.sandbox.close()
+    env.sandbox.close()
     tasks = [(await env.problems.problem(index, "eval"))[1]["task_name"] for index in range(6)]
-    await env.sandbox.close()
+    env.sandbox.close()
     metrics = json.loads((tmp_path / "metrics.json").read_text())["results"]["all"]
     assert 0 < tasks.count("addition") < 6
     assert metrics == {"eval/percent_correct": 1.0, "eval/failed": tasks.count("Exitswhilejudgingbootcamp")}

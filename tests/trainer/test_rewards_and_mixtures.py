@@ -5,7 +5,7 @@ import pytest
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.example_trainer.dataset_env import DatasetEnv, DatasetEnvConfig
 from atroposlib.example_trainer.mixture import Source, mix, split
-from atroposlib.example_trainer.rewards import answer_tag_reward, canonical, math_reward
+from atroposlib.example_trainer.rewards import answer_tag_reward, canonical, math_rewards
 
 REWARDS = {
     "3.0 is 3": ("<think>x</think><answer> 3.0 </answer>", "3", 1.0),
@@ -39,9 +39,8 @@ def test_canonical(text, expected):
 
 
 def test_math_reward_compares_values_after_the_thinking():
-    assert math_reward("<think>#### 5</think> #### 7", "7") == 1.0
-    assert math_reward("<think>#### 7</think> #### 5", "7") == 0.0
-    assert math_reward("<think>#### 7", "7") == 0.0
+    replies = ["<think>#### 5</think> #### 7", "<think>#### 7</think> #### 5", "<think>#### 7"]
+    assert math_rewards(replies, "7") == [1.0, 0.0, 0.0]
 
 
 def write_rows(path, rows):

@@ -13,8 +13,8 @@ from atroposlib.environments.cut_off import overrides_of
 from atroposlib.environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
 from atroposlib.environments.intern_bootcamp.problems import Problem, ProblemSource
 from atroposlib.environments.intern_bootcamp.rewards import reward
-from atroposlib.environments.intern_bootcamp.thoughts import opening_of, whole_reply
 from atroposlib.environments.sandboxed_env import SandboxedEnv
+from atroposlib.environments.thoughts import opening_of, whole_reply
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.server_handling.chat_prompt import render
 from atroposlib.errors import EnvironmentFault, RolloutFault

@@ -17,9 +17,9 @@ from atroposlib.environments.intern_bootcamp.hosted import Drawn
 from atroposlib.environments.intern_bootcamp.own import OWN_BOOTCAMPS
 from atroposlib.environments.intern_bootcamp.seeds import Mixture, derive_seed
 from atroposlib.environments.intern_bootcamp.tasks import REASONING_GYM, Task, checkout_classes, make_task
-from atroposlib.environments.sandbox import Sandbox
 from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
 from atroposlib.paths import expand_path
+from atroposlib.sandbox.workers import WorkerPool
 from atroposlib.type_definitions import Message
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class ProblemSource:
 
     def __init__(self, config: InternBootcampEnvConfig) -> None:
         """ConfigError when a task or one of its parameters does not exist."""
-        self.sandbox = Sandbox(
+        self.sandbox = WorkerPool(
             workers=config.verifier_workers,
             timeout_s=config.verifier_timeout_s,
             memory_mb=config.verifier_memory_mb,
@@ -96,7 +96,7 @@ class ProblemSource:
 
     async def close(self) -> None:
         """End the worker processes."""
-        await self.sandbox.close()
+        self.sandbox.close()
 
     async def _draw(self, task: Task, seed: int) -> Drawn:
         if self._slow_failures[task.name] >= SLOW_FAILURE_LIMIT:

@@ -15,9 +15,9 @@ import typer
 
 from atroposlib.environments.intern_bootcamp.bootcamp import Grading
 from atroposlib.environments.intern_bootcamp.tasks import Task, checkout_classes, make_task
-from atroposlib.environments.sandbox import Sandbox
 from atroposlib.errors import AtroposError
 from atroposlib.paths import expand_path, write_text_atomic
+from atroposlib.sandbox.workers import WorkerPool
 
 NO_ANSWER = "I do not know."
 LENIENT = Grading(format_score=0.0, short_penalty=False, short_threshold=0, format_penalty=False)
@@ -40,7 +40,7 @@ async def fault_of(task: Task, problems: int) -> str | None:
     return None
 
 
-async def find_faults(checkout: str, sandbox: Sandbox, problems: int) -> dict[str, str]:
+async def find_faults(checkout: str, sandbox: WorkerPool, problems: int) -> dict[str, str]:
     """Class name -> why it cannot be used, for every class that cannot."""
     names = list(checkout_classes(checkout))
     tasks = [make_task(name, {}, sandbox, checkout) for name in names]
@@ -65,11 +65,11 @@ def main(
 
     async def search() -> tuple[int, dict[str, str]]:
         checkout = str(expand_path(path, what="--path").absolute())
-        sandbox = Sandbox(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
+        sandbox = WorkerPool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
         try:
             return len(checkout_classes(checkout)), await find_faults(checkout, sandbox, problems)
         finally:
-            await sandbox.close()
+            sandbox.close()
 
     try:
         target = expand_path(output, what="--output")

@@ -16,8 +16,8 @@ from atroposlib.environments.intern_bootcamp.bootcamp import Grading
 from atroposlib.environments.intern_bootcamp.checkout import discover
 from atroposlib.environments.intern_bootcamp.hosted import Drawn, Spec
 from atroposlib.environments.intern_bootcamp.own import OWN_BOOTCAMPS, OwnBootcamp
-from atroposlib.environments.sandbox import Sandbox, SandboxError
 from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
+from atroposlib.sandbox.workers import SandboxError, WorkerPool
 
 REASONING_GYM = "reasoning_gym:"
 _HOSTED = "atroposlib.environments.intern_bootcamp.hosted"
@@ -68,7 +68,7 @@ class OwnTask:
 class HostedTask:
     """A bootcamp whose generator and verifier run in the sandbox."""
 
-    def __init__(self, name: str, spec: Spec, sandbox: Sandbox) -> None:
+    def __init__(self, name: str, spec: Spec, sandbox: WorkerPool) -> None:
         self.name = name
         self._spec = json.dumps(spec)
         self._sandbox = sandbox
@@ -90,7 +90,7 @@ class HostedTask:
         return await self._sandbox.call(f"{_HOSTED}:{function}", self._spec, *args, opening=opening)
 
 
-def make_task(name: str, params: dict[str, Any], sandbox: Sandbox, checkout: str | None) -> Task:
+def make_task(name: str, params: dict[str, Any], sandbox: WorkerPool, checkout: str | None) -> Task:
     """The task called `name`.
 
     Raises:

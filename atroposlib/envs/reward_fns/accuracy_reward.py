@@ -1,16 +1,16 @@
-"""Whether completions give the right mathematical answer."""
+"""Rewards for the right mathematical answer."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from atroposlib.envs.reward_fns.math_answers import is_correct
+from atroposlib.envs.reward_fns.math_judge import judge, scores
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction, one_each
 
 
 @registry.register
 class AccuracyReward(RewardFunction):
-    """1.0 for the right answer, else 0.0. Answers are LaTeX, boxed, or follow `####`."""
+    """1.0 for the right answer, else 0.0. Answers are boxed, follow `####` or are announced; see `math_judge`."""
 
     def __init__(
         self,
@@ -23,8 +23,8 @@ class AccuracyReward(RewardFunction):
         """Keep the settings.
 
         Args:
-            tolerance: absolute, for plain numbers.
-            split_on_think_tag: judge only what follows the last `</think>`.
+            tolerance: for numbers with a decimal point, relative to the right one where that is below 1.
+            split_on_think_tag: judge only what follows the last `</think>`; a thought that never ends has no answer.
             max_boxed_threshold: more boxed answers than this are guessing, and wrong.
             weight: factor on the reward.
             kwargs: kept in `config`.
@@ -41,7 +41,7 @@ class AccuracyReward(RewardFunction):
         ground_truth: Any = None,
         **kwargs: Any,
     ) -> list[float]:
-        """1.0 or 0.0 for each completion.
+        """1.0 or 0.0 for each completion; `Unscored` for one that could not be judged in time.
 
         Args:
             completions: [G].
@@ -50,16 +50,17 @@ class AccuracyReward(RewardFunction):
             kwargs: ignored.
 
         Raises:
-            VerifierFault: neither answer is given, or the comparison ran into its time limit.
+            VerifierFault: neither answer is given.
         """
         gold = solution if ground_truth is None else ground_truth
         answers = one_each(gold, completions, needed_by=self.name, keyword="solution")
-        contents = map(self.get_content, completions)
-        return [float(self._is_correct(*pair)) for pair in zip(contents, answers, strict=True)]
+        contents = [self._without_guesses(self.get_content(completion)) for completion in completions]
+        options = {"tolerance": self.tolerance, "skip_thinking": self.split_on_think_tag}
+        return scores(judge(contents, answers, **options))
 
-    def _is_correct(self, content: str, answer: Any) -> bool:
+    def _without_guesses(self, content: str) -> str:
         said = content.rpartition("</think>")[2] if self.split_on_think_tag else content
-        return said.count("\\boxed") <= self.max_boxed_threshold and is_correct(said, answer, self.tolerance)
+        return "" if said.count("\\boxed") > self.max_boxed_threshold else content
 
 
 def accuracy_reward(

@@ -6,6 +6,7 @@ from typing import Any
 
 from atroposlib.envs.reward_fns.accuracy_reward import accuracy_reward
 from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction
+from atroposlib.rollouts.failures import is_scored
 
 __all__ = ["accuracy_reward", "cascading_r1_math_reward", "format_reward"]
 
@@ -19,7 +20,7 @@ def format_reward(completions: Sequence[Completion], reward_value: float = 0.5, 
 
 
 def cascading_r1_math_reward(completions: Sequence[Completion], solution: Any, **kwargs: Any) -> list[float]:
-    """1.0 for the right answer, 1.5 when it is also well formed, 0.0 for a wrong one.
+    """1.0 for the right answer, 1.5 when it is also well formed, 0.0 for a wrong one, `Unscored` for one not judged.
 
     Args:
         completions: [G].
@@ -28,4 +29,7 @@ def cascading_r1_math_reward(completions: Sequence[Completion], solution: Any, *
     """
     answers = accuracy_reward(completions, solution, **kwargs)
     forms = format_reward(completions)
-    return [answer + form if answer > 0 else 0.0 for answer, form in zip(answers, forms, strict=True)]
+    return [
+        answer + form if is_scored(answer) and answer > 0 else answer
+        for answer, form in zip(answers, forms, strict=True)
+    ]

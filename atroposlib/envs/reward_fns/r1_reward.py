@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
+from atroposlib.envs.reward_fns.math_answers import after_thinking, clean, final_answer, read_quantity
+from atroposlib.envs.reward_fns.math_judge import judge, scores
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction, one_each
 
@@ -14,16 +16,18 @@ class ReasoningParts(TypedDict):
     """A completion taken apart."""
 
     thinking_content: str  # "" without a complete block
-    response: str  # after the last block; the whole text without one
+    response: str  # after the last block; the whole text without one; "" while a thought is open
     multiple_thinking: bool
 
 
 def parse_reasoning_response(text: str) -> ReasoningParts:
     """Thoughts and response of a completion, both stripped."""
-    blocks = list(_THOUGHTS.finditer(text))
+    said = after_thinking(text)
+    thoughts = text[: text.rfind("</think>") + len("</think>")] if "</think>" in text else ""
+    blocks = _THOUGHTS.findall(thoughts)
     return ReasoningParts(
-        thinking_content="\n".join(block[1].strip() for block in blocks).strip(),
-        response=text[blocks[-1].end() :].strip() if blocks else text,
+        thinking_content="\n".join(map(str.strip, blocks)).strip(),
+        response=(said.strip() if thoughts else said) if said is not None else "",
         multiple_thinking=len(blocks) > 1,
     )
 
@@ -62,7 +66,10 @@ class FormatReasoningReward(RewardFunction):
 
 @registry.register
 class AccuracyXReward(RewardFunction):
-    """`reward_value` when the response after the thoughts holds the solution's text, else 0.0."""
+    """`reward_value` when the response after the thoughts holds the solution's text as a word of its own, else 0.0.
+
+    A number is compared with the answer that the response marks (\\boxed{}, ####), if it marks one.
+    """
 
     def __init__(
         self,
@@ -87,7 +94,7 @@ class AccuracyXReward(RewardFunction):
         self.reward_value = reward_value
 
     def compute(self, completions: Sequence[Completion], solution: Any = None, **kwargs: Any) -> list[float]:
-        """`reward_value` or 0.0 for each completion.
+        """`reward_value` or 0.0 for each completion; `Unscored` for one that could not be judged in time.
 
         Args:
             completions: [G].
@@ -98,19 +105,29 @@ class AccuracyXReward(RewardFunction):
             VerifierFault: no solution is given.
         """
         solutions = one_each(solution, completions, needed_by=self.name, keyword="solution")
-        return [
-            self.reward_value if self._matches(self.get_content(completion), self._solution_text(right)) else 0.0
+        pairs = [
+            (parse_reasoning_response(self.get_content(completion))["response"], self._solution_text(right))
             for completion, right in zip(completions, solutions, strict=True)
         ]
+        judged = list(dict.fromkeys(pair for pair in pairs if not self.exact_match and _is_mathematics(*pair)))
+        verdicts = judge([said for said, _ in judged], [right for _, right in judged], skip_thinking=False)
+        known = dict(zip(judged, scores(verdicts, right=self.reward_value, wrong=0.0), strict=True))
+        return [known[pair] if pair in known else self.reward_value * self._matches(*pair) for pair in pairs]
 
     def _solution_text(self, solution: Any) -> str:
         return str(solution) if isinstance(solution, (int, float)) else self.get_content(solution)
 
-    def _matches(self, content: str, solution: str) -> bool:
-        response = parse_reasoning_response(content)["response"]
+    def _matches(self, response: str, solution: str) -> bool:
         if not self.case_sensitive:
             response, solution = response.lower(), solution.lower()
-        return response == solution if self.exact_match else solution in response
+        if self.exact_match or not solution:
+            return response == solution
+        return re.search(rf"(?<!\w)(?<!\d[.,]){re.escape(solution)}(?!\w)(?![.,]\d)", response) is not None
+
+
+def _is_mathematics(response: str, solution: str) -> bool:
+    """The solution is a number, and the response marks an answer."""
+    return read_quantity(clean(solution)) is not None and final_answer(response) is not None
 
 
 @registry.register
@@ -127,7 +144,7 @@ class R1Reward(RewardFunction):
         self.accuracy_reward_fn = AccuracyXReward(reward_value=accuracy_weight)
 
     def compute(self, completions: Sequence[Completion], solution: Any = None, **kwargs: Any) -> list[float]:
-        """The sum of both for each completion; VerifierFault without a solution."""
+        """Return the sum of both for each completion, VerifierFault without a solution."""
         forms = self.format_reward_fn.compute(completions, **kwargs)
         answers = self.accuracy_reward_fn.compute(completions, solution=solution, **kwargs)
         return [form + answer for form, answer in zip(forms, answers, strict=True)]

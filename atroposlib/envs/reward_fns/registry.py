@@ -126,7 +126,7 @@ class LegacyFunctionWrapper(RewardFunction):
         return self._name or getattr(self.func, "__name__", type(self.func).__name__)
 
     def compute(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
-        """What the function gives."""
+        """Return what the function gives."""
         rewards = self.func(completions, **{**self.config, **kwargs})
         return list(rewards) if isinstance(rewards, Sequence) else [rewards] * len(completions)
 

@@ -10,7 +10,6 @@ from atroposlib.envs.reward_fns.chandas_meter_reward import ChandasMeterReward, 
 from atroposlib.envs.reward_fns.crossword_format_reward import CrosswordFormatReward, crossword_format_reward
 from atroposlib.envs.reward_fns.format_reward import FormatReward
 from atroposlib.envs.reward_fns.format_reward import format_reward as tag_reward
-from atroposlib.envs.reward_fns.math_answers import final_answer, is_correct, last_boxed
 from atroposlib.envs.reward_fns.r1_reward import (
     AccuracyXReward,
     FormatReasoningReward,
@@ -44,36 +43,6 @@ def test_tags_are_found(content, options, expected):
 
 def test_the_function_form_takes_tags():
     assert tag_reward(["<plan>a</plan>", "b"], ["plan"], solution="ignored") == [1.0, 0.0]
-
-
-ANSWERS = {
-    "boxed number": (r"so \boxed{42}", 42, True),
-    "boxed wrong": (r"so \boxed{41}", 42, False),
-    "equivalent fraction": (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", True),
-    "decimal for a fraction": (r"\boxed{0.5}", r"\frac{1}{2}", True),
-    "thousands": (r"\boxed{1,234}", "1234", True),
-    "negative after hashes": ("so #### -5", "-5", True),
-    "thousands after hashes": ("#### 1,000", 1000, True),
-    "gold is a solution text": (r"\boxed{18}", "9 * 2 = 18\n#### 18", True),
-    "gold is boxed": (r"\boxed{x+1}", r"thus \boxed{1+x}", True),
-    "nested braces": (r"\boxed{\sqrt{\frac{1}{4}}}", "0.5", True),
-    "unmarked number": ("I think 42", 42, False),
-    "nothing": ("", 42, False),
-    "not mathematics": (r"\boxed{\frac{}", 42, False),
-    "within tolerance": ("#### 0.3333333", 1 / 3, True),
-}
-
-
-@pytest.mark.parametrize(("content", "gold", "expected"), ANSWERS.values(), ids=ANSWERS)
-def test_answers_are_compared(content, gold, expected):
-    assert is_correct(content, gold) is expected
-
-
-def test_the_last_box_and_the_last_hashes_hold_the_answer():
-    assert last_boxed(r"\boxed{1} then \boxed{a{b}c}") == "a{b}c"
-    assert last_boxed(r"\boxed{1} then \boxed{2") == "1"
-    assert final_answer("#### 1\n#### 2 \nend") == "2"
-    assert final_answer("plain") == "plain"
 
 
 def test_only_the_text_after_the_thoughts_is_judged():
@@ -153,6 +122,12 @@ MATCHES = {
     "a message": ("Paris", {"role": "assistant", "content": "Paris"}, {}, 1.0),
     "a number": ("It is 7", 7, {}, 1.0),
     "own value": ("Paris", "paris", {"reward_value": 3.0}, 3.0),
+    "part of a number": ("It is 17 or 7.5", 7, {}, 0.0),
+    "part of a word": ("It is Parisian", "paris", {}, 0.0),
+    "mentioned, but not the answer": (r"7 + 1 = \boxed{8}", 7, {}, 0.0),
+    "another form of the number": (r"\boxed{\frac{1}{2}}", "0.5", {}, 1.0),
+    "a thought without end": ("<think>It is Paris", "paris", {}, 0.0),
+    "a thought that the prompt opened": ("It is Paris? </think> Rome", "paris", {}, 0.0),
 }
 
 

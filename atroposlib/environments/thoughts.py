@@ -1,5 +1,7 @@
 """Replies of models whose chat template opens the thought in the prompt (DeepSeek-R1, Qwen3-Thinking)."""
 
+from openai.types.chat import ChatCompletionMessage
+
 THINK = "<think>"
 
 
@@ -15,3 +17,9 @@ def opening_of(prompt: str) -> str:
 def whole_reply(reply: str, opening: str) -> str:
     """The reply with the opening of its thought, unless it has one of its own."""
     return reply if reply.lstrip().startswith(THINK) else opening + reply
+
+
+def text_of(message: ChatCompletionMessage, opening: str) -> str:
+    """Return a whole reply with its thoughts, also where a parser of the engine has taken them out."""
+    content, thoughts = message.content or "", (message.model_extra or {}).get("reasoning_content")
+    return f"{THINK}{thoughts}</think>{content}" if thoughts else whole_reply(content, opening)

@@ -1,8 +1,8 @@
-"""The child of `environments.sandbox`: calls functions by name under a memory and a time limit.
+"""The child of `sandbox.workers`: calls functions by name under a memory and a time limit.
 
 Started as a file, so that it imports nothing but the standard library and what the called functions import. A message
-is 4 bytes of length (big-endian) and JSON, over the file descriptors that were 0 and 1; called code sees the null
-device there, so neither `print` nor `input` can disturb the exchange.
+is 4 bytes of length (big-endian) and JSON, over the socket that was descriptor 0; a reply repeats the `id` of its
+request. Called code sees the null device there, so neither `print` nor `input` can disturb the exchange.
 """
 
 import importlib
@@ -20,7 +20,7 @@ GRACE_S = 1.0
 
 
 def main(memory_bytes: int) -> None:
-    """Answer calls until the parent closes the pipe."""
+    """Answer calls until the parent closes the connection."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, replies = take_over_stdio()
@@ -29,7 +29,7 @@ def main(memory_bytes: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, request["timeout_s"] + GRACE_S)
         reply = answer(request)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        reply["retire"] = uses_too_much(memory_bytes)
+        reply |= {"id": request["id"], "retire": uses_too_much(memory_bytes)}
         write_message(replies, reply)
 
 
@@ -39,7 +39,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     module, _, function = request["function"].partition(":")
     try:
         value = getattr(importlib.import_module(module), function)(*request["args"])
-        json.dumps(value)
+        json.dumps(value, allow_nan=False)
         return {"value": value}
     except MemoryError:
         return {"out_of_memory": True}
@@ -60,7 +60,8 @@ def uses_too_much(memory_bytes: int) -> bool:
 
 def take_over_stdio() -> tuple[BinaryIO, BinaryIO]:
     """The exchange's own files; 0, 1 and 2 become the null device."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    connection = os.dup(0)
+    requests, replies = os.fdopen(connection, "rb"), os.fdopen(connection, "wb", closefd=False)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)

@@ -1,6 +1,8 @@
 """Functions that misbehave in every way a generator or verifier can; called by name in sandbox workers."""
 
+import contextlib
 import os
+import struct
 import sys
 import time
 
@@ -83,3 +85,53 @@ def start_child() -> int:
         time.sleep(60)
         os._exit(0)
     return child
+
+
+def note_and_hang(path: str) -> None:
+    with open(path, "w"):
+        pass
+    hang()
+
+
+def variables() -> list[str]:
+    return list(os.environ)
+
+
+def give_nan() -> float:
+    return float("nan")
+
+
+def write_reply(text: str) -> int:
+    write_bytes(struct.pack(">I", len(text)) + text.encode())
+    return 1
+
+
+def write_bytes(data: bytes = b"\xff" * 8) -> None:
+    """To every descriptor that takes it: one of them is the worker's."""
+    for descriptor in range(3, 20):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, data)
+
+
+def write_half_and_die() -> None:
+    write_bytes(struct.pack(">I", 100) + b'{"value"')
+    os._exit(3)
+
+
+def _daemon() -> None:
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(8)
+        os._exit(0)
+
+
+def hang_with_a_daemon() -> None:
+    _daemon()
+    hang()
+
+
+def die_and_leave_a_child() -> None:
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    os._exit(7)
