@@ -68,7 +68,12 @@ def writable_dir(text: str | os.PathLike[str], *, what: str = "folder") -> Path:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Replace `path` as a whole: readers see the old or the new content, never a part."""
+    """Replace `path` as a whole: readers see the old or the new content, never a part.
+
+    Raises:
+        PathError: it is no regular file. OSError: it cannot be written.
+    """
+    check_replaceable(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
@@ -80,6 +85,16 @@ def write_text_atomic(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def check_replaceable(path: Path, *, what: str = "") -> None:
+    """PathError unless a regular file, or nothing, is at `path`, a link to one included.
+
+    A file that is renamed over a device, as root may, takes its place for everybody.
+    """
+    if path.exists() and not path.is_file():
+        name = f"{what} {path}" if what else str(path)
+        raise PathError(f"{name} is {kind_of(path)}; only regular files are written and replaced, give a file name")
 
 
 def kind_of(path: Path) -> str:

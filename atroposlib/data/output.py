@@ -10,19 +10,22 @@ import importlib
 import os
 import secrets
 import shutil
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 import msgspec
 import zstandard
 
+from atroposlib.data.parquet_columns import Columns, arrow_type, columns_of, fit_columns, merge_columns
 from atroposlib.data.rollout_files import read_lines
 from atroposlib.errors import DataError, PathError
 from atroposlib.json_lines import one_line
-from atroposlib.paths import expand_path
+from atroposlib.paths import check_replaceable, expand_path
 
 _ROWS_PER_BLOCK = 512
 _BUFFER_BYTES = 1 << 20
@@ -78,12 +81,11 @@ def check_output(
         append: records are to be added to an existing one; None: the command has no --append-to-previous.
 
     Raises:
-        PathError: it exists and neither `append` nor `overwrite` is set, nothing can be appended to it, its name says
-            another kind of file, or the folder cannot be written.
+        PathError: it exists and neither `append` nor `overwrite` is set, it is no regular file, nothing can be appended
+            to it, its name says another kind of file, or the folder cannot be written.
     """
     path = expand_path(text, what=what)
-    if path.is_dir():
-        raise PathError(f"{what} {path} is a folder; give a file name")
+    check_replaceable(path, what=what)
     if suffixes:
         refuse_other_kinds(path, suffixes, what=what)
     if path.exists() and not (append or overwrite):
@@ -179,7 +181,7 @@ class JsonlWriter:
 
 
 class ParquetWriter:
-    """Blocks of rows; the first block decides the schema."""
+    """Keeps the records in a nameless file until all are there, since the schema follows from all of them."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -188,39 +190,41 @@ class ParquetWriter:
         except ImportError as error:
             raise DataError("writing parquet needs pyarrow; install atroposlib[parquet], or write .jsonl") from error
         self._path = path
-        self._rows: list[dict[str, Any]] = []
-        self._file: Any = None  # pyarrow.parquet.ParquetWriter
+        self._records = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 - closed by `close`
+        self._columns: Columns = {}
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one record."""
-        self._rows.append(msgspec.json.decode(_encoder.encode(record)))
-        if len(self._rows) >= _ROWS_PER_BLOCK:
-            self._flush()
+        """Append one record.
+
+        Raises:
+            DataError: it has no columns in common with those before.
+        """
+        data = _encoder.encode(record)
+        self._columns = merge_columns(self._columns, columns_of(msgspec.json.decode(data)))
+        self._records.write(data + b"\n")
+
+    def finish(self) -> None:
+        """Write the file."""
+        schema = self._arrow.schema([(name, arrow_type(self._arrow, shape)) for name, shape in self._columns.items()])
+        self._records.seek(0)
+        with self._parquet.ParquetWriter(self._path, schema, compression="zstd") as file:
+            while lines := list(islice(self._records, _ROWS_PER_BLOCK)):
+                rows = [fit_columns(msgspec.json.decode(line), self._columns) for line in lines]
+                file.write_table(self._arrow.Table.from_pylist(rows, schema=schema))
 
     def close(self) -> None:
-        """Write what is left and the footer."""
-        if self._rows:
-            self._flush()
-        if self._file is not None:
-            self._file.close()
-
-    def _flush(self) -> None:
-        schema = self._file.schema if self._file else None
-        try:
-            table = self._arrow.Table.from_pylist(self._rows, schema=schema)
-        except self._arrow.ArrowException as error:
-            raise DataError(f"these records have no common parquet columns ({error}); write .jsonl instead") from error
-        if self._file is None:
-            self._file = self._parquet.ParquetWriter(self._path, table.schema, compression="zstd")
-        self._file.write_table(table)
-        self._rows = []
+        """Remove what was kept."""
+        self._records.close()
 
 
 @contextmanager
 def _parquet_writer(path: Path) -> Iterator[ParquetWriter]:
     writer = ParquetWriter(path)
-    yield writer
-    writer.close()
+    try:
+        yield writer
+        writer.finish()
+    finally:
+        writer.close()
 
 
 @contextmanager
@@ -229,6 +233,7 @@ def _beside(path: Path) -> Iterator[Path]:
 
     No two writers share one, and it is locked while it is written, so that others can tell it from an abandoned one.
     """
+    check_replaceable(path)
     try:
         _remove_abandoned(path)
         beside, descriptor = _new_part(path)

@@ -22,7 +22,7 @@ from atroposlib.data.rollout_files import NO_GROUP, Line, expand_input, row_erro
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import AtroposError, RowError
 from atroposlib.json_lines import parse_anyhow
-from atroposlib.paths import expand_path
+from atroposlib.paths import check_replaceable, expand_path
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ def generate_html(input_path: str | os.PathLike[str], output_path: str | os.Path
         logger.error("%s does not exist", source)
         sys.exit(1)
     target = expand_path(output_path, what="output") if output_path else html_path(source)
+    check_replaceable(target)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with beside.open("w", encoding="utf-8") as stream:

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from atroposlib.errors import PathError
 from atroposlib.json_lines import BYTE_ORDER_MARK
-from atroposlib.paths import kind_of
+from atroposlib.paths import check_replaceable
 
 FAILURES = "failures.jsonl"
 _LOOKED_AT_BYTES = 1 << 26
@@ -66,8 +65,8 @@ def choose_run(files: RunFiles, *, fresh: bool) -> RunFiles:
     Raises:
         PathError: the named file is a device, a pipe or a folder.
     """
-    if files.single and files.single.exists() and not files.single.is_file():
-        raise PathError(f"{files.single} is {kind_of(files.single)}; rollouts are written to a file, give its name")
+    if files.single:
+        check_replaceable(files.single)
     ours: RunFiles | None = None
     for candidate in _candidates(files):
         existing = candidate.shards()

@@ -13,7 +13,9 @@ from atroposlib.data.merge import merge_rollouts
 from atroposlib.data.output import check_output, write_whole, written_whole
 from atroposlib.data.rollout_files import read_lines
 from atroposlib.data.sft import SftOptions, export_sft
-from atroposlib.errors import PathError
+from atroposlib.errors import DataError, PathError
+from atroposlib.frontend.jsonl2html import generate_html
+from atroposlib.paths import write_text_atomic
 
 
 def parts_in(folder):
@@ -107,3 +109,103 @@ def test_a_name_that_says_no_other_kind_is_taken_as_upstream_did(tmp_path, rollo
 def test_merged_rollouts_are_not_written_as_parquet(tmp_path, rollouts):
     with pytest.raises(PathError, match="end its name in"):
         merge_rollouts(rollouts, tmp_path / "o.parquet")
+
+
+WEATHER = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+SUM = {"id": "2", "type": "function", "function": {"name": "sum", "arguments": '{"x": 1}'}}
+RECORDS = {
+    "keys that only later records have": [
+        *[{"messages": [{"role": "user", "content": "q"}], "score": 1.0}] * 600,
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [WEATHER]}], "score": 1, "extra": {"a": 1}},
+        {"messages": [{"role": "tool", "tool_call_id": "1", "content": "12", "name": "weather"}], "score": 0.5},
+    ],
+    "calls of different arguments": [
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]} for call in (WEATHER, SUM)
+    ],
+    "parts": [
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image", "url": "u"}]}]}
+    ],
+    "ids": [{"input_ids": [1, 2], "labels": [-100, 2], "score": 1.0}, {"input_ids": [], "labels": [], "score": 0}],
+    "objects that differ": [{"meta": {"a": 1}}, {"meta": {"b": [1, "x"]}}, {"meta": {}}, {"meta": [1]}],
+    "tools": [{"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "number"}}}}]}],
+}
+TEXTS = ("arguments", "meta", "tools", "extra")
+
+
+def as_read(value, key=""):
+    """The value without keys that are null, and with objects again where they were written as text."""
+    if isinstance(value, str) and key in TEXTS:
+        return json.loads(value)
+    if isinstance(value, dict):
+        return {name: as_read(each, name) for name, each in value.items() if each is not None}
+    return [as_read(each) for each in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("records", RECORDS.values(), ids=RECORDS)
+def test_parquet_gives_back_what_was_written(tmp_path, records):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    with written_whole(tmp_path / "o.parquet") as writer:
+        for record in records:
+            writer.write(record)
+    read = parquet.read_table(tmp_path / "o.parquet").to_pylist()
+    assert as_read(read) == as_read(records)
+    assert [path.name for path in tmp_path.iterdir()] == ["o.parquet"]
+
+
+def test_parquet_keeps_the_arguments_of_calls_as_text(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    with written_whole(tmp_path / "o.parquet") as writer:
+        for record in RECORDS["calls of different arguments"]:
+            writer.write(record)
+    rows = parquet.read_table(tmp_path / "o.parquet").to_pylist()
+    calls = [row["messages"][0]["tool_calls"][0]["function"]["arguments"] for row in rows]
+    assert calls == ['{"city":"Bonn"}', '{"x": 1}']
+
+
+MIXED = {
+    "text and parts": ([{"content": "a"}], [{"content": [{"type": "text"}]}], r"m\[\]\.content is text .* list"),
+    "a number beyond 64 bits": (1, 1 << 63, "beyond the 64 bits"),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "reason"), MIXED.values(), ids=MIXED)
+def test_records_without_common_columns_are_refused(tmp_path, first, second, reason):
+    pytest.importorskip("pyarrow")
+
+    def write():
+        with written_whole(tmp_path / "o.parquet") as writer:
+            writer.write({"m": first})
+            writer.write({"m": second})
+
+    with pytest.raises(DataError, match=reason):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def make_pipe(path):
+    os.mkfifo(path)
+
+
+SPECIAL = {
+    "a device": lambda path: path.symlink_to("/dev/null"),
+    "a pipe": make_pipe,
+    "a folder": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize(("kind", "make"), SPECIAL.items(), ids=SPECIAL)
+def test_only_regular_files_are_replaced(tmp_path, rollouts, kind, make):
+    output = tmp_path / "o.jsonl"
+    make(output)
+    for write in (
+        lambda: check_output(output, overwrite=True),
+        lambda: write_whole(output, b""),
+        lambda: write_text_atomic(output, ""),
+        lambda: generate_html(rollouts, output),
+        lambda: export_sft(rollouts, output, options=SftOptions(overwrite=True)),
+        lambda: merge_rollouts(rollouts, output, overwrite=True),
+    ):
+        with pytest.raises(PathError, match=rf"o\.jsonl is {kind}; only regular files"):
+            write()
+    assert not output.is_file()
+    assert parts_in(tmp_path) == []
