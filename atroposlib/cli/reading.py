@@ -18,7 +18,7 @@ def reading(paths: Iterable[str], *, passes: int = 1) -> Iterator[Callable[[int]
     if not console.is_terminal:
         yield lambda _: None
         return
-    total = passes * sum(path.stat().st_size for path in find_rollout_files(paths))
+    total = passes * sum(path.stat().st_size for path in find_rollout_files(paths, warns=False))
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("reading", total=total)

@@ -10,8 +10,11 @@ import io
 import json
 import logging
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -27,6 +30,7 @@ from atroposlib.type_definitions import RolloutRecord
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".jsonl.zst", ".jsonl.gz")
+_SHARD = re.compile(r"(.+_rollouts_.+)_\d{4,}\.jsonl(?:\.zst|\.gz)?")
 CUT_SHORT = "last line cut short"  # also what a running job's file ends in
 NOT_UTF8 = "not UTF-8"
 NO_GROUP = "no group"
@@ -91,8 +95,13 @@ def read_rollouts(
             yield record
 
 
-def find_rollout_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
+def find_rollout_files(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, warns: bool = True
+) -> list[Path]:
     """The files that `paths` mean, each once, by whatever names; a folder's failures and datasets are not rollouts.
+
+    A pattern that ends in `.jsonl` means compressed files, too. Files that are only part of a run are warned of, unless
+    `warns` is False.
 
     Raises:
         PathError: a path does not exist, or a folder holds no rollout file.
@@ -104,7 +113,25 @@ def find_rollout_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLik
     for each in given:
         for path in _files_of(os.fspath(each)):
             found.setdefault(path.resolve(), path)
+    if warns:
+        _warn_of_partial_runs(found)
     return list(found.values())
+
+
+def _warn_of_partial_runs(found: dict[Path, Path]) -> None:
+    """Say which runs have more shards than were found; by the folder and the name of the run."""
+    shards: Counter[tuple[Path, str]] = Counter()
+    for path in found:
+        if shard := _SHARD.fullmatch(path.name):
+            shards[path.parent, shard[1]] += 1
+    for (folder, run), count in shards.items():
+        names = (_SHARD.fullmatch(path.name) for path in folder.iterdir() if _looks_like_rollouts(path))
+        missing = [name[0] for name in names if name and name[1] == run and folder / name[0] not in found]
+        if missing:
+            logger.warning(
+                "only %d of the %d files of run %s are read, without %s%s; to read all of it give its folder: %s",
+                *(count, count + len(missing), run, min(missing), ", ..." if len(missing) > 1 else "", folder),
+            )
 
 
 def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator[Line]:
@@ -283,6 +310,8 @@ def _files_of(text: str) -> list[Path]:
             raise PathError(f"{path} is {kind_of(path)}, not a file; rollout files are read more than once")
         return [path]
     matches = sorted(each for each in _glob(path) if _looks_like_rollouts(each))
+    if not matches and path.with_name(f"{path.name}.zst").is_file():  # a run compresses its shards when it is asked to
+        return [path.with_name(f"{path.name}.zst")]
     if not matches:
         raise PathError(f"{path} does not exist{_misplaced_hint(path)}")
     return matches
@@ -309,7 +338,8 @@ def _looks_like_rollouts(path: Path) -> bool:
 def _glob(path: Path) -> Iterator[Path]:
     if not any(sign in path.name for sign in "*?["):
         return iter(())
-    return path.parent.glob(path.name)
+    names = [path.name, *(f"{path.name}{suffix}" for suffix in KINDS)] if path.suffix == ".jsonl" else [path.name]
+    return chain.from_iterable(path.parent.glob(name) for name in names)
 
 
 def _misplaced_hint(path: Path) -> str:

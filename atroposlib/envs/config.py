@@ -83,7 +83,9 @@ class BaseEnvConfig(BaseModel):
         default="main", description="Names the run's files; a run goes on where files of its name end."
     )
     groups_per_shard: int = Field(default=100, ge=1, description="Groups per rollout shard.")
-    compress_rollouts: bool = Field(default=False, description="Compress each complete shard to .jsonl.zst.")
+    compress_rollouts: bool = Field(
+        default=False, description="Compress each complete shard to .jsonl.zst; the last stays .jsonl."
+    )
     stop_after_accepted: int | None = Field(
         default=None,
         ge=1,

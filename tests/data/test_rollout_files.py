@@ -187,3 +187,45 @@ def test_truth_values_for_scores_are_numbers(tmp_path):
     assert open_table(path).responses["score"].tolist() == [1.0, 0.0]
     export_sft(path, tmp_path / "d.jsonl", options=SftOptions(format="tokens"))
     assert '"score":1.0' in (tmp_path / "d.jsonl").read_text()
+
+
+@pytest.fixture
+def run_of_three(tmp_path):
+    """Two compressed shards and a plain one."""
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    for number in (1, 2, 3):
+        path = write_groups(folder / f"x_rollouts_main_000{number}.jsonl", [make_group([1.0], item=str(number))])
+        if number < 3:
+            path.with_name(f"{path.name}.zst").write_bytes(zstandard.compress(path.read_bytes()))
+            path.unlink()
+    write_groups(folder / "y_rollouts_main_0001.jsonl", [make_group([1.0], item="9")])
+    return folder
+
+
+def test_a_pattern_of_plain_names_means_compressed_shards_too(run_of_three, caplog):
+    found = find_rollout_files(str(run_of_three / "x_*.jsonl"))
+    assert [path.name[-9:] for path in found] == ["jsonl.zst", "jsonl.zst", "003.jsonl"]
+    assert caplog.text == ""
+
+
+def test_files_that_are_part_of_a_run_are_said(run_of_three, caplog):
+    found = find_rollout_files(
+        [run_of_three / "x_rollouts_main_0003.jsonl", run_of_three / "y_rollouts_main_0001.jsonl"]
+    )
+    assert len(found) == 2
+    (message,) = caplog.messages
+    assert message.startswith(
+        "only 1 of the 3 files of run x_rollouts_main are read, without x_rollouts_main_0001.jsonl"
+    )
+    assert message.endswith(f"to read all of it give its folder: {run_of_three}")
+
+
+def test_a_shard_that_was_compressed_meanwhile_is_found_by_its_former_name(run_of_three):
+    (found,) = find_rollout_files(run_of_three / "x_rollouts_main_0002.jsonl")
+    assert found.name == "x_rollouts_main_0002.jsonl.zst"
+
+
+def test_whole_runs_are_read_without_a_word(run_of_three, caplog):
+    find_rollout_files(run_of_three)
+    assert caplog.text == ""
