@@ -36,7 +36,7 @@ from atroposlib.paths import expand_path
 from atroposlib.rollouts import groups as group_checks
 from atroposlib.rollouts.earlier import EarlierRollouts
 from atroposlib.rollouts.early_stop import EarlyStop, sample_until
-from atroposlib.rollouts.failures import is_scored
+from atroposlib.rollouts.failures import NO_GROUP, is_scored
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.process import run_process
 from atroposlib.rollouts.run import Outcome, Run
@@ -455,6 +455,7 @@ class BaseEnv(TrainerSide):
             GroupError: a group no one could use (shapes, ids that are no integers, numbers that are not finite).
         """
         usable: list[ScoredDataGroup] = []
+        dropped_for = NO_GROUP
         for given in group_checks.as_groups(scored_data):
             group = self._without_unscored(given)
             reason = group_checks.reject_reason(
@@ -467,11 +468,12 @@ class BaseEnv(TrainerSide):
                 usable.append(group)
             else:
                 self._note_rejected(reason)
+                dropped_for = reason
         if self._run is None:
             return 0
         work = current_work.get() or self._run.work_outside(item)
         if not usable:
-            await self._run.sink.reject(work)
+            await self._run.sink.reject(work, dropped_for)
             return 0
         send = [do_send_to_api and self._fits(group, abort_on_any_max_length_exceeded) for group in usable]
         stored = await self._run.sink.store(usable, work, send=send)

@@ -152,6 +152,56 @@ class TaskHealth:
         return bool(self.set_aside) and self._healthy <= set(self.set_aside)
 
 
+NO_GROUP = "collect_trajectories gave no group"
+_WHAT_TO_DO = {
+    NO_GROUP: "look at what it filters out and at the errors that it catches",
+    "all scores equal": "the model solves all or nothing of each item: give it easier or harder ones or a larger "
+    "env.group_size, or keep such groups with --env.ensure_scores_are_not_same false",
+}
+_OTHERWISE = "a group needs env.group_size sequences, or its own group_overrides.group_size"
+
+
+@dataclass
+class Fruitless:
+    """Items in a row that ended without a group to keep: spinning, when there are many."""
+
+    FIRST_WORD_S = 5.0
+    items: int = 0
+    since_s: float = 0.0  # by the monotonic clock
+    reasons: Counter[str] = field(default_factory=Counter)
+    asked_an_engine: bool = False
+
+    def add(self, reason: str, *, asked_an_engine: bool) -> None:
+        """One item more."""
+        self.since_s = self.since_s if self.items else time.monotonic()
+        self.items += 1
+        self.reasons[reason] += 1
+        self.asked_an_engine |= asked_an_engine
+
+    def end(self) -> None:
+        """A group was kept."""
+        if self.items:
+            self.items, self.asked_an_engine = 0, False
+            self.reasons.clear()
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait before the next item: none while an engine sets the pace, else 0.1% of the row, at most 1."""
+        return 0.0 if self.asked_an_engine or not self.items else min(1.0, (time.monotonic() - self.since_s) / 1000)
+
+    def sentence(self) -> str | None:
+        """Return what is happening and what to do; None while it is nothing unusual."""
+        seconds = time.monotonic() - self.since_s
+        if self.items < (10 if self.asked_an_engine else 3) or seconds < self.FIRST_WORD_S:
+            return None
+        (reason, _), *_ = self.reasons.most_common(1)
+        counted = ", ".join(f"{each} ({count})" for each, count in self.reasons.most_common(3))
+        return (
+            f"a group to keep: the last {self.items} items gave none in {seconds:.0f} s: {counted}; "
+            f"{_WHAT_TO_DO.get(reason, _OTHERWISE)}"
+        )
+
+
 class FailureLog:
     """Appends to failures.jsonl, one write a line; several environments may share the file."""
 

@@ -219,9 +219,11 @@ def reject_reason(group: Mapping[str, Any], *, group_size: int, distinct_scores:
     size, wanted = len(group["tokens"]), expected_size(group, group_size)
     if size != wanted:
         return f"{size} sequences instead of {wanted}"
-    if distinct_scores and len({float(score) for score in group["scores"]}) == 1:
-        return TOO_FEW_SCORES if size == 1 and group.get("unscored") else EQUAL_SCORES
-    return None
+    if not distinct_scores or len({float(score) for score in group["scores"]}) > 1:
+        return None
+    if size > 1:
+        return EQUAL_SCORES
+    return TOO_FEW_SCORES if group.get("unscored") else None  # with env.group_size 1 there is nothing to compare
 
 
 def longest_sequence(group: Mapping[str, Any]) -> int:

@@ -49,6 +49,7 @@ class RolloutPool:
         roll_out: Callable[[str], Awaitable[Any]],
         *,
         may_start: Callable[[int], bool],
+        pause_s: Callable[[], float] = lambda: 0.0,
         failures: FailureLog,
         health: TaskHealth,
         tasks: set[asyncio.Task[None]],
@@ -59,12 +60,14 @@ class RolloutPool:
         Args:
             roll_out: rolls out, checks and stores the item `running_items[uuid]`; raises when it fails.
             may_start: given the number in flight, may one more be started?
+            pause_s: seconds to wait before the next start.
             tasks, running_items: the environment's own views of what runs; kept up to date here.
             settled: told the key of every item that is done or given up.
         """
         self._source = source
         self._roll_out = roll_out
         self._may_start = may_start
+        self._pause_s = pause_s
         self._failures = failures
         self._health = health
         self._tasks = tasks
@@ -114,6 +117,8 @@ class RolloutPool:
             if self._is_full() or self._is_over(is_finished):
                 await self._wait_for_change()
                 continue
+            if pause_s := self._pause_s():
+                await asyncio.sleep(pause_s)
             work = await self._next_work()
             if work is None:
                 await self._wait_for_change(IDLE_S)

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 State = Literal["starting", "waiting", "running", "parked", "done", "stopped", "failed"]
 
 RATE_WINDOW_S = 60.0
+HINT_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class Progress:
     _killed_tokens: int = 0  # in flight when earlier processes ended
     _writing: threading.Lock = field(default_factory=threading.Lock)  # what is written last was noted last
     _waits: dict[str, str] = field(default_factory=dict)  # by counterpart: "engine", "disk", "api"
+    _hint: str | None = None
+    _hinted_at: float = -HINT_EVERY_S
     _samples: deque[tuple[float, int, int, int, float]] = field(
         default_factory=deque
     )  # monotonic s, groups, responses, tokens, share of the run
@@ -85,10 +88,19 @@ class Progress:
         if self.state in ("running", "parked"):
             self.state = "parked" if self._waits else "running"
 
+    def hint(self, what: str | None) -> None:
+        """Note what the run lacks although nothing stands still; None: nothing. Logged now and then."""
+        if what and time.monotonic() - self._hinted_at >= HINT_EVERY_S:
+            self._hinted_at = time.monotonic()
+            logger.warning("waiting for %s", what)
+        if self._hint and not what:
+            self._hinted_at = -HINT_EVERY_S  # another time is news
+        self._hint = what
+
     @property
     def waiting_for(self) -> str | None:
         """What the run waits for, or None."""
-        return "; ".join(self._waits.values()) or None
+        return "; ".join([*self._waits.values(), *filter(None, [self._hint])]) or None
 
     @property
     def share_done(self) -> float | None:

@@ -20,7 +20,7 @@ from atroposlib.rollouts.collector import RareCollections
 from atroposlib.rollouts.concurrency import AutoConcurrency, queued, running
 from atroposlib.rollouts.display import ProgressDisplay
 from atroposlib.rollouts.environment import Environment
-from atroposlib.rollouts.failures import FailureLog, TaskHealth, describe_error
+from atroposlib.rollouts.failures import FailureLog, Fruitless, TaskHealth, describe_error
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.json_text import as_json
@@ -108,6 +108,7 @@ class Run:
             self.source,
             env.handle_env,
             may_start=self.sink.may_start,
+            pause_s=lambda: self.sink.fruitless.pause_s,
             failures=self.failures,
             health=self.health,
             tasks=env.workers,
@@ -255,6 +256,7 @@ class Run:
             now = time.monotonic()
             engine_down = self._env.engine_down()
             self.progress.wait_for("engine", engine_down)
+            self.progress.hint(self.sink.fruitless.sentence() or self._no_items())
             self.pool.expire(self._env.config.worker_timeout, outage_s=now - previous if engine_down else 0.0)
             previous = now
             if self.health.nothing_works:
@@ -262,6 +264,15 @@ class Run:
             if now - synced_at >= SYNC_EVERY_S:
                 synced_at = now
                 await self._save()
+
+    def _no_items(self) -> str | None:
+        """Return a sentence while the environment has had nothing to roll out for some seconds and nothing runs."""
+        if self.pool.in_flight or self.source.idle_s < Fruitless.FIRST_WORD_S or self.source.drawn_out:
+            return None
+        return (
+            f"an item: get_next_item has returned None for {self.source.idle_s:.0f} s and nothing runs; it is asked "
+            "again ten times a second. If there are no more items, stop this environment"
+        )
 
     async def _ask_engines(self) -> None:
         """Note now and then how busy the engines are."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from atroposlib.errors import ApiError, EnvironmentFault
 from atroposlib.rollouts.early_stop import Limits
+from atroposlib.rollouts.failures import Fruitless
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.groups import to_record
 from atroposlib.rollouts.json_text import as_json
@@ -59,6 +60,7 @@ class Sink:
         self._run_id = files.run_id if files else os.urandom(4).hex()
         self.totals = files.ledger.totals if files else Totals()
         self._taken = self.totals.groups  # stored, or being stored
+        self.fruitless = Fruitless()
         self.may_store: Callable[[str], bool] = lambda item_key: True  # asked right before its groups are written
 
     def may_start(self, in_flight: int) -> bool:
@@ -82,6 +84,7 @@ class Sink:
             StorageError: the rollout file cannot be written.
             EnvironmentFault: the API refuses a group.
         """
+        self.fruitless.end()
         work = _named(work)
         wanted = self._missing_parts(len(groups), work)
         records = [
@@ -111,12 +114,13 @@ class Sink:
         await self._send([record for part, record in zip(wanted, records, strict=True) if send[part]])
         return len(records)
 
-    async def reject(self, work: Work) -> None:
-        """The item is done without a usable group.
+    async def reject(self, work: Work, reason: str) -> None:
+        """Note that the item is done without a usable group; `reason` in a few words.
 
         Raises:
             StorageError: that cannot be noted.
         """
+        self.fruitless.add(reason, asked_an_engine=work.trace.replies > 0)
         work = _named(work)
         if self._files:
             await self._stored(self._files.reject(work.key, work.trace.usage["completion_tokens"], work.backlog))

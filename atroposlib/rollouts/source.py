@@ -7,6 +7,7 @@ a hash of its content and how often that content came before. Items whose key is
 import asyncio
 import hashlib
 import re
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Container, Iterator
 from typing import Protocol
@@ -61,6 +62,7 @@ class ItemSource:
         self._again: deque[Work] = deque()
         self._seen: Counter[str] = Counter()
         self.drawn_out = False  # `draw` will give nothing more
+        self._idle_since: float | None = None  # by the monotonic clock
 
     def put_back(self, work: Work) -> None:
         """Roll this out again, before anything else."""
@@ -71,8 +73,18 @@ class ItemSource:
         """Nothing is left now, and nothing will come unless a running rollout adds to the backlog."""
         return self.drawn_out and not self._again and not self._backlog()
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds for which there has been no item; 0 when the last call of `next` gave one."""
+        return 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
+
     async def next(self) -> Work | None:
         """The next work, or None while there is none."""
+        work = await self._next()
+        self._idle_since = None if work else self._idle_since or time.monotonic()
+        return work
+
+    async def _next(self) -> Work | None:
         if self._again:
             return self._again.popleft()
         set_aside = skipped = 0

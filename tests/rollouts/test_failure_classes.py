@@ -5,7 +5,7 @@ import json
 import pytest
 
 from atroposlib.errors import EngineFault, KilledFault, RequestFault, VerifierFault
-from atroposlib.rollouts.failures import FailureLog, TaskHealth, failure_class
+from atroposlib.rollouts.failures import NO_GROUP, FailureLog, Fruitless, TaskHealth, failure_class
 from atroposlib.rollouts.work import Work
 
 CLASSES = {
@@ -70,3 +70,21 @@ def test_failures_are_written_with_traceback_and_counted_over_restarts(tmp_path)
     assert FailureLog(path, env="other", run="r").counts == {}
     again.add(Work(1, "8", "t"), EngineFault("down"), is_final=False)
     assert json.loads(path.read_text().splitlines()[-1])["item_key"] == "8"
+
+
+def test_items_without_a_group_slow_down_only_while_no_engine_sets_the_pace(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("atroposlib.rollouts.failures.time.monotonic", lambda: now[0])
+    fruitless = Fruitless()
+    assert (fruitless.pause_s, fruitless.sentence()) == (0.0, None)
+    pauses = []
+    for seconds in (0, 1, 9, 90, 9000):
+        now[0] += seconds
+        fruitless.add(NO_GROUP, asked_an_engine=False)
+        pauses.append(round(fruitless.pause_s, 3))
+    assert pauses == [0.0, 0.001, 0.01, 0.1, 1.0]
+    assert f"the last 5 items gave none in 9100 s: {NO_GROUP} (5)" in fruitless.sentence()
+    fruitless.add("all scores equal", asked_an_engine=True)
+    assert (fruitless.pause_s, fruitless.sentence()) == (0.0, None)  # six of ten: such a row is no wonder
+    fruitless.end()
+    assert (fruitless.items, fruitless.pause_s) == (0, 0.0)

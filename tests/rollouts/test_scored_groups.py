@@ -73,6 +73,10 @@ def test_a_row_nobody_could_use_is_set_aside_and_the_rest_is_a_group_of_its_size
     assert reject_reason(rest, group_size=2, distinct_scores=True) == TOO_FEW_SCORES
 
 
+def test_a_group_of_one_has_nothing_to_compare():
+    assert reject_reason(make_group(5, 1), group_size=1, distinct_scores=True) is None
+
+
 def test_finish_reasons_stay_with_their_rows_when_some_have_no_score():
     work = Work(item=1, key="1", task="t")
     work.trace.record(EngineReply(["stop", "length", "stop"], 10, 20))

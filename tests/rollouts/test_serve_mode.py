@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 
 import orjson
@@ -12,6 +13,7 @@ from counting_env import CountingEnv, make_env, make_group
 from memory_api import MemoryApi
 
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.rollouts.failures import Fruitless
 from atroposlib.rollouts.trace import EngineReply, current_trace
 
 
@@ -69,13 +71,53 @@ async def test_the_trainer_learns_temperature_weight_versions_and_duration_from_
     }
 
 
-async def test_a_trainer_gets_nothing_of_a_response_without_a_score():
+async def test_groups_of_one_response_are_sent_although_there_is_nothing_to_compare(tmp_path):
+    settings = {"group_size": 1, "ensure_scores_are_not_same": True, "rollouts_dir": str(tmp_path)}
+    env, api = serving(total_groups=3, max_batches_offpolicy=0, **settings)
+    await env.env_manager()
+    assert [len(group["scores"]) for group in api.received] == [1, 1, 1]
+
+
+class NoGroup(CountingEnv):
+    async def collect_trajectories(self, item):
+        return None, []
+
+
+class EqualScores(CountingEnv):
+    async def collect_trajectories(self, item):
+        group, backlog = await super().collect_trajectories(item)
+        return {**group, "scores": [1.0] * len(group["scores"])}, backlog
+
+
+class NoItem(CountingEnv):
+    async def get_next_item(self):
+        return None
+
+
+SPINNING = {
+    NoGroup: "collect_trajectories gave no group .*look at what it filters out",
+    EqualScores: "all scores equal .*easier or harder",
+    NoItem: "get_next_item has returned None .*stop this environment",
+}
+
+
+@pytest.mark.parametrize(("env_cls", "sentence"), SPINNING.items(), ids=lambda given: getattr(given, "__name__", ""))
+async def test_an_environment_that_gives_nothing_says_so_and_what_to_do(env_cls, sentence, monkeypatch, caplog):
+    monkeypatch.setattr(Fruitless, "FIRST_WORD_S", 0.0)
+    env, _ = serving(env_cls, ensure_scores_are_not_same=True)
+    async with running(env):
+        await until(lambda: env._run and env._run.progress.waiting_for)
+        assert re.search(sentence, env._run.progress.waiting_for)
+        assert re.search(sentence, caplog.text)
+
+
+async def test_a_trainer_gets_nothing_of_a_response_without_a_score(tmp_path):
     class PickyEnv(CountingEnv):
         async def collect_trajectories(self, item):
             group, backlog = await super().collect_trajectories(item)
             return {**group, "scores": [None, *group["scores"][1:]]}, backlog
 
-    env, api = serving(PickyEnv, total_groups=1, group_size=3, max_batches_offpolicy=0)
+    env, api = serving(PickyEnv, total_groups=1, group_size=3, max_batches_offpolicy=0, rollouts_dir=str(tmp_path))
     await env.env_manager()
     group = api.received[0]
     assert [len(group[key]) for key in ("tokens", "masks", "scores", "messages")] == [2] * 4
