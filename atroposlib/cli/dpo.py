@@ -6,7 +6,7 @@ import typer
 
 from atroposlib.cli.boundary import App, run
 from atroposlib.cli.reading import reading
-from atroposlib.cli.sft import print_report
+from atroposlib.cli.sft import OUTPUT_HELP, default_output, print_report
 from atroposlib.data.collect import Collection, is_live_call
 from atroposlib.data.dpo import DpoFormat, DpoOptions, collect_dpo, export_dpo
 from atroposlib.data.pairs import Negatives, PairRules
@@ -24,8 +24,10 @@ def generate(
         list[str],
         typer.Argument(help="Rollout files, folders (a run's too) or patterns; or one new file to collect into, live."),
     ],
-    output: Annotated[str | None, typer.Option(help="Output .jsonl, .jsonl.zst or .parquet (offline).")] = None,
-    format: Annotated[DpoFormat | None, typer.Option(help="Default: prefix with --tokenizer, else trl.")] = None,
+    output: Annotated[str | None, typer.Option(help=OUTPUT_HELP.format("dpo"))] = None,
+    format: Annotated[
+        DpoFormat | None, typer.Option(help="Default: trl; live as upstream's: prefix with --tokenizer, else trl.")
+    ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder, .gguf, embedded model or hub name.")] = None,
     policy: Annotated[str | None, typer.Option(help="YAML of steps: which responses may be used at all.")] = None,
     save_n_pairs_per_group: Annotated[int, typer.Option(min=1, help="Most pairs of a problem.")] = 3,
@@ -48,10 +50,12 @@ def generate(
 ) -> None:
     """Turn scored rollouts into preference pairs.
 
-    Pairs are of one prompt, best against worst; a group with equal scores gives none.
+    Pairs are of one prompt, best against worst; a group with equal scores gives none. The prompt is everything before
+    the first turn that the model generated, the two sides are what it generated.
 
     \b
     Examples:
+      atropos-dpo-gen output.jsonl                                       (writes output.dpo.jsonl)
       atropos-dpo-gen runs/main/ --output dpo.jsonl
       atropos-dpo-gen runs/main/ --output dpo.jsonl --negatives near_length --max-length-ratio 1.5
       atropos-dpo-gen runs/main/ --tokenizer ./tokenizer --format tokens --output dpo.parquet
@@ -68,7 +72,7 @@ def generate(
         max_length_ratio=max_length_ratio,
     )
     options = DpoOptions(
-        format="messages" if save_messages else format or ("prefix" if tokenizer else "trl"),
+        format="messages" if save_messages else format or ("prefix" if tokenizer and is_live else "trl"),
         tokenizer=tokenizer,
         target=num_seqs_to_save,
         append=append_to_previous,
@@ -76,7 +80,7 @@ def generate(
         strict=strict,
     )
     selection = load_policy(policy) if policy else Policy(seed=seed)
-    if is_live or output is None:
+    if is_live:
         plan = Collection(
             api_url=api_url,
             batch_size=group_size * BATCH_GROUPS,
@@ -85,11 +89,12 @@ def generate(
             name="dpo_gen",
             take_over=take_over,
         )
-        print_report(collect_dpo(rollouts[0], rules, options, plan, selection))
+        print_report(collect_dpo(rollouts[0], rules, options, plan, selection), "pairs")
         return
+    output = output or default_output(rollouts[0], "dpo")
     with reading(rollouts, passes=2) as advance:
         report = export_dpo(rollouts, output, rules, options, selection, advance)
-    print_report(report)
+    print_report(report, "pairs")
 
 
 def main() -> None:

@@ -11,10 +11,13 @@ from atroposlib.data.conversion import SftOptions
 from atroposlib.data.formats import Format
 from atroposlib.data.policy import load_policy, simple_policy
 from atroposlib.data.report import ExportReport
+from atroposlib.data.rollout_files import expand_input
 from atroposlib.data.sft import collect_sft, export_sft
 from atroposlib.errors import ConfigError
 
 app = App()
+
+OUTPUT_HELP = "Output .jsonl, .jsonl.zst or .parquet. Default: {0}.jsonl in the folder, NAME.{0}.jsonl by the file."
 
 
 @app.command()
@@ -23,8 +26,11 @@ def generate(
         list[str],
         typer.Argument(help="Rollout files, folders (a run's too) or patterns; or one new file to collect into, live."),
     ],
-    output: Annotated[str | None, typer.Option(help="Output .jsonl, .jsonl.zst or .parquet (offline).")] = None,
-    format: Annotated[Format | None, typer.Option(help="Default: prefix with --tokenizer, else messages.")] = None,
+    output: Annotated[str | None, typer.Option(help=OUTPUT_HELP.format("sft"))] = None,
+    format: Annotated[
+        Format | None,
+        typer.Option(help="Default: prompt-completion; live as upstream's: prefix with --tokenizer, else messages."),
+    ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder, .gguf, embedded model or hub name.")] = None,
     policy: Annotated[str | None, typer.Option(help="YAML of selection steps; replaces the selection options.")] = None,
     min_score: Annotated[float | None, typer.Option(help="Lowest score kept. Default: above 0.")] = None,
@@ -34,6 +40,9 @@ def generate(
         float, typer.Option(help="Above 0: keep responses better than their group's worst by more than this.")
     ] = 0.0,
     num_seqs_to_save: Annotated[int | None, typer.Option(min=1, help="Most responses; default all, live 100.")] = None,
+    per_turn: Annotated[
+        bool, typer.Option(help="messages, sharegpt: a row for each generated turn, which ends with it.")
+    ] = False,
     pack: Annotated[int | None, typer.Option(min=1, help="tokens only: fill rows of up to this many tokens.")] = None,
     seed: Annotated[int, typer.Option(help="Of choices by chance.")] = 0,
     save_messages: Annotated[bool, typer.Option(help="Same as --format messages.")] = False,
@@ -48,18 +57,20 @@ def generate(
 ) -> None:
     """Turn scored rollouts into a supervised fine-tuning set.
 
-    Without other options, every response with a score above 0 is kept, as chat messages.
+    Without other options, every response with a score above 0 is kept, as a row for each turn that the model
+    generated: its prompt, and the completion that trainers take loss on.
 
     \b
     Examples:
+      atropos-sft-gen output.jsonl                                       (writes output.sft.jsonl)
       atropos-sft-gen runs/main/ --output sft.jsonl
       atropos-sft-gen 'runs/main/rollouts/*.jsonl' --output sft.jsonl --min-score 1 --save-top-n-per-group 2
       atropos-sft-gen runs/main/ --tokenizer ./tokenizer --format tokens --pack 16384 --output sft.parquet
       atropos-sft-gen runs/main/ --policy strict.yaml --format sharegpt --output sft.jsonl
       atropos-sft-gen new.jsonl --tokenizer ./tokenizer --api-url http://localhost:8000     (live)
     """
-    chosen = _format(format, save_messages, tokenizer)
     is_live = is_live_call(rollouts, output, append=append_to_previous)
+    chosen = _format(format, save_messages, tokenizer, is_live=is_live)
     selection = simple_policy(
         above=None if allow_negative_scores else 0.0,
         min_score=min_score,
@@ -73,9 +84,15 @@ def generate(
             raise ConfigError("--policy replaces the selection options; write them as steps of the policy file")
         selection = load_policy(policy)
     options = SftOptions(
-        format=chosen, tokenizer=tokenizer, pack=pack, append=append_to_previous, overwrite=overwrite, strict=strict
+        format=chosen,
+        tokenizer=tokenizer,
+        per_turn=per_turn,
+        pack=pack,
+        append=append_to_previous,
+        overwrite=overwrite,
+        strict=strict,
     )
-    if output is None:
+    if is_live:
         plan = Collection(
             api_url=api_url,
             batch_size=group_size * tasks_per_step,
@@ -86,12 +103,13 @@ def generate(
         )
         print_report(collect_sft(rollouts[0], selection, options, plan))
         return
+    output = output or default_output(rollouts[0], "sft")
     with reading(rollouts, passes=2) as advance:
         report = export_sft(rollouts, output, selection, options, advance)
     print_report(report)
 
 
-def print_report(report: ExportReport) -> None:
+def print_report(report: ExportReport, unit: str = "records") -> None:
     """The steps, the counts and the output, on stdout."""
     print(f"{report.responses} responses in {report.groups} groups")
     for step in report.steps:
@@ -103,15 +121,31 @@ def print_report(report: ExportReport) -> None:
         print(f"  shared with evaluation sets: {len(report.contamination)}, listed in {listed}")
     if report.rerendered:
         print(f"  token ids made from messages, as none were recorded: {report.rerendered}")
-    print(f"{report.records} records ({report.format}): {report.output}")
+    copies = f"{report.copies} of them copies of an earlier one"
+    print(f"{report.records} {unit} ({report.format}), {copies}: {report.output}")
 
 
-def _format(given: Format | None, save_messages: bool, tokenizer: str | None) -> Format:
+def default_output(rollouts: str, kind: str) -> str:
+    """Where the dataset of a folder (in it) or of one file (beside it) goes.
+
+    >>> default_output("rollouts/output.jsonl.zst", "sft")
+    'rollouts/output.sft.jsonl'
+    """
+    path = expand_input(rollouts)
+    if path.is_dir():
+        return str(path / f"{kind}.jsonl")
+    stem = path.name.removesuffix(".zst").removesuffix(".gz").removesuffix(".jsonl")
+    return str(path.with_name(f"{stem}.{kind}.jsonl"))
+
+
+def _format(given: Format | None, save_messages: bool, tokenizer: str | None, *, is_live: bool) -> Format:
     if save_messages and given not in (None, "messages"):
         raise ConfigError(f"--save-messages means --format messages, but --format {given} was given; leave one out")
     if given or save_messages:
         return given or "messages"
-    return "prefix" if tokenizer else "messages"
+    if is_live:
+        return "prefix" if tokenizer else "messages"
+    return "prompt-completion"
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ _TURN_MARKS = re.compile(
 )
 _TAGS = re.compile(r"<[^<>]*>|\[/?\w+\]")  # what ends a turn, and tags around thoughts
 _BEHIND_A_TURN = 2  # positions without loss that may follow a last turn: what a template writes after its end
+_NO_CONTENT = {"content": Raw(b"null")}
 _kept_decoder = msgspec.json.Decoder(list[dict[str, Raw]])
 
 
@@ -38,7 +39,7 @@ class Chat:
 
     where: str  # file:line[index]
     messages: list[dict[str, Any]]
-    kept: list[dict[str, Raw]]  # the same as it was recorded, byte by byte, without `reward`
+    kept: list[dict[str, Raw]]  # the same byte by byte, without `reward`; a content that is missing is null
     generated: list[int]  # positions of the turns that the model generated, ascending
     tools: Raw | None  # definitions of the tools that it was given
 
@@ -120,6 +121,20 @@ def calls_of(message: Message) -> list[tuple[str, Any]]:
     return [(str(function.get("name") or ""), function.get("arguments")) for function in functions]
 
 
+def parsed_arguments(arguments: Any) -> Any:
+    """The arguments of a call as JSON, where they are text that holds an object; else as they are."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def in_tags(thoughts: str) -> str:
+    """A model's thoughts as they stand before its answer."""
+    return f"<think>\n{thoughts.strip()}\n</think>\n\n"
+
+
 def written(message: Message) -> list[str]:
     """Everything the model wrote in one turn: its reasoning, its text, and each call's name and arguments."""
     reasoning = dict.fromkeys(text for key in REASONING_KEYS if isinstance(text := message.get(key), str) and text)
@@ -155,9 +170,13 @@ def read_chat(
     except msgspec.DecodeError as error:
         raise RowError(where, "messages that are not JSON", f"'messages' cannot be read: {error}") from error
     if fault := chat_fault(messages):
-        raise RowError(where, fault)
+        hint = "use --format prefix or tokens, which need only ids, or set include_messages: true in the environment"
+        raise RowError(where, fault, f"{fault}; {hint}" if messages is None else "")
     generated = _generated(messages, where, runs, decode_runs)
-    kept = [{key: each[key] for key in each if key != "reward"} for each in _kept_decoder.decode(raw)]
+    kept = [
+        {**({} if "content" in each else _NO_CONTENT), **{key: each[key] for key in each if key != "reward"}}
+        for each in _kept_decoder.decode(raw)
+    ]
     return Chat(where, messages, kept, generated, tools_of(group, index))
 
 

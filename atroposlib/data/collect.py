@@ -20,7 +20,7 @@ import orjson
 
 from atroposlib.data.index import index_path
 from atroposlib.data.lazy import hash64
-from atroposlib.data.report import ExportReport, finished_report
+from atroposlib.data.report import ExportReport, finished_report, is_dataset
 from atroposlib.data.rollout_files import expand_input, read_lines
 from atroposlib.data.table import Table, concatenate, scan_after
 from atroposlib.errors import ApiError, ConfigError, PathError
@@ -55,20 +55,21 @@ def is_live_call(rollouts: list[str], output: str | None, *, append: bool) -> bo
     """Whether a command line asks to collect live: one path that does not exist yet (or is appended to), no output.
 
     Raises:
-        ConfigError: neither live nor offline is complete.
+        ConfigError: one path that is a dataset already, or several and no output.
     """
     if output is not None:
         return False
     path = expand_input(rollouts[0])
-    exists = len(rollouts) == 1 and path.exists() and not _ledger(path).exists()
-    if len(rollouts) != 1 or (exists and not append):
+    if len(rollouts) != 1:
+        raise ConfigError(f"give --output for the dataset made from {' '.join(rollouts)}")
+    if append or _ledger(path).exists() or not (path.exists() or any(sign in path.name for sign in "*?[")):
+        return True
+    if is_dataset(path):
         raise ConfigError(
-            f"{path} exists: to make a dataset from it give --output, to collect more into it from a running API "
-            "give --append-to-previous"
-            if exists
-            else f"give --output for the dataset made from {' '.join(rollouts)}"
+            f"{path} is a dataset that was made already: to make one again name its rollouts, to collect more into it "
+            "from a running API give --append-to-previous"
         )
-    return True
+    return False
 
 
 @contextmanager

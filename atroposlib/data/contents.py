@@ -1,7 +1,7 @@
 """Selection by what responses say: exact and near duplicates, and overlap with evaluation sets.
 
 These need the files' contents, so they read lines again, but only those with a row that is still kept. Completions
-are compared by their recorded token ids, or by their words when no ids were recorded.
+are compared by their recorded token ids, or by all that the model wrote when no ids were recorded.
 """
 
 import json
@@ -11,11 +11,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from atroposlib.data.chats import messages_of
+from atroposlib.data.chats import WEIGHT, assistant_turns, content_texts, messages_of, written
 from atroposlib.data.lazy import LazyGroup, hash64
 from atroposlib.data.rollout_files import expand_input
 from atroposlib.data.table import Table
@@ -55,8 +56,8 @@ def duplicates(table: Table, keep: Array, *, per_item: bool) -> Array:
     items = table.column("item")
     for chosen in table.read(keep):
         for index, row in zip(chosen.indices, chosen.rows, strict=True):
-            ids = completion_ids(chosen.group, index)
-            key = hash64((int(items[row]) if per_item else 0).to_bytes(8, "little") + ids.tobytes())
+            whose = (int(items[row]) if per_item else 0).to_bytes(8, "little")
+            key = hash64(whose + completion_key(chosen.group, index))
             found[row] = key in seen
             seen.add(key)
     return found
@@ -118,22 +119,42 @@ def rolling(ids: Array, ngram: int) -> Array:
     return hashes
 
 
-def completion_ids(group: LazyGroup, index: int) -> Array:
-    """[T] token ids that take loss; hashes of the words said when no ids were recorded."""
+def completion_key(group: LazyGroup, index: int) -> bytes:
+    """What the model wrote, exactly: its token ids, or where none were recorded its turns with all their calls."""
     if group.tokens and group.masks:
-        ids = np.array(msgspec.json.decode(group.masks[index]), np.int64)
-        return ids[ids != IGNORE_INDEX]
+        return trained_ids(group, index).tobytes()
+    return json.dumps([written(message) for message in _generated(group, index)]).encode()
+
+
+def completion_ids(group: LazyGroup, index: int) -> Array:
+    """[T] token ids that take loss; hashes of the words written when no ids were recorded."""
+    if group.tokens and group.masks:
+        return trained_ids(group, index)
     return word_ids(completion_text(group, index))
 
 
+def trained_ids(group: LazyGroup, index: int) -> Array:
+    """[T] token ids that take loss."""
+    ids = np.array(msgspec.json.decode((group.masks or [])[index]), np.int64)
+    return ids[ids != IGNORE_INDEX]
+
+
 def completion_text(group: LazyGroup, index: int) -> str:
-    """What the assistant said in all of its turns; "" without messages."""
-    return "\n".join(_texts(group, index, of_assistant=True))
+    """All that the assistant wrote in all of its turns, reasoning and calls included; "" without messages."""
+    messages = messages_of(group, index)
+    return "\n".join(text for at in assistant_turns(messages) for text in written(messages[at]))
 
 
 def prompt_text(group: LazyGroup, index: int) -> str:
     """Everything said to the assistant; "" without messages."""
-    return "\n".join(_texts(group, index, of_assistant=False))
+    messages = messages_of(group, index)
+    said = [each for at, each in enumerate(messages) if at not in assistant_turns(messages)]
+    return "\n".join(text for message in said for text in content_texts(message.get("content")))
+
+
+def _generated(group: LazyGroup, index: int) -> list[dict[str, Any]]:
+    messages = messages_of(group, index)
+    return [messages[at] for at in assistant_turns(messages) if messages[at].get(WEIGHT) != 0]
 
 
 def word_ids(text: str) -> Array:
@@ -249,12 +270,3 @@ def _strings(value: object) -> list[str]:
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [text for each in inner for text in _strings(each)]
-
-
-def _texts(group: LazyGroup, index: int, *, of_assistant: bool) -> list[str]:
-    return [
-        text
-        for message in messages_of(group, index)
-        if (message.get("role") in ("assistant", "agent")) == of_assistant
-        for text in _strings(message.get("content"))
-    ]

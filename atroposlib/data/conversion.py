@@ -12,10 +12,13 @@ from atroposlib.data.formats import (
     Converter,
     Format,
     Record,
+    chat_of,
     decode_batch,
+    decode_runs,
     ids_and_labels,
     to_messages,
     to_prefix,
+    to_prompt_completion,
     to_sharegpt,
     to_tokens,
 )
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CUT = {"messages": to_messages, "sharegpt": to_sharegpt}  # formats of whole conversations
 _SAMPLES = 8  # responses whose ids are compared with their recorded text
 
 
@@ -39,9 +43,12 @@ class SftOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Format = "messages"
+    format: Format = "prompt-completion"
     tokenizer: str | None = Field(
         default=None, description="Folder, .gguf, embedded model or hub name; needed for prefix."
+    )
+    per_turn: bool = Field(
+        default=False, description="messages and sharegpt: a row for each generated turn, which ends with it."
     )
     pack: PositiveInt | None = Field(default=None, description="tokens only: fill rows of up to this many tokens.")
     by_item: bool = Field(
@@ -61,23 +68,32 @@ class Conversion:
     def __init__(self, options: SftOptions) -> None:
         if options.pack and options.format != "tokens":
             raise ConfigError(f"--pack needs --format tokens, found --format {options.format}")
+        if options.per_turn and options.format not in _CUT:
+            raise ConfigError(f"--per-turn is for --format {' and '.join(_CUT)}, found --format {options.format}")
         if options.format == "prefix" and not options.tokenizer:
             raise ConfigError("--format prefix decodes token ids: give --tokenizer")
         self.options = options
         self.rerendered = 0
         self.set_aside = SetAside(strict=options.strict)
-        self.needs_ids = options.format in ("prefix", "tokens")
-        self._tokenizer = load_tokenizer(options.tokenizer) if self.needs_ids and options.tokenizer else None
+        self.is_chat = options.format not in ("prefix", "tokens")
+        self._tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer and not self.is_chat else None
         self._rerenderer: Rerenderer | None = None
-        self._convert = self._converter()
 
-    def records(self, groups: Iterator[Chosen]) -> Iterator[Record]:
-        """The records of all chosen responses; one that cannot be converted is set aside.
+    def needs_ids(self, table: Table, keep: Array) -> bool:
+        """Whether the ids must be read: of whole conversations, only where they may tell which turns were generated."""
+        if not self.is_chat:
+            return True
+        facts = table.responses[keep]
+        return self.options.tokenizer is not None and bool(((facts["stretches"] > 1) | (facts["behind"] > 0)).any())
+
+    def records(self, table: Table, groups: Iterator[Chosen]) -> Iterator[Record]:
+        """The records of all chosen responses of `table`; one that cannot be converted is set aside.
 
         Raises:
             DataError: that one's, when the options are strict.
         """
-        return chain.from_iterable(self._possible_records(chosen) for chosen in groups)
+        convert = self._converter(table)
+        return chain.from_iterable(self._possible_records(chosen, convert) for chosen in groups)
 
     def check_tokenizer(self, table: Table, keep: Array) -> None:
         """DataError when the first responses' ids do not decode to their recorded messages."""
@@ -96,29 +112,41 @@ class Conversion:
                 f"{self.options.tokenizer} is not the tokenizer of the model that generated them"
             )
 
-    def _converter(self) -> Converter:
-        if self.options.format == "messages":
-            return to_messages
-        if self.options.format == "sharegpt":
-            return to_sharegpt
+    def _converter(self, table: Table) -> Converter:
         if self.options.format == "tokens":
             return to_tokens(len(self._tokenizer) if self._tokenizer else None)
-        assert self._tokenizer is not None
-        return to_prefix(self._tokenizer)
+        if self.options.format == "prefix":
+            assert self._tokenizer is not None
+            return to_prefix(self._tokenizer)
+        write = _CUT.get(self.options.format)
+        decode = self._decode_runs if self.options.tokenizer else None
 
-    def _possible_records(self, chosen: Chosen) -> list[Record]:
+        def convert(chosen: Chosen) -> Iterator[Record]:
+            for index in chosen.indices:
+                chat, score = chat_of(table, chosen, index, decode), chosen.group.scores[index]
+                yield from (
+                    write(chat, score, per_turn=self.options.per_turn) if write else to_prompt_completion(chat, score)
+                )
+
+        return convert
+
+    def _decode_runs(self, chosen: Chosen, index: int) -> list[str]:
+        self._tokenizer = self._tokenizer or load_tokenizer(str(self.options.tokenizer))
+        return decode_runs(self._tokenizer, chosen, index)
+
+    def _possible_records(self, chosen: Chosen, convert: Converter) -> list[Record]:
         try:
-            return list(self._records_of(chosen))
+            return list(self._records_of(chosen, convert))
         except RowError as error:
             if len(chosen.indices) == 1:
                 self.set_aside.add(error)
                 return []
         ones = [chosen._replace(indices=[i], rows=[row]) for i, row in zip(chosen.indices, chosen.rows, strict=True)]
-        return [record for one in ones for record in self._possible_records(one)]
+        return [record for one in ones for record in self._possible_records(one, convert)]
 
-    def _records_of(self, chosen: Chosen) -> Iterator[Record]:
-        if chosen.group.has_tokens or not self.needs_ids:
-            return self._convert(chosen)
+    def _records_of(self, chosen: Chosen, convert: Converter) -> Iterator[Record]:
+        if chosen.group.has_tokens or self.is_chat:
+            return convert(chosen)
         if self._tokenizer is None:
             raise ConfigError(
                 f"{chosen.line.where}: no token ids were recorded; give --tokenizer to make them from the messages"

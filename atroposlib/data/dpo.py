@@ -3,21 +3,34 @@
 trl        {"prompt": [...], "chosen": [...], "rejected": [...], "score_chosen", "score_rejected"}   chat
 messages   {"pos": [...], "score": x, "neg": [...]}                                       upstream, whole chats
 prefix     {"prefix": text, "pos": text, "score": x, "neg": text}                         upstream, decoded
-tokens     {"prompt_input_ids", "chosen_input_ids", "rejected_input_ids", "score_chosen", "score_rejected"}
+tokens     {"prompt_input_ids", "chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels", ...}
+
+The prompt is everything before the first generated turn, few-shot turns included; the two sides are what was generated.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.data.chats import messages_of
+from atroposlib.data.chats import Chat
 from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups, sole_collection
-from atroposlib.data.formats import chat, decode_batch, ids_and_labels, prefix_length
+from atroposlib.data.formats import (
+    NO_PROMPT,
+    Copies,
+    chat_of,
+    decode_batch,
+    decode_runs,
+    ids_and_labels,
+    prefix_length,
+    tools_column,
+    trained_stretches,
+)
 from atroposlib.data.index import open_table
 from atroposlib.data.output import check_dataset, written_whole
 from atroposlib.data.pairs import PairRules, preference_pairs
@@ -44,7 +57,14 @@ logger = logging.getLogger(__name__)
 
 DpoFormat: TypeAlias = Literal["trl", "messages", "prefix", "tokens"]
 Pair: TypeAlias = tuple[int, int]
-PairConverter: TypeAlias = Callable[[Chosen, int, int], dict[str, Any]]
+PairConverter: TypeAlias = Callable[[Table, Chosen, int, int], dict[str, Any] | None]
+"""Of a group's better and worse response; None when their prompts differ."""
+
+_SEVERAL = (
+    "several generated turns",
+    "others speak between the turns that the model generated, and trainers of pairs would take loss on that; "
+    "--format tokens has labels",
+)
 
 
 class DpoOptions(BaseModel):
@@ -88,6 +108,7 @@ def export_dpo(
     pairs = choose_pairs(table, selection.keep, rules, policy.seed)
     keep = np.zeros_like(selection.keep)
     keep[[row for each in pairs.values() for pair in each for row in pair]] = True
+    copies = Copies()
     count = differing = 0
 
     def report(size: int) -> ExportReport:
@@ -99,6 +120,7 @@ def export_dpo(
             records=count,
             size=size,
             odd=odd,
+            copies=copies.count,
         )
 
     with written_whole(
@@ -108,10 +130,11 @@ def export_dpo(
             first = chosen.rows[0] - chosen.indices[0]
             for better, worse in pairs[int(table.responses["group"][first])]:
                 try:
-                    if not _same_prompt(chosen, better - first, worse - first):
+                    record = convert(table, chosen, better - first, worse - first)
+                    if record is None:
                         differing += 1
                     elif options.target is None or count < options.target:
-                        writer.write(convert(chosen, better - first, worse - first))
+                        writer.write(copies.note(record))
                         count += 1
                 except RowError as error:
                     odd.add(error)
@@ -136,14 +159,14 @@ def collect_dpo(
         if done := finish_earlier(output):
             return done
         target = check_dataset(output, options, what="the output")
-        _converter(options)
+        convert = _converter(options)
         seed = policy.seed if policy else 0
-        same_prompt: dict[Pair, bool] = {}  # rows of a table that only grows
+        is_writable: dict[Pair, bool] = {}  # rows of a table that only grows
 
         def have(table: Table) -> int:
             pairs = choose_pairs(table, select(table, policy or Policy()).keep, rules, seed)
             most = sum(map(len, pairs.values()))
-            return most if most < plan.target else _count_writable(table, pairs, same_prompt)
+            return most if most < plan.target else _count_writable(table, pairs, convert, is_writable)
 
         collected = collect(target, plan, have)
         exact = options.model_copy(update={"target": plan.target})
@@ -176,78 +199,103 @@ def choose_pairs(table: Table, keep: Array, rules: PairRules, seed: int) -> dict
     return pairs
 
 
-def _count_writable(table: Table, pairs: dict[int, list[Pair]], same_prompt: dict[Pair, bool]) -> int:
-    """How many pairs have one prompt; `same_prompt` gets what the files had to be read for."""
+def _count_writable(
+    table: Table, pairs: dict[int, list[Pair]], convert: PairConverter, is_writable: dict[Pair, bool]
+) -> int:
+    """How many pairs can be written; `is_writable` gets what the files had to be read for."""
     keep = np.zeros(len(table.responses), bool)
-    keep[[row for each in pairs.values() for pair in each if pair not in same_prompt for row in pair]] = True
+    keep[[row for each in pairs.values() for pair in each if pair not in is_writable for row in pair]] = True
     for chosen in table.read(keep):
         first = chosen.rows[0] - chosen.indices[0]
         for better, worse in pairs[int(table.responses["group"][first])]:
             try:
-                same_prompt[better, worse] = _same_prompt(chosen, better - first, worse - first)
+                is_writable[better, worse] = convert(table, chosen, better - first, worse - first) is not None
             except RowError:
-                same_prompt[better, worse] = False
-    return sum(same_prompt[pair] for each in pairs.values() for pair in each)
+                is_writable[better, worse] = False
+    return sum(is_writable[pair] for each in pairs.values() for pair in each)
 
 
 def _converter(options: DpoOptions) -> PairConverter:
-    if options.format == "trl":
-        return _trl
-    if options.format == "messages":
-        return _messages
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    if options.format in ("trl", "messages"):
+        write = _trl if options.format == "trl" else _messages
+        decode = partial(decode_runs, tokenizer) if tokenizer else None
+        return lambda table, chosen, better, worse: write(
+            chat_of(table, chosen, better, decode), chat_of(table, chosen, worse, decode), chosen, better, worse
+        )
     if options.format == "tokens":
-        return _tokens
-    if not options.tokenizer:
+        return lambda table, chosen, better, worse: _tokens(chosen, better, worse)
+    if tokenizer is None:
         raise ConfigError("--format prefix decodes token ids: give --tokenizer")
-    tokenizer = load_tokenizer(options.tokenizer)
-    return lambda chosen, better, worse: _prefix(tokenizer, chosen, better, worse)
+    return lambda table, chosen, better, worse: _prefix(tokenizer, chosen, better, worse)
 
 
-def _trl(chosen: Chosen, better: int, worse: int) -> dict[str, Any]:
-    sides = []
-    for index in (better, worse):
-        chat(chosen, index)
-        messages = [{k: v for k, v in each.items() if k != "reward"} for each in messages_of(chosen.group, index)]
-        sides.append(_split_prompt(messages))
-    return {"prompt": sides[0][0], "chosen": sides[0][1], "rejected": sides[1][1], **_scores(chosen, better, worse)}
+def _trl(left: Chat, right: Chat, chosen: Chosen, better: int, worse: int) -> dict[str, Any] | None:
+    if not _same_prompt(left, right, chosen, better, worse):
+        return None
+    first, last = _generated(left)
+    sides = {"chosen": left.kept[first:last], "rejected": right.kept[slice(*_generated(right))]}
+    return {"prompt": left.kept[:first], **sides, **tools_column(left), **_scores(chosen, better, worse)}
 
 
-def _messages(chosen: Chosen, better: int, worse: int) -> dict[str, Any]:
-    return {"pos": chat(chosen, better), "score": chosen.group.scores[better], "neg": chat(chosen, worse)}
+def _messages(left: Chat, right: Chat, chosen: Chosen, better: int, worse: int) -> dict[str, Any] | None:
+    if not _same_prompt(left, right, chosen, better, worse):
+        return None
+    return {"pos": left.kept, "score": chosen.group.scores[better], "neg": right.kept, **tools_column(left)}
 
 
-def _tokens(chosen: Chosen, better: int, worse: int) -> dict[str, Any]:
-    (ids, labels), (other, _) = (ids_and_labels(chosen, index, None) for index in (better, worse))
+def _tokens(chosen: Chosen, better: int, worse: int) -> dict[str, Any] | None:
+    (ids, labels), (other, other_labels) = (ids_and_labels(chosen, index, None) for index in (better, worse))
     at = prefix_length(labels)
+    if other[: prefix_length(other_labels)] != ids[:at]:
+        return None
     return {
         "prompt_input_ids": ids[:at],
         "chosen_input_ids": ids[at:],
+        "chosen_labels": labels[at:],
         "rejected_input_ids": other[at:],
+        "rejected_labels": other_labels[at:],
         **_scores(chosen, better, worse),
     }
 
 
-def _prefix(tokenizer: "PreTrainedTokenizerBase", chosen: Chosen, better: int, worse: int) -> dict[str, Any]:
-    (ids, labels), (other, _) = (ids_and_labels(chosen, index, len(tokenizer)) for index in (better, worse))
-    at = prefix_length(labels)
-    prefix, pos, neg = decode_batch(tokenizer, [ids[:at], ids[at:], other[at:]])
+def _prefix(tokenizer: "PreTrainedTokenizerBase", chosen: Chosen, better: int, worse: int) -> dict[str, Any] | None:
+    sides = []
+    for index in (better, worse):
+        ids, labels = ids_and_labels(chosen, index, len(tokenizer))
+        stretches = trained_stretches(labels)
+        if len(stretches) > 1:
+            raise RowError(f"{chosen.line.where}[{index}]", *_SEVERAL)
+        ((start, end),) = stretches
+        sides.append((ids[:start], ids[start:end]))
+    (prompt, good), (other, bad) = sides
+    if prompt != other:
+        return None
+    prefix, pos, neg = decode_batch(tokenizer, [prompt, good, bad])
     return {"prefix": prefix, "pos": pos, "score": chosen.group.scores[better], "neg": neg}
+
+
+def _generated(chat: Chat) -> tuple[int, int]:
+    """Start and end of the messages that the model generated.
+
+    Raises:
+        RowError: there is none before them, or others speak between them, which trainers would take loss on.
+    """
+    first, last = chat.generated[0], chat.generated[-1]
+    if not first:
+        raise RowError(chat.where, *NO_PROMPT)
+    if last - first >= len(chat.generated):
+        raise RowError(chat.where, *_SEVERAL)
+    return first, last + 1
 
 
 def _scores(chosen: Chosen, better: int, worse: int) -> dict[str, float]:
     return {"score_chosen": chosen.group.scores[better], "score_rejected": chosen.group.scores[worse]}
 
 
-def _same_prompt(chosen: Chosen, better: int, worse: int) -> bool:
+def _same_prompt(left: Chat, right: Chat, chosen: Chosen, better: int, worse: int) -> bool:
     if chosen.group.has_tokens:
         (ids, labels), (other, other_labels) = (ids_and_labels(chosen, index, None) for index in (better, worse))
-        at = prefix_length(labels)
-        return at == prefix_length(other_labels) and ids[:at] == other[:at]
-    left, right = (_split_prompt(messages_of(chosen.group, index))[0] for index in (better, worse))
-    return left == right
-
-
-def _split_prompt(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    roles = [message.get("role") for message in messages]
-    at = next((at for at, role in enumerate(roles) if role in ("assistant", "agent")), len(messages))
-    return messages[:at], messages[at:]
+        if ids[: prefix_length(labels)] != other[: prefix_length(other_labels)]:
+            return False
+    return left.messages[: left.generated[0]] == right.messages[: right.generated[0]] and left.tools == right.tools

@@ -1,19 +1,36 @@
 """From the chosen responses of one group to dataset records: generators, no files.
 
-messages   {"messages": [...], "score": x}                    OpenAI chat
-sharegpt   {"conversations": [{"from", "value"}...], "score"}
-prefix     {"prefix": text, "completion": text, "score": x}   decoded; a line for each stretch that takes loss
-tokens     {"input_ids", "attention_mask", "labels", "position_ids", "score"}   recorded ids; labels -100 where masked
+prompt-completion  {"prompt": [...], "completion": [...], "score": x}   a row for each generated turn
+messages           {"messages": [...], "score": x}                      OpenAI chat; each assistant turn has a `weight`
+sharegpt           {"conversations": [{"from", "value"}...], "score"}   likewise
+prefix             {"prefix": text, "completion": text, "score": x}     decoded; a row for each stretch that takes loss
+tokens             {"input_ids", "attention_mask", "labels", "position_ids", "score"}   labels -100 where masked
+
+The first three have a column `tools`, as JSON text, where the model was given tools. Every key of a message is kept.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
-from atroposlib.data.lazy import Raw
-from atroposlib.data.table import Chosen
+from atroposlib.data.chats import (
+    ASSISTANT_ROLES,
+    REASONING_KEYS,
+    WEIGHT,
+    Chat,
+    content_texts,
+    in_tags,
+    parsed_arguments,
+    part_text,
+    read_chat,
+    reasoning_of,
+)
+from atroposlib.data.lazy import Raw, hash64
+from atroposlib.data.table import Chosen, Table
 from atroposlib.data.tokenizers import check_ids
 from atroposlib.errors import RowError
 from atroposlib.type_definitions import IGNORE_INDEX
@@ -21,39 +38,137 @@ from atroposlib.type_definitions import IGNORE_INDEX
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Format: TypeAlias = Literal["messages", "sharegpt", "prefix", "tokens"]
+Format: TypeAlias = Literal["prompt-completion", "messages", "sharegpt", "prefix", "tokens"]
 Record: TypeAlias = Mapping[str, Any]
 Converter: TypeAlias = Callable[[Chosen], Iterator[Record]]
 
+NO_PROMPT = ("an answer without a prompt", "the model's turn is the first message, so there is no prompt")
 WRONG_MASK = "mask that does not fit the ids"
-SHAREGPT_ROLES = {"user": "human", "human": "human", "assistant": "gpt", "agent": "gpt", "system": "system"}
-
-
-class ChatMessage(msgspec.Struct):
-    """What every message must have; other keys are passed on."""
-
-    role: str
-    content: Raw
-
-
+SHAREGPT_ROLES = {
+    "user": "human",
+    "assistant": "gpt",
+    "agent": "gpt",
+    "system": "system",
+    "developer": "system",
+    "tool": "observation",
+    "function": "observation",
+}
+_SPOKEN = {"role", "content", "tool_calls", "function_call", *REASONING_KEYS}  # what a value of ShareGPT says
+_BESIDE_THE_TEXT = ("score", "attention_mask", "position_ids")
+_encoder = msgspec.json.Encoder()
 _ids_decoder = msgspec.json.Decoder(list[int])
-_chat_decoder = msgspec.json.Decoder(list[ChatMessage])
 
 
-def to_messages(chosen: Chosen) -> Iterator[Record]:
-    """The recorded conversations as they are, without per-message rewards."""
-    for index in chosen.indices:
-        yield {"messages": chat(chosen, index), "score": chosen.group.scores[index]}
+def chat_of(table: Table, chosen: Chosen, index: int, decode: Callable[[Chosen, int], list[str]] | None = None) -> Chat:
+    """The conversation of one of a group's responses, and which of its turns were generated.
+
+    `decode` gives the text of each stretch that its mask trains, where only that tells; None: there is no tokenizer.
+
+    Raises:
+        RowError: see `read_chat`.
+    """
+    facts = table.responses[chosen.rows[0] - chosen.indices[0] + index]
+    return read_chat(
+        chosen.group,
+        index,
+        f"{chosen.line.where}[{index}]",
+        (int(facts["stretches"]), int(facts["behind"])),
+        (lambda: decode(chosen, index)) if decode else None,
+    )
 
 
-def to_sharegpt(chosen: Chosen) -> Iterator[Record]:
-    """The recorded conversations in ShareGPT's words; tool messages keep their role's name."""
-    for index in chosen.indices:
+def to_prompt_completion(chat: Chat, score: float) -> Iterator[Record]:
+    """A record for each generated turn, with everything before it as its prompt.
+
+    Trainers take loss on the whole completion, so it holds nothing else; turns that follow each other are one.
+
+    Raises:
+        RowError: the first message was generated.
+    """
+    for start, end in _runs(chat.generated):
+        if not start:
+            raise RowError(chat.where, *NO_PROMPT)
+        yield {"prompt": chat.kept[:start], "completion": chat.kept[start:end], **tools_column(chat), "score": score}
+
+
+def to_messages(chat: Chat, score: float, *, per_turn: bool = False) -> Iterator[Record]:
+    """The conversation as it was recorded; `weight` is 1 in generated turns and 0 in others of the assistant.
+
+    `per_turn`: a record for each generated turn, which ends with it and has no other of weight 1.
+    """
+    for messages, generated in _cuts(chat, per_turn=per_turn):
+        weighted = [_weighted(chat, at, messages[at], at in generated) for at in range(len(messages))]
+        yield {"messages": weighted, **tools_column(chat), "score": score}
+
+
+def to_sharegpt(chat: Chat, score: float, *, per_turn: bool = False) -> Iterator[Record]:
+    """The conversation in ShareGPT's words, with weights as `to_messages` gives them.
+
+    Reasoning stands in `<think>` tags before the text, and calls are JSON in a turn of `function_call`.
+
+    Raises:
+        RowError: parts that hold no text, or text next to a call, for which this format has no place.
+    """
+    for messages, generated in _cuts(chat, per_turn=per_turn):
         turns = [
-            {"from": SHAREGPT_ROLES.get(message.role, message.role), "value": message.content}
-            for message in _chat_decoder.decode(chat(chosen, index))
+            {
+                **_sharegpt(chat.messages[at], chat.where),
+                **{key: kept[key] for key in kept if key not in _SPOKEN},
+                **_weighted(chat, at, {}, at in generated),
+            }
+            for at, kept in enumerate(messages)
         ]
-        yield {"conversations": turns, "score": chosen.group.scores[index]}
+        yield {"conversations": turns, **tools_column(chat), "score": score}
+
+
+def _runs(generated: list[int]) -> list[tuple[int, int]]:
+    """Start and end of each run of turns that follow each other.
+
+    >>> _runs([1, 2, 5])
+    [(1, 3), (5, 6)]
+    """
+    starts = [at for at in generated if at - 1 not in generated]
+    return list(zip(starts, [at + 1 for at in generated if at + 1 not in generated], strict=True))
+
+
+def _cuts(chat: Chat, *, per_turn: bool) -> list[tuple[list[dict[str, Raw]], range | list[int]]]:
+    """The messages of each record and which of them are generated."""
+    if not per_turn:
+        return [(chat.kept, chat.generated)]
+    return [(chat.kept[:end], range(start, end)) for start, end in _runs(chat.generated)]
+
+
+def _weighted(chat: Chat, at: int, message: dict[str, Any], is_generated: bool) -> dict[str, Any]:
+    is_assistant = chat.messages[at]["role"] in ASSISTANT_ROLES
+    return {**message, WEIGHT: int(is_generated)} if is_assistant else message
+
+
+def tools_column(chat: Chat) -> dict[str, str]:
+    """As text, or loaders would give every tool the parameters of every other."""
+    return {"tools": bytes(chat.tools).decode()} if chat.tools else {}
+
+
+def _sharegpt(message: Mapping[str, Any], where: str) -> dict[str, str]:
+    content = message.get("content")
+    if isinstance(content, list) and not all(part_text(part) for part in content):
+        raise RowError(where, "parts that hold no text", "a part of a message is no text, which is all ShareGPT holds")
+    text, thoughts, calls = "".join(content_texts(content)), reasoning_of(message), message.get("tool_calls")
+    if calls and text.strip():
+        raise RowError(where, "text next to a tool call", "ShareGPT has no place for text next to a call")
+    role = "function_call" if calls else SHAREGPT_ROLES.get(message["role"]) or str(message["role"])
+    if calls:
+        text = json.dumps([_sharegpt_call(call) for call in calls], ensure_ascii=False)
+    elif "function_call" in message:
+        raise RowError(where, "a call in the old form", "function_call has no place in ShareGPT; record tool_calls")
+    has_thoughts = "</think>" in text or not thoughts  # some parsers leave them in place
+    return {"from": role, "value": text if has_thoughts else in_tags(thoughts) + text}
+
+
+def _sharegpt_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Name and arguments, as JSON where they are; then the call's id and the like."""
+    function = call.get("function") or {}
+    rest = {key: call[key] for key in call if key != "function"}
+    return {**function, "arguments": parsed_arguments(function.get("arguments")), **rest}
 
 
 def to_prefix(tokenizer: "PreTrainedTokenizerBase") -> Converter:
@@ -87,6 +202,28 @@ def to_tokens(vocabulary_size: int | None) -> Converter:
             yield token_record(ids, labels, chosen.group.scores[index])
 
     return convert
+
+
+class Copies:
+    """Counts the records that equal an earlier one in all but their scores; 8 bytes a record."""
+
+    def __init__(self) -> None:
+        self._seen = array("Q")
+
+    def watch(self, records: Iterable[Record]) -> Iterator[Record]:
+        """`records` as they are."""
+        return map(self.note, records)
+
+    def note(self, record: Record) -> Record:
+        """`record` as it is."""
+        said = {key: record[key] for key in record if not key.startswith(_BESIDE_THE_TEXT)}
+        self._seen.append(hash64(_encoder.encode(said)))
+        return record
+
+    @property
+    def count(self) -> int:
+        """How many there were so far."""
+        return len(self._seen) - len(set(self._seen))
 
 
 def token_record(ids: list[int], labels: list[int], score: float) -> Record:
@@ -142,38 +279,15 @@ def trained_stretches(labels: list[int]) -> list[tuple[int, int]]:
     return [(run[0], run[-1] + 1) for run in trained]
 
 
+def decode_runs(tokenizer: "PreTrainedTokenizerBase", chosen: Chosen, index: int) -> list[str]:
+    """The text of each stretch that takes loss."""
+    ids, labels = ids_and_labels(chosen, index, len(tokenizer))
+    return decode_batch(tokenizer, [ids[start:end] for start, end in trained_stretches(labels)])
+
+
 def decode_batch(tokenizer: "PreTrainedTokenizerBase", rows: list[list[int]]) -> list[str]:
     """The text of each row of ids, special tokens included."""
     return tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def chat(chosen: Chosen, index: int) -> Raw:
-    """The conversation of one response as JSON, checked to be a list of messages, without `reward` keys.
-
-    Raises:
-        RowError: there is none, or it is not a list of messages with role and content.
-    """
-    group, where = chosen.group, f"{chosen.line.where}[{index}]"
-    if not group.messages:
-        raise RowError(
-            where,
-            "no messages recorded",
-            "'messages' were not recorded (null); use --format prefix or tokens, which need "
-            "only token ids, or set include_messages: true in the environment",
-        )
-    raw = group.messages[index]
-    try:
-        messages = _chat_decoder.decode(raw)
-    except msgspec.DecodeError as error:
-        raise RowError(where, "no chat", f"'messages' is not a list of {{role, content}} ({error})") from error
-    if not messages:
-        raise RowError(where, "empty conversation", "the conversation is empty; drop this response")
-    return _without_rewards(raw) if b'"reward"' in bytes(raw) else raw
-
-
-def _without_rewards(raw: Raw) -> Raw:
-    messages = msgspec.json.decode(raw)
-    return Raw(msgspec.json.encode([{k: v for k, v in message.items() if k != "reward"} for message in messages]))
 
 
 def _decode_ids(rows: list[Raw] | None, index: int, name: str, where: str) -> list[int]:

@@ -47,6 +47,7 @@ class ExportReport:
     policy: dict[str, Any]
     inputs: list[dict[str, Any]]
     output_bytes: int  # of the whole file, what was there before included
+    copies: int = 0  # records that equal an earlier one but for their scores
     tokenizer: str | None = None
     tasks: dict[str, int] = field(default_factory=dict)  # responses kept per task
     contamination: list[Contamination] = field(default_factory=list)
@@ -67,6 +68,7 @@ def describe_export(
     records: int,
     size: int,
     odd: SetAside,
+    copies: int,
     rerendered: int = 0,
 ) -> ExportReport:
     """The report of one export: `records` lines from the responses in `keep`; the output has `size` bytes.
@@ -84,6 +86,7 @@ def describe_export(
         responses=len(table.responses),
         kept=int(keep.sum()),
         groups=len(table.groups),
+        copies=copies,
         rerendered=rerendered,
         steps=selection.steps,
         policy=policy.model_dump(),
@@ -126,6 +129,11 @@ def finished_report(output: Path, rollouts: Path) -> ExportReport | None:
     except (OSError, ValueError, KeyError, msgspec.DecodeError):
         return None
     return report if is_finished else None
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether `path` is an output of ours: beside it lies how it was made."""
+    return _meta_path(path).exists()
 
 
 def _meta_path(output: Path) -> Path:

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from atroposlib.data.chats import messages_of
-from atroposlib.data.formats import Record, chat, token_record
+import msgspec
+
+from atroposlib.data.chats import read_chat
+from atroposlib.data.formats import Record, token_record
 from atroposlib.data.table import Chosen
 from atroposlib.data.templates import Segment, TemplateRenderer
 from atroposlib.errors import DataError, RowError
@@ -38,9 +40,14 @@ class Rerenderer:
                 before += text
 
     def _segments(self, chosen: Chosen, index: int) -> list[Segment]:
-        chat(chosen, index)
+        where = f"{chosen.line.where}[{index}]"
+        chat = read_chat(chosen.group, index, where, (0, 0))
         try:
-            is_cut = chosen.group.finish_reason(index) == "length"
-            return self._renderer.segments(messages_of(chosen.group, index), is_cut=is_cut)
+            return self._renderer.segments(
+                chat.messages,
+                generated=chat.generated,
+                tools=msgspec.json.decode(chat.tools) if chat.tools else None,
+                is_cut=chosen.group.finish_reason(index) == "length",
+            )
         except DataError as error:
-            raise RowError(f"{chosen.line.where}[{index}]", "chat that cannot be rendered", str(error)) from error
+            raise RowError(where, "chat that the template does not render in full", str(error)) from error

@@ -1,17 +1,22 @@
 """Rollout files to a supervised fine-tuning set: scan, select, convert, write whole or not at all."""
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
 from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups, sole_collection
 from atroposlib.data.conversion import Conversion, SftOptions
+from atroposlib.data.formats import Copies
 from atroposlib.data.index import open_table
 from atroposlib.data.output import check_dataset, written_whole
 from atroposlib.data.packing import pack
 from atroposlib.data.policy import Policy, select, simple_policy
 from atroposlib.data.report import ExportReport, describe_export, require_records, require_survivors, write_meta
 from atroposlib.data.steps import TargetStep
-from atroposlib.data.table import Advance, ignore
+from atroposlib.data.table import FINISH_REASONS, Advance, Table, ignore
+from atroposlib.type_definitions import Array
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["ExportReport", "Policy", "SftOptions", "collect_sft", "export_sft", "simple_policy"]
 
@@ -29,7 +34,7 @@ def export_sft(
         rollouts: rollout files, folders or patterns.
         output: `.jsonl`, `.jsonl.zst` or `.parquet`.
         policy: which responses; None keeps all with a score above 0.
-        options: how they are written; None writes chat messages.
+        options: how they are written; None writes prompts and completions.
         advance: told the bytes gone past, in sum about twice the size of the files.
 
     Raises:
@@ -45,9 +50,13 @@ def export_sft(
     selection = select(table, policy)
     require_survivors(table, selection)
     converter.check_tokenizer(table, selection.keep)
-    records = converter.records(
-        table.read(selection.keep, advance, with_ids=converter.needs_ids, by_item=options.by_item)
+    if converter.is_chat:
+        warn_of_cut(table, selection.keep)
+    copies = Copies()
+    groups = table.read(
+        selection.keep, advance, with_ids=converter.needs_ids(table, selection.keep), by_item=options.by_item
     )
+    records = copies.watch(converter.records(table, groups))
     count = 0
 
     def report(size: int) -> ExportReport:
@@ -59,6 +68,7 @@ def export_sft(
             records=count,
             size=size,
             rerendered=converter.rerendered,
+            copies=copies.count,
             odd=converter.set_aside,
         )
 
@@ -71,6 +81,17 @@ def export_sft(
         require_records(count, table, converter.set_aside)
     converter.set_aside.warn()
     return report(target.stat().st_size)
+
+
+def warn_of_cut(table: Table, keep: Array) -> None:
+    """Say how many responses were cut by their length limit; a trainer's template ends them like whole ones."""
+    cut = int((keep & (table.responses["finish"] == FINISH_REASONS.index("length"))).sum())
+    if cut:
+        logger.warning(
+            "responses that were cut by their length limit: %d; a trainer's template will end them as if they were "
+            "whole. Drop them (policy step finish_reason), or write --format tokens or prefix",
+            cut,
+        )
 
 
 def collect_sft(output: str | Path, policy: Policy, options: SftOptions, plan: Collection) -> ExportReport:

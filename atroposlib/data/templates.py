@@ -1,23 +1,40 @@
-"""Ids and labels made anew from messages, for rollouts whose token ids were not recorded.
+"""Ids and labels made from messages, for rollouts whose token ids were not recorded.
 
-A chat template is applied to placeholders in the assistant's place and the recorded text is put in afterwards, so
-a template that drops or rewrites reasoning (R1's removes everything up to `</think>`) cannot touch it. Each
-stretch is tokenised by itself, as the engine did: the prompt up to the generation prompt, then what the model
-said. Loss is taken on the assistant's text and the special token that ends its turn, and nowhere else.
+A chat template is applied to placeholders in the place of what the model wrote and the recorded text is put in
+afterwards, so a template that drops or rewrites reasoning (R1's removes everything up to `</think>`) cannot touch it.
+Calls are rendered by the template itself and then looked for, as is everything that others said: a conversation of
+which the template leaves something out is refused. Each stretch is tokenised by itself, as the engine did: the prompt
+up to the generation prompt, then what the model wrote. Loss is taken on that and the special token that ends its turn.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from atroposlib.data.chats import (
+    ASSISTANT_ROLES,
+    REASONING_KEYS,
+    Message,
+    assistant_turns,
+    calls_of,
+    content_texts,
+    in_tags,
+    parsed_arguments,
+    part_text,
+    reasoning_of,
+    squash,
+)
 from atroposlib.errors import DataError
 from atroposlib.type_definitions import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ASSISTANT_ROLES = ("assistant", "agent")
-_PLACEHOLDER = "\ue000{}\ue001"
+OPENING = "<think>"
+_TEXT, _THOUGHTS = "\ue000{}\ue001", "\ue002{}\ue001"  # placeholders
+_NO_THOUGHTS = re.compile(r"\s*<think>\s*</think>\s*")
 
 PROBES: tuple[list[dict[str, str]], ...] = (
     [
@@ -28,7 +45,7 @@ PROBES: tuple[list[dict[str, str]], ...] = (
         {"role": "user", "content": "Say one."},
         {"role": "assistant", "content": "<think>first</think> one"},
         {"role": "user", "content": "Say two."},
-        {"role": "assistant", "content": "  two\n"},
+        {"role": "assistant", "content": "<think>second</think>  two\n"},
     ],
 )
 
@@ -58,6 +75,17 @@ class Segment:
     is_trained: bool
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """One rendered turn of the model."""
+
+    at: int
+    message: Message  # with placeholders, as the template gets it from now on
+    text: str  # what the model wrote
+    rendered: str | None  # the conversation up to here, with its end; None: the placeholder tells where it ends
+    end: str  # of `rendered`, behind what the model wrote
+
+
 class TemplateRenderer:
     """Renders and tokenises conversations with one tokenizer; refuses a template that fails its self-test."""
 
@@ -76,31 +104,47 @@ class TemplateRenderer:
         self._anchor = next((token.content for token in specials if not (token.lstrip or token.rstrip)), "")
         self.self_test()
 
-    def segments(self, messages: Sequence[Mapping[str, Any]], *, is_cut: bool = False) -> list[Segment]:
+    def segments(
+        self,
+        messages: Sequence[Message],
+        *,
+        generated: Sequence[int] | None = None,
+        tools: list[Any] | None = None,
+        is_cut: bool = False,
+    ) -> list[Segment]:
         """The conversation as alternating untrained and trained stretches.
 
         Args:
-            messages: OpenAI chat; assistant contents must be text.
+            messages: OpenAI chat.
+            generated: positions of the turns that the model wrote; None: all of the assistant's.
+            tools: definitions of the tools that the model was given.
             is_cut: the last answer stopped at its length limit, so its end-of-turn token was never generated.
 
         Raises:
-            DataError: no assistant message, content that is not text, or the template refuses the conversation.
+            DataError: nothing was generated, a part is no text, or the template refuses the conversation or leaves
+                out something of it.
         """
-        turns = [at for at, message in enumerate(messages) if message.get("role") in ASSISTANT_ROLES]
+        turns = assistant_turns(messages) if generated is None else generated
         if not turns:
             raise DataError("the conversation has no assistant message, so there is nothing to train on")
-        masked = [
-            {**message, "content": _PLACEHOLDER.format(at)} if at in turns else message
-            for at, message in enumerate(messages)
-        ]
+        given = [self._as_given(message) for message in messages]
+        for at in assistant_turns(messages):
+            if at not in turns and calls_of(messages[at]):
+                given[at] = self._with_calls(given, at, tools)
         segments: list[Segment] = []
-        for position, at in enumerate(turns):
-            head = self._render(masked[:at], generation=True)
-            before = head if not position else _after(head, _PLACEHOLDER.format(turns[position - 1]))
+        last: _Turn | None = None
+        for at in turns:
+            head = self._render(given[:at], tools, generation=True)
+            before = self._behind(last, head, given[:at], tools, generation=True) if last else head
             segments += self._close_turn(segments, before)
-            segments.append(Segment(_text_of(messages[at], before), True))
-        tail = _after(self._render(masked, generation=False), _PLACEHOLDER.format(turns[-1]))
-        return segments if is_cut else [*segments, *self._close_turn(segments, tail)]
+            last = self._turn(given, at, head, tools, is_cut=is_cut and at == turns[-1])
+            given[at] = last.message
+            segments.append(Segment(last.text, True))
+        assert last is not None
+        tail = self._behind(last, self._render(given, tools, generation=False), given, tools, generation=False)
+        segments += [] if is_cut else self._close_turn(segments, tail)
+        self._check_rest(messages, turns, tools, "".join(segment.text for segment in segments), is_cut=is_cut)
+        return segments
 
     def encode(self, conversations: Sequence[Sequence[Segment]]) -> list[tuple[list[int], list[int]]]:
         """Ids and labels, both [T], of each conversation; one call of the tokenizer for all of them."""
@@ -132,8 +176,8 @@ class TemplateRenderer:
             trained = [
                 segment.text for segment in segments if segment.is_trained and segment.text not in self._specials
             ]
-            if not all(_squash(answer) in _squash(whole) for answer in answers) or not all(
-                _squash(answer).endswith(_squash(text)) for answer, text in zip(answers, trained, strict=True)
+            if not all(squash(answer) in squash(whole) for answer in answers) or not all(
+                squash(answer).endswith(squash(text)) for answer, text in zip(answers, trained, strict=True)
             ):
                 raise DataError(f"the chat template changes the assistant's text: {answers} became {trained}")
             rest = "".join(segment.text for segment in segments if not segment.is_trained)
@@ -150,13 +194,100 @@ class TemplateRenderer:
         decoded = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if isinstance(decoded, list):
             decoded = "".join(decoded)
-        if _squash(decoded) != _squash(expected):
+        if squash(decoded) != squash(expected):
             raise DataError(f"the tokenizer does not give its text back: {expected!r} became {decoded!r}")
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], *, generation: bool) -> str:
+    def _as_given(self, message: Message) -> Message:
+        """`message` with its content as the text that every template takes."""
+        content = message.get("content")
+        if isinstance(content, list) and not all(part_text(part) for part in content):
+            raise DataError("a part of a message is no text; ids cannot be made of it")
+        return {**message, "content": "".join(content_texts(content))}
+
+    def _turn(self, given: Sequence[Message], at: int, head: str, tools: list[Any] | None, *, is_cut: bool) -> _Turn:
+        """One turn that follows `head`, which ends in the generation prompt."""
+        message, text = given[at], cast(str, given[at]["content"])
+        thoughts, calls = reasoning_of(message), calls_of(message)
+        if "</think>" in text and squash(thoughts) in squash(text):  # a parser that left them in place
+            thoughts = ""
+        if not (text or thoughts or calls):
+            raise DataError("a turn in which the model wrote nothing")
+        if not (thoughts or calls):
+            return _Turn(at, {**message, "content": _TEXT.format(at)}, _opened(text, head, is_cut), None, "")
+        why = "the chat template leaves out the model's reasoning or calls"
+        for form in _forms(message, thoughts, text, at, folds="think>" in str(self._tokenizer.chat_template)):
+            try:
+                rendered = self._render([*given[:at], form], tools, generation=False)
+                body = _body(rendered, head)
+            except DataError as error:
+                why = str(error)
+                continue
+            if not _holds(body, form):
+                continue
+            if not thoughts:
+                body = _NO_THOUGHTS.sub("", body, count=1) if _NO_THOUGHTS.match(body) else body
+            body, end = self._split_end(body)
+            folded = in_tags(thoughts) + text if _THOUGHTS.format(at) not in body and thoughts else text
+            written = body.replace(_TEXT.format(at), folded).replace(_THOUGHTS.format(at), thoughts)
+            return _Turn(at, form, _opened(written, head, is_cut), rendered, end)
+        raise DataError(why)
+
+    def _with_calls(self, given: Sequence[Message], at: int, tools: list[Any] | None) -> Message:
+        """A turn with calls that was not generated, in a form that the template renders in full."""
+        for form in _forms(given[at], "", cast(str, given[at]["content"]), at, folds=False):
+            kept = {**form, "content": given[at]["content"] or form["content"]}
+            try:
+                if _holds(self._render([*given[:at], kept], tools, generation=False), kept):
+                    return kept
+            except DataError:
+                continue
+        raise DataError("the chat template leaves out calls")
+
+    def _behind(
+        self, turn: _Turn, whole: str, given: Sequence[Message], tools: list[Any] | None, *, generation: bool
+    ) -> str:
+        """What follows a turn in `whole`, its end included."""
+        mark = _TEXT.format(turn.at)
+        if turn.rendered is None:
+            return _after(whole, mark)
+        if whole.startswith(turn.rendered):
+            return turn.end + whole[len(turn.rendered) :]
+        stand_in = [*given[: turn.at], {"role": turn.message["role"], "content": mark}, *given[turn.at + 1 :]]
+        return _after(self._render(stand_in, tools, generation=generation), mark)
+
+    def _split_end(self, body: str) -> tuple[str, str]:
+        """`body` of a turn without the special token, if any, and the white space that end it; and these."""
+        text = body.rstrip()
+        special = next((token for token in self._specials if text.endswith(token)), "")
+        end = len(text) - len(special)
+        return body[:end], body[end:]
+
+    def _check_rest(
+        self, messages: Sequence[Message], turns: Sequence[int], tools: list[Any] | None, whole: str, *, is_cut: bool
+    ) -> None:
+        """DataError when something that the model did not write is missing from the rendered conversation."""
+        rest = messages[: turns[-1]] if is_cut else messages
+        said = squash(whole)
+        for at, message in enumerate(rest):
+            if at in turns:
+                continue
+            text = "".join(content_texts(message.get("content")))
+            if message.get("role") in ASSISTANT_ROLES:
+                text = text.rpartition("</think>")[2]  # of earlier turns the engine saw no more either
+            if squash(text) not in said:
+                raise DataError(f"the chat template leaves out a message of role {message.get('role')}")
+        for tool in tools or []:
+            name = (tool.get("function") or tool).get("name") if isinstance(tool, dict) else None
+            if str(name or "") not in whole:
+                raise DataError("the chat template leaves out the tools")
+
+    def _render(self, messages: Sequence[Message], tools: list[Any] | None, *, generation: bool) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=generation
+                [dict(message) for message in messages],
+                tools=cast(Any, tools),
+                tokenize=False,
+                add_generation_prompt=generation,
             )
         except Exception as error:  # jinja raises what the template's author wrote, e.g. "System role not supported"
             raise DataError(f"the chat template refuses this conversation: {error}") from error
@@ -175,19 +306,81 @@ class TemplateRenderer:
         return [Segment(text[:gap], False), Segment(end, True), Segment(text[gap + len(end) :], False)]
 
 
-def _squash(text: str) -> str:
-    return "".join(text.split())
+def _forms(message: Message, thoughts: str, text: str, at: int, *, folds: bool) -> Iterator[Message]:
+    """`message` with placeholders for text and thoughts, in the forms that templates ask for.
+
+    They differ in the key of the reasoning, in whether arguments are text, and in whether no content is null.
+    """
+    rest = {key: message[key] for key in message if key not in REASONING_KEYS}
+    recorded = [key for key in REASONING_KEYS if message.get(key)]
+    keys = dict.fromkeys([*recorded, *REASONING_KEYS]) if thoughts else [""]
+    for key in (*keys, *([""] if folds and thoughts else [])):
+        own = {key: _THOUGHTS.format(at)} if key else {}
+        content = _TEXT.format(at) if text or (thoughts and not key) else ""
+        for change in (_as_recorded, parsed_arguments, _as_text) if message.get("tool_calls") else (None,):
+            calls = {"tool_calls": [_changed(call, change) for call in message["tool_calls"]]} if change else {}
+            for empty in (content, *([None] if change and not content else [])):
+                yield {**rest, **own, **calls, "content": empty}
 
 
-def _text_of(message: Mapping[str, Any], before: str) -> str:
-    """The answer's text, less an opening `<think>` that the generation prompt already gave."""
-    content = message.get("content")
-    if not isinstance(content, str):
-        raise DataError(f"an assistant's content is {type(content).__name__}, not text; it cannot be re-rendered")
-    opening = "<think>"
-    if before.rstrip().endswith(opening) and content.lstrip().startswith(opening):
-        return content.lstrip().removeprefix(opening).removeprefix("\n" if before.endswith("\n") else "")
-    return content
+def _changed(call: Any, change: Callable[[Any], Any]) -> Any:
+    function = call.get("function") or call
+    function = {**function, "arguments": change(function.get("arguments"))}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _as_recorded(arguments: Any) -> Any:
+    return arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _holds(body: str, form: Message) -> bool:
+    """Whether the placeholders of `form` stand once in a rendered turn, and its calls in full."""
+    marks = [form.get("content") or "", *(form[key] for key in REASONING_KEYS if form.get(key))]
+    if any(body.count(mark) != 1 for mark in marks if mark):
+        return False
+    said = squash(body)
+    for name, arguments in calls_of(form):
+        texts = [arguments] if isinstance(arguments, str) else [*_leaves(arguments)]
+        if name not in body or not all(squash(text) in said for text in texts):
+            return False
+    return True
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Every key and value of a call's arguments, as a template may write it."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from (key, *_leaves(inner))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner)
+    elif isinstance(value, str):
+        yield json.dumps(value, ensure_ascii=False)[1:-1]
+    elif value is not None and not isinstance(value, bool):
+        yield json.dumps(value)
+
+
+def _body(rendered: str, head: str) -> str:
+    """The turn that follows `head`; its generation prompt may open a thought that the turn itself opens, too."""
+    for start in (head, head.rstrip().removesuffix(OPENING)):
+        if rendered.startswith(start):
+            return rendered[len(start) :]
+    raise DataError("the chat template begins the model's turn in another way than its generation prompt")
+
+
+def _opened(text: str, head: str, is_cut: bool) -> str:
+    """What the model wrote after `head`: `text` less an opening `<think>` that the generation prompt already gave."""
+    if not head.rstrip().endswith(OPENING):
+        return text
+    if text.lstrip().startswith(OPENING):
+        return text.lstrip().removeprefix(OPENING).removeprefix("\n" if head.endswith("\n") else "")
+    if "</think>" not in text and not is_cut:
+        raise DataError("the generation prompt opens <think>, but no thoughts were recorded")
+    return text
 
 
 def _after(text: str, mark: str) -> str:

@@ -75,9 +75,10 @@ class ExportConfig(Section):
     """One dataset made from the rollouts when the run is complete."""
 
     path: str = Field("sft.jsonl", description="File name inside run_dir.")
-    format: Literal["messages", "sharegpt", "prefix", "tokens"] = "messages"
+    format: Literal["prompt-completion", "messages", "sharegpt", "prefix", "tokens"] = "prompt-completion"
     above_score: float = Field(0.0, description="Responses are kept when their score is above this.")
     top_n_per_problem: PositiveInt | None = Field(None, description="Keep the best n of a problem; null: all.")
+    unique: bool = Field(False, description="Of equal responses to a problem, keep one.")
     rows: PositiveInt | None = Field(None, description="Write exactly so many responses; null: all that are kept.")
 
 

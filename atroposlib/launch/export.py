@@ -19,9 +19,12 @@ def _export(entry: ExportConfig, config: DatagenConfig, model: Model) -> Path | 
     """One dataset; None, with a warning, when no response was good enough: the rollouts are still there."""
     from atroposlib.data.report import NothingKept
     from atroposlib.data.sft import SftOptions, export_sft, simple_policy
-    from atroposlib.data.steps import TargetStep
+    from atroposlib.data.steps import TargetStep, UniqueStep
 
     policy = simple_policy(above=entry.above_score, top_n=entry.top_n_per_problem)
+    if entry.unique:
+        score, *others = policy.steps
+        policy = policy.model_copy(update={"steps": [score, UniqueStep(step="unique", per="problem"), *others]})
     if entry.rows:
         exact = TargetStep(step="target", count=entry.rows, allow_fewer=True)
         policy = policy.model_copy(update={"steps": [*policy.steps, exact]})
@@ -34,5 +37,5 @@ def _export(entry: ExportConfig, config: DatagenConfig, model: Model) -> Path | 
         return None
     if entry.rows and report.records < entry.rows:
         logger.warning("%s: %d rows were asked for, only %d are there", output, entry.rows, report.records)
-    logger.info("dataset written: path=%s records=%d", output, report.records)
+    logger.info("dataset written: path=%s records=%d copies=%d", output, report.records, report.copies)
     return output

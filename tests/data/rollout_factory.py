@@ -34,6 +34,36 @@ def make_group(scores: list[float], *, item: str = "0", task: str = "addition", 
     }
 
 
+USER, TOOL = {"role": "user", "content": "weather?"}, {"role": "tool", "tool_call_id": "c1", "content": "12 C"}
+CALL = {
+    "role": "assistant",
+    "reasoning_content": "I must look",
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}],
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def chat_group(chats: list[list[dict[str, Any]]], masks: list[str] | None = None, **extra: Any) -> dict[str, Any]:
+    """One group of whole conversations, the first scored 1 and the others 0.
+
+    `masks` has a letter for each token, "." where no loss is taken; None: no ids were recorded.
+    """
+    ids = [[10 + at for at in range(len(mask))] for mask in masks or []]
+    kept = [
+        [i if s != "." else -100 for i, s in zip(row, m, strict=True)] for row, m in zip(ids, masks or [], strict=True)
+    ]
+    scores = [1.0] + [0.0] * (len(chats) - 1)
+    return {
+        "tokens": ids,
+        "masks": kept,
+        "scores": scores,
+        "messages": chats,
+        "item_key": "0",
+        "group_id": "g",
+        **extra,
+    }
+
+
 def write_groups(path: Path, groups: list[dict[str, Any]]) -> Path:
     """The groups as a rollout file."""
     path.write_bytes(b"".join(orjson.dumps(group) + b"\n" for group in groups))

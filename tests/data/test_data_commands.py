@@ -43,8 +43,19 @@ def test_exit_codes_are_0_1_and_2(rollouts, tmp_path, monkeypatch, capsys):
     assert exit_code_of(sft.app, monkeypatch, rollouts, "--output", tmp_path / "o.jsonl") == 1
     assert "command: --output" in capsys.readouterr().err
     assert exit_code_of(sft.app, monkeypatch, rollouts, "--nonsense") == 2
-    assert exit_code_of(sft.app, monkeypatch, rollouts) == 1
+    assert exit_code_of(sft.app, monkeypatch, rollouts, rollouts) == 1
     assert "give --output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("app", "kind"), [(sft.app, "sft"), (dpo.app, "dpo")])
+def test_a_dataset_without_a_name_lies_beside_its_rollouts(rollouts, monkeypatch, capsys, app, kind):
+    assert exit_code_of(app, monkeypatch, rollouts) == 0
+    made = rollouts.with_name(f"a.{kind}.jsonl")
+    assert str(made) in capsys.readouterr().out
+    assert exit_code_of(app, monkeypatch, rollouts.parent) == 0
+    assert (rollouts.parent / f"{kind}.jsonl").read_bytes() == made.read_bytes()
+    assert exit_code_of(app, monkeypatch, made) == 1
+    assert "is a dataset that was made already" in capsys.readouterr().err
 
 
 FLAGS_NAMED = {
@@ -72,7 +83,10 @@ def test_sft_options_select_as_they_say(rollouts, tmp_path):
 
 
 def test_dpo_command_writes_pairs(rollouts, tmp_path):
-    assert "2 records (trl)" in call(dpo.app, rollouts, "--output", tmp_path / "o.jsonl").output
+    assert (
+        "2 pairs (trl), 0 of them copies of an earlier one"
+        in call(dpo.app, rollouts, "--output", tmp_path / "o.jsonl").output
+    )
 
 
 def test_validate_fails_on_damage(rollouts):

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from rollout_factory import make_group, write_groups
+from rollout_factory import TOOLS, USER, chat_group, make_group, write_groups
 from transformers import AutoTokenizer
 
 from atroposlib.data.dpo import DpoOptions, export_dpo
@@ -91,3 +91,46 @@ def test_prefix_needs_a_tokenizer(tmp_path):
     rollouts = write_groups(tmp_path / "a.jsonl", [make_group([1.0, 0.0])])
     with pytest.raises(ConfigError, match="give --tokenizer"):
         export_dpo(rollouts, tmp_path / "o.jsonl", options=DpoOptions(format="prefix"))
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+SHOTS = [USER, said("rain"), USER]
+
+
+def test_few_shot_turns_are_the_prompt_of_a_pair(tmp_path):
+    group = chat_group([[*SHOTS, said("sun")], [*SHOTS, said("snow")]], ["...x"] * 2, tools=TOOLS)
+    export_dpo(write_groups(tmp_path / "a.jsonl", [group]), tmp_path / "o.jsonl")
+    (line,) = lines_of(tmp_path / "o.jsonl")
+    assert (line["prompt"], line["chosen"], line["rejected"]) == (SHOTS, [said("sun")], [said("snow")])
+    assert json.loads(line["tools"]) == TOOLS
+
+
+def test_pairs_of_several_turns_are_set_aside_but_as_tokens_with_labels(tmp_path):
+    chats = [[USER, said("sun"), USER, said("yes")], [USER, said("snow"), USER, said("no")]]
+    groups = [chat_group(chats, [".x.x", ".xx.x"]), make_group([1.0, 0.0], item="1")]
+    rollouts = write_groups(tmp_path / "a.jsonl", groups)
+    report = export_dpo(rollouts, tmp_path / "o.jsonl")
+    assert (report.records, [(each["reason"], each["count"]) for each in report.set_aside]) == (
+        1,
+        [("several generated turns", 1)],
+    )
+    export_dpo(rollouts, tmp_path / "t.jsonl", options=DpoOptions(format="tokens"))
+    line = lines_of(tmp_path / "t.jsonl")[0]
+    assert (line["chosen_labels"], line["rejected_labels"]) == ([11, -100, 13], [11, 12, -100, 14])
+
+
+def test_what_follows_the_generated_turn_is_no_part_of_a_pair(tmp_path):
+    chats = [[USER, said("sun"), USER], [USER, said("snow"), USER]]
+    export_dpo(write_groups(tmp_path / "a.jsonl", [chat_group(chats, [".x.", ".x."])]), tmp_path / "o.jsonl")
+    (line,) = lines_of(tmp_path / "o.jsonl")
+    assert (line["prompt"], line["chosen"], line["rejected"]) == ([USER], [said("sun")], [said("snow")])
+
+
+def test_copies_of_pairs_are_counted(tmp_path):
+    chats = [[USER, said(text)] for text in ("sun", "snow", "sun", "snow")]
+    group = chat_group(chats, [".x"] * 4) | {"scores": [1.0, 0.0, 1.0, 0.0]}
+    report = export_dpo(write_groups(tmp_path / "a.jsonl", [group]), tmp_path / "o.jsonl")
+    assert (report.records, report.copies) == (2, 1)

@@ -12,7 +12,7 @@ from atroposlib.rollouts.reports import compress
 
 
 def questions(path):
-    return [json.loads(line)["messages"][0]["content"] for line in path.read_text().splitlines()]
+    return [json.loads(line)["prompt"][0]["content"] for line in path.read_text().splitlines()]
 
 
 def export(folder, name="o.jsonl", **options):

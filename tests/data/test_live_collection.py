@@ -66,7 +66,7 @@ def lines_of(path):
 def test_collects_exactly_the_target_and_keeps_the_raw_groups(api, tmp_path):
     send(api, 0, 10)
     report = collect_sft(tmp_path / "o.jsonl", simple_policy(), SftOptions(), plan(api, 3))
-    assert [line["messages"][0]["content"] for line in lines_of(tmp_path / "o.jsonl")]
+    assert [line["prompt"][0]["content"] for line in lines_of(tmp_path / "o.jsonl")]
     assert report.records == 3
     assert len(lines_of(tmp_path / "o.jsonl.rollouts.jsonl")) == 4
     assert not (tmp_path / "o.jsonl.collecting.jsonl").exists()
@@ -78,7 +78,7 @@ def test_a_stopped_collection_goes_on_where_it_was(api, tmp_path):
     ledger.write_bytes(ledger.read_bytes() + b'{"tokens": [[1, 2')
     send(api, 10, 2)
     collect_sft(tmp_path / "o.jsonl", simple_policy(), SftOptions(), plan(api, 4))
-    asked = {line["messages"][0]["content"] for line in lines_of(tmp_path / "o.jsonl")}
+    asked = {line["prompt"][0]["content"] for line in lines_of(tmp_path / "o.jsonl")}
     assert asked == {"question 0", "question 1", "question 10", "question 11"}
 
 

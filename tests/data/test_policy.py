@@ -91,6 +91,18 @@ def wordy(text, item):
     }
 
 
+def call(arguments):
+    message = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
+    return wordy("", "0") | {"messages": [[{"role": "user", "content": "go"}, message]]}
+
+
+def test_calls_and_thoughts_make_responses_different(tmp_path):
+    thought = wordy("4", "0")
+    thought["messages"][0][1]["reasoning_content"] = "hm"
+    groups = [call('{"x": 7}'), call('{"x": -7}'), call({"x": 7}), call('{"x": 7}'), wordy("4", "0"), thought]
+    assert [group for group, _ in kept(tmp_path, groups, {"step": "unique"})] == [0, 1, 4, 5]
+
+
 def test_near_duplicates_are_dropped_and_different_texts_stay(tmp_path):
     words = [f"word{i}" for i in range(300)]
     changed = [*words[:150], "other", *words[151:]]

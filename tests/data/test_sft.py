@@ -3,7 +3,7 @@ import json
 from itertools import chain
 
 import pytest
-from rollout_factory import PROMPT_IDS, make_group, write_groups
+from rollout_factory import CALL, PROMPT_IDS, TOOL, TOOLS, USER, chat_group, make_group, write_groups
 from small_tokenizer import write_tokenizer
 from transformers import AutoTokenizer
 
@@ -12,6 +12,8 @@ from atroposlib.data.conversion import SftOptions
 from atroposlib.data.policy import Policy, simple_policy
 from atroposlib.data.sft import export_sft
 from atroposlib.errors import AtroposError, ConfigError, DataError, PathError
+
+ONE = make_group([1.0])
 
 
 def lines_of(path):
@@ -22,11 +24,11 @@ def leftovers(folder):
     return [path.name for path in folder.iterdir() if path.name.endswith(".part")]
 
 
-def test_by_default_accepted_responses_become_chat_messages(tmp_path):
+def test_by_default_accepted_responses_become_prompts_and_completions(tmp_path):
     rollouts = write_groups(tmp_path / "a.jsonl", [make_group([1.0, 0.0, -0.5]), make_group([0.0, 2.0], item="1")])
     report = export_sft(rollouts, tmp_path / "o.jsonl")
     lines = lines_of(tmp_path / "o.jsonl")
-    assert [(line["messages"][-1]["content"], line["score"]) for line in lines] == [
+    assert [(line["completion"][-1]["content"], line["score"]) for line in lines] == [
         ("<think>way 0</think> answer 0.0", 1.0),
         ("<think>way 1</think> answer 1.1", 2.0),
     ]
@@ -34,16 +36,18 @@ def test_by_default_accepted_responses_become_chat_messages(tmp_path):
 
 
 def test_rewards_inside_messages_are_left_out(tmp_path):
-    group = make_group([1.0]) | {"messages": [[{"role": "user", "content": "q", "reward": 0.5}]]}
-    export_sft(write_groups(tmp_path / "a.jsonl", [group]), tmp_path / "o.jsonl")
-    assert lines_of(tmp_path / "o.jsonl")[0]["messages"] == [{"role": "user", "content": "q"}]
+    messages = [{"role": "user", "content": "q", "reward": 0.5}, {"role": "assistant", "content": "a", "reward": 1.0}]
+    export_sft(write_groups(tmp_path / "a.jsonl", [make_group([1.0], messages=[messages])]), tmp_path / "o.jsonl")
+    (line,) = lines_of(tmp_path / "o.jsonl")
+    assert line["prompt"] + line["completion"] == [{k: m[k] for k in ("role", "content")} for m in messages]
 
 
 def test_an_example_is_one_line_for_those_who_split_at_unicode_separators_too(tmp_path):
-    group = make_group([1.0]) | {"messages": [[{"role": "assistant", "content": "one\u2028two\x85three"}]]}
+    group = make_group([1.0])
+    group["messages"][0][1]["content"] = "one\u2028two\x85three"
     export_sft(write_groups(tmp_path / "a.jsonl", [group]), tmp_path / "o.jsonl")
     (line,) = lines_of(tmp_path / "o.jsonl")
-    assert line["messages"][0]["content"] == "one\u2028two\x85three"
+    assert line["completion"][0]["content"] == "one\u2028two\x85three"
 
 
 def test_sharegpt_uses_its_own_words(tmp_path):
@@ -52,6 +56,100 @@ def test_sharegpt_uses_its_own_words(tmp_path):
     (line,) = lines_of(tmp_path / "o.jsonl")
     assert line["conversations"][0] == {"from": "human", "value": "question 0"}
     assert line["conversations"][1]["from"] == "gpt"
+
+
+FEW_SHOT = [USER, {"role": "assistant", "content": "rain"}, USER, {"role": "assistant", "content": "sun"}]
+AGENT = [USER, CALL, TOOL, {"role": "assistant", "content": "12 degrees", "name": "ada", "extra": {"n": 10**30}}]
+NULL = {"content": None}
+ROWS = {
+    "few-shot turns are prompt": (FEW_SHOT, "..x", {}, [(FEW_SHOT[:3], FEW_SHOT[3:])]),
+    "a row for each turn": (AGENT, "..x.x", {}, [(AGENT[:1], [NULL | CALL]), ([USER, NULL | CALL, TOOL], AGENT[3:])]),
+    "turns that follow each other are one": ([USER, CALL, AGENT[3]], ".x.x", {}, [([USER], [NULL | CALL, AGENT[3]])]),
+    "what comes later is left out": ([USER, FEW_SHOT[1], USER], ".x", {}, [([USER], FEW_SHOT[1:2])]),
+    "no ids: all turns": (FEW_SHOT, None, {}, [(FEW_SHOT[:1], FEW_SHOT[1:2]), (FEW_SHOT[:3], FEW_SHOT[3:])]),
+}
+
+
+@pytest.mark.parametrize(("chat", "mask", "extra", "expected"), ROWS.values(), ids=ROWS)
+def test_a_completion_is_what_the_model_generated_with_every_key(tmp_path, chat, mask, extra, expected):
+    group = json.dumps(chat_group([chat], [mask] if mask else None, **extra))
+    (tmp_path / "a.jsonl").write_text(group + "\n")
+    export_sft(tmp_path / "a.jsonl", tmp_path / "o.jsonl")
+    assert [(line["prompt"], line["completion"]) for line in lines_of(tmp_path / "o.jsonl")] == expected
+
+
+def test_weights_tell_the_generated_turns_and_a_row_may_end_with_each(tmp_path):
+    rollouts = write_groups(tmp_path / "a.jsonl", [chat_group([FEW_SHOT], ["..x"]), chat_group([FEW_SHOT], [".x..x"])])
+    export_sft(rollouts, tmp_path / "o.jsonl", options=SftOptions(format="messages"))
+    export_sft(rollouts, tmp_path / "t.jsonl", options=SftOptions(format="sharegpt", per_turn=True))
+    weights = [[m.get("weight") for m in line["messages"]] for line in lines_of(tmp_path / "o.jsonl")]
+    assert weights == [[None, 0, None, 1], [None, 1, None, 1]]
+    weights = [[m.get("weight") for m in line["conversations"]] for line in lines_of(tmp_path / "t.jsonl")]
+    assert weights == [[None, 0, None, 1], [None, 1], [None, 0, None, 1]]
+
+
+def test_sharegpt_has_a_place_for_thoughts_calls_and_results(tmp_path):
+    group = chat_group([[USER, CALL, TOOL, {"role": "assistant", "content": "12"}]], [".x.x"], tools=TOOLS)
+    export_sft(write_groups(tmp_path / "a.jsonl", [group]), tmp_path / "o.jsonl", options=SftOptions(format="sharegpt"))
+    (line,) = lines_of(tmp_path / "o.jsonl")
+    question, call, result, answer = line["conversations"]
+    thought, _, calls = call["value"].rpartition("\n\n")
+    assert (call["from"], thought) == ("function_call", "<think>\nI must look\n</think>")
+    assert json.loads(calls) == [{"name": "weather", "arguments": {"city": "Bonn"}, "id": "c1", "type": "function"}]
+    assert result == {"from": "observation", "value": "12 C", "tool_call_id": "c1"}
+    assert (question["from"], answer["from"], json.loads(line["tools"])) == ("human", "gpt", TOOLS)
+
+
+SET_ASIDE = {
+    "text next to a call": ("sharegpt", [USER, CALL | {"content": "wait"}], ".x", "text next to a tool call"),
+    "an image": ("sharegpt", [{"role": "user", "content": [{"type": "image"}]}, FEW_SHOT[1]], ".x", "parts that hold"),
+    "no prompt": ("prompt-completion", FEW_SHOT[1:2], ".x", "an answer without a prompt"),
+    "no answer": ("messages", [USER], ".x", "no turn of the assistant"),
+    "a transcript": (
+        "messages",
+        [{"role": "user", "content": "<|im_start|>user\nhi"}],
+        ".x",
+        "no turn of the assistant",
+    ),
+    "a part of a turn": ("messages", [USER, FEW_SHOT[1]], ".x.x", "turns of which only a part is trained"),
+    "unknown turns": ("messages", FEW_SHOT, ".x....", "turns of which only the tokenizer tells who wrote them"),
+}
+
+
+@pytest.mark.parametrize(("format", "chat", "mask", "reason"), SET_ASIDE.values(), ids=SET_ASIDE)
+def test_a_row_that_a_format_cannot_hold_is_counted_by_reason(tmp_path, format, chat, mask, reason):
+    rollouts = write_groups(tmp_path / "a.jsonl", [ONE, chat_group([chat], [mask], item_key="7")])
+    report = export_sft(rollouts, tmp_path / "o.jsonl", options=SftOptions(format=format))
+    assert report.records == 1
+    assert [each["reason"].startswith(reason) for each in report.set_aside] == [True]
+
+
+def test_the_tokenizer_tells_which_turns_were_generated(tmp_path, tokenizer_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    chat = [*FEW_SHOT, {"role": "user", "content": "sure?"}, {"role": "assistant", "content": "edited by hand"}]
+    pieces = [tokenizer.encode(f"{m['content']}<|im_end|>") for m in chat]
+    masks = [[-100] * len(ids) if at != 3 else ids for at, ids in enumerate(pieces)]
+    group = chat_group([chat]) | {"tokens": [[*chain(*pieces)]], "masks": [[*chain(*masks)]]}
+    options = SftOptions(tokenizer=str(tokenizer_dir))
+    export_sft(write_groups(tmp_path / "a.jsonl", [group]), tmp_path / "o.jsonl", options=options)
+    assert [line["completion"] for line in lines_of(tmp_path / "o.jsonl")] == [chat[3:4]]
+
+
+def test_copies_of_an_earlier_row_are_counted(tmp_path):
+    groups = [make_group([1.0, 1.0]), make_group([2.0, 0.5], item="1")]
+    for group in groups:
+        group["messages"] = [group["messages"][0]] * 2
+    export = export_sft(write_groups(tmp_path / "a.jsonl", groups), tmp_path / "o.jsonl")
+    assert (export.records, export.copies) == (4, 2)
+    assert json.loads((tmp_path / "o.jsonl.meta.json").read_text())["copies"] == 2
+
+
+def test_responses_cut_by_their_length_are_warned_of_where_a_template_would_end_them(tmp_path, caplog):
+    rollouts = write_groups(tmp_path / "a.jsonl", [make_group([1.0, 1.0], finish_reasons=["length", "stop"])])
+    export_sft(rollouts, tmp_path / "t.jsonl", options=SftOptions(format="tokens"))
+    assert "cut by their length" not in caplog.text
+    export_sft(rollouts, tmp_path / "o.jsonl")
+    assert "cut by their length limit: 1" in caplog.text
 
 
 def test_tokens_are_the_recorded_ids_and_labels_the_recorded_masks(tmp_path):
@@ -152,11 +250,10 @@ def test_a_sequence_longer_than_a_packed_row_is_refused(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-ONE = make_group([1.0])
 BAD_CONTENT = {
-    "messages null": (ONE | {"messages": None}, {}, "'messages' were not recorded"),
-    "message is text": (ONE | {"messages": ["text"]}, {}, "is not a list of"),
-    "one conversation null": (ONE | {"messages": [None]}, {}, "is not a list of"),
+    "messages null": (ONE | {"messages": None}, {}, "use --format prefix or tokens"),
+    "message is text": (ONE | {"messages": ["text"]}, {}, "a transcript instead of messages"),
+    "one conversation null": (ONE | {"messages": [None]}, {}, "no messages were recorded"),
     "no survivors": (ONE | {"scores": [0.0]}, {}, "no response survived of 1 in 1 groups"),
     "score null": (ONE | {"scores": [None]}, {}, "no score: 1"),
     "score beyond floats": ({**ONE, "scores": [10**400]}, {}, "scores"),

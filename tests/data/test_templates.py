@@ -7,7 +7,8 @@ from atroposlib.errors import DataError
 
 ANSWER = "<think>\n2 + 3\n</think>\n\nfive"
 CHAT = [{"role": "user", "content": "two plus three?"}, {"role": "assistant", "content": ANSWER}]
-TWO_TURNS = [*CHAT, {"role": "user", "content": "sure?"}, {"role": "assistant", "content": "  yes, five\n"}]
+SURE = "<think>\nagain\n</think>  yes, five\n"
+TWO_TURNS = [*CHAT, {"role": "user", "content": "sure?"}, {"role": "assistant", "content": SURE}]
 ENDS = {"ChatML": "<|im_end|>", "Qwen 3": "<|im_end|>", "Gemma": "<|end_turn|>"}
 
 
@@ -38,7 +39,7 @@ def test_all_turns_are_trained_and_questions_are_not(tmp_path, name):
     assert trained_text(tokenizer, labels).count(end) == 2
     assert "yes, five" in trained_text(tokenizer, labels)
     assert "sure?" not in trained_text(tokenizer, labels)
-    assert tokenizer.decode(ids).count("<think>") == (2 if name == "R1 with opened think" else 1)
+    assert tokenizer.decode(ids).count("<think>") == 2
 
 
 def test_the_prompt_is_tokenised_as_the_engine_saw_it(tmp_path):
@@ -94,7 +95,7 @@ def test_the_fixture_r1_template_does_drop_reasoning_by_itself(tmp_path):
 
 BAD_CHATS = {
     "no assistant": (CHAT[:1], "no assistant message"),
-    "content null": ([CHAT[0], {"role": "assistant", "content": None}], "NoneType, not text"),
+    "content null": ([CHAT[0], {"role": "assistant", "content": None}], "wrote nothing"),
 }
 
 
