@@ -260,6 +260,9 @@ def _print_stats(found: Stats) -> None:
     for title, counts in (("ended by", found.finish_reasons), ("failed tries", found.failures)):
         if counts:
             console.print(f"{title}: " + ", ".join(f"{name} {count}" for name, count in counts.items()), markup=False)
+    if found.set_aside:
+        left_out = ", ".join(f"{each['reason']}: {each['count']}" for each in found.set_aside)
+        console.print(f"left out of datasets: {left_out}", markup=False)
     for step in found.retention:
         console.print(f"policy step {step.step}: kept {step.kept}, dropped {step.dropped}", markup=False)
 

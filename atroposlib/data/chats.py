@@ -80,7 +80,7 @@ def messages_of(group: LazyGroup, index: int) -> list[dict[str, Any]]:
     value = msgspec.json.decode(group.messages[index]) if group.messages else None
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    return [message for message in value or [] if isinstance(message, dict)]
+    return [message for message in value if isinstance(message, dict)] if isinstance(value, list) else []
 
 
 def tools_of(group: LazyGroup, index: int) -> Raw | None:

@@ -133,8 +133,11 @@ def _chance(table: Table, group: int, seed: int) -> int:
 def _lines(table: Table, advance: Advance) -> Iterable[tuple[int, Line]]:
     """Row and line of every group."""
     for file, path in enumerate(table.files):
+        rows = np.flatnonzero(table.groups["file"] == file).tolist()
+        if not rows:  # it may not be readable at all
+            continue
         with SpanReader(path) as reader:
-            for row in np.flatnonzero(table.groups["file"] == file).tolist():
+            for row in rows:
                 start, size = int(table.groups["offset"][row]), int(table.groups["size"][row])
                 advance(size)
                 yield row, Line(path, int(table.groups["line"][row]), start, reader.read(start, start + size), True)
