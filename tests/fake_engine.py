@@ -35,6 +35,8 @@ class FakeEngine:
         self.ignores_n = False
         self.ready = True
         self.has_generate = True
+        self.about: dict[str, dict[str, Any]] = {}  # path -> reply
+        self.reads: Callable[[str], list[int]] | None = None  # its own tokenizer, for prompts that are text
         self.loads: dict[str, Any] | None = None
         self.metrics: str | None = None
         self.held: asyncio.Event | None = None  # generations wait for it
@@ -55,6 +57,9 @@ class FakeEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_get("/metrics", self._metrics)
+        for path in ("/model_info", "/get_model_info", "/get_server_info"):
+            app.router.add_get(path, self._about)
+        app.router.add_post("/tokenize", self._tokenize)
         if self.has_generate:
             app.router.add_post("/generate", self._generate)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -74,8 +79,19 @@ class FakeEngine:
         self.health_probes += 1
         return web.Response(status=200 if self.ready else 503)
 
+    async def _about(self, request: web.Request) -> web.Response:
+        reply = self.about.get(request.path)
+        return web.json_response(reply, status=404 if reply is None else 200)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        if self.reads is None:
+            return web.Response(status=404)
+        return web.json_response({"tokens": self.reads((await request.json())["prompt"])})
+
     async def _models(self, request: web.Request) -> web.Response:
         self.health_probes += 1
+        if request.path in self.about:
+            return web.json_response(self.about[request.path])
         return web.json_response({"object": "list", "data": [{"id": "fake", "max_model_len": 4096}]})
 
     async def _loads(self, request: web.Request) -> web.Response:
@@ -125,6 +141,8 @@ class FakeEngine:
 
     def _generations(self, body: dict[str, Any], ids: list[int] | None = None) -> Any:
         ids = [*self._tokenizer.encode(self.text), EOS] if ids is None else ids
+        if self.reads is not None and "text" in body:
+            return {"meta_info": {"input_token_logprobs": [[None, token, None] for token in self.reads(body["text"])]}}
         one = {
             "text": self.text,
             "output_ids": ids,

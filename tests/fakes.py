@@ -48,7 +48,7 @@ class FakeTokenizer:
             if token < 256:
                 data += bytes([token])
             elif not skip_special_tokens:
-                data += names[token].encode()
+                data += names.get(token, "").encode()  # as transformers, which has no word for unknown ids
         return data.decode("utf-8", "replace")
 
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:

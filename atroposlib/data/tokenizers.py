@@ -53,10 +53,14 @@ def plain_chat_ids(tokenizer: T) -> T:
 
 
 def padded_vocabulary(spec: str) -> int | None:
-    """The ids that a local model has embeddings for, from `config.json` next to its tokenizer; None: unknown."""
+    """The ids that a model has embeddings for, from its `config.json` on this machine; None: unknown.
+
+    The file lies next to the tokenizer, or in the hub's cache.
+    """
     folder = _tokenizer_folder(spec)
+    path = folder / "config.json" if folder else _cached_config(spec)
     try:
-        config = json.loads((folder / "config.json").read_bytes()) if folder else {}
+        config = json.loads(path.read_bytes()) if path else {}
     except (OSError, ValueError):
         return None
     sizes = (config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size"))
@@ -89,6 +93,17 @@ def _tokenizer_folder(spec: str) -> Path | None:
             if path.suffix == ".gguf":
                 raise
     return None
+
+
+def _cached_config(spec: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(spec, "config.json")
+    except HFValidationError:  # no hub name
+        return None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 class _PlainChatIds:

@@ -132,6 +132,7 @@ class BaseEnv(TrainerSide):
         )
         self.server_configs = [server.config for server in self.server.servers]
         self.tokenizer = self.load_tokenizer()
+        self.server.adopt_tokenizer(self.tokenizer)
         self.odd_rows = group_checks.OddRows()
         self.workers: set[asyncio.Task[None]] = set()
         self.eval_workers: set[asyncio.Task[Any]] = set()
@@ -549,6 +550,12 @@ class BaseEnv(TrainerSide):
         """The wandb package, imported when it is first needed."""
         return sys.modules[__name__].wandb
 
+    async def check_engines(self) -> bool:
+        """Raise ConfigError when the tokenizer is not the engines'; False when one did not answer: ask again."""
+        if not isinstance(self.server, ServerManager):  # an author's own
+            return True
+        return await self.server.check_tokenizer(self.tokenizer, self.config.tokenizer_name)
+
     def attach(self, run: Run) -> None:
         """Use this run's sink from now on."""
         self._run = run
@@ -598,7 +605,11 @@ class BaseEnv(TrainerSide):
         return RunFiles(folder, stem, self.label, config.run_name, None, progress)
 
     def load_tokenizer(self) -> Any:
-        """The tokenizer of `tokenizer_name`: a folder, a .gguf file, a model of the embedded engine, or a hub name."""
-        from atroposlib.data.tokenizers import load_tokenizer
+        """The tokenizer of `tokenizer_name`: a folder, a .gguf file, a model of the embedded engine, or a hub name.
 
-        return load_tokenizer(self.config.tokenizer_name)
+        Where the setting is left at its default, the tokenizer follows the model that the servers name or serve.
+        """
+        from atroposlib.envs.server_handling.engine_identity import load_for
+
+        tokenizer, self.config.tokenizer_name = load_for(self.config.tokenizer_name, self.server_configs)
+        return tokenizer

@@ -34,7 +34,10 @@ class BaseEnvConfig(BaseModel):
     max_token_length: int = Field(default=2048, description="Tokens an environment lets the model generate.")
     worker_timeout: float = Field(default=600, description="Seconds one group may take; 0 or less: no limit.")
     ensure_scores_are_not_same: bool = Field(default=True, description="Drop groups whose scores are all equal.")
-    include_messages: bool = Field(default=False, description="Add the decoded text to groups that carry no messages.")
+    include_messages: bool = Field(
+        default=False,
+        description="Add the chat of the managed server to groups that carry no messages; rollout files always get it.",
+    )
     tokenizer_name: str = Field(
         default="NousResearch/DeepHermes-3-Llama-3-3B-Preview",
         description="Tokenizer: a folder, or a name on the model hub.",

@@ -8,6 +8,7 @@ answered from the journal where the answer is known. A request is known by its m
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.paths import writable_dir, write_text_atomic
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.lock import take_lock
-from atroposlib.rollouts.run import EXIT_DONE, EXIT_WORK_REMAINS, STOP_TIMEOUT_S
+from atroposlib.rollouts.run import CHECK_S, EXIT_DONE, EXIT_WORK_REMAINS, STOP_TIMEOUT_S
 from atroposlib.rollouts.stop import StopSignals
 from atroposlib.rollouts.work import Work, current_work
 
@@ -36,6 +37,8 @@ class Evaluated(Protocol):
     server: Any
     settings_text: str | None
     fresh: bool
+
+    async def check_engines(self) -> bool: ...
 
     async def setup(self) -> None: ...
 
@@ -62,6 +65,9 @@ async def run_evaluate(env: Evaluated) -> int:
 
 async def _evaluate(env: Evaluated) -> None:
     """`setup` and `evaluate`; with a folder for the results, the same command resumes after a kill."""
+    with contextlib.suppress(TimeoutError):  # a busy engine answers late
+        async with asyncio.timeout(CHECK_S):
+            await env.check_engines()
     if not env.config.data_dir_to_save_evals:
         await env.setup()
         await env.evaluate()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from atroposlib.data.tokenizers import plain_chat_ids
 from atroposlib.errors import ConfigError, ModelError
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.layout import MicroBatch
@@ -146,7 +147,7 @@ def load_tokenizer(folder: Path | str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return plain_chat_ids(AutoTokenizer.from_pretrained(folder))
     except Exception as error:  # transformers raises many kinds; all mean that this tokenizer cannot be had
         raise ConfigError(
             f"model_name is {str(folder)!r}, which is neither a model's folder with a tokenizer nor can it be "

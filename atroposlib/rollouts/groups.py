@@ -83,7 +83,7 @@ def as_groups(result: object) -> list[ScoredDataGroup]:
 
 
 def fill_messages(group: dict[str, Any], chats: Chats | None) -> int:
-    """Give sequences without messages the conversation that is known for their ids, in place.
+    """Give sequences without messages the conversation that is known for their ids, in place, and its tools.
 
     A sequence of which none is known gets no messages: decoded text does not tell who said what.
 
@@ -94,8 +94,11 @@ def fill_messages(group: dict[str, Any], chats: Chats | None) -> int:
     messages = list(given) if given and len(given) == len(rows) else [None] * len(rows)
     if not all(messages):
         known = chats.of(rows) if chats is not None else [None] * len(rows)
-        messages = [own or noted or [] for own, noted in zip(messages, known, strict=True)]
+        messages = [own or (chat.messages if chat else []) for own, chat in zip(messages, known, strict=True)]
         group["messages"] = messages if any(messages) else None
+        tools = [chat.tools if chat else None for chat in known]
+        if any(tools) and not group.get("tools"):
+            group["tools"] = tools[0] if all(each == tools[0] for each in tools) else tools
     return sum(not one for one in messages)
 
 

@@ -30,6 +30,7 @@ async def run_process(env: Environment) -> Outcome:
 
 async def _work(env: Environment, run: Run) -> None:
     if not run.sink.is_full:
+        await run.check_engines()
         await env.setup()
         await env.setup_wandb()
         run.mark_running(run.pool.pace)

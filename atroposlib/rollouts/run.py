@@ -42,6 +42,7 @@ TICK_S = 0.25
 SYNC_EVERY_S = 1.0
 ENGINES_EVERY_S = 5.0
 STOP_TIMEOUT_S = 1.0
+CHECK_S, CHECK_AGAIN_S = 10.0, 5.0
 
 EXIT_DONE, EXIT_WORK_REMAINS = 0, 75
 
@@ -141,6 +142,7 @@ class Run:
         self._stop = StopSignals()
         self._following: asyncio.Task[None] | None = None
         self._asking: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
         if self.files:
             loop = asyncio.get_running_loop()
             self.files.on_wait = lambda what: self.progress.wait_for("disk", what)
@@ -184,6 +186,27 @@ class Run:
         self._asking = asyncio.create_task(self._ask_engines())
         if self.concurrency:
             self._following = asyncio.create_task(self.concurrency.follow(apply_limit))
+
+    async def check_engines(self) -> None:
+        """Refuse to begin with engines that do not fit; one that is silent or slow is checked while the run goes.
+
+        Raises:
+            ConfigError: the tokenizer is not an engine's own.
+        """
+        first = asyncio.create_task(self._env.check_engines())
+        self._checking = asyncio.create_task(self._checked(first))
+        await asyncio.wait({first, self._checking}, timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+        self._raise_checked()
+
+    async def _checked(self, first: asyncio.Task[bool]) -> None:
+        is_checked = await first
+        while not is_checked:
+            await asyncio.sleep(CHECK_AGAIN_S)
+            is_checked = await self._env.check_engines()
+
+    def _raise_checked(self) -> None:
+        if self._checking is not None and self._checking.done():
+            self._checking.result()
 
     def work_outside(self, item: Item) -> Work:
         """The work of groups that an environment sends by itself, outside of a rollout."""
@@ -257,6 +280,7 @@ class Run:
             engine_down = self._env.engine_down()
             self.progress.wait_for("engine", engine_down)
             self.progress.hint(self.sink.fruitless.sentence() or self._no_items())
+            self._raise_checked()
             self.pool.expire(self._env.config.worker_timeout, outage_s=now - previous if engine_down else 0.0)
             previous = now
             if self.health.nothing_works:
@@ -321,7 +345,7 @@ class Run:
         return f"tracebacks are in {self.failures.path}" if self.failures.path else "see the log above"
 
     async def _close(self, tasks: list[asyncio.Task[Any]]) -> None:
-        tasks += [task for task in (self._following, self._asking) if task]
+        tasks += [task for task in (self._following, self._asking, self._checking) if task]
         for task in tasks:
             task.cancel()
         self._note_in_flight()

@@ -39,6 +39,7 @@ async def _work(env: ServingEnvironment, run: Run) -> None:
         logger.info("already complete: groups=%d", run.sink.totals.groups)
         await run.report()
         return
+    await run.check_engines()
     await env.setup()
     run.progress.wait_for("api", f"a trainer at the trajectory API {env.config.rollout_server_url}")
     await env.setup_wandb()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 from atroposlib.type_definitions import EngineInfo, FinishReason, Usage
 
@@ -21,8 +21,13 @@ _current: ContextVar["RolloutTrace | None"] = ContextVar("rollout_trace", defaul
 _prompt_counted: ContextVar[bool] = ContextVar("prompt_counted", default=False)
 _row: ContextVar[int | None] = ContextVar("rollout_row", default=None)
 
-Chat = list[dict[str, Any]]
-"""The messages of a conversation."""
+
+class Chat(NamedTuple):
+    """A conversation as it goes into a record."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None  # that the model was given
+
 
 _KNOWN_REASONS: frozenset[str] = frozenset(get_args(FinishReason))
 
@@ -48,7 +53,7 @@ class Chats:
     _made_up: set[tuple[int, int]] = field(default_factory=set)
 
     def note(self, ids: Sequence[int], chat: Chat, *, made_up: bool = False) -> None:
-        """Remember that the messages of `chat` are the sequence `ids`, or with `made_up`, that the ids say nothing."""
+        """Remember that `chat` is the sequence `ids`; with `made_up`, that the ids say nothing."""
         key = _key(ids)
         chats = self._known.setdefault(key, [])
         if made_up:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NotRequired, Protocol, TypedDict
 
-from atroposlib.rollouts.trace import current_trace
+from atroposlib.rollouts.trace import Chat, current_trace
 from atroposlib.type_definitions import IGNORE_INDEX, Message
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def tokenize_for_trainer(
         tokens, masks = tokens[:-1], masks[:-1]
     trace = current_trace()
     if trace is not None:
-        trace.chats.note(tokens, [dict(message) for message in chat])
+        trace.chats.note(tokens, Chat([dict(message) for message in chat]))
     tokenized = TokenizedChat(tokens=tokens, masks=masks)
     if include_messages:
         tokenized["messages"] = chat

@@ -15,7 +15,7 @@ from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.errors import EngineFault, EnvironmentFault, GroupError, KilledFault, VerifierFault
 from atroposlib.rollouts.groups import NO_CHAT
-from atroposlib.rollouts.trace import tracing
+from atroposlib.rollouts.trace import Chat, tracing
 
 
 class SingleEnv(BaseEnv):
@@ -173,7 +173,7 @@ async def test_a_group_without_messages_gets_the_chats_of_its_ids_and_no_made_up
     env = make(include_messages=True, group_size=2, ensure_scores_are_not_same=False)
     group = {"tokens": [[104, 105], [104]], "masks": [[104, 105], [104]], "scores": [1.0, 1.0]}
     with tracing() as trace:
-        trace.chats.note([104, 105], CHAT)
+        trace.chats.note([104, 105], Chat(CHAT))
         await env.handle_send_to_api(group, {"q": 1})
     assert group["messages"] == [CHAT, []]
     assert group["ref_logprobs"] is None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.rollouts.groups import fill_messages, make_rows_plain
-from atroposlib.rollouts.trace import tracing
+from atroposlib.rollouts.trace import Chat, tracing
 from atroposlib.type_definitions import IGNORE_INDEX
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from tests.fakes import FakeServer, FakeTokenizer
@@ -143,6 +143,7 @@ def test_a_record_without_messages_gets_exactly_the_chat_and_masks_mark_what_was
         missing = fill_messages(group, trace.chats)
 
     assert missing == 0
+    assert group.get("tools") == (TOOLS if tools else None)
     assert group["messages"] == [messages for _, messages, _ in branches] == [node.messages for node in nodes]
     assert [len(mask) - mask.count(IGNORE_INDEX) for mask in group["masks"]] == [count for _, _, count in branches]
 
@@ -180,7 +181,8 @@ async def test_a_turn_that_ended_a_row_of_its_own_keeps_its_chat_after_the_conve
         await managed.chat_completion(messages=[USER, {"role": "assistant", "content": "one"}, USER])
 
     (chat,) = trace.chats.of([early.tokens])
-    assert chat == [USER, {"role": "assistant", "content": "one"}]
+    assert chat is not None
+    assert chat.messages == [USER, {"role": "assistant", "content": "one"}]
 
 
 async def test_an_edited_history_is_recorded_as_it_was_edited():
@@ -213,7 +215,7 @@ async def test_made_up_ids_name_a_chat_only_while_the_order_does(rows, answers):
 
     nodes = managed.get_state()["nodes"]
     chats = trace.chats.of([node.tokens for node in nodes][:rows])
-    assert [chat and chat[-1]["content"] for chat in chats] == answers
+    assert [chat and chat.messages[-1]["content"] for chat in chats] == answers
 
 
 def test_a_chat_rendered_for_the_trainer_is_known_by_its_ids():
@@ -221,4 +223,14 @@ def test_a_chat_rendered_for_the_trainer_is_known_by_its_ids():
     with tracing() as trace:
         row = tokenize_for_trainer(FakeTokenizer(), chat)["tokens"]
 
-    assert trace.chats.of([row, row[1:]]) == [chat, None]
+    assert trace.chats.of([row, row[1:]]) == [Chat(chat), None]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_tools_stand_once_for_a_group_unless_its_rows_had_different_ones(rows):
+    with tracing() as trace:
+        trace.chats.note([1], Chat([USER], TOOLS))
+        trace.chats.note([2], Chat([USER]))
+    group = {"tokens": [[1], [2]][:rows]}
+    fill_messages(group, trace.chats)
+    assert group["tools"] == ([TOOLS, None] if rows == 2 else TOOLS)

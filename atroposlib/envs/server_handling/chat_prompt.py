@@ -29,7 +29,13 @@ def opened_thought(tokenizer: Any, messages: Sequence[dict[str, Any]], prompt: s
     if opening is None or _has_no_template(tokenizer) or not _wants_reply(messages):
         return ""
     last = messages[-1].get("content") if messages else ""
-    return "" if isinstance(last, str) and _THOUGHT_OPENS.search(last) else opening[0]
+    if isinstance(last, str) and _THOUGHT_OPENS.search(last):  # maybe it is only the question that ends so
+        shown = [_with_content(message) for message in messages]
+        question, asked = (
+            tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=add) for add in (False, True)
+        )
+        opening = _THOUGHT_OPENS.search(asked.removeprefix(question))
+    return opening[0] if opening else ""
 
 
 def render_keeping_thoughts(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any = None) -> str:

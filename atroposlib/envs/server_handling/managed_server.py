@@ -26,7 +26,7 @@ from atroposlib.envs.server_handling.managed_adapter import ManagedServerAdapter
 from atroposlib.envs.server_handling.openai_wire import chat_of, completion_of
 from atroposlib.envs.server_handling.sampling import drop_doubled_bos
 from atroposlib.envs.server_handling.sequence import (
-    Chat,
+    Conversation,
     Message,
     Messages,
     Prompt,
@@ -104,11 +104,11 @@ class ManagedServer:
         translator = self._get_translator() if tools or self._tool_parser else None
         said = [copied(message) for message in messages]
         if translator is None:
-            prompt = self._chat_prompt(Chat.of(said, said, None))
+            prompt = self._chat_prompt(Conversation.of(said, said, None))
             results = await self._generate(prompt, kwargs, _plain_answer)
             return chat_of([(reply.text, reply.finish_reason) for reply in results], self.server.config.model_name)
 
-        prompt = self._chat_prompt(Chat.of(said, translator.convert_messages_for_template(said), tools))
+        prompt = self._chat_prompt(Conversation.of(said, translator.convert_messages_for_template(said), tools))
 
         def answer(text: str) -> tuple[Message, Message]:
             message = translator.message_of(text, tool_choice, tools)
@@ -159,7 +159,7 @@ class ManagedServer:
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
-    def _chat_prompt(self, chat: Chat) -> Prompt:
+    def _chat_prompt(self, chat: Conversation) -> Prompt:
         base = find_chat_base(self._nodes(), chat)
         if base is not None and base._chat is not None:
             rest = render_after_turn(self.tokenizer, chat.shown, len(base._chat.turns) - 1, chat.tools)

@@ -112,9 +112,9 @@ class ServersConfig(BaseModel):
 
     def load_tokenizer(self) -> Any:
         """The tokenizer of the model."""
-        from transformers import AutoTokenizer
+        from atroposlib.data.tokenizers import load_tokenizer
 
-        return AutoTokenizer.from_pretrained(self.model_name if self.tokenizer_name == "none" else self.tokenizer_name)
+        return load_tokenizer(self.model_name if self.tokenizer_name == "none" else self.tokenizer_name)
 
 
 def load_config(path: str) -> ServersConfig:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, PrivateAttr
 
 from atroposlib.envs.server_handling.codec import Codec
-from atroposlib.rollouts.trace import current_trace
+from atroposlib.rollouts.trace import Chat, current_trace
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
 
 logger = logging.getLogger(__name__)
@@ -31,14 +31,14 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class Conversation:
     """A conversation; of a node, up to and including the assistant turn that ends it."""
 
     turns: tuple[Turn, ...]
     tools: Any = None
 
     @classmethod
-    def of(cls, said: Messages, shown: Messages, tools: Any) -> "Chat":
+    def of(cls, said: Messages, shown: Messages, tools: Any) -> "Conversation":
         """A conversation before it is answered; `shown` is `said` as the chat template gets it."""
         return cls(tuple(Turn(one, other, _present(other)) for one, other in zip(said, shown, strict=True)), tools)
 
@@ -47,7 +47,7 @@ class Chat:
         """The messages for the chat template."""
         return [turn.shown for turn in self.turns]
 
-    def begins(self, other: "Chat") -> bool:
+    def begins(self, other: "Conversation") -> bool:
         """Tell if `other` continues this conversation; answers may come back as given or as recorded."""
         if self.tools != other.tools or len(self.turns) > len(other.turns):
             return False
@@ -56,14 +56,14 @@ class Chat:
             for old, new in zip(self.turns, other.turns, strict=False)
         )
 
-    def continued(self, other: "Chat") -> "Chat":
+    def continued(self, other: "Conversation") -> "Conversation":
         """`other`, whose beginning this is, with that beginning as recorded here."""
-        return Chat(self.turns + other.turns[len(self.turns) :], self.tools)
+        return Conversation(self.turns + other.turns[len(self.turns) :], self.tools)
 
-    def answered(self, said: Message, text: str) -> "Chat":
+    def answered(self, said: Message, text: str) -> "Conversation":
         """The conversation with the model's answer: the message, and the text of it that the model wrote."""
         shown = {"role": "assistant", "content": text}
-        return Chat((*self.turns, Turn(said, shown, _present(shown))), self.tools)
+        return Conversation((*self.turns, Turn(said, shown, _present(shown))), self.tools)
 
 
 def copied(message: Any) -> Any:
@@ -91,9 +91,10 @@ class SequenceNode(BaseModel):
     logprobs: list[float]  # [T]
     metadata: dict[str, Any] | None = None  # finish_reason
     messages: list[dict[str, Any]] | None = None  # who said what; None for text completions
+    tools: list[Any] | None = None  # that the model was given
 
     _tail: tuple[str, ...] = PrivateAttr(default=())  # text of each end token that `tokens` has, `full_text` has not
-    _chat: Chat | None = PrivateAttr(default=None)  # None for text completions
+    _chat: Conversation | None = PrivateAttr(default=None)  # None for text completions
     _extensions: int = PrivateAttr(default=0)  # requests that are extending this node now
 
 
@@ -104,10 +105,10 @@ class Prompt:
     text: str
     ids: list[int]
     base: SequenceNode | None = None  # the node it extends
-    chat: Chat | None = None  # None for text completions
+    chat: Conversation | None = None  # None for text completions
 
 
-def find_chat_base(nodes: Iterable[SequenceNode], chat: Chat) -> SequenceNode | None:
+def find_chat_base(nodes: Iterable[SequenceNode], chat: Conversation) -> SequenceNode | None:
     """The node whose conversation is the longest beginning of `chat`."""
     return _best(node for node in nodes if node._chat is not None and node._chat.begins(chat))
 
@@ -176,7 +177,7 @@ def grow(
     *,
     text: str,
     tail: tuple[str, ...],
-    chat: Chat | None,
+    chat: Conversation | None,
     metadata: dict[str, Any],
 ) -> SequenceNode:
     """The node of a completion.
@@ -198,6 +199,7 @@ def grow(
             "logprobs": prefix.logprobs + output_logprobs,
             "metadata": metadata,
             "messages": None if chat is None else [turn.said for turn in chat.turns],
+            "tools": None if chat is None else chat.tools or None,
         },
         {"_tail": tail, "_chat": chat, "_extensions": 0},
     )
@@ -232,4 +234,4 @@ def note_chats(nodes: Iterable[SequenceNode], *, made_up: bool = False) -> None:
     if trace is not None:
         for node in nodes:
             if node.messages is not None:
-                trace.chats.note(node.tokens, node.messages, made_up=made_up)
+                trace.chats.note(node.tokens, Chat(node.messages, node.tools), made_up=made_up)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, Field, PositiveInt
 
 from atroposlib.envs.server_handling.discovery import LOCAL_API_KEY, local_base_urls, slurm_base_urls
-from atroposlib.envs.server_handling.fan_out import all_or_none
+from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
 from atroposlib.envs.server_handling.http_server import HttpServer
 from atroposlib.envs.server_handling.loads import EngineLoad, engine_load
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
@@ -28,7 +28,7 @@ from atroposlib.envs.server_handling.server_baseline import (
 )
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.token_server import TokenServer
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, EngineFault
 from atroposlib.rollouts.trace import same_prompt
 
 if TYPE_CHECKING:
@@ -122,6 +122,25 @@ class ServerManager:
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Log-probabilities of a given prompt, see `APIServer.get_logprobs`."""
         return await self._on_best(lambda server: server.get_logprobs, kwargs)
+
+    def adopt_tokenizer(self, tokenizer: Any) -> None:
+        """Let the servers that name no tokenizer of their own use this one."""
+        for server in self.servers:
+            if isinstance(server, TokenServer) and server.config.tokenizer_name in ("none", ""):
+                server.adopt_tokenizer(tokenizer)
+
+    async def check_tokenizer(self, tokenizer: Any, name: str) -> bool:
+        """Ask every engine whether a tokenizer is its own; False when one does not answer now.
+
+        Raises:
+            ConfigError: one says that it has another tokenizer.
+        """
+        checks = [server.check_tokenizer(tokenizer, name) for server in self.servers if isinstance(server, TokenServer)]
+        results = await asyncio.gather(*checks, return_exceptions=True)
+        told = [result for result in results if not isinstance(result, EngineFault)]
+        is_complete = len(told) == len(results)
+        raise_first(told)
+        return is_complete
 
     def keep_responses(self, one_by_one: OneByOne | None) -> None:
         """From now on ask for the responses of rollouts one by one, and keep each; None: not any more."""

@@ -95,15 +95,16 @@ class SGLangServer(TokenServer):
     _weights: str | None = None  # that answered last
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
-        prompt_ids = self._prompt_ids(kwargs)
+        prompt_ids = await self._prompt_ids(kwargs)
         generations = await self._generate(prompt_ids, kwargs)
         results = [generation.ids_and_logprobs() for generation in generations]
+        self._note_generated([ids for ids, _ in results])
         reasons: list[str] = [finish_reason_of(generation.meta_info.finish_reason) for generation in generations]
         return prompt_ids, [ids for ids, _ in results], [logprobs for _, logprobs in results], reasons
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
         """Top-k log-probabilities of the prompt; position 0 has none, so its lists are empty."""
-        prompt_ids = self._prompt_ids(kwargs)
+        prompt_ids = await self._prompt_ids(kwargs)
         top_k = max(1, kwargs.pop("top_k", None) or kwargs.pop("top_logprobs", None) or 1)
         asked = {**kwargs, "n": 1, "temperature": 0, "top_p": 1.0, "max_tokens": kwargs.get("max_tokens") or 1}
         asked |= {"top_logprobs": top_k, "logprob_start_len": 0}
@@ -119,7 +120,7 @@ class SGLangServer(TokenServer):
 
     async def _resumable_wrapper(self, draft: Draft, **kwargs: Any) -> TokensAndLogprobs:
         """One generation behind what `draft` holds, which grows while the tokens come."""
-        prompt_ids = self._prompt_ids(kwargs)
+        prompt_ids = await self._prompt_ids(kwargs)
         body = await self._body(prompt_ids, kwargs)
         if not is_resumable(body):
             return await self._tokens_and_logprobs_completion_wrapper(**kwargs)
@@ -151,7 +152,9 @@ class SGLangServer(TokenServer):
                 sampling=body["sampling_params"],
             )
         )
-        return prompt_ids, [draft.ids.tolist()], [draft.logprobs.tolist()], [finish_reason_of(reason)]
+        ids = draft.ids.tolist()
+        self._note_generated([ids])
+        return prompt_ids, [ids], [draft.logprobs.tolist()], [finish_reason_of(reason)]
 
     async def _generate(self, prompt_ids: list[int], kwargs: dict[str, Any]) -> list[Generation]:
         body = await self._body(prompt_ids, kwargs)

@@ -1,17 +1,24 @@
 """What SGLang and vLLM clients share: a tokenizer, prompt ids, and the route that takes and gives ids."""
 
 import logging
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import orjson
 
+from atroposlib.envs.server_handling.engine_identity import (
+    EngineIdentity,
+    ask_identity,
+    ask_ids,
+    probe_text,
+    refuse_foreign,
+)
 from atroposlib.envs.server_handling.faults import EndpointUnavailable
 from atroposlib.envs.server_handling.http_server import HttpServer
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sampling import checked_ids, drop_doubled_bos
 from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.errors import ConfigError, RequestFault
+from atroposlib.errors import AtroposError, ConfigError, RequestFault
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +28,10 @@ class TokenServer(HttpServer):
 
     _tokenizer: Any = None
     _tokenizer_missing: bool = False
-    _vocabulary: int | None = None
+    _tokenizer_ids: int | None = None  # ids of the tokenizer; the engine may take more
+    _largest_generated: int = -1  # id
+    _identity: EngineIdentity | None = None
+    _is_identified: bool = False
 
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
         if not config.base_url:
@@ -36,33 +46,70 @@ class TokenServer(HttpServer):
     def tokenizer(self) -> Any:
         """Loaded at first use (0.7 s for the import alone); assign one to skip that."""
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
+            from atroposlib.data.tokenizers import load_tokenizer
 
             name = self.config.tokenizer_name
-            self.tokenizer = AutoTokenizer.from_pretrained(self.config.model_name if name in ("none", "") else name)
+            self.tokenizer = load_tokenizer(self.config.model_name if name in ("none", "") else name)
         return self._tokenizer
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._vocabulary = len(tokenizer) if isinstance(tokenizer, Sized) else None
+        self._tokenizer_ids = len(tokenizer) if isinstance(tokenizer, Sized) else None
 
     def adopt_tokenizer(self, tokenizer: Any) -> None:
         """Use the caller's tokenizer of the same model, unless one is loaded already."""
         if self._tokenizer is None:
             self.tokenizer = tokenizer
 
-    def _vocabulary_size(self) -> int | None:
-        """Number of token ids that may be sent; None when no tokenizer can say."""
+    async def check_tokenizer(self, tokenizer: Any, name: str) -> None:
+        """Refuse a tokenizer that is not the engine's, as far as the engine tells; one or two requests.
+
+        Raises:
+            ConfigError: it is another one.
+            EndpointUnavailable, DeadlineFault: the engine does not answer now.
+        """
+        identity = await self._identify()
+        if identity is None or name == identity.tokenizer:
+            return
+        server_type, model = self.config.server_type, self.config.model_name
+        try:
+            text = probe_text(tokenizer)
+            ids = await ask_ids(self.transport, server_type, self.root_url, model, text)
+            refuse_foreign(tokenizer, name, self.root_url, identity, ids, text)
+        except (AttributeError, TypeError) as error:  # an author's own tokenizer with fewer methods
+            logger.info("tokenizer %s cannot be compared with that of %s: %s", name, self.root_url, error)
+
+    async def _identify(self) -> EngineIdentity | None:
+        if not self._is_identified:
+            self._identity = await ask_identity(self.transport, self.config.server_type, self.root_url)
+            self._is_identified = True
+        return self._identity
+
+    def _known_ids(self) -> int | None:
+        """Number of ids that may be sent by what is known so far; None when neither engine nor tokenizer can say.
+
+        The engine's own number counts, with the ids that only fill up its matrix. Where it does not tell, what its
+        like have generated is surely among them.
+        """
+        if self._identity is not None and self._identity.vocabulary is not None:
+            return self._identity.vocabulary
         if self._tokenizer is None and not self._tokenizer_missing:
             try:
                 _ = self.tokenizer
-            except (OSError, ValueError) as error:
+            except AtroposError as error:
                 self._tokenizer_missing = True
                 logger.warning("prompt ids cannot be checked, the tokenizer does not load: %s", error)
-        return self._vocabulary
+        if self._tokenizer_ids is None:
+            return None
+        like = [server for server in (self, *self.peers) if isinstance(server, TokenServer)]
+        return max(self._tokenizer_ids, *(server._largest_generated + 1 for server in like))
 
-    def _prompt_ids(self, kwargs: Mapping[str, Any]) -> list[int]:
+    def _note_generated(self, outputs: Sequence[Sequence[int]]) -> None:
+        if self._identity is None or self._identity.vocabulary is None:
+            self._largest_generated = max(self._largest_generated, *(max(ids) for ids in outputs if ids), -1)
+
+    async def _prompt_ids(self, kwargs: Mapping[str, Any]) -> list[int]:
         """`input_ids` as given, else the encoded `prompt`; checked against the vocabulary.
 
         Raises:
@@ -73,7 +120,11 @@ class TokenServer(HttpServer):
             raise RequestFault("a token request needs input_ids or prompt; got neither")
         if ids is None:
             ids = drop_doubled_bos(self.tokenizer.encode(prompt), self.tokenizer.bos_token_id)
-        return checked_ids(ids, self._vocabulary_size())
+        known = self._known_ids()
+        if known is not None and not self._is_identified and len(ids) and max(ids) >= known:
+            await self._identify()
+            known = self._known_ids()
+        return checked_ids(ids, known)
 
     async def _room_for(self, prompt_tokens: int) -> int | None:
         """New tokens that fit behind the prompt; None when the server does not tell its context length."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import aiohttp
 from transformers import AutoTokenizer
 
+from atroposlib.data.tokenizers import plain_chat_ids
 from atroposlib.envs.server_handling.deadline import generation_deadline_s
 from atroposlib.envs.server_handling.openai_wire import max_tokens_of
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
@@ -34,7 +35,7 @@ class TrlVllmServer(APIServer):
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
         super().__init__(config, reasoning_config)
         self.config = config
-        self.tokenizer = AutoTokenizer.from_pretrained(config.model_name)
+        self.tokenizer = plain_chat_ids(AutoTokenizer.from_pretrained(config.model_name))
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
         """TRL has no cheap health route that all its versions share; a failed request shows an outage."""

@@ -30,13 +30,14 @@ class VLLMServer(TokenServer):
     _is_stock: bool | None = None  # None: no reply yet
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
-        prompt_ids = self._prompt_ids(kwargs)
+        prompt_ids = await self._prompt_ids(kwargs)
         sampling = {**self._sampling(kwargs), "logprobs": 0}
         if "max_tokens" not in sampling:  # vLLM would stop after 16
             room = await self._room_for(len(prompt_ids))
             sampling |= {} if room is None else {"max_tokens": room}
         reply = await self._ask(prompt_ids, sampling, kwargs)
         choices = self._choices(reply, sampling.get("n", 1))
+        self._note_generated(choices.ids)
         self._record(
             EngineReply(
                 finish_reasons=choices.finish_reasons,
@@ -51,7 +52,7 @@ class VLLMServer(TokenServer):
         return prompt_ids, choices.ids, choices.logprobs, list(choices.finish_reasons)
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
-        prompt_ids = self._prompt_ids(kwargs)
+        prompt_ids = await self._prompt_ids(kwargs)
         top_k = max(1, kwargs.pop("top_k", None) or kwargs.pop("top_logprobs", None) or 1)
         sampling = {**self._sampling({"max_tokens": 1, **kwargs}), "prompt_logprobs": top_k}
         sampling |= {"n": 1, "temperature": 0.0, "top_p": 1.0}
