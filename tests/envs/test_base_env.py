@@ -8,14 +8,18 @@ import types
 
 import pytest
 from fakes import FakeTokenizer
+from transformers import AutoTokenizer
 
 import atroposlib.envs.base as base_module
+from atroposlib.data.tokenizers import load_tokenizer
 from atroposlib.envs import checkpoints, metrics
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ServerBaseline
+from atroposlib.envs.cli import resolve
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.errors import EngineFault, EnvironmentFault, GroupError, KilledFault, VerifierFault
 from atroposlib.rollouts.groups import NO_CHAT
 from atroposlib.rollouts.trace import Chat, tracing
+from tests.rollouts.asking_env import bytes_tokenizer
 
 
 class SingleEnv(BaseEnv):
@@ -412,3 +416,71 @@ async def test_a_failing_teardown_takes_nothing_away(tmp_path, caplog):
     env.fails = "teardown"
     assert (await env.process_manager()).groups == 3
     assert "sandbox is gone" in caplog.text
+
+
+class ByMethodConfig(BaseEnvConfig):
+    group_size: int = 1
+    shots: int = 3
+
+
+class ByMethodEnv(BaseEnv):
+    """Names its config by a method, and has no `setup` of its own to speak of."""
+
+    load_tokenizer = SingleEnv.load_tokenizer
+
+    @classmethod
+    def config_cls(cls):
+        return ByMethodConfig
+
+    async def setup(self):
+        await super().setup()
+
+    async def get_next_item(self):
+        return {"q": 1}
+
+    async def evaluate(self):
+        self.asked = self.server_configs[0].model_name
+
+
+async def test_an_environment_may_leave_setup_out_name_its_config_by_a_method_and_read_its_servers():
+    settings = resolve(
+        ByMethodEnv, "evaluate", ["--env.shots", "5", "--openai.model_name", "m", "--openai.base_url", "x"]
+    )
+    env = ByMethodEnv.from_settings(settings)
+    assert (env.config.shots, env.config.group_size) == (5, 1)
+    await env._run_evaluate()
+    assert env.asked == "m"
+    await make().setup()
+
+
+class EncodingEnv(SingleEnv):
+    """As written for transformers 4: what the tokenizer gives is taken for the ids."""
+
+    def load_tokenizer(self):
+        return load_tokenizer(self.config.tokenizer_name)
+
+    async def get_next_item(self):
+        return {"q": "hi"}
+
+    async def collect_trajectories(self, item):
+        ids = self.tokenizer.apply_chat_template(CHAT)
+        foreign = AutoTokenizer.from_pretrained(self.config.tokenizer_name).apply_chat_template(CHAT, return_dict=True)
+        return {"tokens": [ids, foreign], "masks": [list(ids), list(ids)], "scores": [1.0, 0.0]}, []
+
+
+async def test_rows_of_a_chat_template_are_recorded_as_ids_whatever_the_release_of_transformers(tmp_path):
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template = "{% for turn in messages %}{{ turn.role + turn.content + '(pad)' }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    path = tmp_path / "o.jsonl"
+    env = make(
+        EncodingEnv,
+        group_size=2,
+        tokenizer_name=str(tmp_path / "tokenizer"),
+        total_steps=1,
+        data_path_to_save_groups=str(path),
+    )
+    await env.process_manager()
+    (line,) = map(json.loads, path.read_text().splitlines())
+    ids = env.tokenizer.encode(env.tokenizer.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False)
+    assert line["tokens"] == [ids, ids]

@@ -16,6 +16,7 @@ from atroposlib.envs.server_handling.proxy_sessions import Sessions, UnknownSess
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, EngineFault, KilledFault, RequestFault
+from atroposlib.rollouts.trace import Chat, tracing
 from tests.fakes import FakeServer, FakeTokenizer
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -336,6 +337,17 @@ async def test_a_proxy_session_is_used_like_a_managed_server():
         with pytest.raises(KilledFault, match="404"):
             await session.fetch_state()
     assert server.requests[0]["top_p"] == 0.5
+
+
+async def test_the_rollout_that_uses_a_proxy_session_knows_whose_ids_its_nodes_are():
+    async with serving(create_app(manager_of(FakeServer(CALL)), FakeTokenizer(), "fake")) as url:
+        with tracing() as trace:
+            async with await create_proxy_session(url) as session:
+                reply = await session.chat_completion(messages=HELLO, tools=TOOLS)
+                (node,) = session.get_state()["nodes"]
+    (chat,) = trace.chats.of([node.tokens])
+    answer = {"role": "assistant", "content": None, "tool_calls": reply.choices[0].message.tool_calls}
+    assert chat == Chat([*HELLO, answer], TOOLS)
 
 
 async def test_a_reset_of_a_proxy_session_reaches_the_proxy_once_and_before_anything_else(monkeypatch):

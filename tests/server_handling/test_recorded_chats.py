@@ -234,3 +234,15 @@ def test_tools_stand_once_for_a_group_unless_its_rows_had_different_ones(rows):
     group = {"tokens": [[1], [2]][:rows]}
     fill_messages(group, trace.chats)
     assert group["tools"] == ([TOOLS, None] if rows == 2 else TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("question", "opening"), [("why <think>", ""), ("why <think>", "<think>\n"), ("", "<think>\n")]
+)
+async def test_a_thought_is_opened_by_the_template_only_where_the_template_does_it(question, opening):
+    managed = ManagedServer(FakeServer("so</think>1", tokenizer=EveryKey(opening)), EveryKey(opening))
+
+    await managed.chat_completion(messages=[{"role": "user", "content": question}])
+
+    (node,) = managed.get_state()["nodes"]
+    assert node.messages[-1]["content"] == f"{opening}so</think>1"

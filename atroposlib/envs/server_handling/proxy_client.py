@@ -12,7 +12,7 @@ import aiohttp
 
 from atroposlib.api.auth import TOKEN_VARIABLE
 from atroposlib.envs.server_handling.proxy_schemas import UNKNOWN_SESSION
-from atroposlib.envs.server_handling.sequence import SequenceNode, note_chats
+from atroposlib.envs.server_handling.sequence import SequenceNode, copied, note_chats
 from atroposlib.errors import EngineFault, KilledFault, RequestFault, RolloutFault
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class ProxyManagedServer:
         """
         from openai.types.chat.chat_completion import ChatCompletion
 
-        body = {**kwargs, "messages": [dict(message) for message in kwargs["messages"]]}
+        body = {**kwargs, "messages": [copied(message) for message in kwargs["messages"]]}
         reply = await self._generate("chat/completions", body)
         completion = ChatCompletion.model_validate(reply)
         for choice, raw in zip(completion.choices, reply["choices"], strict=True):
