@@ -1,0 +1,66 @@
+"""An installed atroposlib adds one top-level name, so that a user's own `environments` folder is what runs."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from setuptools import find_packages
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder of installed packages that holds the wheel, built without network from a copy of the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    sources, site = folder / "sources", folder / "site"
+    shutil.copytree(ROOT / "atroposlib", sources / "atroposlib", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources)
+    for link in ("environments", "example_trainer"):
+        (sources / link).symlink_to(f"atroposlib/{link}")
+    build = "import setuptools.build_meta as backend; print(backend.build_wheel('..'))"
+    built = subprocess.run([sys.executable, "-c", build], cwd=sources, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(folder / built.stdout.splitlines()[-1]) as wheel:
+        wheel.extractall(site)
+    return site
+
+
+def test_the_wheel_holds_one_top_level_name(site):
+    names = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
+    assert names == {"atroposlib"}
+    assert {path.name for path in (site / "atroposlib").iterdir()} >= {"environments", "example_trainer"}
+
+
+def test_an_editable_install_maps_one_top_level_name():
+    include = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {name.partition(".")[0] for name in find_packages(str(ROOT), include=include)} == {"atroposlib"}
+
+
+@pytest.mark.parametrize("command", [["-m", "environments.gsm8k_server"], ["environments/gsm8k_server.py"]])
+def test_a_users_own_environments_folder_is_what_runs(site, tmp_path, command):
+    own = tmp_path / "environments"
+    own.mkdir()
+    (own / "helper.py").write_text("WHOSE = 'mine'\n")
+    (own / "gsm8k_server.py").write_text(
+        "import importlib.util\n"
+        "if importlib.util.find_spec('environments'):\n"
+        "    from environments.helper import WHOSE\n"
+        "else:\n"
+        "    from helper import WHOSE\n"
+        "import atroposlib.environments\n"
+        "print(WHOSE, atroposlib.__file__)\n"
+    )
+    said = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.split() == ["mine", str(site / "atroposlib" / "__init__.py")]
