@@ -302,6 +302,13 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **threads, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
 
 
+def as_score(value: Any, *, low: float = -1e9, high: float = 1e9) -> float:
+    """Return a verifier's value as a score; SandboxError when it is no number (or bool) within [low, high]."""
+    if not isinstance(value, bool | int | float) or not low <= value <= high:
+        raise SandboxError(f"the verifier gave {str(value)[:100]!r}; a number from {low:g} to {high:g} was expected")
+    return float(value)
+
+
 def _checked(body: bytes, number: str) -> dict[str, Any]:
     """Return the reply to request `number`; SandboxError when it is anything else."""
     try:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from atroposlib.sandbox.workers import SandboxError, WorkerPool
+from atroposlib.sandbox.workers import SandboxError, WorkerPool, as_score
 
 VICTIMS = "victims"
 
@@ -131,6 +131,17 @@ async def test_calls_run_side_by_side_up_to_the_number_of_workers(monkeypatch):
     ids = await asyncio.gather(*(pool.call(f"{VICTIMS}:process_id") for _ in range(6)))
     assert len(set(ids)) == 2
     pool.close()
+
+
+@pytest.mark.parametrize("value", [None, "1", [1], {}, float("nan"), float("inf"), 10**400, 1e10])
+def test_what_is_no_number_in_range_is_no_score(value):
+    with pytest.raises(SandboxError, match="a number from -1e\\+09 to 1e\\+09 was expected"):
+        as_score(value)
+
+
+@pytest.mark.parametrize("value", [True, 0, -1, 0.5])
+def test_numbers_and_bools_are_scores(value):
+    assert as_score(value) == float(value)
 
 
 async def test_a_worker_sees_no_keys_of_its_parent(pool, monkeypatch):

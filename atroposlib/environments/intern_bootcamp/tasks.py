@@ -17,7 +17,7 @@ from atroposlib.environments.intern_bootcamp.checkout import discover
 from atroposlib.environments.intern_bootcamp.hosted import Drawn, Spec
 from atroposlib.environments.intern_bootcamp.own import OWN_BOOTCAMPS, OwnBootcamp
 from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
-from atroposlib.sandbox.workers import SandboxError, WorkerPool
+from atroposlib.sandbox.workers import SandboxError, WorkerPool, as_score
 
 REASONING_GYM = "reasoning_gym:"
 _HOSTED = "atroposlib.environments.intern_bootcamp.hosted"
@@ -81,7 +81,7 @@ class HostedTask:
 
     async def verify(self, output: str, identity: Any, identity_format: str, grading: Grading) -> float:
         try:
-            return await self._call("verify", output, identity, identity_format, grading)
+            return as_score(await self._call("verify", output, identity, identity_format, grading))
         except SandboxError as error:
             raise VerifierFault(f"the verifier of {self.name} failed: {error}") from error
 

@@ -1,0 +1,546 @@
+"""One program that nobody trusts, in a sandbox of its own: namespaces by bubblewrap, a seccomp filter, limits.
+
+A program sees /usr and the interpreter, read-only, an empty /work of its own, no network, no other process and no
+environment. It gives back output, an exit code and files; whether that is right is computed by the caller, outside.
+Everything in an outcome was written by the program, or counted from outside.
+"""
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import platform
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from atroposlib.sandbox.seccomp import ARCHITECTURES, filter_program
+from atroposlib.sandbox.workers import SandboxError
+
+Verdict = Literal["exit", "time", "cpu", "memory", "processes", "disk", "file size", "output", "open files"]
+
+WORK = "/work"
+PATH = "/usr/local/bin:/usr/bin:/bin"
+_USER = 65534
+"""The program's user in a user namespace."""
+FIRST_USER = 2_000_000_000
+"""The first of those that a root's programs run as, each as its own; nobody else is."""
+
+_FIRST_TICK_S, _LAST_TICK_S = 0.01, 0.05
+"""Between two looks at what a program uses: often while it is young, as it may be quick."""
+_END_TIMEOUT_S = 10.0
+_CHUNK = 2**16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use; each has its word in `Verdict`."""
+
+    wall_s: float = 10.0
+    cpu_s: float = 10.0  # of all its processes
+    memory_mb: int = 512  # of all its processes, in MiB
+    processes: int = 32
+    disk_mb: int = 64  # in /work, and the same in /dev/shm
+    inodes: int = 10_000
+    file_mb: int = 32
+    output_bytes: int = 2**20  # stdout and stderr together
+    kept_bytes: int = 16 * 2**20  # of files that are given back
+    open_files: int = 128
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program did."""
+
+    verdict: Verdict  # "exit": it ended by itself; else the limit that ended it, or that it failed at
+    exit_code: int | None  # 128 + the signal that ended it; None: it was killed for a limit
+    stdout: bytes
+    stderr: bytes
+    wall_s: float
+    cpu_s: float
+    peak_memory_mb: float  # as seen from outside, so 0 for a program that is gone within 10 ms
+    files: dict[str, bytes] = field(default_factory=dict)  # of those asked for, the regular ones
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What sandboxes are made with on this machine."""
+
+    bwrap: str
+    is_root: bool  # programs get users of their own; otherwise a user namespace
+
+
+def find_tools() -> Tools:
+    """Return the tools of this machine; SandboxError names what is missing. `host` tries whether they hold."""
+    bwrap = shutil.which("bwrap", path=PATH)
+    is_root = os.geteuid() == 0
+    absent = [name for name in ("prlimit", "tar", *(["setpriv"] if is_root else [])) if not _is_tool(name)]
+    wrong = {
+        f"this is {sys.platform}, and only Linux is known": sys.platform != "linux",
+        f"the processor is {platform.machine()}, known are {', '.join(ARCHITECTURES)}": platform.machine()
+        not in ARCHITECTURES,
+        "bubblewrap is missing; install the package bubblewrap": bwrap is None,
+        f"/usr/bin lacks {', '.join(absent)}; install util-linux and tar": bool(absent),
+    }
+    if reasons := [reason for reason, is_so in wrong.items() if is_so]:
+        raise SandboxError(f"no untrusted program can be held here: {'; '.join(reasons)}")
+    assert bwrap is not None
+    return Tools(bwrap, is_root)
+
+
+def _is_tool(name: str) -> bool:
+    return os.access(f"/usr/bin/{name}", os.X_OK)
+
+
+class Program:
+    """One program, from its start to its outcome."""
+
+    def __init__(
+        self,
+        tools: Tools,
+        command: Sequence[str],
+        *,
+        user: int = FIRST_USER,
+        files: Mapping[str, bytes | str] | None = None,
+        stdin: bytes = b"",
+        keep: Sequence[str] = (),
+        limits: Limits | None = None,
+        readable: Sequence[Path] = (),
+    ) -> None:
+        """
+        Args:
+            user: of the program where we are root, and nobody else's.
+            command: looked up in /usr and next to the interpreter, run in /work.
+            files: contents by path below /work.
+            stdin: what it may read there.
+            keep: paths below /work to give back when it has ended.
+            limits: default: `Limits()`.
+            readable: folders it may read, at their own paths; the interpreter's is one anyway.
+
+        Raises:
+            ValueError: a path leads out of /work.
+        """
+        self._tools, self._limits, self._user = tools, limits or Limits(), user
+        self._files = {_inside(name): _as_bytes(content) for name, content in (files or {}).items()}
+        self._keep = [_inside(name) for name in keep]
+        self._stdin, self._readable = stdin, [Path(sys.base_prefix), *readable]
+        self._command = ["/bin/sh", "-c", _KEEPING if keep else _RUNNING, "sh", *command]
+        self._wake, self._cancelled = socket.socketpair()
+        self._descriptors: list[int] = []
+
+    def cancel(self) -> None:
+        """Kill the program, from any thread."""
+        with contextlib.suppress(OSError):
+            self._cancelled.send(b"x")
+
+    def to_end(self) -> Outcome:
+        """Start, watch, and end it."""
+        try:
+            return self._watched()
+        finally:
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+            self._wake.close()
+            self._cancelled.close()
+
+    def _watched(self) -> Outcome:
+        status_read, status_write = os.pipe()
+        channel, theirs = socket.socketpair()
+        with open(status_read, "rb") as status, channel, theirs:
+            stdin = theirs.fileno() if self._keep else self._memory(self._stdin)
+            seccomp = self._memory(filter_program())
+            arguments = self._arguments(status_write, seccomp)
+            begun = time.monotonic()
+            try:
+                process = subprocess.Popen(
+                    arguments,
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={},
+                    cwd="/",
+                    pass_fds=(status_write, *self._descriptors),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(status_write)
+            theirs.close()
+            watch = _Watch(process, status, channel if self._keep else None, self._wake, self._limits, begun)
+            ended_by = watch.until_end()
+        return self._outcome(watch, ended_by)
+
+    def _outcome(self, watch: "_Watch", ended_by: Verdict | None) -> Outcome:
+        exit_code = watch.exit_code
+        if ended_by is None and exit_code is None:
+            said = bytes(watch.stderr[-500:]).decode(errors="replace").strip()
+            raise SandboxError(f"the sandbox did not start: {said or 'bubblewrap said nothing'}")
+        verdict = ended_by or (_failed_at(exit_code, bytes(watch.stderr), watch, self._limits) if exit_code else "exit")
+        return Outcome(
+            verdict=verdict,
+            exit_code=None if ended_by else exit_code,
+            stdout=bytes(watch.stdout),
+            stderr=bytes(watch.stderr),
+            wall_s=watch.wall_s,
+            cpu_s=max(watch.cpu_s, watch.seen_cpu_s),
+            peak_memory_mb=watch.peak_memory / 2**20,
+            files={} if ended_by else dict(_regular_files(bytes(watch.channel), self._keep)),
+        )
+
+    def _memory(self, content: bytes) -> int:
+        """Return a descriptor of a file in memory that nobody can change."""
+        descriptor = os.memfd_create("sandbox", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        self._descriptors.append(descriptor)
+        view = memoryview(content)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        return descriptor
+
+    def _arguments(self, status: int, seccomp: int) -> list[str]:
+        """Return the command that sets up the sandbox and runs the program in it."""
+        limits = self._limits
+        return [
+            *(self._tools.bwrap, "--json-status-fd", str(status), "--seccomp", str(seccomp)),
+            *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup"),
+            *("--as-pid-1", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"),
+            *self._privileges(),
+            *(word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)),
+            *("--setenv", "PATH", f"{sys.base_prefix}/bin:{PATH}"),
+            *_system_folders(),
+            *_read_only(self._readable),
+            *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
+            *("--size", str(limits.disk_mb * 2**20), "--perms", "0777", "--tmpfs", "/dev/shm"),
+            *("--size", str(limits.disk_mb * 2**20), "--perms", "0777", "--tmpfs", WORK),
+            *("--symlink", WORK, "/tmp"),
+            *self._given_files(),
+            *("--remount-ro", "/", "--chdir", WORK, "--"),
+            *("/usr/bin/prlimit", f"--nproc={limits.processes}", f"--nofile={limits.open_files}", "--core=0"),
+            *(f"--fsize={limits.file_mb * 2**20}", f"--cpu={int(limits.cpu_s) + 1}", f"--as={_address_space(limits)}"),
+            "--",
+            *(self._drop_root() if self._tools.is_root else ()),
+            *self._command,
+        ]
+
+    def _privileges(self) -> list[str]:
+        if self._tools.is_root:  # a user of its own is stronger than a namespace in which root is called otherwise
+            return [
+                "--cap-drop",
+                "ALL",
+                "--cap-add",
+                "CAP_SETUID",
+                "--cap-add",
+                "CAP_SETGID",
+                "--cap-add",
+                "CAP_SETPCAP",
+            ]
+        return ["--unshare-user", "--uid", str(_USER), "--gid", str(_USER), "--disable-userns", "--cap-drop", "ALL"]
+
+    def _drop_root(self) -> list[str]:
+        user = str(self._user)
+        without = ["--clear-groups", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"]
+        return ["/usr/bin/setpriv", "--reuid", user, "--regid", user, *without, "--"]
+
+    def _given_files(self) -> Iterator[str]:
+        for name, content in self._files.items():
+            for folder in reversed(PurePosixPath(name).parents[:-1]):
+                yield from ("--perms", "0777", "--dir", f"{WORK}/{folder}")
+            yield from ("--perms", "0777", "--file", str(self._memory(content)), f"{WORK}/{name}")
+        if self._keep:
+            yield from ("--perms", "0444", "--file", str(self._memory(self._stdin)), "/.stdin")
+            names = b"\0".join(name.encode() for name in self._keep)
+            yield from ("--perms", "0444", "--file", str(self._memory(names)), "/.keep")
+
+
+ENVIRONMENT = {"HOME": WORK, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_RUNNING = '"$@"; exit $?'
+"""The first process is a shell: bubblewrap's own has no seccomp filter, and a program could write to its memory."""
+_KEEPING = (
+    '"$@" </.stdin; code=$?; '
+    "tar -cf - --ignore-failed-read --null --verbatim-files-from -T /.keep >&0 2>/dev/null; exit $code"
+)
+"""Runs a program and sends files after it, over a socket that the program has not."""
+
+
+class _Watch:
+    """Reads what a running program writes, counts what it uses, and kills it at a limit."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        status: io.BufferedReader,
+        channel: socket.socket | None,
+        wake: socket.socket,
+        limits: Limits,
+        begun: float,
+    ) -> None:
+        self._process, self._limits, self._begun, self._wake = process, limits, begun, wake
+        self.stdout, self.stderr, self.channel, self._status = bytearray(), bytearray(), bytearray(), bytearray()
+        self._init: int | None = None  # the sandbox's first process; all others die with it
+        self.exit_code: int | None = None
+        self.wall_s = self.cpu_s = self.seen_cpu_s = 0.0
+        self.peak_memory = self.peak_processes = 0
+        self._sources = {status.fileno(): self._status}
+        for stream, buffer in ((process.stdout, self.stdout), (process.stderr, self.stderr), (channel, self.channel)):
+            if stream is not None:
+                self._sources[stream.fileno()] = buffer
+        for source in self._sources:
+            os.set_blocking(source, False)
+
+    def until_end(self) -> Verdict | None:
+        """Return the limit that ended the program, None when it ended by itself. It is gone in any case."""
+        pidfd = os.pidfd_open(self._process.pid)
+        ended_by: Verdict | None = None
+        try:
+            ended_by = self._follow(pidfd)
+        finally:
+            self._kill()
+            self._reap(pidfd)
+            os.close(pidfd)
+            self._read_all()  # what is there; nobody waits for a pipe to close
+        for line in bytes(self._status).splitlines():
+            self.exit_code = json.loads(line).get("exit-code", self.exit_code)
+        return ended_by
+
+    def _follow(self, pidfd: int) -> Verdict | None:
+        poll = select.poll()
+        for descriptor in (*self._sources, pidfd, self._wake.fileno()):
+            poll.register(descriptor, select.POLLIN)
+        deadline, tick = self._begun + self._limits.wall_s, _FIRST_TICK_S
+        next_look = self._begun + tick
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                return "time"
+            ready = {descriptor for descriptor, _ in poll.poll(max(0, min(deadline, next_look) - now) * 1000)}
+            for descriptor in ready & self._sources.keys():
+                if not self._read(descriptor):
+                    poll.unregister(descriptor)
+            if self._wake.fileno() in ready:
+                raise SandboxError("the program was cancelled")
+            if len(self.stdout) + len(self.stderr) > self._limits.output_bytes:
+                return "output"
+            if len(self.channel) > self._limits.kept_bytes:
+                return "output"
+            if pidfd in ready:
+                return None
+            if time.monotonic() >= next_look:
+                if (exceeded := self._look()) is not None:
+                    return exceeded
+                tick = min(tick * 1.5, _LAST_TICK_S)
+                next_look = time.monotonic() + tick
+
+    def _read(self, descriptor: int) -> bool:
+        """Read what is there; False at the end."""
+        with contextlib.suppress(BlockingIOError):
+            part = os.read(descriptor, _CHUNK)
+            self._sources[descriptor] += part
+            return bool(part)
+        return True
+
+    def _read_all(self) -> None:
+        limit = self._limits.output_bytes + self._limits.kept_bytes
+        for descriptor, buffer in self._sources.items():
+            before = -1
+            while before != len(buffer) <= limit:
+                before = len(buffer)
+                with contextlib.suppress(OSError):
+                    self._read(descriptor)
+        del self.stdout[self._limits.output_bytes :], self.stderr[self._limits.output_bytes :]
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _look(self) -> Verdict | None:
+        """Return the limit that is exceeded."""
+        if (first := self._first_process()) is None:
+            return None
+        usage = usage_of(first)
+        self.peak_memory = max(self.peak_memory, usage.memory)
+        self.peak_processes = max(self.peak_processes, usage.processes)
+        self.seen_cpu_s = max(self.seen_cpu_s, usage.cpu_s)
+        if usage.memory > self._limits.memory_mb * 2**20 and shared_out(first) > self._limits.memory_mb * 2**20:
+            return "memory"
+        if usage.cpu_s > self._limits.cpu_s:
+            return "cpu"
+        return "disk" if inodes_in(first, self._limits.disk_mb * 2**20) > self._limits.inodes else None
+
+    def _first_process(self) -> int | None:
+        if self._init is None and b"\n" in self._status:
+            self._init = json.loads(self._status.partition(b"\n")[0]).get("child-pid")
+        return self._init
+
+    def _kill(self) -> None:
+        """Kill the sandbox's first process, with which its namespace ends."""
+        if self._process.returncode is None:
+            first = self._first_process()
+            with contextlib.suppress(ProcessLookupError):
+                if first is not None and _parent_of(first) == self._process.pid:
+                    os.kill(first, signal.SIGKILL)
+                else:
+                    os.kill(self._process.pid, signal.SIGKILL)
+
+    def _reap(self, pidfd: int) -> None:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        if not poll.poll(_END_TIMEOUT_S * 1000):
+            os.kill(self._process.pid, signal.SIGKILL)
+            raise SandboxError(f"the sandbox did not end within {_END_TIMEOUT_S:g} s of being killed")
+        _, ending, used = os.wait4(self._process.pid, 0)
+        self._process.returncode = os.waitstatus_to_exitcode(ending)
+        self.wall_s = time.monotonic() - self._begun
+        self.cpu_s = used.ru_utime + used.ru_stime
+
+
+# ---------------------------------------------------------------- what a running sandbox uses, from /proc
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of all processes of a sandbox at one moment."""
+
+    processes: int
+    memory: int  # bytes; pages that forks share count for each
+    cpu_s: float
+
+
+def usage_of(first: int) -> Usage:
+    """Return what a sandbox uses. `first` is its first process, a shell."""
+    processes = list(_descendants(first))
+    memory, ticks = 0, 0
+    for process in (first, *processes):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+            ticks += sum(map(int, fields[11:15]))  # its own time and that of children it waited for
+            memory += _kilobytes(process, "status", (b"RssAnon:", b"RssShmem:")) * 1024
+    return Usage(len(processes), memory, ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def shared_out(first: int) -> int:
+    """Return the bytes of memory of a sandbox, shared pages counted once."""
+    return (
+        sum(_kilobytes(process, "smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:")) for process in _descendants(first))
+        * 1024
+    )
+
+
+def inodes_in(first: int, disk_bytes: int) -> int:
+    """Return how many files a sandbox has made in /work and /dev/shm; 0 while these are still being mounted."""
+    count = 0
+    for folder in (WORK, "/dev/shm"):
+        with contextlib.suppress(OSError):
+            there = os.statvfs(f"/proc/{first}/root{folder}")
+            if there.f_blocks * there.f_frsize == disk_bytes:
+                count += there.f_files - there.f_ffree
+    return count
+
+
+def _descendants(first: int) -> Iterator[int]:
+    waiting, known = [first], {first}
+    while waiting:
+        parent = waiting.pop()
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                children = Path(f"/proc/{parent}/task/{thread}/children").read_bytes().split()
+                fresh = {int(child) for child in children} - known
+                known |= fresh
+                waiting += fresh
+                yield from fresh
+
+
+def _kilobytes(process: int, table: str, names: tuple[bytes, ...]) -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path(f"/proc/{process}/{table}").read_bytes().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(names))
+    return 0
+
+
+def _parent_of(process: int) -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    return None
+
+
+# ---------------------------------------------------------------- in and out
+
+_LAST_WORDS: dict[bytes, Verdict] = {
+    b"MemoryError": "memory",
+    b"Cannot allocate memory": "memory",
+    b"Resource temporarily unavailable": "processes",
+    b"Cannot fork": "processes",
+    b"No space left on device": "disk",
+    b"File too large": "file size",
+    b"Too many open files": "open files",
+}
+_SIGNALS: dict[int, Verdict] = {128 + signal.SIGXCPU: "cpu", 128 + signal.SIGXFSZ: "file size"}
+
+
+def _failed_at(exit_code: int, stderr: bytes, watch: _Watch, limits: Limits) -> Verdict:
+    """Return the limit at which a program failed, by its signal or, as far as it tells, by its last words."""
+    if exit_code in _SIGNALS:
+        return _SIGNALS[exit_code]
+    last = stderr[-2000:].strip().rpartition(b"\n")[2]
+    told: Verdict | None = next((verdict for words, verdict in _LAST_WORDS.items() if words in last), None)
+    if told is not None:
+        return told
+    return "processes" if watch.peak_processes >= limits.processes else "exit"
+
+
+def _regular_files(archive: bytes, wanted: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield the plain files of a tar that a stranger wrote: no link, device, pipe or sparse file."""
+    with (
+        contextlib.suppress(tarfile.TarError, ValueError, EOFError, OverflowError),
+        tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members,
+    ):
+        for member in members:
+            is_plain = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and 0 <= member.size <= len(archive)
+            content = members.extractfile(member) if is_plain and member.name in wanted else None
+            if content is not None:
+                yield member.name, content.read(member.size)
+
+
+def _inside(name: str) -> str:
+    """Return a path below /work in its shortest form; ValueError when it leads elsewhere."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name or "\n" in name:
+        raise ValueError(f"{name!r} is no path below {WORK}")
+    return str(path)
+
+
+def _as_bytes(content: bytes | str) -> bytes:
+    return content.encode() if isinstance(content, str) else content
+
+
+def _address_space(limits: Limits) -> int:
+    """Return the bytes of address space of one process: far above its memory, as interpreters reserve much."""
+    return (2 * limits.memory_mb + 1024) * 2**20
+
+
+def _system_folders() -> Iterator[str]:
+    yield from ("--ro-bind", "/usr", "/usr")
+    for folder in ("/bin", "/sbin", "/lib", "/lib64", "/lib32"):
+        if os.path.islink(folder):
+            yield from ("--symlink", os.readlink(folder), folder)
+        elif os.path.isdir(folder):
+            yield from ("--ro-bind", folder, folder)
+    for path in ("/etc/alternatives", "/etc/ld.so.cache"):
+        yield from ("--ro-bind-try", path, path)
+
+
+def _read_only(folders: Sequence[Path]) -> Iterator[str]:
+    """Bind folders at their own paths, below parents that anybody may pass."""
+    for folder in folders:
+        if not folder.is_relative_to("/usr"):
+            for parent in reversed(folder.parents[:-1]):
+                yield from ("--perms", "0755", "--dir", str(parent))
+            yield from ("--ro-bind", str(folder), str(folder))
