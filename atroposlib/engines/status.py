@@ -64,7 +64,6 @@ def model_info(engine: Engine) -> Json:
     return {
         "model_path": engine.model_path,
         "tokenizer_path": engine.tokenizer_path,
-        "vocab_size": engine.vocabulary.size,
         "is_generation": True,
         "preferred_sampling_params": None,
         "weight_version": engine.scheduler.weight_version,
