@@ -87,6 +87,11 @@ def write_text_atomic(path: Path, text: str) -> None:
         raise
 
 
+def shown(path: Path) -> str:
+    """The path as text that every file takes: names on a disk need not be UTF-8."""
+    return str(path).encode(errors="replace").decode()
+
+
 def check_replaceable(path: Path, *, what: str = "") -> None:
     """PathError unless a regular file, or nothing, is at `path`, a link to one included.
 

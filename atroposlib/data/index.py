@@ -20,6 +20,7 @@ from atroposlib.data.rollout_files import Line, find_rollout_files, read_lines
 from atroposlib.data.set_aside import OddRow, SetAside
 from atroposlib.data.table import GROUP, RESPONSE, Advance, Table, concatenate, ignore, scan_after, without_doubles
 from atroposlib.errors import DataError, PathError, RowError
+from atroposlib.paths import shown
 from atroposlib.type_definitions import Array
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,10 @@ def open_table(
 
 def table_of(path: Path, advance: Advance = ignore) -> Table:
     """The table of one rollout file, and its index brought up to date."""
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is gone; a run may have compressed it meanwhile: run the command again") from error
     known = _load(path)
     if known is not None and known[0] == size:
         advance(size)
@@ -105,7 +109,7 @@ def _load(path: Path) -> tuple[int, Table] | None:
             head = orjson.loads(stream.readline())
             if head["version"] != _VERSION or head["inode"] != path.stat().st_ino:
                 return None
-            rows = (OddRow(f"{path}{row[0]}", *row[1:]) for row in head["set_aside"])
+            rows = (OddRow(f"{shown(path)}{row[0]}", *row[1:]) for row in head["set_aside"])
             set_aside = SetAside(rows, Counter(head["odd"]))
             groups = np.fromfile(stream, GROUP, head["groups"])
             responses = np.fromfile(stream, RESPONSE, head["responses"])
@@ -132,7 +136,7 @@ def _save(path: Path, size: int, table: Table) -> None:
         "tasks": table.tasks,
         "groups": len(table.groups),
         "responses": len(table.responses),
-        "set_aside": [[row.where.removeprefix(str(path)), row.reason, row.text] for row in table.set_aside.rows],
+        "set_aside": [[row.where.removeprefix(shown(path)), row.reason, row.text] for row in table.set_aside.rows],
         "odd": table.set_aside.counts,
     }
     if not os.access(path.parent, os.W_OK):

@@ -17,6 +17,7 @@ from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Table
 from atroposlib.errors import DataError
 from atroposlib.json_lines import one_line
+from atroposlib.paths import shown
 from atroposlib.type_definitions import Array
 
 
@@ -91,7 +92,8 @@ def describe_export(
         steps=selection.steps,
         policy=policy.model_dump(),
         inputs=[
-            {"path": str(path), "bytes": path.stat().st_size, "modified": path.stat().st_mtime} for path in table.files
+            {"path": shown(path), "bytes": path.stat().st_size, "modified": path.stat().st_mtime}
+            for path in table.files
         ],
         output_bytes=size,
         tokenizer=tokenizer,
@@ -145,7 +147,7 @@ def require_groups(table: Table) -> None:
     if not len(table.groups):
         raise NothingKept(
             f"there is no group in {', '.join(map(str, table.files[:3]))}{', ...' if len(table.files) > 3 else ''}: "
-            + (f"set aside: {table.set_aside}" if table.set_aside else "the files are empty")
+            + (f"{table.set_aside.rows[0].text}. Set aside: {table.set_aside}" if table.set_aside else "it is empty")
         )
 
 

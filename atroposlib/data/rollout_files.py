@@ -24,7 +24,7 @@ from atroposlib.data.compressed import KINDS, DamagedError, DecompressedFile, is
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import DataError, PathError, RowError
 from atroposlib.json_lines import BYTE_ORDER_MARK
-from atroposlib.paths import expand_path, kind_of
+from atroposlib.paths import expand_path, kind_of, shown
 from atroposlib.type_definitions import RolloutRecord
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Line(NamedTuple):
     @property
     def where(self) -> str:
         """`file:line`, as errors name it."""
-        return f"{self.path}:{self.number}"
+        return f"{shown(self.path)}:{self.number}"
 
 
 def read_rollouts(
@@ -111,8 +111,11 @@ def find_rollout_files(
         raise PathError("no rollout file was given; name files, folders or patterns")
     found: dict[Path, Path] = {}  # as given, by where it lies
     for each in given:
-        for path in _files_of(os.fspath(each)):
-            found.setdefault(path.resolve(), path)
+        try:
+            for path in _files_of(os.fspath(each)):
+                found.setdefault(path.resolve(), path)
+        except OSError as error:
+            raise PathError(f"{error.filename or each} cannot be read: {error.strerror}") from error
     if warns:
         _warn_of_partial_runs(found)
     return list(found.values())
@@ -178,7 +181,7 @@ def sound_lines(path: Path, odd: SetAside) -> Iterator[Line]:
 def _read(
     stream: "io.FileIO | DecompressedFile", path: Path, count: int = _READ_BYTES, *, at_line: int | None = None
 ) -> bytes:
-    where = str(path) if at_line is None else f"{path}:{at_line}"
+    where = shown(path) if at_line is None else f"{shown(path)}:{at_line}"
     try:
         return stream.read(count)
     except DamagedError as error:
@@ -363,7 +366,7 @@ def _open(path: Path) -> "io.FileIO | DecompressedFile":
         raw.seek(0)
     except OSError as error:
         reason = os.strerror(error.errno or errno.EIO)
-        raise RowError(str(path), "file that cannot be read", f"cannot be read: {reason}") from error
+        raise RowError(shown(path), "file that cannot be read", f"cannot be read: {reason}") from error
     suffix = next((suffix for start_of, suffix in _COMPRESSED_STARTS.items() if start.startswith(start_of)), None)
     if suffix:
         raw.close()

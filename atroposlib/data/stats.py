@@ -14,6 +14,7 @@ from atroposlib.data.rollout_files import sound_lines
 from atroposlib.data.set_aside import SetAside
 from atroposlib.data.steps import pass_rates
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
+from atroposlib.paths import shown
 from atroposlib.type_definitions import Array
 
 BINS = 20
@@ -75,7 +76,7 @@ def describe(table: Table, *, accept_score: float = 0.0, retention: list[StepRes
     lengths = table.responses["completion"]
     finish = Counter(table.responses["finish"].tolist())
     return Stats(
-        files=[str(path) for path in table.files],
+        files=[shown(path) for path in table.files],
         accept_score=accept_score,
         total=_task_stats("all", table, everything, rate, accept_score),
         tasks=[

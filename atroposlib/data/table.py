@@ -16,6 +16,7 @@ from atroposlib.data.lazy import BROKEN_TEXT, ODD, LazyGroup, hash64, parse_lazi
 from atroposlib.data.rollout_files import Line, SpanReader, read_lines
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import DataError, RowError
+from atroposlib.paths import shown
 from atroposlib.type_definitions import Array
 
 FINISH_REASONS = ("unknown", "stop", "length", "abort", "tool_calls")
@@ -105,7 +106,7 @@ class Table:
         """`file:line[index]` of a response."""
         response = self.responses[row]
         group = self.groups[response["group"]]
-        return f"{self.files[group['file']]}:{group['line']}[{response['index']}]"
+        return f"{shown(self.files[group['file']])}:{group['line']}[{response['index']}]"
 
     def read(
         self, keep: Array, advance: Advance = ignore, *, with_ids: bool = True, by_item: bool = False
@@ -289,7 +290,7 @@ def without_doubles(table: Table, *, strict: bool = False) -> Table:
         if table.has_broken_text(best) and not table.has_broken_text(row):
             chosen[int(ids[row])], row, best = row, best, row
         kept[row] = False
-        here, there = (f"{table.files[each['file']]}:{each['line']}" for each in table.groups[[row, best]])
+        here, there = (f"{shown(table.files[each['file']])}:{each['line']}" for each in table.groups[[row, best]])
         set_aside.add(RowError(here, DOUBLE, f"the same group as {there}"))
     responses = table.responses[kept[table.responses["group"]]]
     responses["group"] = (np.cumsum(kept) - 1)[responses["group"]]

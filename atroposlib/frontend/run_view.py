@@ -197,12 +197,13 @@ def group_detail(record: dict[str, Any], decode: Decode | None) -> dict[str, Any
 
 def _tokens(record: dict[str, Any], index: int, decode: Decode | None) -> dict[str, Any] | None:
     ids, masks = _at(record, "tokens", index), _at(record, "masks", index)
-    if not ids or not masks:
+    if not (ids and masks and isinstance(ids, list) and isinstance(masks, list)):
         return None
     shown = ids[:MAX_TOKENS]
+    are_ids = all(isinstance(token, int) and token >= 0 for token in shown)
     logprobs = _at(record, "inference_logprobs", index)
     return {
-        "texts": decode(shown) if decode else [str(token) for token in shown],
+        "texts": decode(shown) if decode and are_ids else [str(token) for token in shown],
         "ids": shown,
         "trained": [mask != IGNORE_INDEX for mask in masks[:MAX_TOKENS]],
         "logprobs": logprobs[:MAX_TOKENS] if logprobs else None,

@@ -301,7 +301,7 @@ def _read_index(path: Path) -> tuple[list[Entry], bool]:
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             entries.append(decoder.decode(line))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return entries, True
         if not line.endswith(b"\n"):
             return entries, True

@@ -1,7 +1,7 @@
 """The open rollout shard and the index beside it, as the one writing thread of a run uses them.
 
 Lines that wait together are written in one piece. A write that fails, as on a full disk, leaves nothing of that piece.
-The index may lag behind the rollouts but has no gaps, so whatever it lacks is found again at their end.
+The index may lag behind the rollouts; its only gaps are damaged lines, so what it lacks is found again at their end.
 """
 
 import os

@@ -116,3 +116,10 @@ def test_show_prints_one_response_and_refuses_numbers_beyond(rollouts):
     assert "answer 1.1" in call(data.app, "show", rollouts, "-n", 3).output
     with pytest.raises(Exception, match="there is no response 4"):
         call(data.app, "show", rollouts, "-n", 4)
+
+
+def test_validate_says_what_it_read_also_as_json(rollouts):
+    result = call(data.app, "validate", rollouts)
+    assert "read: 1 files, 2 lines, 2 groups, 4 responses, 0 of them without an assistant turn" in result.output
+    found = json.loads(call(data.app, "validate", rollouts, "--json").stdout)
+    assert (found["groups"], found["damaged"]) == (2, [])

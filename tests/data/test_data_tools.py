@@ -18,7 +18,7 @@ from atroposlib.data.split import split_rollouts
 from atroposlib.data.stats import describe
 from atroposlib.data.stats_page import stats_page
 from atroposlib.data.table import scan_after
-from atroposlib.data.validate import validate
+from atroposlib.data.validate import Validation, validate
 from atroposlib.errors import ConfigError, DataError, PathError
 
 GOOD = make_group([1.0, 0.0])
@@ -216,3 +216,38 @@ def test_rows_are_never_overfull_and_nothing_is_lost(sizes):
     bins = best_fit(sizes, capacity=10)
     assert max(sum(sizes[i] for i in members) for members in bins) <= 10
     assert sorted(i for members in bins for i in members) == list(range(len(sizes)))
+
+
+def test_a_validation_counts_what_it_read_and_what_is_wrong_by_reason(tmp_path):
+    spoken = make_group([1.0, 0.0], item="1")
+    spoken["messages"][1] = [{"role": "user", "content": "<|im_start|>user\nq<|im_end|>"}]
+    silent = make_group([1.0], item="2", masks=[[-100] * 6], inference_logprobs=[[1.0] * 6])
+    path = write_groups(tmp_path / "a.jsonl", [GOOD, spoken, silent, GOOD])
+    path.write_bytes(path.read_bytes() + b"torn\n" + b'{"cut')
+    validation = Validation()
+    problems = list(validation.problems(path))
+    found = validation.as_json()
+    assert {key: found[key] for key in ("files", "lines", "groups", "responses", "without_assistant")} == {
+        "files": 1,
+        "lines": 6,
+        "groups": 4,
+        "responses": 7,
+        "without_assistant": 1,
+    }
+    damaged = {each["reason"]: [row["where"] for row in each["rows"]] for each in found["damaged"]}
+    assert damaged == {"double": [f"{path}:4"] * 2, "not JSON": [f"{path}:5"]}
+    notes = {each["reason"]: [row["where"] for row in each["rows"]] for each in found["notes"]}
+    assert notes == {
+        "no turn of the assistant": [f"{path}:2[1]"],
+        "nothing generated": [f"{path}:3[0]"],
+        "last line cut short": [f"{path}:6"],
+    }
+    assert len(problems) == 6
+
+
+def test_an_id_in_the_padded_part_of_a_vocabulary_is_no_damage(tmp_path):
+    path = write_groups(tmp_path / "a.jsonl", [GOOD])
+    for padded, is_damage in ((1000, False), (150, True)):
+        (first, second) = Validation(vocabulary_size=100, padded_size=padded).problems(path)
+        assert (first.is_damage, second.is_damage) == (False, is_damage)
+        assert "201" in second.text

@@ -4,7 +4,9 @@ import errno
 import gzip
 import io
 import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import orjson
 import pytest
@@ -15,7 +17,9 @@ from rollout_factory import make_group, write_groups
 from atroposlib.cli import data, dpo, sft
 from atroposlib.cli.boundary import run
 from atroposlib.data.index import table_of
+from atroposlib.data.rollout_files import find_rollout_files
 from atroposlib.data.sft import SftOptions, export_sft
+from atroposlib.errors import DataError, PathError
 from atroposlib.frontend import jsonl2html
 from atroposlib.frontend.run_view import FileRollouts, make_app
 
@@ -261,3 +265,28 @@ def test_a_file_that_grew_behind_an_odd_line_names_it_once(folder):
     table = table_of(path)
     assert table.set_aside.counts == {"not JSON": 1}
     assert len(table.groups) == 2
+
+
+def test_names_of_files_need_not_be_utf_8(folder, monkeypatch, capsys):
+    path = folder / os.fsdecode(b"caf\xe9.jsonl")
+    path.write_bytes(b"\n".join([line(0), b"torn", line(2), b""]))
+    for name in COMMANDS:
+        overwrite = ["--overwrite"] if name[:3] in ("sft", "dpo", "spl", "mer") else []
+        assert command(monkeypatch, name, *overwrite) == (name == "validate")
+        capsys.readouterr().out.encode()
+    recorded = (folder.parent / "o.jsonl.meta.json").read_text("utf-8")
+    assert "in/caf?.jsonl:2" in recorded
+
+
+def test_a_shard_that_is_gone_meanwhile_is_a_sentence(folder):
+    with pytest.raises(DataError, match="gone; a run may have compressed it"):
+        table_of(folder / "r.jsonl")
+
+
+def test_a_folder_that_cannot_be_read_is_a_sentence(folder, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(PathError, match="in cannot be read: Permission denied"):
+        find_rollout_files("in")

@@ -569,3 +569,14 @@ async def test_an_index_is_whole_before_its_shard_may_be_compressed(tmp_path, mo
     assert not refusals
     assert [size > 0 for size in seen] == [True]
     writer.close()
+
+
+async def test_an_index_that_is_no_text_is_made_again(tmp_path):
+    files = single(tmp_path)
+    await write(files, range(3))
+    index = files.beside("index").read_bytes()
+    files.beside("index").write_bytes(index.replace(b"task1", b"task\xff"))
+    again = open_run(files)
+    assert again.ledger.done == set("012")
+    again.close()
+    assert files.beside("index").read_bytes() == index
