@@ -36,6 +36,7 @@ from typing import Any
 GROUPS, GROUP_SIZE, MAX_TOKENS, MOST_ITEMS = 2, 2, 256, 20
 ROOT = Path(__file__).parents[2]
 CLASS = re.compile(r"^class \w+\(.*?(Env|EvalBase)\w*\b", re.M | re.S)
+LATE = "not at its end after"
 MISSING = (
     (r"No module named '([\w.]+)'", "package {}"),
     (r"(?:connect to the Hub|offline mode|OfflineMode|huggingface\.co|not found on the Hub|on the Hub)", "hub data"),
@@ -43,6 +44,7 @@ MISSING = (
     (r"(?:getaddrinfo|Name or service not known|Temporary failure in name|Cannot connect to host|ConnectError|"
      r"Max retries exceeded|Connection refused)", "a service"),
     (r"(?:API_KEY|api_key|Missing credentials)", "an API key"),
+    (r"Resource '?(?:\x1b\[\d+m)*(\w+)[^.]*not found.*NLTK", "NLTK's {}"),
     (r"Executable doesn't exist|FileNotFoundError: .*'(\w+)'$", "program {}"),
     (r"no complete environment in it", "no run: it holds no environment that is complete{}"),
     (r"No such file or directory: '([^']*)'", "file {}"),
@@ -67,8 +69,10 @@ class Report:
             return "runs on stand-in data" if self.data else "runs"
         if self.stage == "kept nothing":
             return "runs, but keeps no group of the scripted answers"
+        if self.error.startswith(LATE):
+            return "still runs at the time limit"
         for pattern, what in MISSING:
-            if found := re.search(pattern, self.error, re.I):
+            if found := re.search(pattern, self.error, re.I | re.S):
                 return "needs " + what.format(*(found.groups() or ("",)))
         return f"needs its data, {self.data}" if self.data and self.stage in ("setup", "rollout") else "fails"
 
@@ -173,7 +177,7 @@ def try_file(path: Path, name: str, root: Path, url: str, tokenizer: Path, logs:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             report = Report(**json.loads(result.read_text()))
-            report.error = report.error or f"not at its end after {seconds} s"
+            report.error = report.error or f"{LATE} {seconds} s"
             return report
         time.sleep(0.05)
     return Report(**json.loads(result.read_text()))
