@@ -5,14 +5,13 @@ import logging
 import time
 import zlib
 
-import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
 from atroposlib.api import auth
-from atroposlib.api.binary import BINARY_TYPE, encode_batch
-from atroposlib.api.delivery import CHUNK_BYTES, Connection
-from atroposlib.api.middleware import CONNECTION_KEY, Receive, Scope, Send
+from atroposlib.api.edge import CONNECTION_KEY, Receive, Scope, Send
+from atroposlib.api.group_codec import GROUPS_TYPE, batch_json, join_batch
+from atroposlib.api.protocol import CHUNK_BYTES, Connection
 from atroposlib.api.queue import Batch
 from atroposlib.api.service import TrajectoryService
 from atroposlib.api.store import GroupLost
@@ -53,7 +52,7 @@ class BatchResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection | None = scope.get(CONNECTION_KEY)
-        request = connection.requests if connection is not None else 0
+        request = connection.progress.requests if connection is not None else 0
         try:
             end = self._send_end(connection) if await self._send_all_but_the_end(send, connection) else None
         except BaseException:
@@ -91,7 +90,7 @@ class BatchResponse(Response):
             for start in range(0, len(part) or 1, CHUNK_BYTES):
                 await send({"type": "http.response.body", "body": part[start : start + CHUNK_BYTES], "more_body": True})
                 if connection is not None and connection.is_leaving():
-                    connection.broken = True
+                    connection.progress.broken = True
                     return False
         if connection is not None:
             connection.transport.set_write_buffer_limits()
@@ -101,7 +100,7 @@ class BatchResponse(Response):
         """Free the groups' space once the trainer surely has them; take the batch back if the connection breaks."""
         service, batch = self._service, self._batch
 
-        def settled(arrived: bool) -> None:
+        def decided(arrived: bool) -> None:
             if arrived:
                 service.store.release(batch.groups)
                 return
@@ -110,27 +109,20 @@ class BatchResponse(Response):
             task.add_done_callback(_tasks.discard)
 
         if connection is None:
-            settled(True)
+            decided(True)
         else:
-            connection.when_settled(request, settled)
+            connection.when_known(request, decided)
 
 
 async def _packed(request: Request, batch: Batch, groups: list[bytes]) -> tuple[list[bytes], dict[str, str]]:
-    """Body parts and headers: binary when accepted by name and possible, gzip for others that want it, else plain JSON.
+    """Return body parts and headers: binary when accepted by name, gzip for others that want it, else plain JSON.
 
     On this machine gzip would cost seconds of CPU and save nothing.
     """
     batch_id = batch.batch_id if batch.expires is not None else None
-    if BINARY_TYPE in request.headers.get("accept", ""):
-        try:
-            return await asyncio.to_thread(encode_batch, groups, batch_id), {"content-type": BINARY_TYPE}
-        except OverflowError:
-            logger.info("batch goes as JSON, it has an integer of more than 64 bits: number=%d", batch.number)
-    end = b"]}" if batch_id is None else b'],"batch_id":%s}' % msgspec.json.encode(batch_id)
-    parts = [b'{"batch":[', groups[0]]
-    for group in groups[1:]:
-        parts += (b",", group)
-    parts.append(end)
+    if GROUPS_TYPE in request.headers.get("accept", ""):
+        return [join_batch(groups, batch_id)], {"content-type": GROUPS_TYPE}
+    parts = await asyncio.to_thread(batch_json, groups, batch_id)
     headers = {"content-type": "application/json"}
     local = request.client is None or auth.is_loopback(request.client.host)
     if local or "gzip" not in request.headers.get("accept-encoding", "") or sum(map(len, parts)) < GZIP_MIN_BYTES:

@@ -6,12 +6,11 @@ import secrets
 import time
 from collections.abc import Coroutine
 
-from atroposlib.api.live import LiveRun
+from atroposlib.api.delivery_log import Commit
 from atroposlib.api.metrics import Metrics
-from atroposlib.api.notes import Commit
-from atroposlib.api.payload import env_id_suffix
 from atroposlib.api.queue import Batch
-from atroposlib.api.refusal import Refused
+from atroposlib.api.run import LiveRun
+from atroposlib.api.schemas import Refused
 from atroposlib.api.store import Change, GroupLost, Store
 
 logger = logging.getLogger(__name__)
@@ -48,18 +47,17 @@ class Batches:
         return batch
 
     async def contents(self, batch: Batch) -> list[bytes]:
-        """The groups of a batch as JSON.
+        """Return the groups of a batch in binary form.
 
         Raises:
             GroupLost: one is damaged; it is dropped, ask for another batch.
             Unreadable: the batch is as before, say `not_sent`.
         """
         try:
-            stored = await self._store.read(batch.groups)
+            return await self._store.read(batch.groups)
         except GroupLost as error:
             await self._drop_lost(batch, error)
             raise
-        return [text + env_id_suffix(group.env_id) for text, group in zip(stored, batch.groups, strict=True)]
 
     def note_sent(self, batch: Batch) -> Commit:
         """Prepare the note after which no death of the process can deliver the batch once more.
@@ -84,9 +82,9 @@ class Batches:
             time.monotonic() - started_at,
         )
         if batch.expires is None:
-            settled = [batch.number] if batch.batch_id else []
+            ended = [batch.number] if batch.batch_id else []
             await self._store.change(
-                Change(run=self._live.run.to_json(), consumed=batch.groups, noted=True, settled=settled)
+                Change(run=self._live.run.to_json(), consumed=batch.groups, noted=True, ended=ended)
             )
 
     async def not_sent(self, batch: Batch) -> None:
@@ -98,7 +96,7 @@ class Batches:
         self._uncount(batch)
         self._give_back(batch)
         if batch.batch_id is not None:
-            await self._store.change(Change(run=self._live.run.to_json(), settled=[batch.number]))
+            await self._store.change(Change(run=self._live.run.to_json(), ended=[batch.number]))
 
     def recall(self, batch: Batch) -> Coroutine[None, None, None]:
         """After `sent` it turned out that the connection broke: as `not_sent`. Not for leases, which have their end.
@@ -131,7 +129,7 @@ class Batches:
                 return
             raise Refused(404, f"batch_id is {batch_id[:80]!r}; expected one of this run's GET /batch?lease_s=...")
         self._live.run.acked = [*self._live.run.acked[-KEPT_ACKS:], batch_id]
-        await self._store.change(Change(run=self._live.run.to_json(), consumed=batch.groups, settled=[batch.number]))
+        await self._store.change(Change(run=self._live.run.to_json(), consumed=batch.groups, ended=[batch.number]))
         self._store.release(batch.groups)
 
     def recall_leases(self) -> list[int]:
@@ -186,8 +184,8 @@ class Batches:
         self._uncount(batch)
         batch.groups = [group for group in batch.groups if group is not lost]
         self._live.queue.dissolve(batch)
-        settled = [batch.number] if batch.batch_id else []
-        await self._store.change(Change(run=self._live.run.to_json(), consumed=[lost], settled=settled))
+        ended = [batch.number] if batch.batch_id else []
+        await self._store.change(Change(run=self._live.run.to_json(), consumed=[lost], ended=ended))
         self._store.release([lost])
 
     def _take_batch(self, batch_size: int) -> Batch | None:

@@ -43,7 +43,7 @@ class Metrics:
         env = _env_label(group)
         self._groups_in.labels(env).inc()
         self._sequences_in.labels(env).inc(group.sequences)
-        self._bytes_in.inc(group.place.length)
+        self._bytes_in.inc(group.size)
 
     def batch_sent(self, groups: Sequence[Group]) -> None:
         """A batch left for a trainer."""

@@ -1,7 +1,7 @@
 """The queue's index in memory: which groups wait, which are buffered, which batches are formed.
 
-Payloads are elsewhere (`store.py`); here a group is its number, environment, size and place, as structs that cost
-little to make: a restart makes one for every group that waits. Sizes count *sequences*.
+Contents are elsewhere (`store.py`); here a group is its number, environment and size, as structs that cost little
+to make: a restart makes one for every group that waits. Sizes count *sequences*.
 A group is never split: it is in the queue, in one buffer, or in one formed batch.
 """
 
@@ -15,22 +15,14 @@ import msgspec
 from atroposlib.api.batching import EnvId, GroupClass, pick_batch
 
 
-class Place(msgspec.Struct, frozen=True, gc=False):
-    """Where the stored content of a group lies: `length` bytes at `offset` of a segment file, with that `digest`."""
-
-    segment: int
-    offset: int
-    length: int
-    digest: bytes
-
-
 class Group(msgspec.Struct, frozen=True, gc=False):
-    """A stored group. `number` counts arrivals, so it is also the order of delivery."""
+    """A stored group of `size` bytes. `number` counts arrivals, so it is also the order of delivery."""
 
     number: int
     env_id: EnvId
     sequences: int
-    place: Place
+    size: int
+    digest: bytes
 
 
 @dataclass(slots=True)

@@ -1,16 +1,19 @@
-"""What a run is besides its groups: the trainer's registration, the step, the environments.
+"""A run besides its groups: the trainer's registration, the step, the environments, and which of them are alive.
 
-Small enough to be written as one JSON object whenever it changes.
+`RunState` is small enough to be written as one JSON object whenever it changes; `LiveRun` adds what is only in memory.
 """
 
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
-from atroposlib.api.batching import EnvShare
-from atroposlib.api.schemas import RegisterEnv, Registration
+from atroposlib.api.batching import EnvId, EnvShare, pick_batch
+from atroposlib.api.queue import Group, TrajectoryQueue
+from atroposlib.api.schemas import Refused, RegisterEnv, Registration
+from atroposlib.api.store import Snapshot
 
 DEFAULT_ENV_NAME = "env"
 
@@ -131,3 +134,116 @@ class Liveness:
 
 def _fields(state: RunState) -> dict[str, object]:
     return {name: value for name, value in vars(state).items() if name != "registration"}
+
+
+class LiveRun:
+    """Everything about a run that is in memory. Changed from the event loop only.
+
+    Attributes:
+        offered: group sizes per environment: what it announced and what it has sent.
+    """
+
+    def __init__(self, found: Snapshot, env_timeout_s: float) -> None:
+        self.run = RunState() if found.run is None else RunState.from_json(found.run)
+        self.liveness = Liveness(env_timeout_s, registered_before=len(self.run.envs))
+        self.queue = TrajectoryQueue()
+        for group in found.queued:
+            self.queue.pool.put(group)
+        for group in found.buffered:
+            self.put_buffered(group)
+        for batch in found.batches:
+            self.queue.leased[batch.batch_id or ""] = batch
+        self.offered: dict[EnvId, set[int]] = {env.env_id: {env.group_size} for env in self.run.envs}
+        for env_id, size in self.queue.pool.classes:
+            self.offered.setdefault(env_id, set()).add(size)
+
+    def reset(self) -> None:
+        """Forget the run."""
+        self.run = RunState()
+        self.queue = TrajectoryQueue()
+        self.liveness.forget_all()
+        self.offered = {}
+
+    def put_buffered(self, group: Group) -> list[int]:
+        """Buffer a part group; numbers of the groups that moved to the queue."""
+        env = None if group.env_id is None else self.run.find_env(group.env_id)
+        if env is None:
+            self.queue.pool.put(group)
+            return [group.number]
+        return [moved.number for moved in self.queue.buffer(group, env.group_size)]
+
+    def counting_envs(self) -> list[EnvRecord]:
+        """Environments that are connected, have spoken, and are not silent for too long."""
+        return [env for env in self.run.envs if env.connected and self.liveness.counts(env.env_id)]
+
+    def minimums(self) -> dict[EnvId, int]:
+        """Sequences that each counting environment must have in every batch.
+
+        Shares above 1 in all are scaled down to 1: one that was killed counts until it is silent for too long, and is
+        back under a new number before that.
+        """
+        shares = {env.env_id: env.min_batch_allocation or 0.0 for env in self.counting_envs()}
+        total = sum(shares.values())
+        scale = 1 / total if total > 1.0 + 1e-9 else 1.0
+        least = {env_id: int((self.run.batch_size or 0) * share * scale) for env_id, share in shares.items()}
+        return {env_id: sequences for env_id, sequences in least.items() if sequences > 0}
+
+    def speaking_env(self, env_id: int) -> EnvRecord:
+        """The environment that makes this request; Refused when unknown or disconnected."""
+        env = self.run.find_env(env_id)
+        if env is None:
+            raise self.unknown_env(env_id)
+        if not env.connected:
+            raise Refused(
+                409, f"environment {env_id} ({env.real_name}) has disconnected; register again", "unknown_env"
+            )
+        self.liveness.touch(env_id)
+        return env
+
+    def unknown_env(self, env_id: int) -> Refused:
+        """What to raise for an id that no environment has."""
+        known = f"0 to {len(self.run.envs) - 1}" if self.run.envs else "none so far"
+        return Refused(
+            404, f"env_id is {env_id}; expected a registered environment ({known}). Call /register-env", "unknown_env"
+        )
+
+
+def waiting_for(run: RunState, queue: TrajectoryQueue, minimums: Mapping[EnvId, int], liveness: Liveness) -> str | None:
+    """What has to happen before the next batch; None when one is ready."""
+    if run.registration is None:
+        return "a trainer: nobody has called POST /register"
+    if not run.started:
+        return "the trainer's first GET /batch"
+    batch_size = run.registration.batch_size
+    if queue.returned or pick_batch(queue.pool.classes, batch_size, minimums):
+        return None
+    if not any(env.connected for env in run.envs) and not queue.pool:
+        return "an environment: none is connected"
+    have = queue.pool.sequences_by_env()
+    short = [(env_id, have.get(env_id, 0), least) for env_id, least in minimums.items() if have.get(env_id, 0) < least]
+    if short and queue.pool.sequences >= batch_size:
+        env_id, found, least = short[0]
+        env = run.find_env(env_id or 0)
+        return (
+            f"environment {env_id} ({env.real_name if env else '?'}): it has {found} of the {least} sequences it must "
+            f"have in every batch, and was heard of {liveness.silent_s(env_id or 0):.0f} s ago; after "
+            f"{liveness.timeout_s:.0f} s of silence it stops counting"
+        )
+    if queue.pool.sequences < batch_size:
+        return f"sequences: {queue.pool.sequences} of {batch_size} are queued{_silence(run, liveness)}"
+    if pick_batch(queue.pool.classes, batch_size):
+        needs = ", ".join(f"{least} of environment {env_id}" for env_id, least in minimums.items())
+        return (
+            f"groups that meet the minimum allocations: no choice of whole groups makes exactly {batch_size} sequences "
+            f"with at least {needs}; lower min_batch_allocation or send smaller groups"
+        )
+    sizes = sorted({size for _, size in queue.pool.classes})
+    return (
+        f"groups of other sizes: {queue.pool.sequences} sequences are queued in groups of "
+        f"{', '.join(map(str, sizes[:8]))}, and no choice of whole groups makes exactly {batch_size}"
+    )
+
+
+def _silence(run: RunState, liveness: Liveness) -> str:
+    silent = [env.real_name for env in run.envs if env.connected and liveness.is_silent(env.env_id)]
+    return f"; not heard of for {liveness.timeout_s:.0f} s: {', '.join(silent[:8])}" if silent else ""

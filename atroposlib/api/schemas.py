@@ -1,6 +1,6 @@
 """What travels over the API: request and answer models, as clients have always known them.
 
-`ScoredData` documents the hot routes; their bodies are read by `payload.py`, which never builds these objects.
+`ScoredData` documents the hot routes; their bodies are read by `group_checks.py`, which never builds these objects.
 """
 
 from typing import Annotated, Any
@@ -16,7 +16,17 @@ from pydantic import (
     field_validator,
 )
 
+from atroposlib.errors import ApiError
+
 MAX_NAME_CHARS = 200
+
+
+class Refused(ApiError):
+    """A request that is understood and cannot be done; `status` is the HTTP code, `code` the reason for programs."""
+
+    def __init__(self, status: int, sentence: str, code: str | None = None) -> None:
+        super().__init__(sentence, status)
+        self.code = code
 
 
 def _encodable(value: str) -> str:

@@ -1,4 +1,4 @@
-"""The trajectory API as an app: store, service, routes and middleware put together.
+"""The trajectory API as an app: settings, and all its routes.
 
 `create_app` builds a server; `app` is one for `uvicorn atroposlib.api:app`, with its state in `ATROPOS_STATE_DIR` or,
 without that variable, in memory. `run-api` is the usual way to start it.
@@ -6,20 +6,44 @@ without that variable, in memory. `run-api` is the usual way to start it.
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+from starlette.routing import BaseRoute
 
-from atroposlib.api.answers import add_error_answers
-from atroposlib.api.delivery import Connections
-from atroposlib.api.hot_routes import DirectRoutes, add_hot_routes
-from atroposlib.api.middleware import BodyReader, Gate
-from atroposlib.api.routes import add_routes
+from atroposlib.api import schemas
+from atroposlib.api.batch_response import BatchResponse
+from atroposlib.api.edge import (
+    BODY_KEY,
+    CONNECTION_KEY,
+    ERROR_ANSWERS,
+    App,
+    BodyReader,
+    Gate,
+    Receive,
+    Scope,
+    Send,
+    add_error_answers,
+    is_binary,
+    json_response,
+    refuse,
+)
+from atroposlib.api.group_checks import Body as RequestBody
+from atroposlib.api.group_checks import EncodedGroup, read_binary, read_group, read_list
+from atroposlib.api.group_codec import GROUP_KEYS
+from atroposlib.api.group_intake import Receipt
+from atroposlib.api.protocol import Connections
+from atroposlib.api.schemas import Refused
 from atroposlib.api.service import TrajectoryService
-from atroposlib.api.store import MemoryStore, Store
+from atroposlib.api.store import Store
 
 MEGABYTE = 1_000_000
 STATE_DIR_VARIABLE = "ATROPOS_STATE_DIR"
@@ -27,9 +51,16 @@ STATE_DIR_VARIABLE = "ATROPOS_STATE_DIR"
 
 @dataclass(frozen=True)
 class ApiSettings:
-    """How a server runs. `state_dir` None: in memory. `check_host`: refuse Host headers that are names of others."""
+    """How a server runs.
+
+    Attributes:
+        state_dir: None: in memory.
+        accept_older: use a state folder although it is older than its last server left it.
+        check_host: refuse Host headers that are names of others.
+    """
 
     state_dir: Path | None = None
+    accept_older: bool = False
     token: str | None = None
     env_timeout_s: float = 300.0
     max_body_mb: float = 100.0
@@ -43,7 +74,9 @@ def create_app(settings: ApiSettings) -> FastAPI:
     Raises:
         PathError, ConfigError: the state folder cannot be used, or another server uses it.
     """
-    service = TrajectoryService(_open_store(settings), env_timeout_s=settings.env_timeout_s)
+    max_bytes = None if settings.max_queue_mb is None else int(settings.max_queue_mb * MEGABYTE)
+    store = Store(settings.state_dir, max_bytes, accept_older=settings.accept_older)
+    service = TrajectoryService(store, env_timeout_s=settings.env_timeout_s)
     connections = Connections()
 
     @asynccontextmanager
@@ -65,13 +98,321 @@ def create_app(settings: ApiSettings) -> FastAPI:
     return api
 
 
-def _open_store(settings: ApiSettings) -> Store:
-    max_bytes = None if settings.max_queue_mb is None else int(settings.max_queue_mb * MEGABYTE)
-    if settings.state_dir is None:
-        return MemoryStore(max_bytes)
-    from atroposlib.api.disk import DiskStore
+async def _service(request: Request) -> TrajectoryService:
+    return request.app.state.service
 
-    return DiskStore(settings.state_dir, max_bytes)
+
+Service = Annotated[TrajectoryService, Depends(_service)]
+
+
+def add_routes(api: FastAPI) -> None:
+    """All routes but those of `hot_routes.py`."""
+    _add_trainer_routes(api)
+    _add_env_routes(api)
+    _add_common_routes(api)
+
+
+def _add_trainer_routes(api: FastAPI) -> None:
+    @api.post("/register", response_model=schemas.Uuid)
+    async def register(registration: schemas.Registration, service: Service) -> dict[str, int]:
+        """A trainer announces a run, or takes it over: the configuration is replaced, queue and environments stay."""
+        return {"uuid": await service.register(registration)}
+
+    @api.get(
+        "/batch",
+        response_model=schemas.BatchAnswer,
+        responses={
+            503: {"model": schemas.BatchAnswer, "description": "Groups cannot be read now; they stay queued."},
+        },
+    )
+    async def batch(
+        request: Request,
+        service: Service,
+        lease_s: Annotated[
+            float | None,
+            Query(gt=0, le=7 * 86400, description="Seconds until it is delivered again unless acknowledged."),
+        ] = None,
+    ) -> Response:
+        """The next batch: whole groups, first in first out, exactly `batch_size` sequences; `{"batch": null}` if none.
+
+        The step advances by one. A batch whose response breaks off is delivered again. The first call tells
+        environments that the trainer is ready.
+        """
+        return await BatchResponse.of_next(service, request, lease_s)
+
+    @api.post("/batch/ack", response_model=schemas.Outcome, response_model_exclude_none=True)
+    async def acknowledge(body: schemas.BatchAck, service: Service) -> dict[str, str]:
+        """Confirm a leased batch; it will not be delivered again. May be repeated."""
+        await service.batches.ack(body.batch_id)
+        return {"status": "success"}
+
+
+def _add_env_routes(api: FastAPI) -> None:
+    @api.post("/register-env", response_model=schemas.EnvRegistered, response_model_exclude_none=True)
+    async def register_env(body: schemas.RegisterEnv, service: Service) -> dict[str, Any]:
+        """An environment announces itself; until the trainer has started it is told to wait and to ask again."""
+        env = await service.register_env(body)
+        registration = service.run.registration
+        if env is None or registration is None:
+            return {"status": "wait for trainer to start"}
+        return {
+            "status": "success",
+            "env_id": env.env_id,
+            "wandb_name": env.real_name,
+            "checkpoint_dir": registration.checkpoint_dir,
+            "starting_step": service.run.step,
+            "checkpoint_interval": registration.save_checkpoint_interval,
+            "num_steps": registration.num_steps,
+            "run_id": service.run.run_id,
+        }
+
+    @api.post(
+        "/disconnect-env",
+        response_model=schemas.Outcome,
+        response_model_exclude_none=True,
+        responses={404: {"model": schemas.Outcome}},
+    )
+    async def disconnect_env(
+        body: Annotated[dict[str, Any], Body(examples=[{"env_id": 0}])], service: Service
+    ) -> Response:
+        """An environment has ended: its minimum stops counting; what it sent stays."""
+        env_id = body.get("env_id")
+        if not isinstance(env_id, int) or isinstance(env_id, bool):
+            return refuse(422, f"env_id is {env_id!r}; expected an integer")
+        try:
+            await service.disconnect_env(env_id)
+        except Refused as error:
+            return JSONResponse({"status": "failure", "error": str(error)}, status_code=error.status)
+        return JSONResponse({"status": "success"})
+
+
+def _add_common_routes(api: FastAPI) -> None:
+    @api.get("/", response_model=schemas.Message)
+    async def root() -> dict[str, str]:
+        """Says who answers."""
+        return {"message": "AtroposLib API"}
+
+    @api.get("/wandb_info", response_model=schemas.WandbInfo)
+    async def wandb_info(service: Service) -> dict[str, str | None]:
+        """Where environments log; nulls before a trainer registered."""
+        run = service.run.registration
+        return {"group": run and run.wandb_group, "project": run and run.wandb_project}
+
+    @api.get("/info", response_model=schemas.Info)
+    async def info(service: Service) -> dict[str, int]:
+        """What the trainer takes; -1 before it registered."""
+        run = service.run.registration
+        return {"batch_size": run.batch_size if run else -1, "max_token_len": run.max_token_len if run else -1}
+
+    @api.get("/status", response_model=schemas.Status)
+    async def status(service: Service) -> dict[str, Any]:
+        """How far the run is, and why no batch is ready."""
+        queue = service.queue
+        return {
+            "current_step": service.run.step,
+            "queue_size": len(queue.pool),
+            "queue_sequences": queue.pool.sequences,
+            "buffered_groups": sum(len(buffer) for buffer in queue.buffers.values()),
+            "leased_batches": len(queue.leased),
+            "waiting_for": service.waiting_for(),
+        }
+
+    @api.get("/latest_example", response_model=schemas.ScoredData)
+    async def latest_example(service: Service) -> Response:
+        """The group that entered last; empty lists before there is one."""
+        latest = await service.groups.latest()
+        if latest is None:
+            return JSONResponse({key: None if key in _NULL_WHEN_EMPTY else [] for key in GROUP_KEYS})
+        return Response(latest, media_type="application/json")
+
+    @api.get("/reset_data", response_class=PlainTextResponse)
+    async def reset_data(service: Service) -> PlainTextResponse:
+        """Forget the run: queue, environments, registration. Safe to repeat."""
+        await service.reset()
+        return PlainTextResponse("Reset successful")
+
+    @api.get(
+        "/health",
+        response_model=schemas.Health,
+        response_model_exclude_none=True,
+        responses={503: {"model": schemas.Health, "description": "Only a restart helps."}},
+    )
+    async def health(service: Service) -> Response:
+        """Whether the server lives, and whether it can store groups. Needs no token.
+
+        200 with `storage full` while groups are answered 503 for want of room: batches go on, it passes by itself,
+        and a restart would not help. 503 with `stuck` when only a restart helps.
+        """
+        if service.store.is_stuck():
+            return JSONResponse({"status": "stuck", "detail": "the writing thread has ended"}, status_code=503)
+        if (reason := service.store.why_full()) is not None:
+            return JSONResponse({"status": "storage full", "detail": reason})
+        return JSONResponse({"status": "ok"})
+
+    @api.get("/metrics", response_class=PlainTextResponse)
+    async def metrics(service: Service) -> Response:
+        """Prometheus text format."""
+        return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4")
+
+
+_NULL_WHEN_EMPTY = ("overrides", "group_overrides", "env_id", "distill_token_ids", "distill_logprobs")
+
+
+RUN_HEADER = "X-Atropos-Run"
+SMALL_BODY_BYTES = 1 << 16
+LARGE_BODY_BYTES = 1 << 21
+"""From here on a body is read in a thread, which costs more CPU but holds up nobody."""
+
+T = TypeVar("T")
+
+
+class RawRoute(APIRoute):
+    """A route whose endpoint takes the request and gives the response: documented as usual, at a third of the cost."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self.endpoint
+
+
+class DirectRoutes:
+    """Takes requests to raw routes past FastAPI's dozen layers, which cost 0.3 ms each time; passes on all others."""
+
+    def __init__(self, app: App, *, routes: Sequence[BaseRoute]) -> None:
+        self._app = app
+        self._routes = {(method, r.path): r for r in routes if isinstance(r, RawRoute) for method in r.methods or ()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._routes.get((scope.get("method", ""), scope.get("path", "")))
+        if route is None:
+            await self._app(scope, receive, send)
+            return
+        scope["route"] = route
+        try:
+            answer = await route.endpoint(Request(scope, receive))
+        except tuple(ERROR_ANSWERS) as error:
+            answer = ERROR_ANSWERS[type(error)](error)
+        await answer(scope, receive, send)
+
+
+def add_hot_routes(api: FastAPI) -> Sequence[BaseRoute]:
+    """Adds them, and returns them for `DirectRoutes`."""
+    router = APIRouter(route_class=RawRoute)
+
+    @router.post("/scored_data", response_model=schemas.Received, openapi_extra=_takes({"$ref": _SCORED_DATA}))
+    async def scored_data(request: Request) -> Response:
+        """Store one group. The answer comes when it is on disk; 503 when there is no room: try again later."""
+        (receipt,) = await _store_groups(request, [await _in_turn(request, read_group)])
+        return json_response(_received(receipt))
+
+    @router.post(
+        "/scored_data_list",
+        response_model=schemas.ReceivedList,
+        openapi_extra=_takes({"type": "array", "items": {"$ref": _SCORED_DATA}}),
+    )
+    async def scored_data_list(request: Request) -> Response:
+        """Store several groups, all or none."""
+        groups = await _in_turn(request, read_binary if is_binary(request.headers) else read_list)
+        return json_response(_received_list(await _store_groups(request, groups)))
+
+    @router.get("/status-env", response_model=schemas.EnvStatus, openapi_extra=_NAMES_ENV)
+    async def status_env(request: Request) -> Response:
+        """What an environment bases its back-pressure on. The id comes as a JSON body or in the query."""
+        service: TrajectoryService = request.app.state.service
+        return json_response(service.env_status(_asking_env(request)))
+
+    api.include_router(router)
+    return router.routes
+
+
+async def _in_turn(request: Request, read: Callable[[RequestBody], T]) -> T:
+    """`read` the body without keeping other requests waiting: one body between two looks at the sockets."""
+    body: RequestBody = request.scope[BODY_KEY]
+    if len(body) < SMALL_BODY_BYTES:
+        return read(body)
+    async with request.app.state.reading:
+        if len(body) > LARGE_BODY_BYTES:
+            return await asyncio.to_thread(read, body)
+        result = read(body)
+        await asyncio.sleep(0)
+        return result
+
+
+async def _store_groups(request: Request, groups: list[EncodedGroup]) -> list[Receipt]:
+    service: TrajectoryService = request.app.state.service
+    return await service.groups.add(
+        groups, run_id=request.headers.get(RUN_HEADER), connection=request.scope.get(CONNECTION_KEY)
+    )
+
+
+def _asking_env(request: Request) -> int:
+    body, query = request.scope[BODY_KEY], request.query_params
+    try:
+        if body:
+            return schemas.EnvIdentifier.model_validate_json(bytes(body)).env_id
+        if "env_id" in query:
+            return schemas.EnvIdentifier.model_validate({"env_id": query["env_id"]}).env_id
+    except ValidationError as error:
+        place = "body" if body else "query"
+        raise RequestValidationError([{**e, "loc": (place, *e["loc"])} for e in error.errors()]) from None
+    raise Refused(422, 'env_id is missing; send {"env_id": 0} as JSON body or ?env_id=0')
+
+
+def _takes(schema: dict[str, Any]) -> dict[str, Any]:
+    """OpenAPI of a route that reads its body itself."""
+    run_id = {
+        "name": RUN_HEADER,
+        "in": "header",
+        "required": False,
+        "schema": {"type": "string"},
+        "description": "`run_id` of /register-env; groups of a run that was reset are refused.",
+    }
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "parameters": [run_id],
+        "responses": {str(code): {"description": text} for code, text in _REFUSALS.items()},
+    }
+
+
+_NAMES_ENV: dict[str, Any] = {
+    "requestBody": {"content": {"application/json": {"schema": schemas.EnvIdentifier.model_json_schema()}}},
+    "parameters": [
+        {
+            "name": "env_id",
+            "in": "query",
+            "required": False,
+            "schema": {"type": "integer", "minimum": 0},
+            "description": "Instead of the JSON body.",
+        }
+    ],
+    "responses": {
+        "404": {"description": "Unknown environment."},
+        "409": {"description": "It has disconnected."},
+        "422": {"description": "No number."},
+    },
+}
+_SCORED_DATA = "#/components/schemas/ScoredData"
+_REFUSALS = {
+    404: "Unknown environment.",
+    409: "The environment has disconnected.",
+    413: "Too large.",
+    422: "A bad group.",
+    503: "No room.",
+}
+
+
+def _received(receipt: Receipt) -> dict[str, Any]:
+    answer: dict[str, Any] = {"status": "received"}
+    if receipt.buffered is not None:
+        answer = {"status": "buffered", "buffer_size": receipt.buffered}
+    return {**answer, "duplicate": True} if receipt.duplicate else answer
+
+
+def _received_list(receipts: list[Receipt]) -> dict[str, Any]:
+    answer: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
+    buffered = [receipt.buffered for receipt in receipts if receipt.buffered is not None]
+    if buffered:
+        answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
+    duplicates = sum(receipt.duplicate for receipt in receipts)
+    return {**answer, "duplicates": duplicates} if duplicates else answer
 
 
 app = create_app(

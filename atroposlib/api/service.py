@@ -7,17 +7,14 @@ the order they were made. The life of a group: checked -> stored -> queue (or bu
 import logging
 import secrets
 
-from atroposlib.api.admission import refuse_unfit
 from atroposlib.api.batches import Batches
 from atroposlib.api.batching import env_status
-from atroposlib.api.group_intake import GroupIntake
-from atroposlib.api.live import LiveRun
+from atroposlib.api.group_intake import GroupIntake, refuse_unfit
 from atroposlib.api.metrics import Metrics
 from atroposlib.api.queue import TrajectoryQueue
-from atroposlib.api.run import EnvRecord, Liveness, RunState
+from atroposlib.api.run import EnvRecord, Liveness, LiveRun, RunState, waiting_for
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.api.store import Change, Store
-from atroposlib.api.waiting import waiting_for
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +55,7 @@ class TrajectoryService:
         self.run.registration = registration
         self.run.step = registration.starting_step
         ended = self.batches.recall_leases()
-        await self.store.change(Change(run=self.run.to_json(), settled=ended))
+        await self.store.change(Change(run=self.run.to_json(), ended=ended))
         logger.info("trainer registered: batch_size=%d step=%d", registration.batch_size, self.run.step)
         return secrets.randbits(128)
 

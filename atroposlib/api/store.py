@@ -1,47 +1,87 @@
-"""Where groups and the run's state are kept. `MemoryStore` forgets; `DiskStore` (disk.py) does not.
+"""Where groups and the run are kept: one SQLite file, or memory. One thread does everything, in the order it was asked.
 
-The event loop calls `add` and `change`, in order; a group enters the queue only after its `add` returned.
+What is asked while a commit is being synced goes into the next one together; each answer comes after the synced commit.
+`groups` says what waits and is all that a start reads; `contents` holds the binary groups, in pages of their own.
+A delivered batch is noted in `DeliveryLog` first, because that takes no more than a store to memory.
 """
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
-from atroposlib.api.notes import Commit
-from atroposlib.api.payload import Pieces
-from atroposlib.api.queue import Batch, Group, Place
-from atroposlib.api.refusal import Refused
-from atroposlib.errors import AtroposError
+import msgspec
+
+from atroposlib.api.delivery_log import Commit, DeliveryLog, LogEntry
+from atroposlib.api.group_checks import EncodedGroup, content_digest
+from atroposlib.api.queue import Batch, Group
+from atroposlib.api.schemas import Refused
+from atroposlib.errors import AtroposError, ConfigError, PathError
+from atroposlib.lock_files import HeldError, hold
+from atroposlib.paths import expand_path
+
+logger = logging.getLogger(__name__)
+
+FILE = "state.sqlite"
+PAGE_BYTES = 32768
+"""A group of 0.5 MB takes 1.2 ms to insert, read and delete with pages of 32 kB, 2.0 ms with SQLite's 4 kB."""
+
+WAL_PAGES = 128
+RESERVE_BYTES = 4 << 20
+"""Kept free for changes, so that a full disk stops new groups but never the delivery of old ones."""
+
+ROOM_BYTES = 1 << 20
+"""A disk with less room than this is called full before a group meets its end."""
+
+SLACK_BYTES = 64 << 20
+"""Free pages may hold so much of the disk, or as much as the groups, before they are given back."""
+
+_VACUUM_PAGES = 32  # a full disk must have room for them in the WAL
+_DELETED_AT_ONCE = 64
+_QUEUED, _BUFFERED, _CONSUMED = range(3)  # groups.state; what is consumed waits to be deleted
+_VERSION = 10
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE groups (number INTEGER PRIMARY KEY, env_id INTEGER, sequences INTEGER, size INTEGER, digest BLOB,
+                     state INTEGER);
+CREATE TABLE contents (number INTEGER PRIMARY KEY, content BLOB);
+CREATE TABLE group_ids (group_id TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE leases (number INTEGER PRIMARY KEY, batch_id TEXT, lease_s REAL, groups TEXT);
+INSERT INTO meta VALUES ('run', NULL), ('logged', 0), ('changes', 0);
+"""
 
 
 class StorageFull(AtroposError, OSError):
-    """No room for more groups, or for a change, now; it goes on by itself when there is."""
+    """No room for more groups, or for a change, now; it passes by itself when there is."""
 
 
 class GroupLost(AtroposError, OSError):
     """A stored group is not there any more, or not as it was written (damaged disk)."""
 
     def __init__(self, group: Group, reason: str) -> None:
-        super().__init__(f"group {group.number} in segment {group.place.segment} cannot be read: {reason}")
+        super().__init__(f"group {group.number} cannot be read: {reason}")
         self.group = group
 
 
 class Unreadable(AtroposError, OSError):
-    """A stored group cannot be read now (no file descriptors, no memory, a disk that does not answer); it stays."""
+    """A stored group cannot be read now (no memory, a disk that does not answer); it stays."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class NewGroup:
-    """A group on its way to the store; `content` in pieces, `length` bytes in all."""
+    """A group on its way to the store."""
 
-    number: int
-    env_id: int | None
-    sequences: int
-    content: Pieces
-    length: int
-    group_id: str | None
+    group: Group
+    encoded: EncodedGroup
     buffered: bool
-    digest: bytes
 
 
 @dataclass
@@ -54,7 +94,7 @@ class Change:
         restored: consumed groups whose delivery turned out to have failed.
         noted: `note_delivered` or `note_restored` was called for these groups.
         completed: numbers of groups that left a buffer for the queue.
-        leased / settled: leases that began; numbers of those that ended.
+        leased / ended: leases that began; numbers of the batches whose lease ended.
     """
 
     run: bytes | None = None
@@ -63,7 +103,7 @@ class Change:
     noted: bool = False
     completed: Sequence[int] = ()
     leased: Sequence[Batch] = ()
-    settled: Sequence[int] = ()
+    ended: Sequence[int] = ()
 
 
 @dataclass
@@ -75,151 +115,553 @@ class Snapshot:
     buffered: list[Group] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
     next_number: int = 1
-    step: int | None = None  # after the last delivery or recall, when `run` was not written any more after it
 
 
-class Store(Protocol):
-    """What the service needs of a store."""
+@dataclass(slots=True)
+class _Job:
+    """Something to do for a request that waits; `is_read` needs no transaction."""
 
-    def load(self) -> Snapshot:
-        """The state found at opening; called once."""
-        ...
+    work: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[Any]
+    is_read: bool = False
+    adds_bytes: int = 0
+    change: tuple[Change, int] | None = None  # and the number of the last log entry that its `run` includes
 
-    async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
-        """Store all or none; they are durable when this returns.
+
+class Store:
+    """Keeps a run in a folder that only one server may use at a time, or in memory.
+
+    Raises:
+        PathError: the folder cannot be created or written.
+        ConfigError: another server uses it, it was written by another version, it is damaged, or older than the
+            server that used it last left it (unless `accept_older`).
+    """
+
+    def __init__(self, folder: Path | None, max_bytes: int | None = None, *, accept_older: bool = False) -> None:
+        self.folder = None if folder is None else _private_folder(folder)
+        self._max_bytes = max_bytes
+        self._slack = SLACK_BYTES if max_bytes is None else min(SLACK_BYTES, max_bytes // 4)
+        self._lock = None if self.folder is None else _lock_folder(self.folder)
+        self._reserve = None if self.folder is None else self.folder / "reserve"
+        try:
+            self._log = None if self.folder is None else DeliveryLog(self.folder / "deliveries")
+            self._db = self._open()
+            self._changes = self._get("changes")
+            if self._log is not None and self._changes < self._log.changes and not accept_older:
+                raise ConfigError(
+                    f"--state-dir {self.folder} is {self._log.changes - self._changes} changes older than what the "
+                    f"server that used it last had written: {FILE}-wal was lost, or an older copy put back. Groups "
+                    "delivered since would come again, groups stored since are gone. Put the newer files back, or "
+                    "start once with --accept-older"
+                )
+        except sqlite3.OperationalError as error:
+            self._unlock()
+            raise PathError(f"--state-dir {self.folder} cannot be used now: {FILE}: {error}") from error
+        except sqlite3.DatabaseError as error:
+            self._unlock()
+            raise ConfigError(
+                f"--state-dir {self.folder} cannot be used: {FILE} is damaged or no state of this API ({error}); put a "
+                "copy back, or choose another --state-dir"
+            ) from error
+        except BaseException:
+            self._unlock()
+            raise
+        self._used = 0  # bytes of groups that are still needed
+        self._refused_bytes = 0  # of the groups that met StorageFull last
+        self._dead: list[int] = []  # numbers of groups to delete
+        self._unwritten: list[tuple[Change, int]] = []  # that there was no room for; in order
+        self._written = 0  # how many noted changes are in the database; counts as the log's entries do
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="atropos-store", daemon=True)
+
+    # -- event loop -----------------------------------------------------------------------------------------------
+
+    async def add(self, groups: Sequence[NewGroup]) -> list[bool]:
+        """Store all or none, durably when this returns; False for each whose `group_id` was stored before.
 
         Raises:
             StorageFull: no room now.
             Refused: there can never be room for so many bytes.
         """
-        ...
+        size = sum(new.group.size for new in groups)
+        if self._max_bytes is not None and size > self._max_bytes:
+            raise Refused(
+                413,
+                f"this takes {size / 1e6:.1f} MB, but --max-queue-mb allows {self._max_bytes / 1e6:.1f} in all; send "
+                "smaller or fewer groups at once, or raise --max-queue-mb",
+            )
+        return await self._ask(lambda: self._add(groups), adds_bytes=size)
 
     async def change(self, change: Change) -> None:
         """Apply a state change.
 
         StorageFull when there is no room for it now: it follows with the next one. Never for a noted change.
         """
-        ...
+        noted = 0 if self._log is None else self._log.last
+        try:
+            await self._ask(lambda: self._apply(change, noted), change=(change, noted))
+        finally:
+            if self._log is not None:
+                self._log.clear_if_written(self._written)
 
     def note_delivered(self, groups: Sequence[Group], step: int) -> Commit:
         """Prepare it; once the commit is called, no death of the process delivers these groups again.
 
         The `change` that consumes the groups follows.
         """
-        ...
+        return self._note(LogEntry(step, delivered=[group.number for group in groups]))
 
     def note_restored(self, groups: Sequence[Group], step: int) -> None:
         """From now on no death of the process loses these groups; the `change` that restores them follows."""
-        ...
+        self._note(LogEntry(step, restored=[group.number for group in groups]))()
+
+    def _note(self, entry: LogEntry) -> Commit:
+        return (lambda: None) if self._log is None else self._log.prepare(entry)
 
     async def read(self, groups: Sequence[Group]) -> list[bytes]:
-        """The stored contents. GroupLost when one is gone for good, Unreadable when reading fails now."""
-        ...
+        """Return the stored contents. GroupLost when one is gone for good, Unreadable when reading fails now."""
+        return await self._ask(lambda: [self._read(group) for group in groups], is_read=True)
 
     def release(self, groups: Sequence[Group]) -> None:
-        """These consumed groups will not be asked for again; their space may be freed."""
-        ...
+        """Delete consumed groups, which will not be asked for again, when there is time."""
 
-    def knows_group_id(self, group_id: str) -> bool:
-        """Whether a group of that id was stored in this run."""
-        ...
+        def forget() -> None:
+            self._used -= sum(group.size for group in groups)
+            self._dead += [group.number for group in groups]
+
+        loop = asyncio.get_running_loop()
+        self._put(_Job(forget, loop, loop.create_future(), is_read=True))
 
     async def reset(self, run: bytes) -> None:
         """Forget everything and begin with `run`."""
-        ...
+        noted = 0 if self._log is None else self._log.last
+
+        def forget() -> None:
+            for table in ("group_ids", "leases"):
+                self._db.execute(f"DELETE FROM {table}")
+            self._db.execute("UPDATE groups SET state = ?", (_CONSUMED,))
+            self._set_run(run, noted)
+
+        await self._ask(forget)
+        await self._ask(self._forget_all, is_read=True)
 
     def bytes_used(self) -> int:
-        """Bytes that groups take up now."""
-        ...
+        """Return how many bytes groups take up now."""
+        return self._used
 
     def why_full(self) -> str | None:
-        """Why a group that came now would meet StorageFull, in a sentence; None when there is room. Cheap."""
-        ...
+        """Say why a group that came now would meet StorageFull; None when there is room. Cheap."""
+        return self._over_limit(max(1, self._refused_bytes)) or self._no_room(ROOM_BYTES)
 
     def is_stuck(self) -> bool:
-        """Whether nothing can be written any more until the process starts again."""
-        ...
+        """Return True when nothing can be written any more until the process starts again."""
+        return self._thread.ident is not None and not self._thread.is_alive()
 
     async def close(self) -> None:
-        """Write out what is pending and let go of files."""
-        ...
+        """Return when all that was asked for is done and the files are closed."""
+        self._start()
+        self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join)
+        self._db.close()
+        if self._log is not None:
+            self._log.close()
+        self._unlock()
 
+    async def _ask(self, work: Callable[[], Any], **job: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        asked = _Job(work, loop, loop.create_future(), **job)
+        self._put(asked)
+        return await asyncio.shield(asked.done)
 
-def refuse_oversized(groups: Sequence[NewGroup], max_bytes: int | None) -> None:
-    """Refused when groups that are stored together would not even fit into an empty queue."""
-    size = sum(group.length for group in groups)
-    if max_bytes is not None and size > max_bytes:
-        raise Refused(
-            413,
-            f"this takes {size / 1e6:.1f} MB, but --max-queue-mb allows {max_bytes / 1e6:.1f} in all; send smaller or "
-            "fewer groups at once, or raise --max-queue-mb",
-        )
+    def _put(self, job: _Job) -> None:
+        self._start()
+        self._jobs.put(job)
 
+    def _start(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
 
-def over_limit(used: int, max_bytes: int | None) -> str | None:
-    """What to say when `used` bytes of at most `max_bytes` wait; None when that is allowed."""
-    if max_bytes is None or used <= max_bytes:
-        return None
-    return (
-        f"groups take {used / 1e6:.1f} of the {max_bytes / 1e6:.1f} MB of --max-queue-mb; "
-        "they are taken again when the trainer has taken batches"
-    )
-
-
-class MemoryStore:
-    """Keeps groups in memory, for tests and throw-away runs."""
-
-    def __init__(self, max_bytes: int | None = None) -> None:
-        self.max_bytes = max_bytes
-        self._contents: dict[int, bytes] = {}
-        self._ids: set[str] = set()
-        self._bytes = 0
+    # -- opening --------------------------------------------------------------------------------------------------
 
     def load(self) -> Snapshot:
-        return Snapshot()
+        """Return everything that waits; called once, before anything else."""
+        if self._log is not None:
+            if entries := self._log.read():
+                self._repeat(self._log, entries)
+            self._log.last = self._written = self._get("logged")
+        groups: dict[int, tuple[Group, int]] = {}
+        for *values, state in self._db.execute("SELECT * FROM groups ORDER BY number"):
+            if state == _CONSUMED:
+                self._dead.append(values[0])
+            else:
+                groups[values[0]] = Group(*values), state
+        self._used = sum(group.size for group, _ in groups.values())
+        batches = []
+        for number, batch_id, lease_s, members in self._db.execute("SELECT * FROM leases ORDER BY number"):
+            # a lease begins again with a start: nobody knows how long there was none
+            batch = Batch(
+                number, [], counted=True, batch_id=batch_id, lease_s=lease_s, expires=time.monotonic() + lease_s
+            )
+            batch.groups = [groups.pop(n)[0] for n in msgspec.json.decode(members) if n in groups]
+            batches.append(batch)
+        (last,) = self._db.execute("SELECT max(number) FROM groups").fetchone()
+        return Snapshot(
+            run=self._get("run"),
+            queued=[group for group, state in groups.values() if state == _QUEUED],
+            buffered=[group for group, state in groups.values() if state == _BUFFERED],
+            batches=batches,
+            next_number=(last or 0) + 1,
+        )
 
-    async def add(self, groups: Sequence[NewGroup]) -> list[Group]:
-        refuse_oversized(groups, self.max_bytes)
-        size = sum(group.length for group in groups)
-        if (reason := over_limit(self._bytes + size, self.max_bytes)) is not None:
+    def _repeat(self, log: DeliveryLog, entries: Sequence[LogEntry]) -> None:
+        """Do what was noted before the process died and perhaps not written; its step is the run's if `run` is
+        older."""
+
+        def repeat() -> None:
+            for entry in entries:
+                self._set_state(entry.delivered, _CONSUMED)
+                self._set_state(entry.restored, _QUEUED)
+            last = entries[-1]
+            if last.number > self._get("logged"):
+                run = msgspec.json.decode(self._get("run"))
+                run |= {"step": last.step, "formed": run["formed"] + 1}
+                self._set_run(msgspec.json.encode(run), last.number)
+
+        try:
+            self._transact([repeat])
+        except sqlite3.OperationalError:
+            self._free_reserve()
+            self._transact([repeat])
+        log.clear()
+
+    def _open(self) -> sqlite3.Connection:
+        if self.folder is None:
+            return _connect(":memory:")
+        path = self.folder / FILE
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        try:
+            return _connect(path)
+        except sqlite3.OperationalError:  # no room, and opening may have to write
+            self._free_reserve()
+            return _connect(path)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            jobs = [self._jobs.get()]
+            while not self._jobs.empty():
+                jobs.append(self._jobs.get())
+            asked = [job for job in jobs if job is not None]
+            for job in asked:
+                if job.is_read:
+                    _finish(job, *_attempt(job.work))
+            if writes := [job for job in asked if not job.is_read]:
+                self._write(writes)
+            self._tidy()
+            if len(asked) < len(jobs):
+                self._close_tidily()
+                return
+
+    def _write(self, jobs: list[_Job]) -> None:
+        """Write for several requests in one commit; when that fails, for each alone."""
+        try:
+            self._make_room(sum(job.adds_bytes for job in jobs))
+            results = self._transact([job.work for job in jobs])
+        except Exception as error:
+            if len(jobs) > 1:
+                for job in jobs:
+                    self._write([job])
+            else:
+                self._write_with_reserve(jobs[0], error)
+            return
+        self._written += sum(job.change[0].noted for job in jobs if job.change is not None)
+        for job, result in zip(jobs, results, strict=True):
+            failed = isinstance(result, AtroposError)
+            _finish(job, None if failed else result, result if failed else None)
+
+    def _write_with_reserve(self, job: _Job, error: Exception) -> None:
+        """Write a change on a full disk with the help of the reserve; keep it for the next one when that is gone
+        too."""
+        if isinstance(error, sqlite3.OperationalError) and job.change is not None and self._free_reserve():
+            logger.warning("%s cannot grow (%s); using the reserve", FILE, error)
+            self._write([job])
+            return
+        if not isinstance(error, sqlite3.OperationalError):
+            _finish(job, None, error)
+            return
+        full = StorageFull(f"no space left in {self.folder} ({error}); this passes when there is")
+        if job.change is None:
+            _finish(job, None, full)
+            return
+        self._unwritten.append(job.change)
+        if job.change[0].noted:
+            logger.warning("a delivery stays noted until the database can take it: %s", full)
+        _finish(job, None, None if job.change[0].noted else full)
+
+    def _transact(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Do all in one commit; an AtroposError of one, raised before it wrote anything, is its result."""
+        used = self._used
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            for change, noted in self._unwritten:
+                self._apply(change, noted)
+            results = []
+            for work in works:
+                try:
+                    results.append(work())
+                except AtroposError as error:
+                    results.append(error)
+            self._db.execute("UPDATE meta SET value = ? WHERE key = 'changes'", (self._changes + 1,))
+            self._db.execute("COMMIT")
+        except BaseException:
+            self._used = used
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        self._changes += 1
+        if self._log is not None:
+            self._log.changes = self._changes
+        self._written += sum(change.noted for change, _ in self._unwritten)
+        self._unwritten.clear()
+        return results
+
+    def _add(self, groups: Sequence[NewGroup]) -> list[bool]:
+        seen: set[str] = set()
+        fresh = []
+        for new in groups:
+            group_id = new.encoded.group_id
+            fresh.append(group_id is None or (group_id not in seen and not self._knows(group_id)))
+            if group_id is not None:
+                seen.add(group_id)
+        adding = [new for new, is_fresh in zip(groups, fresh, strict=True) if is_fresh]
+        size = sum(new.group.size for new in adding)
+        if (reason := self._over_limit(size) or self._no_room(size)) is not None:
+            self._refused_bytes = size
             raise StorageFull(reason)
-        self._bytes += size
-        self._contents.update((group.number, b"".join(group.content)) for group in groups)
-        self._ids.update(group.group_id for group in groups if group.group_id is not None)
-        return [Group(g.number, g.env_id, g.sequences, Place(0, 0, g.length, g.digest)) for g in groups]
+        self._refused_bytes = 0
+        self._hold_reserve()
+        self._db.executemany(
+            "INSERT INTO group_ids VALUES (?)", [(group_id,) for group_id in seen if not self._knows(group_id)]
+        )
+        for new in adding:
+            g = new.group
+            row = (g.number, g.env_id, g.sequences, g.size, g.digest, _BUFFERED if new.buffered else _QUEUED)
+            self._db.execute("INSERT INTO groups VALUES (?,?,?,?,?,?)", row)
+            self._db.execute("INSERT INTO contents VALUES (?,?)", (g.number, new.encoded.content))
+        self._used += size
+        return fresh
 
-    async def change(self, change: Change) -> None:
-        pass
+    def _knows(self, group_id: str) -> bool:
+        return self._db.execute("SELECT 1 FROM group_ids WHERE group_id = ?", (group_id,)).fetchone() is not None
 
-    def note_delivered(self, groups: Sequence[Group], step: int) -> Commit:
-        return lambda: None
+    def _apply(self, change: Change, noted: int) -> None:
+        if change.run is not None:
+            self._set_run(change.run, noted)
+        self._set_state([group.number for group in change.consumed], _CONSUMED)
+        self._set_state([group.number for group in change.restored], _QUEUED)
+        self._set_state(change.completed, _QUEUED)
+        for batch in change.leased:
+            members = msgspec.json.encode([group.number for group in batch.groups]).decode()
+            row = (batch.number, batch.batch_id, batch.lease_s, members)
+            self._db.execute("INSERT OR REPLACE INTO leases VALUES (?,?,?,?)", row)
+        self._db.executemany("DELETE FROM leases WHERE number = ?", [(number,) for number in change.ended])
 
-    def note_restored(self, groups: Sequence[Group], step: int) -> None:
-        pass
+    def _set_state(self, numbers: Sequence[int], state: int) -> None:
+        if numbers:
+            self._db.executemany("UPDATE groups SET state = ? WHERE number = ?", [(state, n) for n in numbers])
 
-    async def read(self, groups: Sequence[Group]) -> list[bytes]:
-        return [self._contents[group.number] for group in groups]
+    def _read(self, group: Group) -> bytes:
+        try:
+            row = self._db.execute("SELECT content FROM contents WHERE number = ?", (group.number,)).fetchone()
+        except (sqlite3.OperationalError, MemoryError) as error:
+            raise Unreadable(f"group {group.number} cannot be read now and stays queued: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise GroupLost(group, str(error)) from error
+        if row is None or content_digest(row[0]) != group.digest:
+            raise GroupLost(group, "it is gone" if row is None else "its bytes have changed on disk")
+        return row[0]
 
-    def release(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            self._bytes -= len(self._contents.pop(group.number, b""))
+    def _get(self, key: str) -> Any:
+        return self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0]
 
-    def knows_group_id(self, group_id: str) -> bool:
-        return group_id in self._ids
+    def _set_run(self, run: bytes, noted: int) -> None:
+        self._db.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run,))
+        self._db.execute("UPDATE meta SET value = ? WHERE key = 'logged'", (noted,))
 
-    async def reset(self, run: bytes) -> None:
-        self._contents.clear()
-        self._ids.clear()
-        self._bytes = 0
+    def _forget_all(self) -> None:
+        self._used = 0
+        self._dead = [
+            number for (number,) in self._db.execute("SELECT number FROM groups WHERE state = ?", (_CONSUMED,))
+        ]
 
-    def bytes_used(self) -> int:
-        return self._bytes
+    # -- room -----------------------------------------------------------------------------------------------------
 
-    def why_full(self) -> str | None:
-        return over_limit(self._bytes + 1, self.max_bytes)
+    def _over_limit(self, more: int) -> str | None:
+        used = self._used + more
+        if self._max_bytes is None or used <= self._max_bytes:
+            return None
+        return (
+            f"groups take {used / 1e6:.1f} of the {self._max_bytes / 1e6:.1f} MB of --max-queue-mb; "
+            "they are taken again when the trainer has taken batches"
+        )
 
-    def is_stuck(self) -> bool:
-        return False
+    def _no_room(self, size: int, wal: int = 0) -> str | None:
+        """Say that the disk is too full for groups of so many bytes: in the WAL, and with all of it in the database."""
+        if self.folder is None or self._reserve is None:
+            return None
+        disk = os.statvfs(self.folder)
+        missing_reserve = 0 if self._reserve.exists() else RESERVE_BYTES
+        if disk.f_bavail * disk.f_frsize >= 2 * size + wal + ROOM_BYTES + missing_reserve:
+            return None
+        return f"no space left in {self.folder}; groups are taken again when there is"
 
-    async def close(self) -> None:
-        pass
+    def _make_room(self, size: int) -> None:
+        """Empty the WAL before a commit that might not find room with it."""
+        if size and self.folder is not None:
+            wal = self.folder / f"{FILE}-wal"
+            if self._no_room(size, wal.stat().st_size if wal.exists() else 0):
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _hold_reserve(self) -> None:
+        """Make sure that the reserve exists; StorageFull when there is no room for it."""
+        if self._reserve is None or self._reserve.exists():
+            return
+        fd = os.open(self._reserve, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, RESERVE_BYTES)
+        except OSError as error:
+            self._reserve.unlink()
+            raise StorageFull(f"no space left in {self.folder} ({error.strerror}); groups are taken again") from error
+        finally:
+            os.close(fd)
+
+    def _free_reserve(self) -> bool:
+        """Give the reserve's room back; False when it is gone already."""
+        if self._reserve is None or not self._reserve.exists():
+            return False
+        self._reserve.unlink()
+        return True
+
+    def _tidy(self) -> None:
+        """Delete what was consumed and give free pages back, a piece at a time, while nobody waits."""
+        try:
+            while self._dead and (len(self._dead) >= _DELETED_AT_ONCE or self._jobs.empty()):
+                numbers = self._dead[:_DELETED_AT_ONCE]
+                self._transact([lambda numbers=numbers: self._delete(numbers)])
+                del self._dead[: len(numbers)]
+            while self._jobs.empty() and self._has_spare_pages():
+                self._db.executescript(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})")
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # which shortens the file
+        except sqlite3.Error as error:
+            logger.warning("space is not given back now: %s", error)
+
+    def _delete(self, numbers: Sequence[int]) -> None:
+        for table in ("groups", "contents"):
+            self._db.executemany(f"DELETE FROM {table} WHERE number = ?", [(n,) for n in numbers])
+
+    def _has_spare_pages(self) -> bool:
+        """Return True while free pages take more than the slack, or than the groups, or than is free on the disk."""
+        if self.folder is None:
+            return False
+        disk = os.statvfs(self.folder)
+        return self._free_bytes() > min(max(self._slack, self._used), disk.f_bavail * disk.f_frsize)
+
+    def _free_bytes(self) -> int:
+        return self._db.execute("PRAGMA freelist_count").fetchone()[0] * PAGE_BYTES
+
+    def _close_tidily(self) -> None:
+        """Give back free pages if that is quick, and end the log."""
+        with contextlib.suppress(sqlite3.Error):
+            if self.folder is not None and self._free_bytes() <= SLACK_BYTES:
+                self._db.executescript("PRAGMA incremental_vacuum")
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _connect(path: Path | str) -> sqlite3.Connection:
+    """Open the database, and make it when it is empty."""
+    db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    try:
+        for pragma in (
+            f"page_size = {PAGE_BYTES}",
+            "auto_vacuum = INCREMENTAL",
+            "locking_mode = EXCLUSIVE",  # so there is no shared memory, which needs room of its own
+            "journal_mode = WAL",
+            "synchronous = FULL",
+            "secure_delete = OFF",
+            f"wal_autocheckpoint = {WAL_PAGES}",
+            f"journal_size_limit = {4 * WAL_PAGES * PAGE_BYTES}",
+            "cache_size = -8000",
+        ):
+            db.execute(f"PRAGMA {pragma}")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+        elif version != _VERSION:
+            raise ConfigError(f"{path} has format {version}, this version reads {_VERSION}; choose another --state-dir")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _private_folder(folder: Path) -> Path:
+    """Return the folder, made for this user alone when it is missing."""
+    path = expand_path(folder, what="--state-dir")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        older = (path / "index.sqlite").exists() or (path / "segments").exists()
+    except OSError as error:
+        raise PathError(f"--state-dir {path} cannot be made: {error.strerror or error}; choose another") from error
+    if older:
+        raise ConfigError(
+            f"--state-dir {path} was written by an earlier version, which kept groups as text; end its run with that "
+            "version, or choose another --state-dir"
+        )
+    return path
+
+
+def _lock_folder(folder: Path) -> int:
+    """Hold the folder for this process; the lock goes with the process however it ends."""
+    try:
+        return hold(folder / "lock", mode=0o600)
+    except HeldError as held:
+        raise ConfigError(
+            f"--state-dir {folder} is in use by the server with process id {held.pid}; stop it or choose another folder"
+        ) from None
+    except OSError as error:
+        raise PathError(
+            f"--state-dir {folder} cannot be locked or written: {error.strerror}; mount this disk with locks or choose "
+            "another folder"
+        ) from error
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:  # the waiting request gets it; the thread must live on
+        return None, error
+
+
+def _finish(job: _Job, result: Any, error: Exception | None) -> None:
+    """Wake the request that waits for a job."""
+
+    def wake() -> None:
+        if job.done.cancelled():
+            return
+        if error is None:
+            job.done.set_result(result)
+        else:
+            job.done.set_exception(error)
+
+    try:
+        job.loop.call_soon_threadsafe(wake)
+    except RuntimeError:
+        logger.debug("the event loop ended before a job did")

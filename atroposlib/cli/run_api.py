@@ -55,6 +55,9 @@ def serve(
         float, typer.Option(min=1, help="Seconds of silence after which an environment stops counting.")
     ] = 300,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body, also after inflating.")] = 100,
+    accept_older: Annotated[
+        bool, typer.Option("--accept-older", help="Start although the folder is older than its last server left it.")
+    ] = False,
     max_queue_mb: Annotated[
         float | None, typer.Option(min=0.001, help="Most that waiting groups may take; default: what the disk holds.")
     ] = None,
@@ -72,6 +75,7 @@ def serve(
     folder = None if memory else expand_path(state_dir, what="--state-dir") if state_dir else default_state_dir(port)
     settings = ApiSettings(
         state_dir=folder,
+        accept_older=accept_older,
         token=token,
         env_timeout_s=env_timeout_s,
         max_body_mb=max_body_mb,
@@ -79,6 +83,8 @@ def serve(
         check_host=token is None and not insecure,
     )
     app = create_app(settings)
+    for stop in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal again once it has shut down
+        signal.signal(stop, lambda *_: sys.exit(0))
     listener.listen(2048)
     print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     logger.info("state: %s", folder or "in memory")
@@ -108,15 +114,12 @@ def _run(app, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT; afterwards everything is on disk."""
     import uvicorn
 
-    from atroposlib.api.delivery import MAX_STRANGERS, raise_descriptor_limit
-    from atroposlib.api.heap import keep_freed_memory
-    from atroposlib.api.intake import intake
+    from atroposlib.api.protocol import MAX_STRANGERS, protocol, raise_descriptor_limit
 
-    keep_freed_memory()
     app.state.connections.max_strangers = min(MAX_STRANGERS, raise_descriptor_limit() // 2)
     config = uvicorn.Config(
         app,
-        http=intake(app.state.connections),
+        http=protocol(app.state.connections),
         ws="none",
         access_log=False,
         log_config=None,
@@ -125,8 +128,6 @@ def _run(app, listener: socket.socket) -> None:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
     )
-    for stop in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal again once it has shut down
-        signal.signal(stop, lambda *_: sys.exit(0))
     uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from api_testing import ENV, REGISTRATION, client_of, make_group, memory_app, started, uids
 
-from atroposlib.api.payload import GROUP_KEYS
+from atroposlib.api.group_codec import GROUP_KEYS
 
 
 async def test_a_fresh_server_knows_no_run():

@@ -7,7 +7,7 @@ import zlib
 import pytest
 from api_testing import ENV, REGISTRATION, client_of, make_group, memory_app, started, uids
 
-from atroposlib.api.middleware import gunzip
+from atroposlib.api.edge import gunzip
 
 JSON = {"Content-Type": "application/json"}
 
@@ -155,7 +155,7 @@ def test_a_body_of_empty_gzip_members_costs_no_more_than_its_length(monkeypatch)
         def __getattr__(self, name):
             return getattr(self._stream, name)
 
-    monkeypatch.setattr("atroposlib.api.middleware.zlib.decompressobj", Counting)
+    monkeypatch.setattr("atroposlib.api.edge.zlib.decompressobj", Counting)
     body = gzip.compress(b"") * 5000
     assert gunzip(body, 1000) == b""
     assert copied[0] < 5001 * 5000

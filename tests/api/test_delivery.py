@@ -7,11 +7,11 @@ import time
 import pytest
 from api_testing import ENV, client_of, make_group, needs_root, small_disk, started, uids
 
-from atroposlib.api import notes
+from atroposlib.api import delivery_log
 from atroposlib.api.batch_response import BatchResponse
-from atroposlib.api.delivery import Connection
-from atroposlib.api.middleware import CONNECTION_KEY
-from atroposlib.api.notes import DeliveryNotes, Note
+from atroposlib.api.delivery_log import DeliveryLog, LogEntry
+from atroposlib.api.edge import CONNECTION_KEY
+from atroposlib.api.protocol import Connection
 from atroposlib.api.server import ApiSettings, create_app
 
 
@@ -120,34 +120,34 @@ async def test_a_connection_that_breaks_after_the_last_byte_gives_the_batch_back
 
 
 def kept(path):
-    again = DeliveryNotes(path)
+    again = DeliveryLog(path)
     try:
         return again.read()
     finally:
         again.close()
 
 
-def test_notes_count_from_their_commit_until_all_are_settled(tmp_path):
+def test_entries_count_from_their_commit_until_all_are_written(tmp_path):
     path = tmp_path / "delivered"
-    written = DeliveryNotes(path)
-    commit = written.prepare(Note(1, delivered=[1, 2]))
+    written = DeliveryLog(path)
+    commit = written.prepare(LogEntry(1, delivered=[1, 2]))
     assert kept(path) == []
     commit()
-    assert kept(path) == [Note(1, delivered=[1, 2], number=1)]
-    written.prepare(Note(22, delivered=[33333]))()
-    written.settle(1)
-    assert kept(path) == [Note(1, delivered=[1, 2], number=1), Note(22, delivered=[33333], number=2)]
-    written.settle(2)
+    assert kept(path) == [LogEntry(1, delivered=[1, 2], number=1)]
+    written.prepare(LogEntry(22, delivered=[33333]))()
+    written.clear_if_written(1)
+    assert kept(path) == [LogEntry(1, delivered=[1, 2], number=1), LogEntry(22, delivered=[33333], number=2)]
+    written.clear_if_written(2)
     assert kept(path) == []
-    written.prepare(Note(3, delivered=[4]))()
-    assert kept(path) == [Note(3, delivered=[4], number=3)]
+    written.prepare(LogEntry(3, delivered=[4]))()
+    assert kept(path) == [LogEntry(3, delivered=[4], number=3)]
     written.close()
 
 
-def test_notes_that_outgrow_their_room_are_kept_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(notes, "ROOM_BYTES", 4096)
-    written = DeliveryNotes(tmp_path / "delivered")
-    many = [Note(step, delivered=[step] * 30) for step in range(100)]
+def test_entries_that_outgrow_their_room_are_kept_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(delivery_log, "ROOM_BYTES", 4096)
+    written = DeliveryLog(tmp_path / "delivered")
+    many = [LogEntry(step, delivered=[step] * 30) for step in range(100)]
     for note in many:
         written.prepare(note)()
     assert kept(tmp_path / "delivered") == many
@@ -155,13 +155,13 @@ def test_notes_that_outgrow_their_room_are_kept_too(tmp_path, monkeypatch):
 
 
 @needs_root
-def test_a_note_needs_no_room_on_a_full_disk(tmp_path):
+def test_an_entry_needs_no_room_on_a_full_disk(tmp_path):
     with small_disk(tmp_path / "disk", 2) as disk:
-        written = DeliveryNotes(disk / "delivered")
+        written = DeliveryLog(disk / "delivered")
         (disk / "rest").write_bytes(bytes(shutil.disk_usage(disk).free))
         assert shutil.disk_usage(disk).free == 0
-        written.prepare(Note(1, delivered=[1]))()
-        assert kept(disk / "delivered") == [Note(1, delivered=[1], number=1)]
+        written.prepare(LogEntry(1, delivered=[1]))()
+        assert kept(disk / "delivered") == [LogEntry(1, delivered=[1], number=1)]
         written.close()
 
 

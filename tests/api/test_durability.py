@@ -1,10 +1,14 @@
-"""Real server processes: kill -9, torn records, SIGTERM, a second server, broken connections."""
+"""Real server processes: kill -9, damaged state, SIGTERM, a second server, broken connections."""
 
+import contextlib
 import json
+import os
 import random
+import re
 import shutil
 import signal
 import socket
+import sqlite3
 import threading
 import time
 from collections import Counter
@@ -110,60 +114,104 @@ def test_killed_at_a_random_moment_nothing_acknowledged_is_lost_or_doubled(tmp_p
         assert len(open_uids - set(delivered)) == waiting
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip"])
-def test_a_torn_record_is_dropped_and_the_others_stay(tmp_path, damage):
+def test_a_damaged_group_is_dropped_and_the_others_stay(tmp_path):
     state = tmp_path / "state"
     with server_process(state) as server:
         with httpx.Client(base_url=server.url) as client:
             register_run(client)
             for uid in range(4):
-                client.post("/scored_data", json=make_group(uid))
-        server.kill()
-        (segment,) = (state / "segments").glob("*.seg")
-        content = segment.read_bytes()
-        place = content.rindex(b'"tokens"')
-        segment.write_bytes(content[:place] if damage == "cut" else content[:place] + b"!" + content[place + 1 :])
+                client.post("/scored_data", json=make_group(uid, generation_params={"mark": f"<{uid}>"}))
+        assert server.stop(signal.SIGTERM) == 0
+        content = (state / "state.sqlite").read_bytes()
+        (state / "state.sqlite").write_bytes(content.replace(b'"<3>"', b'"<4>"'))
         server.start()
+        assert httpx.get(f"{server.url}/latest_example").json()["tokens"] == []
         with httpx.Client(base_url=server.url) as client:
             client.post("/scored_data", json=make_group(9))
             assert take_all(client) == [0, 1, 2, 9]
 
 
-def test_the_latest_group_is_none_when_the_disk_has_damaged_it(tmp_path):
+def refusal(state, *options) -> str:
+    """Start a server that cannot start; what its log says."""
+    log = state.parent / "server.log"
+    log.unlink(missing_ok=True)
+    with pytest.raises(ServerRefused), server_process(state, *options):
+        pass
+    assert "Traceback" not in log.read_text()
+    return log.read_text()
+
+
+@pytest.fixture
+def used_folder(tmp_path):
+    """A folder whose server was killed after its second batch; and what the database was before that."""
     state = tmp_path / "state"
     with server_process(state) as server:
         with httpx.Client(base_url=server.url) as client:
             register_run(client)
-            client.post("/scored_data", json=make_group(1))
-        server.kill()
+            client.post("/scored_data_list", json=[make_group(uid) for uid in range(4)])
+            assert uids(client.get("/batch")) == [0, 1]
+        assert server.stop(signal.SIGTERM) == 0
+        before = (state / "state.sqlite").read_bytes()
         server.start()
-        (segment,) = (state / "segments").glob("*.seg")
-        content = segment.read_bytes()
-        segment.write_bytes(content.replace(b'"tokens"', b'"tokenz"'))
-        answer = httpx.get(f"{server.url}/latest_example")
-        assert (answer.status_code, answer.json()["tokens"]) == (200, [])
+        with httpx.Client(base_url=server.url) as client:
+            assert uids(client.get("/batch")) == [2, 3]
+            client.get("/status")
+        server.kill()
+    return state, before
 
 
-def test_groups_that_the_index_has_not_seen_are_adopted(tmp_path):
+def test_a_state_whose_last_changes_are_gone_is_refused_with_their_number(used_folder):
+    state, before = used_folder
+    (state / "state.sqlite-wal").unlink()
+    assert re.search(r"is [0-9]+ changes older .* --accept-older", refusal(state))
+    (state / "state.sqlite").write_bytes(before)
+    assert "changes older" in refusal(state)
+    with server_process(state, "--accept-older") as server, httpx.Client(base_url=server.url) as client:
+        assert take_all(client) == [2, 3]
+    (state / "state.sqlite").unlink()
+    assert "changes older" in refusal(state)
+
+
+DAMAGE = {
+    "cut": lambda state: os.truncate(state / "state.sqlite", 100),
+    "overwritten": lambda state: (state / "state.sqlite").write_bytes(b"hello" * 20_000),
+    "another database": lambda state: other_database(state / "state.sqlite"),
+}
+
+
+def other_database(path):
+    path.unlink()
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE meta (a)")
+        other.execute("PRAGMA user_version = 77")
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_or_alien_state_is_refused_in_one_sentence(tmp_path, damage):
     state = tmp_path / "state"
     with server_process(state) as server:
+        assert server.stop(signal.SIGTERM) == 0
+    damage(state)
+    assert "state.sqlite" in refusal(state)
+
+
+def test_a_state_of_an_earlier_version_is_refused_in_one_sentence(tmp_path):
+    state = tmp_path / "state"
+    (state / "segments").mkdir(parents=True)
+    (state / "index.sqlite").write_bytes(b"")
+    assert "earlier version" in refusal(state)
+    assert sorted(path.name for path in state.iterdir()) == ["index.sqlite", "segments"]
+
+
+def test_only_this_user_may_read_the_state(tmp_path):
+    with server_process(tmp_path / "state") as server:
         with httpx.Client(base_url=server.url) as client:
             register_run(client)
             client.post("/scored_data", json=make_group(1))
-        server.kill()
-        index = {path.name: path.read_bytes() for path in state.glob("index.sqlite*")}
-        server.start()
-        with httpx.Client(base_url=server.url) as client:
-            client.post("/scored_data", json=make_group(2, group_id="two"))
-        server.kill()
-        for path in state.glob("index.sqlite*"):
-            path.unlink()
-        for name, content in index.items():
-            (state / name).write_bytes(content)
-        server.start()
-        with httpx.Client(base_url=server.url) as client:
-            assert client.post("/scored_data", json=make_group(2, group_id="two")).json()["duplicate"] is True
-            assert take_all(client) == [1, 2]
+        modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "state").iterdir()}
+        assert set(modes) >= {"state.sqlite", "state.sqlite-wal", "deliveries", "lock"}
+        assert set(modes.values()) == {"0o600"}
+        assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
 
 
 def test_sigterm_writes_everything_and_exits_with_0_within_two_seconds(tmp_path):
@@ -174,8 +222,7 @@ def test_sigterm_writes_everything_and_exits_with_0_within_two_seconds(tmp_path)
         before = time.monotonic()
         assert server.stop(signal.SIGTERM) == 0
         assert time.monotonic() - before < 2
-        segment_bytes = sum(path.stat().st_size for path in (tmp_path / "state/segments").iterdir())
-        assert segment_bytes < 100_000
+        assert (tmp_path / "state/state.sqlite").stat().st_size < 1_000_000
         server.start()
         with httpx.Client(base_url=server.url) as client:
             assert client.get("/status").json()["queue_size"] == 1
@@ -185,10 +232,11 @@ def test_consumed_groups_leave_the_disk(tmp_path):
     with server_process(tmp_path / "state") as server:
         with httpx.Client(base_url=server.url) as client:
             register_run(client)
-            client.post("/scored_data_list", json=[make_group(1), make_group(2)])
+            text = [[{"role": "user", "content": "x" * 200_000}]] * 4
+            client.post("/scored_data_list", json=[make_group(uid, messages=text) for uid in (1, 2)])
             assert take_all(client) == [1, 2]
         assert server.stop(signal.SIGTERM) == 0
-        assert list((tmp_path / "state/segments").iterdir()) == []
+        assert (tmp_path / "state/state.sqlite").stat().st_size < 1_000_000
 
 
 def test_a_second_server_on_the_same_folder_is_refused_with_the_first_ones_pid(tmp_path):
@@ -324,7 +372,7 @@ async def test_a_batch_whose_connection_broke_is_there_after_a_death_at_any_mome
         await again.state.service.store.close()
 
 
-async def test_a_batch_is_noted_as_delivered_by_one_store_to_memory(tmp_path):
+async def test_a_batch_is_logged_as_delivered_by_one_store_to_memory(tmp_path):
     app = create_app(ApiSettings(state_dir=tmp_path / "state"))
     client = await started(app)
     await client.post("/scored_data_list", json=[make_group(1), make_group(2)])

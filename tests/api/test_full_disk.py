@@ -1,12 +1,12 @@
 """A store on a file system that fills up: a tmpfs of a few MB where mounting is permitted, else simulated errors."""
 
 import asyncio
-import errno
+import shutil
+import sqlite3
 
 import pytest
 from api_testing import client_of, make_group, needs_root, small_disk, started, uids
 
-from atroposlib.api import segments
 from atroposlib.api.server import ApiSettings, create_app
 
 BIG = [[{"role": "user", "content": "x" * 300_000}]] * 4
@@ -54,17 +54,38 @@ async def test_a_full_disk_after_a_restart_still_has_everything(tmp_path, monkey
     client = await started(app)
     await client.post("/scored_data", json=make_group(1))
 
-    def no_room(fd, buffer, length, offset):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def no_room(*args):
+        raise sqlite3.OperationalError("database or disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(segments, "write_all", no_room)
+        patch.setattr(app.state.service.store, "_transact", no_room)
         assert (await client.post("/scored_data", json=make_group(2))).status_code == 503
     assert (await client.post("/scored_data", json=make_group(3))).status_code == 200
     await app.state.service.store.close()
     again = create_app(ApiSettings(state_dir=tmp_path / "state"))
     assert uids(await client_of(again).get("/batch")) == [1, 3]
     await again.state.service.store.close()
+
+
+@needs_root
+async def test_a_server_that_starts_on_a_full_disk_hands_out_what_waits(tmp_path):
+    with small_disk(tmp_path / "disk", 24) as disk:
+        app = create_app(ApiSettings(state_dir=disk / "state"))
+        client = await started(app)
+        stored = await fill(client)
+        shutil.copytree(disk / "state", tmp_path / "died")
+        await app.state.service.store.close()
+        shutil.rmtree(disk / "state")
+        shutil.copytree(tmp_path / "died", disk / "state")
+        (disk / "rest").write_bytes(bytes(shutil.disk_usage(disk).free))
+        assert shutil.disk_usage(disk).free == 0
+        app = create_app(ApiSettings(state_dir=disk / "state"))
+        client = client_of(app)
+        taken = []
+        while (batch := uids(await client.get("/batch"))) is not None:
+            taken += batch
+        assert taken == stored[: len(stored) // 2 * 2]
+        await app.state.service.store.close()
 
 
 async def test_health_names_a_reached_queue_limit_and_a_server_that_only_a_restart_can_help(tmp_path):

@@ -5,7 +5,6 @@ import time
 import pytest
 from api_testing import REGISTRATION, client_of, make_group, memory_app, started, uids
 
-from atroposlib.api import disk
 from atroposlib.api.batch_response import BatchResponse
 from atroposlib.api.server import ApiSettings, create_app
 
@@ -38,10 +37,7 @@ async def take_all(client):
     return taken
 
 
-async def test_a_lease_that_ends_while_its_batch_is_being_sent_does_not_free_the_groups_twice(
-    tmp_path, monkeypatch, clock
-):
-    monkeypatch.setattr(disk, "SEGMENT_BYTES", 16_384)  # four groups
+async def test_a_lease_that_ends_while_its_batch_is_being_sent_does_not_free_the_groups_twice(tmp_path, clock):
     app = disk_app(tmp_path)
     client = await started(app)
     for uid in range(8):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.api.batching import EnvShare, can_sum, env_status, pick_batch
-from atroposlib.api.queue import Group, GroupPool, Place
+from atroposlib.api.queue import Group, GroupPool
 from atroposlib.api.utils import (
     find_groups_summing_to_target,
     grab_batch_with_minimum_allocations,
@@ -65,7 +65,7 @@ def test_with_minimums_a_batch_is_found_exactly_when_there_is_one(queue, target,
 def test_taking_batches_loses_and_doubles_no_group(queue, target):
     pool = GroupPool()
     for number, (env, size) in enumerate(queue):
-        pool.put(Group(number, env, size, Place(0, 0, 0, 0)))
+        pool.put(Group(number, env, size, 0, b""))
     taken = []
     while (batch := pool.take(target)) is not None:
         assert sum(group.sequences for group in batch) == target
@@ -79,7 +79,7 @@ def test_taking_batches_loses_and_doubles_no_group(queue, target):
 def test_equal_sizes_leave_in_order_of_arrival(sizes, target):
     pool = GroupPool()
     for number, size in enumerate(sizes):
-        pool.put(Group(number, 0, size, Place(0, 0, 0, 0)))
+        pool.put(Group(number, 0, size, 0, b""))
     order = []
     while (batch := pool.take(target)) is not None:
         order += batch
@@ -90,7 +90,7 @@ def test_equal_sizes_leave_in_order_of_arrival(sizes, target):
 
 def test_a_group_put_back_stands_where_it_stood():
     pool = GroupPool()
-    groups = [Group(number, 0, 2, Place(0, 0, 0, 0)) for number in range(4)]
+    groups = [Group(number, 0, 2, 0, b"") for number in range(4)]
     for group in groups:
         pool.put(group)
     first = pool.take(4)

@@ -109,7 +109,7 @@ async def test_a_group_posted_after_a_reset_is_not_taken_for_one_of_the_run_befo
     client, store = durable
     group = make_group(1, env_id=None, group_id="one")
     await client.post("/scored_data", json=group)
-    go_on = held_up(monkeypatch, store._index, "reset")
+    go_on = held_up(monkeypatch, store, "_transact")
     reset, post = await begun(client.get("/reset_data"), client.post("/scored_data", json=group))
     go_on.set()
     assert ((await reset).status_code, (await post).json()) == (200, {"status": "received"})
@@ -119,7 +119,7 @@ async def test_a_group_posted_after_a_reset_is_not_taken_for_one_of_the_run_befo
 async def test_a_group_that_waited_through_a_reset_belongs_to_the_run_before(durable, monkeypatch):
     client, store = durable
     group = make_group(1, group_id="one")
-    go_on = held_up(monkeypatch, store._writer, "_add")
+    go_on = held_up(monkeypatch, store, "_transact")
     requests = await begun(
         client.post("/scored_data", json=group), client.post("/scored_data", json=group), client.get("/reset_data")
     )
@@ -149,7 +149,7 @@ async def test_part_groups_stored_through_a_reset_leave_nothing_in_the_new_run(t
 async def test_requests_that_overlap_store_a_group_once_and_lose_none(durable, tmp_path, monkeypatch):
     client, store = durable
     one, two = make_group(1, group_id="one"), make_group(2, group_id="two")
-    go_on = held_up(monkeypatch, store._writer, "_add")
+    go_on = held_up(monkeypatch, store, "_transact")
     requests = await begun(
         client.post("/scored_data", json=two),
         client.post("/scored_data_list", json=[one, two]),

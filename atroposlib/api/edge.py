@@ -1,23 +1,31 @@
-"""What happens to every request before a route sees it: who asks, how large it is, how it is packed.
+"""The edge of the API: who may ask, how large and how packed a request is, and what every refusal looks like.
 
 Pure ASGI, outermost first: `Gate` (access, metrics, connections), `BodyReader` (limits, gzip, content type).
 """
 
 import asyncio
+import json
 import logging
 import time
 import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
 
 from atroposlib.api import auth
-from atroposlib.api.answers import refuse
-from atroposlib.api.delivery import Connection, Connections
+from atroposlib.api.group_codec import GROUPS_TYPE
 from atroposlib.api.metrics import Metrics
+from atroposlib.api.protocol import Connection, Connections
+from atroposlib.api.schemas import Refused
+from atroposlib.api.store import StorageFull, Unreadable
+from atroposlib.errors import GroupError
 
 logger = logging.getLogger(__name__)
 
@@ -150,9 +158,9 @@ class BodyReader:
     def _refusal(self, headers: Headers, body: Body) -> Response | None:
         if len(body) > self._max_bytes:
             return self._too_large("the body")
-        kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-        if kind != "application/json" and not kind.endswith("+json"):
-            return refuse(415, f"Content-Type is {kind[:80]!r}; expected application/json")
+        kind = _content_type(headers)
+        if kind != "application/json" and kind != GROUPS_TYPE and not kind.endswith("+json"):
+            return refuse(415, f"Content-Type is {kind[:80]!r}; expected application/json or {GROUPS_TYPE}")
         encoding = headers.get("content-encoding", "").strip().lower()
         if encoding not in ("", "identity") and "gzip" not in encoding:
             return refuse(415, f"Content-Encoding is {encoding[:80]!r}; expected gzip or none")
@@ -179,6 +187,15 @@ async def _receive_whole(connection: Connection, first: bytes, length: int) -> B
     body = np.empty(length, np.uint8).data  # memory that is not touched before the bytes come
     body[: len(first)] = first
     return body if await connection.receive_into(body[len(first) :]) else None
+
+
+def is_binary(headers: Headers) -> bool:
+    """Return True when the body is groups in binary form."""
+    return _content_type(headers) == GROUPS_TYPE
+
+
+def _content_type(headers: Headers) -> str:
+    return headers.get("content-type", "application/json").partition(";")[0].strip().lower()
 
 
 def _declared_length(headers: Headers) -> int | None:
@@ -211,3 +228,73 @@ def gunzip(body: Body, max_bytes: int) -> bytes:
     if not stream.eof:
         raise EOFError
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def json_response(content: dict[str, Any]) -> Response:
+    """A small JSON answer, without FastAPI's serialisation."""
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def refuse(status: int, sentence: str, code: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An error answer; clients read `detail`, programs may read `code`."""
+    content = {"detail": sentence} if code is None else {"detail": sentence, "code": code}
+    return _PlainJson(content, status_code=status, headers=headers)
+
+
+class _PlainJson(JSONResponse):
+    def render(self, content: object) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+def add_error_answers(api: FastAPI) -> None:
+    def handler(answer: Callable[[Any], Response]):
+        async def handle(request: Request, error: Exception) -> Response:
+            return answer(error)
+
+        return handle
+
+    for kind, answer in ERROR_ANSWERS.items():
+        api.exception_handler(kind)(handler(answer))
+
+
+def _refused(error: Refused) -> Response:
+    if error.code == "not_registered":  # no failure to trainers of 0.4.0; null, as they take a list for a batch
+        answer = {"status": "error", "message": str(error), "batch": None, "code": error.code}
+        return JSONResponse(answer, status_code=error.status)
+    return refuse(error.status, str(error), error.code)
+
+
+def _bad_group(error: GroupError) -> Response:
+    return JSONResponse({"detail": [{"type": "value_error", "loc": ["body"], "msg": str(error)}]}, status_code=422)
+
+
+def _storage_full(error: StorageFull) -> Response:
+    return refuse(503, str(error), "storage_full", {"Retry-After": "5"})
+
+
+def _unreadable(error: Unreadable) -> Response:
+    # trainers that look at `batch` and not at the status find none, and ask again
+    content = {"detail": str(error), "code": "unreadable", "batch": None}
+    return JSONResponse(content, status_code=503, headers={"Retry-After": "5"})
+
+
+def _invalid(error: RequestValidationError) -> Response:
+    """FastAPI's form, without echoing the input: a bad body of a megabyte must not come back."""
+    details = [
+        {
+            "type": e["type"],
+            "loc": [str(part)[:80] if isinstance(part, str) else part for part in e["loc"]],
+            "msg": e["msg"][:500],
+        }
+        for e in error.errors()[:20]
+    ]
+    return JSONResponse({"detail": details}, status_code=422)
+
+
+ERROR_ANSWERS: dict[type[Exception], Callable[[Any], Response]] = {
+    Refused: _refused,
+    GroupError: _bad_group,
+    StorageFull: _storage_full,
+    Unreadable: _unreadable,
+    RequestValidationError: _invalid,
+}

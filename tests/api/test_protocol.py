@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from api_testing import make_group, register_run, server_process, uids
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from atroposlib.api.delivery import Connections
-from atroposlib.api.intake import Intake
+from atroposlib.api.protocol import Connections, protocol
 
 TEXT = [[{"role": "user", "content": "x" * 200_000}]] * 4
 
@@ -148,13 +148,13 @@ def test_a_head_of_60_kb_is_taken(url):
 def test_a_closed_connection_does_not_take_a_later_one_of_the_same_address_with_it():
     connections = Connections()
     settings = {"config": Mock(), "server_state": ServerState(), "app_state": {}, "_loop": Mock()}
-    old, new = Intake(connections, **settings), Intake(connections, **settings)
-    for protocol in (old, new):
-        protocol.connection_made(Mock(get_extra_info=lambda name: ("127.0.0.1", 4000) if "name" in name else None))
+    old, new = protocol(connections)(**settings), protocol(connections)(**settings)
+    for made in (old, new):
+        made.connection_made(Mock(get_extra_info=lambda name: ("127.0.0.1", 4000) if "name" in name else None))
     known = connections.get(("127.0.0.1", 4000))
     old.connection_lost(None)
     assert connections.get(("127.0.0.1", 4000)) is known
-    assert not known.closed
+    assert not known.progress.closed
     new.connection_lost(None)
     assert len(connections) == 0
 
@@ -183,18 +183,18 @@ class Clock:
 
 
 def silent_client(connections, port, clock):
-    """(protocol, transport) of a new connection."""
+    """(its protocol, transport) of a new connection."""
     transport = Mock(get_extra_info=lambda name: ("127.0.0.1", port) if "name" in name else None)
     transport.is_closing = lambda: transport.close.called or transport.abort.called
     config = Mock(limit_concurrency=None, reset_contextvars=False, root_path="")
-    protocol = Intake(connections, config=config, server_state=ServerState(), app_state={}, _loop=clock)
-    protocol.connection_made(transport)
-    return protocol, transport
+    client = protocol(connections)(config=config, server_state=ServerState(), app_state={}, _loop=clock)
+    client.connection_made(transport)
+    return client, transport
 
 
-def receive(protocol, data):
-    protocol.get_buffer(-1)[: len(data)] = data
-    protocol.buffer_updated(len(data))
+def receive(client, data):
+    client.get_buffer(-1)[: len(data)] = data
+    client.buffer_updated(len(data))
 
 
 PARTS = {
@@ -207,9 +207,9 @@ PARTS = {
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 def test_a_connection_without_a_whole_head_is_closed_in_time(parts):
     clock = Clock()
-    protocol, transport = silent_client(Connections(), 4000, clock)
+    client, transport = silent_client(Connections(), 4000, clock)
     for part in parts:
-        receive(protocol, part)
+        receive(client, part)
         clock.pass_(1)
     assert not transport.close.called
     clock.pass_(15)
@@ -218,15 +218,15 @@ def test_a_connection_without_a_whole_head_is_closed_in_time(parts):
 
 def test_a_whole_request_is_never_cut_off_and_a_half_body_is():
     clock = Clock()
-    protocol, transport = silent_client(Connections(), 4000, clock)
-    receive(protocol, b"GET / HTTP/1.1\r\n\r\n")
+    client, transport = silent_client(Connections(), 4000, clock)
+    receive(client, b"GET / HTTP/1.1\r\n\r\n")
     clock.pass_(1000)
     assert not transport.close.called
-    protocol, transport = silent_client(Connections(), 4000, clock)
-    receive(protocol, b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\n12345")
+    client, transport = silent_client(Connections(), 4000, clock)
+    receive(client, b"POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\n12345")
     clock.pass_(1000)
     assert not transport.close.called  # nobody has asked for the rest
-    protocol._http.flow.resume_reading()
+    client._http.flow.resume_reading()
     clock.pass_(61)
     assert transport.close.called
 
@@ -246,3 +246,10 @@ def test_more_idle_strangers_than_descriptors_do_not_take_the_server_down(tmp_pa
         assert httpx.get(f"{server.url}/status").status_code == 200
         for stranger in strangers:
             stranger.close()
+
+
+def test_a_uvicorn_that_has_changed_is_served_as_it_is_and_said_so(monkeypatch, caplog):
+    monkeypatch.delattr(HttpToolsProtocol, "send_400_response")
+    made = protocol(Connections())(config=Mock(), server_state=ServerState(), app_state={}, _loop=Mock())
+    assert type(made) is HttpToolsProtocol
+    assert "has no send_400_response" in caplog.text
