@@ -45,6 +45,7 @@ class DeliveryLog:
         with contextlib.suppress(OSError):  # no room now: each entry asks for it when it comes
             os.posix_fallocate(self._fd, 0, ROOM_BYTES)
         os.ftruncate(self._fd, max(ROOM_BYTES, os.fstat(self._fd).st_size))
+        os.pwrite(self._fd, os.pread(self._fd, _HEAD.size, 0).ljust(_HEAD.size, b"\0"), 0)  # the map's head has a block
         self._map = mmap.mmap(self._fd, ROOM_BYTES)
         self._end = _HEAD.size
         self.last = 0  # number of the last entry

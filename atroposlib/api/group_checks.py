@@ -158,8 +158,10 @@ def _check_values(name: str, matrix: Matrix) -> None:
     integers = name in INTEGER_ROWS
     if integers and matrix.values.dtype.kind != "i":
         raise GroupError(f"{name} is a matrix of {matrix.values.dtype}; expected int32")
-    bad = matrix.values < 0 if name == "tokens" else ~np.isfinite(matrix.values) if not integers else None
-    if bad is not None and bad.any():
+    bad = (
+        ~np.isfinite(matrix.values) if not integers else matrix.values < (0 if name == "tokens" else -MAX_TOKEN_ID - 1)
+    )
+    if bad.any():
         at = int(bad.argmax())
         row = int(np.searchsorted(np.cumsum(matrix.lengths), at, side="right"))
         place = f"{name}[{row}][{at - sum(matrix.lengths[:row])}]"
@@ -223,7 +225,7 @@ def _read_matrix(text: msgspec.Raw, name: str) -> Matrix | list[int]:
         lengths, values = _parse_rows(data, integers)
     except (ValueError, TypeError, AttributeError, RuntimeError):
         return _careful_rows(text, name, integers)
-    if data.count(b"[") != len(lengths) + 1:  # rows in rows
+    if np.count_nonzero(np.frombuffer(data, np.uint8) == ord("[")) != len(lengths) + 1:  # rows in rows
         return _careful_rows(text, name, integers)
     if not integers:
         return float_matrix(lengths, values) or _careful_rows(text, name, integers)
@@ -238,7 +240,7 @@ def _parse_rows(data: bytes, integers: bool) -> tuple[list[int], np.ndarray]:
     parser = getattr(_parsers, "one", None)
     if parser is None:
         parser = _parsers.one = simdjson.Parser()
-    rows = parser.parse(data)
+    rows: Any = parser.parse(data)
     try:
         buffer = rows.as_buffer(of_type="i" if integers else "d")
         return [len(row) for row in rows], np.frombuffer(buffer, np.int64 if integers else np.float64)
@@ -248,7 +250,7 @@ def _parse_rows(data: bytes, integers: bool) -> tuple[list[int], np.ndarray]:
 
 def _careful_rows(text: msgspec.Raw, field: str, integers: bool) -> list[int]:
     """Return row lengths, having looked at every value; GroupError with the place of the first bad one."""
-    rows = _parse(_decode_any, text, "JSON", field)
+    rows: Any = _parse(_decode_any, text, "JSON", field)
     if not isinstance(rows, list):
         raise GroupError(f"{field} is {_show(rows)}; expected a list with one list of numbers per sequence")
     for i, row in enumerate(rows):

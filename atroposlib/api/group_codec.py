@@ -76,11 +76,11 @@ def integer_matrix(lengths: list[int], values: np.ndarray) -> Matrix:
 
 def float_matrix(lengths: list[int], values: np.ndarray) -> Matrix | None:
     """Pack float64 values as narrow as they are exact; None when one may have been rounded when it became float64."""
+    if (np.isfinite(values) & (np.abs(values) >= _EXACT)).any():
+        return None
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype("<f4")
-    if np.array_equal(narrow, values):
-        return Matrix(_FLOAT32, lengths, narrow)
-    return Matrix(_FLOAT64, lengths, values) if not (np.abs(values) >= _EXACT).any() else None
+    return Matrix(_FLOAT32, lengths, narrow) if np.array_equal(narrow, values) else Matrix(_FLOAT64, lengths, values)
 
 
 def unpack_matrix(code: int, data: memoryview) -> Matrix:

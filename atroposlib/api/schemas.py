@@ -25,7 +25,8 @@ class Refused(ApiError):
     """A request that is understood and cannot be done; `status` is the HTTP code, `code` the reason for programs."""
 
     def __init__(self, status: int, sentence: str, code: str | None = None) -> None:
-        super().__init__(sentence, status)
+        super().__init__(sentence)
+        self.status: int = status
         self.code = code
 
 

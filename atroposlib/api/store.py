@@ -155,9 +155,9 @@ class Store:
                     "delivered since would come again, groups stored since are gone. Put the newer files back, or "
                     "start once with --accept-older"
                 )
-        except sqlite3.OperationalError as error:
+        except (sqlite3.OperationalError, OSError) as error:
             self._unlock()
-            raise PathError(f"--state-dir {self.folder} cannot be used now: {FILE}: {error}") from error
+            raise PathError(f"--state-dir {self.folder} cannot be used now: {error}") from error
         except sqlite3.DatabaseError as error:
             self._unlock()
             raise ConfigError(
@@ -237,14 +237,16 @@ class Store:
         """Forget everything and begin with `run`."""
         noted = 0 if self._log is None else self._log.last
 
-        def forget() -> None:
+        def forget() -> list[int]:
             for table in ("group_ids", "leases"):
                 self._db.execute(f"DELETE FROM {table}")
             self._db.execute("UPDATE groups SET state = ?", (_CONSUMED,))
             self._set_run(run, noted)
+            self._used = 0
+            return [number for (number,) in self._db.execute("SELECT number FROM groups")]
 
-        await self._ask(forget)
-        await self._ask(self._forget_all, is_read=True)
+        forgotten = await self._ask(forget)
+        await self._ask(lambda: self._dead.extend(forgotten), is_read=True)
 
     def bytes_used(self) -> int:
         """Return how many bytes groups take up now."""
@@ -396,7 +398,8 @@ class Store:
         if not isinstance(error, sqlite3.OperationalError):
             _finish(job, None, error)
             return
-        full = StorageFull(f"no space left in {self.folder} ({error}); this passes when there is")
+        what = "no space left in" if "full" in str(error) else f"{FILE} cannot be written in"
+        full = StorageFull(f"{what} {self.folder} ({error}); this passes by itself when it can be")
         if job.change is None:
             _finish(job, None, full)
             return
@@ -494,12 +497,6 @@ class Store:
     def _set_run(self, run: bytes, noted: int) -> None:
         self._db.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run,))
         self._db.execute("UPDATE meta SET value = ? WHERE key = 'logged'", (noted,))
-
-    def _forget_all(self) -> None:
-        self._used = 0
-        self._dead = [
-            number for (number,) in self._db.execute("SELECT number FROM groups WHERE state = ?", (_CONSUMED,))
-        ]
 
     # -- room -----------------------------------------------------------------------------------------------------
 

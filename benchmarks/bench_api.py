@@ -1,0 +1,233 @@
+"""What a group costs the trajectory API: CPU of the server, old JSON clients and our own, with a trainer and without.
+
+    python benchmarks/bench_api.py                                   # this checkout
+    PYTHONPATH=OTHER_CHECKOUT python benchmarks/bench_api.py         # another, in the same sitting
+    python benchmarks/bench_api.py --stored 100000 --tokens 1600     # fill, kill -9, first answer, drain, disk
+
+A group is 16 sequences; CPU is of all threads of the server, from the kernel. One line per measurement.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from atroposlib.api.client import EnvClient, TrainerClient
+
+SEQUENCES = 16
+ENVS = 8
+REGISTRATION = {
+    "wandb_group": "bench", "wandb_project": "bench", "batch_size": 64, "max_token_len": 16384, "checkpoint_dir": "",
+    "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 1_000_000,
+}  # fmt: skip
+ENV = {"max_token_length": 16384, "desired_name": "bench", "weight": 1.0, "group_size": SEQUENCES}
+
+
+def make_group(tokens: int, seed: int) -> dict[str, Any]:
+    """Return a valid group with messages and log-probabilities that need a float64."""
+    chance, prompt = random.Random(seed), tokens // 4
+    rows = [[chance.randrange(50_000) for _ in range(tokens)] for _ in range(SEQUENCES)]
+    text = "lorem ipsum dolor sit amet " * (tokens // 8)
+    return {
+        "tokens": rows,
+        "masks": [[-100] * prompt + row[prompt:] for row in rows],
+        "generation_params": {"mark": "@@@@@@@@"},
+        "scores": [float(i % 2) for i in range(SEQUENCES)],
+        "inference_logprobs": [[1.0] * prompt + [-5 * chance.random() for _ in row[prompt:]] for row in rows],
+        "messages": [[{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": text}] for i in range(16)],
+    }
+
+
+class Server:
+    """A `run-api` of the checkout that this runs from."""
+
+    def __init__(self, folder: Path) -> None:
+        self._command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", "0", "--state-dir", str(folder)]
+        self.folder = folder
+        self.start()
+
+    def start(self) -> None:
+        """Return when it listens."""
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self._process.stdout is not None
+        self.url = re.findall(r"http://\S+", self._process.stdout.readline())[0]
+
+    def cpu_s(self) -> float:
+        """Return the seconds that its threads have run."""
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+    def rss_mb(self) -> float:
+        """Return its resident memory."""
+        return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    def disk_mb(self) -> float:
+        """Return what its folder takes."""
+        return sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file()) / 1e6
+
+    def stop(self, sign: signal.Signals = signal.SIGTERM) -> None:
+        """End it."""
+        self._process.send_signal(sign)
+        self._process.wait()
+
+
+@contextmanager
+def server() -> Iterator[Server]:
+    """Give a server with a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        running = Server(Path(folder) / "state")
+        try:
+            yield running
+        finally:
+            running.stop()
+
+
+@asynccontextmanager
+async def run_on(api: Server) -> AsyncIterator[tuple[TrainerClient, list[EnvClient]]]:
+    """Give a trainer that has started and eight environments."""
+    async with TrainerClient(api.url) as trainer:
+        await trainer.register(REGISTRATION)
+        await trainer.batch()
+        envs = [EnvClient(api.url) for _ in range(ENVS)]
+        for env in envs:
+            await env.register(ENV)
+        yield trainer, envs
+        for env in envs:
+            await env.close()
+
+
+async def ingest(tokens: int, count: int, *, own: bool, with_trainer: bool) -> None:
+    """Post `count` groups from eight environments at once."""
+    with server() as api:
+        async with run_on(api) as (trainer, envs), aiohttp.ClientSession() as session:
+            groups = [make_group(tokens, seed) for seed in range(4)]
+            bodies = [[json.dumps({**g, "env_id": e}).encode() for g in groups] for e in range(ENVS)]
+            asked, left, waits = asyncio.Event(), count, list[float]()
+
+            async def post(e: int) -> None:
+                nonlocal left
+                while left > 0:
+                    left -= 1
+                    if own:
+                        await envs[e].submit([groups[left % 4]])
+                        continue
+                    headers = {"Content-Type": "application/json"}
+                    body = bodies[e][left % 4].replace(b"@@@@@@@@", b"%8d" % left)  # equal posts could be retries
+                    async with session.post(f"{api.url}/scored_data", data=body, headers=headers) as r:
+                        assert r.status == 200, await r.text()
+
+            async def take() -> None:
+                taken = 0
+                while with_trainer and taken < count // 4:
+                    if own:
+                        batch = await trainer.batch(binary=True)
+                    else:
+                        async with session.get(f"{api.url}/batch") as r:
+                            batch = None if (await r.read()).startswith(b'{"batch":null') else True
+                    taken += batch is not None
+                    await asyncio.sleep(0 if batch else 0.02)
+
+            async def probe() -> None:
+                while not asked.is_set():
+                    began = time.perf_counter()
+                    async with session.get(f"{api.url}/status-env?env_id=0") as r:
+                        await r.read()
+                    waits.append(time.perf_counter() - began)
+                    await asyncio.sleep(0.05)
+
+            probing = asyncio.create_task(probe())
+            cpu, began = api.cpu_s(), time.perf_counter()
+            await asyncio.gather(take(), *(post(e) for e in range(ENVS)))
+            spent, took = api.cpu_s() - cpu, time.perf_counter() - began
+            asked.set()
+            await probing
+    kind = f"{'own clients' if own else 'JSON clients'}{', trainer' if with_trainer else ''}"
+    p50, *_, p99 = statistics.quantiles(waits, n=100, method="inclusive")[49:]
+    print(
+        f"{kind:24} 16 x {tokens}: {1e3 * spent / count:6.2f} ms CPU a group, {count / took:4.0f} groups/s, "
+        f"/status-env p50 {1e3 * p50:.1f} p99 {1e3 * p99:.1f} ms, load {os.getloadavg()[0]:.0f}",
+        flush=True,
+    )
+
+
+async def one_batch(tokens: int) -> None:
+    """Read batches of 64 sequences, as JSON and by our own client."""
+    for own in (False, True):
+        with server() as api:
+            async with run_on(api) as (trainer, envs), aiohttp.ClientSession() as session:
+                for seed in range(12):
+                    await envs[0].submit([make_group(tokens, seed)])
+                took, cpu = [], api.cpu_s()
+                for _ in range(3):
+                    began = time.perf_counter()
+                    if own:
+                        await trainer.batch(binary=True)
+                    else:
+                        async with session.get(f"{api.url}/batch") as r:
+                            await r.read()
+                    took.append(time.perf_counter() - began)
+                spent = (api.cpu_s() - cpu) / 3
+        print(
+            f"batch of 64 x {tokens}, {'own' if own else 'JSON'}: {1e3 * statistics.median(took):.0f} ms, "
+            f"{1e3 * spent:.0f} ms CPU of the server, load {os.getloadavg()[0]:.0f}",
+            flush=True,
+        )
+
+
+async def stored(count: int, tokens: int) -> None:
+    """Fill with `count` groups, kill -9, and take all; RSS, first answer and disk on the way."""
+    with server() as api:
+        group = make_group(tokens, 0)
+        async with run_on(api) as (_, envs):
+            for done in range(0, count, 16):
+                await envs[done // 16 % ENVS].submit([group] * min(16, count - done))
+                if done % (count // 4 // 16 * 16 or 16) == 0:
+                    print(f"stored {done}: RSS {api.rss_mb():.0f} MB, disk {api.disk_mb():.0f} MB", flush=True)
+        api.stop(signal.SIGKILL)
+        began = time.perf_counter()
+        await asyncio.to_thread(api.start)
+        async with TrainerClient(api.url) as trainer:
+            status = await trainer.status()
+            print(f"first answer {time.perf_counter() - began:.2f} s after kill -9: {status['queue_size']} groups wait")
+            taken = 0
+            while (batch := await trainer.batch(binary=True)) is not None:
+                taken += len(batch.groups)
+            print(f"taken {taken}: RSS {api.rss_mb():.0f} MB, disk {api.disk_mb():.0f} MB", flush=True)
+            for _ in range(120):
+                await asyncio.sleep(1)
+                if api.disk_mb() < 100:
+                    break
+            print(f"{'':4} then: RSS {api.rss_mb():.0f} MB, disk {api.disk_mb():.0f} MB", flush=True)
+
+
+async def main(options: argparse.Namespace) -> None:
+    """Run what was asked for."""
+    if options.stored:
+        await stored(options.stored, options.tokens)
+        return
+    for own in (False, True):
+        for with_trainer in (False, True):
+            await ingest(options.tokens, options.groups, own=own, with_trainer=with_trainer)
+    await one_batch(8192)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=120)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--stored", type=int, help="measure a queue of so many groups instead")
+    asyncio.run(main(parser.parse_args()))
