@@ -38,7 +38,7 @@ def generate(
     ] = "worst",
     max_length_ratio: Annotated[float | None, typer.Option(min=1, help="Longer over shorter answer, at most.")] = None,
     num_seqs_to_save: Annotated[int | None, typer.Option(min=1, help="Most pairs; default all, live 100.")] = None,
-    seed: Annotated[int, typer.Option(help="Of choices by chance.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Of choices by chance; default 0, or the policy's.")] = None,
     save_messages: Annotated[bool, typer.Option(help="Same as --format messages.")] = False,
     append_to_previous: Annotated[bool, typer.Option(help="Add to an existing output.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output.")] = False,
@@ -79,7 +79,7 @@ def generate(
         overwrite=overwrite,
         strict=strict,
     )
-    selection = load_policy(policy) if policy else Policy(seed=seed)
+    selection = load_policy(policy, seed=seed) if policy else Policy(seed=seed or 0)
     if is_live:
         plan = Collection(
             api_url=api_url,

@@ -44,7 +44,7 @@ def generate(
         bool, typer.Option(help="messages, sharegpt: a row for each generated turn, which ends with it.")
     ] = False,
     pack: Annotated[int | None, typer.Option(min=1, help="tokens only: fill rows of up to this many tokens.")] = None,
-    seed: Annotated[int, typer.Option(help="Of choices by chance.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Of choices by chance; default 0, or the policy's.")] = None,
     save_messages: Annotated[bool, typer.Option(help="Same as --format messages.")] = False,
     append_to_previous: Annotated[bool, typer.Option(help="Add to an existing output.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output.")] = False,
@@ -77,12 +77,12 @@ def generate(
         min_gap=minimum_score_diff_max_min,
         top_n=save_top_n_per_group or (3 if is_live else None),
         target=None if is_live else num_seqs_to_save,
-        seed=seed,
+        seed=seed or 0,
     )
     if policy:
         if min_score is not None or allow_negative_scores or save_top_n_per_group or minimum_score_diff_max_min:
             raise ConfigError("--policy replaces the selection options; write them as steps of the policy file")
-        selection = load_policy(policy)
+        selection = load_policy(policy, seed=seed, target=None if is_live else num_seqs_to_save)
     options = SftOptions(
         format=chosen,
         tokenizer=tokenizer,

@@ -70,8 +70,8 @@ def select(table: Table, policy: Policy) -> Selection:
     return Selection(keep, results, contamination)
 
 
-def load_policy(text: str | Path) -> Policy:
-    """The policy in a YAML file.
+def load_policy(text: str | Path, *, seed: int | None = None, target: int | None = None) -> Policy:
+    """Return the policy in a YAML file, with `seed` and the number of responses to keep as flags give them.
 
     Raises:
         ConfigError: not YAML, an unknown step or key, a value out of range; names file and key.
@@ -81,7 +81,7 @@ def load_policy(text: str | Path) -> Policy:
     path = expand_input(str(text), what="--policy")
     try:
         data: Any = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        return Policy.model_validate(data)
+        policy = Policy.model_validate(data)
     except OSError as error:
         raise ConfigError(f"--policy {path} cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:
@@ -90,6 +90,13 @@ def load_policy(text: str | Path) -> Policy:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"--policy {path}: {place or 'top level'}: {first['msg']}") from error
+    if seed is not None:
+        policy = policy.model_copy(update={"seed": seed})
+    if target is not None:
+        others = [step for step in policy.steps if not isinstance(step, TargetStep)]
+        steps = [*others, TargetStep(step="target", count=target, allow_fewer=True)]
+        policy = policy.model_copy(update={"steps": steps})
+    return policy
 
 
 def simple_policy(

@@ -129,7 +129,9 @@ def main(env_cls: type["BaseEnv"], arguments: Sequence[str] | None = None) -> in
 
 
 def resolve(env_cls: type["BaseEnv"], mode: Mode, arguments: Sequence[str]) -> Settings:
-    """The settings of one command: flags over YAML over the mode's defaults over `config_init`.
+    """Return the settings of one command: flags over YAML over the mode's defaults over `config_init`.
+
+    A mapping of the YAML file is merged into that of `config_init`; one given as a flag replaces both.
 
     Raises:
         ConfigError: an unknown name, a value of the wrong kind, or a YAML file that cannot be read.
@@ -143,20 +145,16 @@ def resolve(env_cls: type["BaseEnv"], mode: Mode, arguments: Sequence[str]) -> S
     models = namespaces(env_cls, mode, type(default_env))
     flags = _typed_flags(texts, models)
     _check_yaml(yaml_config, models)
-    env = _validated(
-        type(default_env),
-        merge_dicts(
-            default_env.model_dump(),
-            _mode_defaults(mode, env_cls, default_env),
-            yaml_config.get(ENV_NAMESPACE) or {},
-            _namespace(flags, ENV_NAMESPACE),
-        ),
-        ENV_NAMESPACE,
+    below = merge_dicts(
+        default_env.model_dump(), _mode_defaults(mode, env_cls, default_env), yaml_config.get(ENV_NAMESPACE) or {}
     )
+    env_flags = _namespace(flags, ENV_NAMESPACE)
+    env = _validated(type(default_env), {**below, **default_env.reset_by(env_flags), **env_flags}, ENV_NAMESPACE)
     if env.wandb_name is None:
         env.wandb_name = env_cls.name
     manager_fields = ServerManagerConfig.model_fields
-    manager = {key: value for key, value in {**yaml_config, **flags}.items() if key in manager_fields}
+    found_by = {"slurm": False, "testing": False} if f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}base_url" in flags else {}
+    manager = {key: value for key, value in {**yaml_config, **found_by, **flags}.items() if key in manager_fields}
     return Settings(
         mode=mode,
         env=env,
@@ -271,7 +269,7 @@ def _servers(
     base = default if isinstance(default, ServerBaseline) else next(iter(default), None)
     section = yaml_config.get(OPENAI_NAMESPACE) or {}
     one = section if isinstance(section, Mapping) else section[0] if len(section) == 1 else {}
-    merged = merge_dicts(base.model_dump() if base else {}, one, _namespace(flags, OPENAI_NAMESPACE))
+    merged = {**(base.model_dump() if base else {}), **one, **_namespace(flags, OPENAI_NAMESPACE)}
     try:
         return resolve_openai_configs(
             default_server_configs=default,

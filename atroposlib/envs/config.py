@@ -1,7 +1,8 @@
 """Configuration of an environment. The descriptions are what `--help` shows."""
 
+from collections.abc import Mapping
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -159,3 +160,21 @@ class BaseEnvConfig(BaseModel):
     custom_thinking_prompt: str | None = Field(
         default=None, description="System prompt for thinking, where an environment uses one; null: its own."
     )
+
+    @classmethod
+    def reset_by(cls, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what settings of a YAML file become which would keep one of these flags from having its effect.
+
+        >>> BaseEnvConfig.reset_by({"data_path_to_save_groups": "groups.jsonl"})
+        {'rollouts_dir': None}
+        """
+        reset: dict[str, Any] = {}
+        if flags.get("data_path_to_save_groups") or flags.get("dump_rollouts") is False:
+            reset["rollouts_dir"] = None
+        if flags.get("rollouts_dir"):
+            reset["data_path_to_save_groups"] = None
+        if "total_steps" in flags:
+            reset["total_groups"] = None
+        if "max_num_workers_per_node" in flags:
+            reset["max_num_workers"] = -1
+        return reset

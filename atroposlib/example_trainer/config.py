@@ -6,7 +6,8 @@ Names that upstream's trainer had keep their meaning. `sequences` are rows; one 
 """
 
 import math
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -28,6 +29,11 @@ class Settings(BaseModel):
     """Strict and frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    @classmethod
+    def with_flags(cls, recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the recipe's values with those of flags in their place; what excludes a flag gives way to it."""
+        return {**recipe, **flags}
 
 
 class ModelSettings(Settings):

@@ -19,10 +19,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from atroposlib.errors import ConfigError
+from atroposlib.example_trainer.config import Settings
 from atroposlib.paths import expand_path
 from atroposlib.yaml_files import read_mapping
 
-ConfigT = TypeVar("ConfigT", bound=BaseModel)
+ConfigT = TypeVar("ConfigT", bound=Settings)
 
 _METAVARS: dict[Any, str] = {str: "TEXT", int: "N", float: "X"}
 ENVIRONMENT = {
@@ -104,10 +105,10 @@ def build(config: type[ConfigT], flags: Mapping[str, Any], environ: Mapping[str,
             values[name] = environ[variable]
     if environ.get("MAXENT") == "1" and "objective" in config.model_fields:
         values["objective"] = "maxent"
-    values |= {key: value for key, value in flags.items() if value is not None and key in config.model_fields}
+    given = {key: value for key, value in flags.items() if value is not None and key in config.model_fields}
     if flags.get("weight_bridge_mode"):
-        values["weight_sync"] = _bridge(flags["weight_bridge_mode"])
-    return check(config, values)
+        given["weight_sync"] = _bridge(flags["weight_bridge_mode"])
+    return check(config, config.with_flags(values, given))
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Settings of `atropos-grpo-run`: those of the trainer, and which engine and environment run beside it."""
 
+import contextlib
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -9,6 +11,16 @@ from atroposlib.example_trainer.config import Settings, TrainingConfig
 from atroposlib.example_trainer.mixture import Source
 
 HIGHEST_SGLANG_PORT = 65_535 - 10_000
+_OF_DATASETS = {"temperature", "seed", "reward", "system_prompt", "chat_template"}
+"""Settings of the run that are also ones of the environment which asks the problems of `datasets`."""
+_DECIDED = {
+    "group_size": "--num-generations",
+    "max_token_length": "--max-completion-length",
+    "total_steps": "--training-steps",
+    "tokenizer_name": "--model-name",
+    "rollout_server_url": "--run-dir",
+    "progress_path": "--run-dir",
+}
 
 
 class EngineSettings(Settings):
@@ -49,6 +61,39 @@ class RunConfig(TrainingConfig, EngineSettings, EnvironmentSettings):
 
     run_dir: str = Field(description="Everything the run writes goes here; the same folder resumes.")
     restart_limit: PositiveInt = Field(5, description="Restarts of one service within ten minutes that end the run.")
+
+    @classmethod
+    def with_flags(cls, recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Settings.with_flags`: other problems replace the recipe's, another engine its addresses.
+
+        Raises:
+            ConfigError: --environment-config sets what the run decides.
+        """
+        values = {**recipe, **flags}
+        if "environment" in flags:
+            values["datasets"] = flags.get("datasets", [])
+        elif "datasets" in flags:
+            values["environment"] = None
+        if "engine_urls" in flags:
+            values["engine"] = flags.get("engine", "external")
+        elif flags.get("engine", "external") != "external":
+            values["engine_urls"] = []
+        theirs, own = flags.get("environment_config", {}), values.get("environment_config", {})
+        if not (isinstance(theirs, dict) and isinstance(own, dict)):
+            return values  # which is refused
+        for key in theirs.keys() & _DECIDED.keys():
+            raise ConfigError(
+                f"--environment-config {key} would have no effect: the run decides it; give {_DECIDED[key]}"
+            )
+        shared = flags.keys() & own.keys() - theirs.keys()
+        if values.get("datasets"):
+            own = {key: value for key, value in own.items() if key not in shared & _OF_DATASETS}
+        elif "temperature" in shared:  # which trainer and environment must agree on
+            with contextlib.suppress(ValueError):  # no number: refused with the other fields
+                own = {**own, "temperature": float(flags["temperature"])}
+        if "environment_workers" in flags and "max_num_workers" not in theirs:
+            own = {key: value for key, value in own.items() if key != "max_num_workers"}
+        return {**values, "environment_config": own}
 
     @model_validator(mode="after")
     def _has_problems(self) -> Self:

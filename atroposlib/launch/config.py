@@ -62,6 +62,11 @@ class EnvironmentConfig(Section):
         description="Killed and restarted after so many seconds without a sign of life, as in a deadlock; null: never.",
     )
     env: dict[str, Any] = Field({}, description="Fields of the environment's own config, as under `env:` in its YAML.")
+    flags: dict[str, Any] = Field(
+        {},
+        description="As env, but handed over as flags, so that they also win over what excludes them in a file. "
+        "`--set environment.env.NAME=VALUE` goes here.",
+    )
     server: dict[str, Any] = Field({}, description="Fields of its engine client, as under `openai:`, e.g. timeout.")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.model_checks import Model
-from atroposlib.launch.plan import environment_yaml
+from atroposlib.launch.plan import environment_flags, environment_yaml
 
 _NOWHERE = "http://127.0.0.1:1"
 _DEADLINE_S = 300.0  # a script may import a great deal
@@ -19,7 +19,7 @@ def environment_problems(config: DatagenConfig, model: Model) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "environment.yaml"
         settings.write_text(environment_yaml(config, model, [_NOWHERE], _NOWHERE), encoding="utf-8")
-        command = [sys.executable, script, "serve", "--config", str(settings), "--check"]
+        command = [sys.executable, script, "serve", "--config", str(settings), *environment_flags(config), "--check"]
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEADLINE_S, check=False

@@ -4,7 +4,7 @@ Unknown keys are refused with the nearest known name.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ def load_config(path: Path, changes: Sequence[str] = (), **overrides: Any) -> Da
         PathError: a path with an unset variable.
     """
     content = read_mapping(path, expected="keys such as name, run_dir and problems", what="a YAML file")
+    given: set[str] = set()
     for change in changes:
-        _apply(content, change)
+        given.add(_apply(content, change))
     content |= {key: value for key, value in overrides.items() if value is not None}
     try:
         config = DatagenConfig.model_validate(content)
@@ -51,7 +52,7 @@ def load_config(path: Path, changes: Sequence[str] = (), **overrides: Any) -> Da
                     "args": [_expanded(word, f"{path}: engine.args") for word in engine.args],
                 }
             ),
-            "environment": _environment(config.environment, path),
+            "environment": _environment(config.environment, path, given),
             "export": [
                 entry.model_copy(update={"path": str(expand_path(entry.path, what=f"{path}: export.path"))})
                 for entry in config.export
@@ -60,8 +61,36 @@ def load_config(path: Path, changes: Sequence[str] = (), **overrides: Any) -> Da
     )
 
 
-def _environment(section: EnvironmentConfig, path: Path) -> EnvironmentConfig:
-    """The section with the environment's own file merged in, below what is written here; `workers` stands here."""
+_DECIDED = {
+    key: by
+    for by, keys in {
+        "responses": ("group_size",),
+        "problems": ("total_steps", "total_groups"),
+        "name": ("run_name", "wandb_name"),
+        "run_dir": ("dump_rollouts", "rollouts_dir", "data_path_to_save_groups", "progress_path", "lease_dir"),
+        "engine.model": ("model_name",),
+        "engine.tokenizer": ("tokenizer_name",),
+        "engine.base_url": ("base_url",),
+        "api.port": ("rollout_server_url",),
+        "share": ("lease_owner", "lease_items", "lease_timeout"),
+    }.items()
+    for key in keys
+}
+"""Settings of an environment and its engine client that the run decides, and from what."""
+
+
+def _environment(section: EnvironmentConfig, path: Path, given: Collection[str]) -> EnvironmentConfig:
+    """The section with the environment's own file merged in, below what is written here; `workers` stands here.
+
+    Args:
+        given: the keys that the command line sets.
+    """
+    for name, settings in (("env", section.env), ("flags", section.flags), ("server", section.server)):
+        for key in settings:
+            if key in _DECIDED:
+                raise ConfigError(
+                    f"environment.{name}.{key} would have no effect: the run decides it; set {_DECIDED[key]} instead"
+                )
     beside = path.absolute().parent
     script = beside / expand_path(section.script, what=f"{path}: environment.script")
     own: dict[str, Any] = {}
@@ -74,17 +103,25 @@ def _environment(section: EnvironmentConfig, path: Path) -> EnvironmentConfig:
         if not isinstance(value, dict):
             raise ConfigError(f"{section.config}: {name} holds {value!r}, expected keys and values")
     theirs = {key: value for key, value in settings.items() if key != "max_num_workers"}
-    env = {**theirs, **section.env}
+    flagged = {*section.flags, *(key for key in section.env if _is_given(f"environment.env.{key}", given))}
+    env = {**theirs, **section.env, **section.flags}
+    if "environment.workers" in given and "max_num_workers" not in flagged:
+        env.pop("max_num_workers", None)
     for key, value in env.items():
         if isinstance(value, str) and key.endswith(_PATH_KEYS):
             env[key] = str(expand_path(value, what=f"{path}: environment.env.{key}"))
-    return section.model_copy(
-        update={"script": str(script.resolve()), "env": env, "server": {**server, **section.server}}
-    )
+    flags = {key: value for key, value in env.items() if key in flagged}
+    server = {**server, **section.server}
+    return section.model_copy(update={"script": str(script.resolve()), "env": env, "flags": flags, "server": server})
 
 
-def _apply(content: dict[str, Any], change: str) -> None:
-    """Set one value named by its dotted key; sections on the way are made."""
+def _is_given(key: str, given: Collection[str]) -> bool:
+    """Whether the command line set this key, the section around it, or something inside of it."""
+    return any(f"{key}.".startswith(f"{each}.") or each.startswith(f"{key}.") for each in given)
+
+
+def _apply(content: dict[str, Any], change: str) -> str:
+    """Set one value named by its dotted key, which is returned; sections on the way are made."""
     key, equals, text = change.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set is {change!r}; write it as KEY=VALUE, e.g. --set engine.tp=4")
@@ -98,6 +135,7 @@ def _apply(content: dict[str, Any], change: str) -> None:
         content[last] = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {change}: the value is not YAML: {' '.join(str(error).split())}") from None
+    return key
 
 
 def _absolute(text: str, what: str) -> str:

@@ -1,5 +1,6 @@
 """From a checked config to the services of a datagen run: their commands, logs, probes and config files."""
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,16 @@ def environment_yaml(config: DatagenConfig, model: Model, engine_urls: list[str]
     return yaml.safe_dump({"env": env, "openai": servers}, sort_keys=False)
 
 
+def environment_flags(config: DatagenConfig) -> list[str]:
+    """Return the settings of the environment that were given on the command line, as flags of its own."""
+    return [f"--env.{key}={_as_text(value)}" for key, value in config.environment.flags.items()]
+
+
+def _as_text(value: Any) -> str:
+    """Text as it is, anything else as JSON, which the environment reads as YAML."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def _lease_fields(config: DatagenConfig) -> dict[str, Any]:
     """How the environment shares the problems with other members of the run."""
     share = config.share
@@ -98,4 +109,5 @@ def _trainer(config: DatagenConfig, api_url: str) -> Service:
 def _environment(config: DatagenConfig, env_yaml: Path) -> Service:
     script = Path(config.environment.script)
     log = config.logs / f"{script.stem.removesuffix('_env')}.log"
-    return environment(script, env_yaml, log, config.work_dir / PROGRESS_FILE, config.environment.hang_s)
+    progress = config.work_dir / PROGRESS_FILE
+    return environment(script, env_yaml, log, progress, config.environment.hang_s, environment_flags(config))

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -59,15 +60,18 @@ def trajectory_api(run_dir: Path, port: int, session: aiohttp.ClientSession, *, 
     return Service("api", command, log, ready=health, healthy=health, ready_timeout_s=60)
 
 
-def environment(script: Path, settings: Path, log: Path, progress: Path, hang_s: float | None) -> Service:
+def environment(
+    script: Path, settings: Path, log: Path, progress: Path, hang_s: float | None, flags: Sequence[str] = ()
+) -> Service:
     """An environment's file in `serve` mode; killed and started again after `hang_s` without a sign of life.
 
     Args:
         settings: its YAML, which names `progress`, the file where it says how far it is.
+        flags: what wins over that.
     """
     return Service(
         "environment",
-        [sys.executable, str(script), "serve", "--config", str(settings)],
+        [sys.executable, str(script), "serve", "--config", str(settings), *flags],
         log,
         ready=_reports(progress),
         ready_timeout_s=600,

@@ -76,7 +76,7 @@ VALUES = {
     "one value of a list": (["--env.names", "x"], "names", ["x"]),
     "a list as JSON": (["--env.names", '["x", "y"]'], "names", ["x", "y"]),
     "a repeated flag": (["--env.names", "x", "--env.names", "y"], "names", ["x", "y"]),
-    "a dict is merged": (["--env.options", '{"x": 5}'], "options", {"x": 5.0, "y": 2.0}),
+    "a dict replaces the default": (["--env.options", '{"x": 5}'], "options", {"x": 5.0}),
     "an enum": (["--env.eval_handling", "NONE"], "eval_handling", EvalHandlingEnum.NONE),
 }
 

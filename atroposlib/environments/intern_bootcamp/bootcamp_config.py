@@ -1,5 +1,6 @@
 """Settings of the InternBootcamp environment."""
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -60,6 +61,14 @@ class InternBootcampEnvConfig(BaseEnvConfig):
         default=10, description="Seconds one call of a generator or verifier may take."
     )
     verifier_memory_mb: PositiveInt = Field(default=2048, description="Address space of such a process, in MiB.")
+
+    @classmethod
+    def reset_by(cls, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """As for every environment; another choice of tasks ends the mixture, or the one task, of the YAML file."""
+        reset = super().reset_by(flags)
+        if flags.keys() & {"task_name", "task_weights"}:
+            reset |= {"task_name": RANDOM_TASK, "task_weights": None, "task_params": {}}
+        return reset
 
     @model_validator(mode="after")
     def _weights_belong_to_a_mixture(self) -> Self:

@@ -35,16 +35,21 @@ def resolve_openai_configs(
     flags = {
         key.removeprefix(FLAG_PREFIX): value for key, value in cli_passed_flags.items() if key.startswith(FLAG_PREFIX)
     }
+    if "base_url" in flags:  # one server, with what else is said of the first one
+        entries = entries[:1]
+        if not isinstance(default_server_configs, ServerBaseline):
+            default_server_configs = default_server_configs[:1]
     if len(entries) > 1:
         return [APIServerConfig(**{**entry, **flags}) for entry in entries]
     changes = {**(entries[0] if entries else {}), **flags}
+    merged = {**openai_config_dict, **changes}
     if isinstance(default_server_configs, ServerBaseline):
-        return _one_server(default_server_configs, openai_config_dict, changes)
+        return _one_server(default_server_configs, merged, changes)
     if len(default_server_configs) > 1:
         if changes and logger is not None:
             logger.info("server settings apply to all %d servers: %s", len(default_server_configs), sorted(changes))
         return [APIServerConfig(**{**config.model_dump(), **changes}) for config in default_server_configs]
-    return [APIServerConfig(**openai_config_dict)]
+    return [APIServerConfig(**merged)]
 
 
 def _one_server(
