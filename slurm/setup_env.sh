@@ -22,4 +22,12 @@ EXTRAS=${EXTRAS:-sglang,trainer,envs}
 "$VENV/bin/python" -m pip install --quiet -e ".[$EXTRAS]"
 "$VENV/bin/atropos" datagen configs/quickstart.yaml --help >/dev/null
 echo "ready: $VENV with atroposlib[$EXTRAS]"
+if [ ! -d ~/InternBootcamp ]; then
+    echo "to do: the problems, in a folder that all nodes see:"
+    echo "       git clone https://github.com/InternLM/InternBootcamp ~/InternBootcamp"
+    echo "       $VENV/bin/python -m pip install -r ~/InternBootcamp/requirements.txt    # what its classes import"
+    echo "       (elsewhere: INTERNBOOTCAMP=\$SCRATCH/InternBootcamp sbatch ...; without: --set environment.env.task_name=reasoning_gym)"
+fi
+echo "once:  $VENV/bin/python -m atroposlib.environments.intern_bootcamp.quarantine --path ~/InternBootcamp --output quarantine.json"
+echo "       then QUARANTINE=\$PWD/quarantine.json sbatch ..., which leaves out the classes that do not work here"
 echo "next:  $VENV/bin/atropos datagen configs/intern_bootcamp_r1.yaml --check"

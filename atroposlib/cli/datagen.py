@@ -55,7 +55,7 @@ def datagen(
 ) -> None:
     settings = load_config(expand_path(config, what="CONFIG"), changes or (), problems=problems, run_dir=run_dir)
     if check:
-        model = preflight(settings, starts=False)
+        model = preflight(settings, starts=False, say=print)
         print(f"{config}: nothing found that would stop it; model {model.name}, run_dir {settings.run_dir}")
         for thing in not_checked(settings, model):
             print(f"not checked: {thing}")

@@ -9,8 +9,8 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 LEASE_S = 300.0
 _POLL_S = 1.0
+_SAY_AFTER_S = 5.0
+_SAY_EVERY_POLLS = 10
 _IDLE_POLLS = 30  # without a batch, before looking whether the API was reset
 _MANY_STEPS = 1_000_000  # an upper limit that environments only report; the target ends a collection
 
@@ -148,7 +150,11 @@ async def _collect(ledger: Path, plan: Collection, have: Callable[[Table], int])
     if is_enough(table, is_idle=True):
         return
     async with TrainerClient(plan.api_url) as client:
-        await _register(client, plan)
+        async with _told_while_waiting(
+            f"no trajectory API answers at {plan.api_url}: without --output this command collects live from one "
+            f"(run-api). From rollouts that are on disk: --output FILE behind the run's folder"
+        ):
+            await _register(client, plan)
         idle = 0
         while True:
             batch = await client.batch(LEASE_S)
@@ -156,10 +162,13 @@ async def _collect(ledger: Path, plan: Collection, have: Callable[[Table], int])
                 if is_enough(table, is_idle=True):
                     return
                 idle += 1
+                if idle % _SAY_EVERY_POLLS == 0:
+                    logger.warning("no batch for %d s: no environment has sent enough groups yet", idle * _POLL_S)
                 if idle % _IDLE_POLLS == 0 and await _run_group(plan.api_url) is None:
                     await _register(client, plan)
                 await asyncio.sleep(_POLL_S)
                 continue
+            idle = 0
             kept.add(batch.groups)
             if batch.batch_id:
                 await client.ack(batch.batch_id)
@@ -168,6 +177,23 @@ async def _collect(ledger: Path, plan: Collection, have: Callable[[Table], int])
             logger.info("collected: groups=%d responses=%d", len(table.groups), len(table.responses))
             if is_enough(table, is_idle=False):
                 return
+
+
+@asynccontextmanager
+async def _told_while_waiting(sentence: str) -> AsyncIterator[None]:
+    """Log the sentence while the body takes long, again and again."""
+    import asyncio
+
+    async def say() -> None:
+        while True:
+            await asyncio.sleep(_SAY_AFTER_S)
+            logger.warning("%s", sentence)
+
+    saying = asyncio.create_task(say())
+    try:
+        yield
+    finally:
+        saying.cancel()
 
 
 class Ledger:
@@ -253,7 +279,8 @@ async def _register(client: "TrainerClient", plan: Collection) -> None:
     if owner not in (None, group) and not plan.take_over:
         raise ApiError(
             f"the API at {plan.api_url} serves a trainer already (wandb group {owner!r}); collecting would take its "
-            "batches away. Use another API, stop that trainer and restart the API, or add --take-over"
+            "batches away. Use another API, stop that trainer and restart the API, or add --take-over. What a datagen "
+            "run has recorded is on disk: give its folder and --output"
         )
     await client.register(
         {

@@ -328,6 +328,11 @@ class BaseEnv(TrainerSide):
         )
 
     @classmethod
+    async def preview(cls, settings: "Settings") -> list[str]:
+        """Optional: lines about the items of a run, shown by --check; ConfigError when there can be none."""
+        return []
+
+    @classmethod
     def extra_namespaces(cls, mode: str) -> dict[str, type[BaseModel]]:
         """Optional: more groups of settings by prefix, for flags `--<prefix>.<field>` and YAML keys."""
         return {}

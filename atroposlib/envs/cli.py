@@ -74,8 +74,9 @@ class EnvCommand:
         self.arguments = arguments
 
     def check(self) -> int:
-        """Only resolve the settings; ConfigError when something is wrong with them."""
-        resolve(self.env_cls, self.mode, self.arguments)
+        """Resolve the settings, print what the environment says of its items; ConfigError when something is wrong."""
+        for line in asyncio.run(self.env_cls.preview(resolve(self.env_cls, self.mode, self.arguments))):
+            print(line)
         return 0
 
     def run(self) -> int:
@@ -188,7 +189,7 @@ def help_text(env_cls: type["BaseEnv"], mode: Mode) -> str:
         f"{env_cls.__name__} {mode}: {MODES[mode]}\n{(env_cls.__doc__ or '').strip()}\n",
         "  --config FILE.yaml\n        Settings below env:, openai: and at the top level; flags win over it.",
         "  --fresh\n        Start a new run beside an existing one instead of going on with it.",
-        "  --check\n        Only check the settings.",
+        "  --check\n        Only check the settings, and show what would be asked.",
     ]
     for name, model in namespaces(env_cls, mode, type(default_env)).items():
         prefix = f"{name}{NAMESPACE_SEP}" if name else ""

@@ -118,6 +118,7 @@ class DatagenConfig(Section):
     )
     max_prompt_tokens: PositiveInt = Field(1, description="Longest prompt; with the answer it must fit the context.")
     log_dir: str | None = Field(None, description="Logs of the services; null: logs in run_dir.")
+    links: str | None = Field(None, description="Folder in which every rollout file gets a link, too; null: none.")
     engine: EngineConfig = EngineConfig()  # pyright: ignore[reportCallIssue]
     environment: EnvironmentConfig
     api: ApiConfig = ApiConfig()  # pyright: ignore[reportCallIssue]

@@ -26,7 +26,7 @@ from atroposlib.launch.model_checks import Model
 from atroposlib.launch.plan import Plan, make_plan
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
 from atroposlib.launch.services import Service, Supervised, describe_exit, log_tail
-from atroposlib.launch.sharing import groups_missing
+from atroposlib.launch.sharing import groups_missing, link_rollouts
 from atroposlib.paths import writable_dir, write_text_atomic
 from atroposlib.status.page import StatusPage, write_last_page
 from atroposlib.status.runs import PROGRESS_FILE, RunRecord, RunStatus, read_json, read_status
@@ -66,6 +66,7 @@ def run_datagen(config: DatagenConfig, on_progress: OnProgress) -> RunStatus:
         try:
             if not _is_complete(config):
                 asyncio.run(_Run(config, record, on_progress).to_the_end(model))
+            link_rollouts(config)
             if config.share.member and (missing := groups_missing(config)):
                 logger.info("this member is done; others have the last problems: missing=%d", missing)
             else:
@@ -92,6 +93,7 @@ class _Run:
         self._run_dir = config.work_dir
         self._page = StatusPage()
         self._services: list[Supervised] = []
+        self._linked: list[str] = []  # rollout files when links were last looked at
 
     async def to_the_end(self, model: Model) -> None:
         """Start the services, wait for the environment, stop the services whatever happened."""

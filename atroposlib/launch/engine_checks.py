@@ -66,7 +66,8 @@ def _gpu_problems(engine: EngineConfig, environ: Mapping[str, str]) -> list[str]
 
 def _node_problems(engine: EngineConfig, environ: Mapping[str, str]) -> list[str]:
     """On several nodes the addresses come from INFER_TP, so it must be what one server takes."""
-    needed, told = engine.tp * engine.dp, int(environ.get("INFER_TP") or 1)
+    needed = engine.tp * engine.dp
+    told = int(environ.get("INFER_TP") or needed)
     problems = []
     if needed != told:
         problems.append(

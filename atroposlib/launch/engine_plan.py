@@ -1,8 +1,8 @@
 """The engines of a run: one on this node, or several on the nodes of a SLURM job, with or without a router.
 
 In a job of several nodes the addresses follow the rules that environments use to find engines
-(`server_handling.discovery`): `NUM_TRAINING_NODES` leading nodes are left out, the others run 8 / `INFER_TP` servers
-each from port 9000 on. The servers there are started with `srun`.
+(`server_handling.discovery`): `NUM_TRAINING_NODES` (here 1 unless set) leading nodes are left out, the others run 8 /
+`INFER_TP` (here tp x dp unless set) servers each from port 9000 on. The servers there are started with `srun`.
 """
 
 import os
@@ -54,7 +54,8 @@ def engine_urls(config: DatagenConfig, environ: Mapping[str, str]) -> list[str]:
     """Addresses of the engines on the other nodes of this SLURM job; [] when the engine runs on this node."""
     if config.engine.kind != "sglang":
         return []
-    return [url.removesuffix("/v1") for url in slurm_base_urls(environ)]
+    usual = {"NUM_TRAINING_NODES": "1", "INFER_TP": str(config.engine.tp * config.engine.dp)}
+    return [url.removesuffix("/v1") for url in slurm_base_urls({**usual, **environ})]
 
 
 def engine_command(config: DatagenConfig, port: int, host: str = "127.0.0.1") -> list[str]:

@@ -13,8 +13,8 @@ _NOWHERE = "http://127.0.0.1:1"
 _DEADLINE_S = 300.0  # a script may import a great deal
 
 
-def environment_problems(config: DatagenConfig, model: Model) -> list[str]:
-    """Unknown settings and values of the wrong kind, as `SCRIPT serve --check` finds them; nothing is set up."""
+def check_environment(config: DatagenConfig, model: Model) -> tuple[list[str], list[str]]:
+    """Return what `SCRIPT serve --check` finds wrong, and what it says of the items; nothing is set up."""
     script = config.environment.script
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "environment.yaml"
@@ -25,8 +25,8 @@ def environment_problems(config: DatagenConfig, model: Model) -> list[str]:
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
             )
         except subprocess.TimeoutExpired:
-            return []
+            return [], [f"{script} serve --check did not end within {_DEADLINE_S:.0f} s; it was not waited for"]
     if done.returncode == 0:
-        return []
+        return [], done.stdout.splitlines()
     said = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
-    return [f"environment.script {script} cannot start: {said[-1].removeprefix('error: ')}"]
+    return [f"environment.script {script} cannot start: {said[-1].removeprefix('error: ')}"], []

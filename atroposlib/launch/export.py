@@ -10,14 +10,27 @@ from atroposlib.launch.sharing import rollout_folders
 logger = logging.getLogger(__name__)
 
 
-def export_all(config: DatagenConfig, model: Model) -> list[Path]:
-    """Write every export anew from all rollouts of the run; the paths written."""
-    return [path for entry in config.export if (path := _export(entry, config, model)) is not None]
+def export_all(config: DatagenConfig, model: Model) -> tuple[list[str], list[str]]:
+    """Write every export again from all rollouts of the run.
 
-
-def _export(entry: ExportConfig, config: DatagenConfig, model: Model) -> Path | None:
-    """One dataset; None, with a warning, when no response was good enough: the rollouts are still there."""
+    Returns:
+        The paths written, and a sentence for each dataset that would have been empty: the rollouts are still there.
+    """
     from atroposlib.data.report import NothingKept
+
+    written: list[str] = []
+    empty: list[str] = []
+    for entry in config.export:
+        try:
+            written.append(str(_export(entry, config, model)))
+        except NothingKept as error:
+            above = f"above_score is {entry.above_score:g}"
+            empty.append(f"{entry.path} would be empty: {error}; {above}: lower it and run the same command again")
+    return written, empty
+
+
+def _export(entry: ExportConfig, config: DatagenConfig, model: Model) -> Path:
+    """Write one dataset."""
     from atroposlib.data.sft import SftOptions, export_sft, simple_policy
     from atroposlib.data.steps import TargetStep, UniqueStep
 
@@ -30,11 +43,7 @@ def _export(entry: ExportConfig, config: DatagenConfig, model: Model) -> Path | 
         policy = policy.model_copy(update={"steps": [*policy.steps, exact]})
     options = SftOptions(format=entry.format, tokenizer=model.tokenizer, overwrite=True, by_item=True)
     output = Path(config.run_dir, entry.path)
-    try:
-        report = export_sft(rollout_folders(config), output, policy, options)
-    except NothingKept as error:
-        logger.warning("no dataset written: %s", error)
-        return None
+    report = export_sft(rollout_folders(config), output, policy, options)
     if entry.rows and report.records < entry.rows:
         logger.warning("%s: %d rows were asked for, only %d are there", output, entry.rows, report.records)
     logger.info("dataset written: path=%s records=%d copies=%d", output, report.records, report.copies)

@@ -44,6 +44,7 @@ def load_config(path: Path, changes: Sequence[str] = (), **overrides: Any) -> Da
     return config.model_copy(
         update={
             "run_dir": _absolute(config.run_dir, f"{path}: run_dir"),
+            "links": config.links and _absolute(config.links, f"{path}: links"),
             "log_dir": config.log_dir and _absolute(config.log_dir, f"{path}: log_dir"),
             "engine": engine.model_copy(
                 update={

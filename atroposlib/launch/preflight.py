@@ -8,13 +8,14 @@ import json
 import os
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import AtroposError, LaunchError
 from atroposlib.launch.config import DatagenConfig, EngineConfig
 from atroposlib.launch.engine_checks import engine_problems, gpu_count
-from atroposlib.launch.environment_checks import environment_problems
+from atroposlib.launch.environment_checks import check_environment
 from atroposlib.launch.model_checks import (
     DEFAULT_TOKEN_LENGTH,
     Model,
@@ -31,11 +32,12 @@ SETTINGS_FILE = "settings.json"
 _BYTES_PER_TOKEN = 40  # id, mask and log-probability as JSON text, and the message text
 
 
-def preflight(config: DatagenConfig, *, starts: bool = True) -> Model:
+def preflight(config: DatagenConfig, *, starts: bool = True, say: Callable[[str], object] = lambda line: None) -> Model:
     """Check everything that can be checked; fetch the embedded model when it is not there yet.
 
     Args:
         starts: the run begins here and now; else GPUs are only looked at where there are some.
+        say: told the lines with which the environment describes the problems that it will ask.
 
     Raises:
         LaunchError: one line per problem, each with what to do.
@@ -54,8 +56,11 @@ def preflight(config: DatagenConfig, *, starts: bool = True) -> Model:
         try:
             model = resolve(config.engine)
             problems = model_problems(config, model)
-            if config.engine.kind == "sglang" or not starts:  # else it is said as soon by the environment itself
-                problems += environment_problems(config, model)
+            if config.engine.kind != "embedded" or not starts:  # else it is said as soon by the environment itself
+                wrong, lines = check_environment(config, model)
+                problems += wrong
+                for line in lines:
+                    say(line)
         except AtroposError as error:
             problems.append(str(error))
     if model is None or problems:

@@ -1,10 +1,13 @@
 """What the members of a shared run (`share.member`) have recorded together."""
 
+import contextlib
 import logging
+import os
 from collections import Counter
 from pathlib import Path
 
 from atroposlib.launch.config import DatagenConfig
+from atroposlib.paths import writable_dir
 from atroposlib.rollouts.ledger import recorded_items
 from atroposlib.rollouts.locations import RunFiles
 
@@ -17,6 +20,25 @@ def rollout_folders(config: DatagenConfig) -> list[Path]:
     if not config.share.member:
         return [run_dir / "rollouts"]
     return sorted({shard.parent for shard in run_dir.glob("members/*/rollouts/*_rollouts_*.jsonl*")})
+
+
+def link_rollouts(config: DatagenConfig) -> None:
+    """Link every rollout file of this process in the folder `links`; links of its that lead nowhere go away.
+
+    A member's name stands in its links, as the files of all members are called alike. What is no link stays.
+    """
+    if config.links is None:
+        return
+    links, folder = writable_dir(config.links, what="links"), config.work_dir / "rollouts"
+    named = f"_rollouts_{config.name}_"
+    member = f"{config.share.member}_" if config.share.member else ""
+    for link in links.glob(f"*{named}{member}*.jsonl*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink(missing_ok=True)
+    for shard in folder.glob(f"*{named}*.jsonl*"):
+        head, tail = shard.name.split(named, 1)
+        with contextlib.suppress(FileExistsError):
+            (links / f"{head}{named}{member}{tail}").symlink_to(os.path.relpath(shard, links))
 
 
 def has_recorded(config: DatagenConfig) -> bool:

@@ -170,7 +170,7 @@ def leaves(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
 
 
 DATAGEN = leaves(DatagenConfig)
-PATHS = {"run_dir", "log_dir", "environment.script", "environment.config"}
+PATHS = {"run_dir", "log_dir", "links", "environment.script", "environment.config"}
 OWN_VALUES = {"export": [{"path": "a.jsonl"}], "environment.config": "own.yaml"}
 
 

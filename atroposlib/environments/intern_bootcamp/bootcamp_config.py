@@ -8,7 +8,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from atroposlib.envs.base import BaseEnvConfig
 
 RANDOM_TASK = "RandomTask"
-"""`task_name` of a mixture."""
+"""`task_name` of a mixture of `task_weights`, or of all classes of a checkout."""
+ALL_DATASETS = "reasoning_gym"
+"""`task_name` of a mixture of all datasets of reasoning-gym."""
 
 
 class InternBootcampEnvConfig(BaseEnvConfig):
@@ -17,7 +19,7 @@ class InternBootcampEnvConfig(BaseEnvConfig):
     task_name: str = Field(
         default=RANDOM_TASK,
         description="addition, larger_of_two, first_letter, capitals, letter_count, sorting, reasoning_gym:<dataset>, "
-        "a class of internbootcamp_path, or RandomTask for a mixture.",
+        "a class of internbootcamp_path, RandomTask for a mixture, or reasoning_gym for one of all its datasets.",
     )
     task_params: dict[str, Any] = Field(
         default_factory=dict, description="Parameters of the task; of a mixture: task name to its parameters."
@@ -25,7 +27,7 @@ class InternBootcampEnvConfig(BaseEnvConfig):
     task_weights: dict[str, PositiveFloat] | None = Field(
         default=None,
         description="Mixture: task name to its weight. null: every class of internbootcamp_path alike; without a "
-        "path, every task of our own.",
+        "path, every task of our own, which only a model of the embedded engine is asked.",
     )
     internbootcamp_path: str | None = Field(default=None, description="Folder of a checkout of InternBootcamp.")
     quarantine_path: str | None = Field(

@@ -5,7 +5,9 @@ hundreds of megabytes). Only the standard library is imported here: sandbox work
 """
 
 import ast
+import importlib.util
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -46,6 +48,54 @@ def classes_of(package: Path, module: str) -> list[str]:
                 return []
             return [node.name for node in body if isinstance(node, ast.ClassDef)]
     return []
+
+
+def module_faults(checkout: str, classes: Mapping[str, str]) -> dict[str, str]:
+    """Return why classes cannot be imported, as far as their files tell: class name -> reason.
+
+    Nothing is imported: a file may be missing or no Python, a class may not be in it, and a package that it imports at
+    its head may not be installed.
+    """
+    package = Path(checkout) / "internbootcamp" / "bootcamp"
+    return {name: reason for name, module in classes.items() if (reason := _module_fault(package, module, name))}
+
+
+def _module_fault(package: Path, module: str, name: str) -> str | None:
+    stem = package.joinpath(*module.split("."))
+    path = next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
+    if path is None:
+        return f"its module {module} is not in the checkout"
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (SyntaxError, UnicodeDecodeError) as error:
+        return f"its module is not Python ({type(error).__name__})"
+    for node in body:
+        if isinstance(node, ast.Import):
+            needed = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            needed = [node.module]
+        elif isinstance(node, ast.ImportFrom) and _is_handed_on(node, name) and path.name == "__init__.py":
+            return _module_fault(package, f"{module}.{node.module}", name)
+        else:
+            continue
+        for dotted in needed:
+            root = dotted.partition(".")[0]
+            if not _is_installed(root, str(package.parent.parent)):
+                return f"the package {root} is not installed"
+    return None
+
+
+def _is_handed_on(node: ast.ImportFrom, name: str) -> bool:
+    """`from .module import name`."""
+    return node.level == 1 and node.module is not None and name in {alias.name for alias in node.names}
+
+
+@cache
+def _is_installed(package: str, checkout: str) -> bool:
+    own = (Path(checkout), Path(checkout, "internbootcamp"))
+    if any((folder / package).exists() or (folder / f"{package}.py").exists() for folder in own):
+        return True
+    return importlib.util.find_spec(package) is not None
 
 
 def read_quarantine(path: Path) -> dict[str, str]:

@@ -11,11 +11,12 @@ from typing import Any
 
 from atroposlib.environments.cut_off import overrides_of
 from atroposlib.environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
-from atroposlib.environments.intern_bootcamp.problems import Problem, ProblemSource
+from atroposlib.environments.intern_bootcamp.problems import Problem, ProblemSource, require_chosen_tasks
 from atroposlib.environments.intern_bootcamp.rewards import reward
 from atroposlib.environments.sandboxed_env import SandboxedEnv
 from atroposlib.environments.thoughts import opening_of, whole_reply
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ScoredDataGroup, ServerBaseline
+from atroposlib.envs.cli import Settings
 from atroposlib.envs.server_handling.chat_prompt import render
 from atroposlib.errors import EnvironmentFault, RolloutFault
 from atroposlib.rollouts.early_stop import sample_until
@@ -44,12 +45,26 @@ class InternBootcampEnv(SandboxedEnv):
 
     async def setup(self) -> None:
         """Open the tasks; ConfigError when one does not exist."""
+        require_chosen_tasks(self.config, [server.config.model_name for server in self.server.servers])
         self.problems = ProblemSource(self.config)
         self.sandbox = self.problems.sandbox
         self.opening = opening_of(render(self.tokenizer, [{"role": "user", "content": ""}]))
         self.verdicts: dict[str, Counter[str]] = {}  # task -> counts of "responses" and "correct" since the last log
         self.eval_metrics: dict[str, float] = {}
         await self.problems.check()
+
+    @classmethod
+    async def preview(cls, settings: Settings) -> list[str]:
+        config = settings.env
+        assert isinstance(config, InternBootcampEnvConfig)
+        servers = [settings.servers] if isinstance(settings.servers, ServerBaseline) else settings.servers
+        require_chosen_tasks(config, [server.model_name for server in servers])
+        problems = ProblemSource(config)
+        try:
+            await problems.check()
+            return await problems.preview()
+        finally:
+            await problems.close()
 
     async def get_item(self, index: int) -> Problem:
         return await self.problems.problem(index)

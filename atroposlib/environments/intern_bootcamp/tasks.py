@@ -20,6 +20,11 @@ from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
 from atroposlib.sandbox.workers import SandboxError, WorkerPool, as_score
 
 REASONING_GYM = "reasoning_gym:"
+WAYS_OUT = (
+    "Get a checkout by `git clone https://github.com/InternLM/InternBootcamp ~/InternBootcamp`, or name other tasks: "
+    "env.task_name reasoning_gym for all datasets of reasoning-gym, or env.task_weights for a mixture of your own"
+)
+"""What to do where no checkout is there."""
 _HOSTED = "atroposlib.environments.intern_bootcamp.hosted"
 
 
@@ -118,8 +123,19 @@ def checkout_classes(checkout: str) -> dict[str, str]:
     except (OSError, SyntaxError) as error:
         raise ConfigError(
             f"env.internbootcamp_path is {checkout!r}, which is not a checkout of InternBootcamp: {error}; "
-            "it must hold internbootcamp/bootcamp/__init__.py"
+            f"it must hold internbootcamp/bootcamp/__init__.py. {WAYS_OUT}"
         ) from error
+
+
+def all_datasets() -> list[str]:
+    """Return a task name for every dataset of reasoning-gym; ConfigError where the package is missing."""
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError(
+            f"task_name 'reasoning_gym' needs the package reasoning-gym ({error}); pip install 'atroposlib[envs]'"
+        ) from error
+    return [f"{REASONING_GYM}{name}" for name in DATASETS]
 
 
 def _unknown(name: str, known: Iterable[str], checkout: str | None) -> str:
