@@ -473,7 +473,7 @@ class BaseEnv(TrainerSide):
                 await self._prepare(group, item)
                 usable.append(group)
             else:
-                self._note_rejected(reason)
+                self._note_rejected(reason, group["scores"])
                 dropped_for = reason
         if self._run is None:
             return 0
@@ -514,10 +514,10 @@ class BaseEnv(TrainerSide):
             self.odd_rows.note(group_checks.NO_CHAT, missing)
         await self.add_rollouts_for_wandb(group, item)
 
-    def _note_rejected(self, reason: str) -> None:
+    def _note_rejected(self, reason: str, scores: Sequence[float]) -> None:
         self.items_rejected += 1
         if self._run:
-            self._run.progress.rejected_for[reason] += 1
+            self._run.progress.dropped.note(reason, list(map(float, scores)))
         logger.log(
             logging.WARNING if reason != group_checks.EQUAL_SCORES else logging.DEBUG, "group dropped: %s", reason
         )
@@ -536,6 +536,9 @@ class BaseEnv(TrainerSide):
             return True
         logger.warning("group not sent: longest_sequence=%d trainer_max_token_len=%d", longest, self.max_token_len)
         self.items_rejected += 1
+        if self._run:
+            dropped = self._run.progress.dropped
+            dropped.withheld, dropped.longest = dropped.withheld + 1, max(dropped.longest, longest)
         return False
 
     # -- what the runtime asks ---------------------------------------------------------------------------------------

@@ -124,19 +124,22 @@ class TrainerSide(WandbSide):
         assert self._run is not None
         workers = self.max_num_workers
         if self.eval_runner is not None and not self.eval_runner.done():
-            workers = pacing.limit_during_eval(
-                workers,
-                stop_train=self.config.eval_handling is EvalHandlingEnum.STOP_TRAIN,
-                limit_ratio=self.config.eval_limit_ratio
-                if self.config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN
-                else None,
-            )
+            workers = self._limit_during_eval()
         rooms = [pacing.queue_room(self._queue_view())]
         if self.config.total_groups is None:
             rooms.append(pacing.groups_until_finished(**self._step_facts()))
         room = min((room for room in rooms if room is not None), default=None)
         self.workers_added_list.append(max(0, min(workers, workers if room is None else room) - len(self.workers)))
         self._run.pool.pace(workers, room)
+
+    def _limit_during_eval(self) -> int:
+        return pacing.limit_during_eval(
+            self.max_num_workers,
+            stop_train=self.config.eval_handling is EvalHandlingEnum.STOP_TRAIN,
+            limit_ratio=self.config.eval_limit_ratio
+            if self.config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN
+            else None,
+        )
 
     def is_served(self) -> bool:
         """Whether the trainer has, or will have from the queue, all it wants from this environment."""
@@ -165,7 +168,27 @@ class TrainerSide(WandbSide):
         if not servers or any(getattr(server, "server_healthy", True) for server in servers):
             return None
         addresses = sorted({str(server.config.base_url) for server in servers})
-        return f"the inference server{'s' if len(addresses) > 1 else ''} {', '.join(addresses)}"
+        which = f"the inference server{'s' if len(addresses) > 1 else ''} {', '.join(addresses)}"
+        patience_s = max(server.config.outage_timeout_s for server in servers)
+        return (
+            f"{which}: no answer comes; start it, or correct openai.base_url. A request waits for it for "
+            f"{patience_s:.0f} s (outage_timeout_s)"
+        )
+
+    def held_back(self) -> str | None:
+        """Why no rollout may start now by the trainer's or an evaluation's doing; None: one may."""
+        if self.eval_runner is not None and not self.eval_runner.done() and self._limit_during_eval() == 0:
+            return "the end of an evaluation: no rollout starts meanwhile (env.eval_handling)"
+        view = self._queue_view()
+        step = self.status_dict["current_step"]
+        if view.batch_size is not None and pacing.queue_room(view) == 0:
+            return (
+                f"the trainer: {view.queue_groups} groups of {view.group_size} wait for it in the trajectory API, as "
+                f"many as {view.max_batches_offpolicy} batches of {view.batch_size} ahead allow "
+                f"(env.max_batches_offpolicy), and it is at step {step}; if that does not change, look at the "
+                "trainer's log"
+            )
+        return None
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         raise NotImplementedError

@@ -20,6 +20,7 @@ class Environment(Protocol):
     fresh: bool  # start a new run instead of going on with one
     server: Any
     curr_step: int
+    max_token_len: int  # the trainer's longest sequence; -1: it says none
     workers: set[asyncio.Task[None]]
     running_items: dict[str, dict[str, Any]]
     backlog: list[Item]
@@ -43,6 +44,8 @@ class Environment(Protocol):
     async def check_engines(self) -> bool: ...  # False: one did not answer; ask again
 
     def engine_down(self) -> str | None: ...
+
+    def held_back(self) -> str | None: ...
 
     def write_html(self, rollouts: str, output: str) -> None: ...
 

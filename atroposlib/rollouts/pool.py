@@ -93,9 +93,11 @@ class RolloutPool:
         return len(self._tasks) - len(self._storing)
 
     @property
-    def reply_tokens(self) -> int:
-        """Tokens the engines have replied with to the rollouts that run now."""
-        return sum(work.trace.usage["completion_tokens"] for work in self._works.values())
+    def replies(self) -> tuple[int, int]:
+        """Answers that the engines have given to the rollouts that run now, and their tokens."""
+        traces = [work.trace for work in self._works.values()]
+        answers = sum(len(trace.finish_reasons) for trace in traces)
+        return answers, sum(trace.usage["completion_tokens"] for trace in traces)
 
     def pace(self, limit: int, room: int | None = None) -> None:
         """Roll out at most `limit` at once, while at most as many others are being stored.

@@ -6,6 +6,7 @@ read it.
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import threading
@@ -23,13 +24,15 @@ from atroposlib.rollouts.early_stop import Limits
 from atroposlib.rollouts.failures import FailureLog, TaskHealth
 from atroposlib.rollouts.json_text import as_json
 from atroposlib.rollouts.ledger import TaskCount, Totals
+from atroposlib.rollouts.standstill import Dropped
 
 logger = logging.getLogger(__name__)
 
 State = Literal["starting", "waiting", "running", "parked", "done", "stopped", "failed"]
 
 RATE_WINDOW_S = 60.0
-HINT_EVERY_S = 60.0
+SAY_AGAIN_S = 60.0
+"""Seconds until the log names the same cause of a standstill again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class EngineUse:
     running: int
     queued: int
     slots: int
+    tokens_s: float | None = None  # None: they do not say
 
 
 @dataclass(slots=True)
@@ -59,15 +63,17 @@ class Progress:
     in_flight: int = 0
     in_flight_tokens: int = 0  # generated for unfinished groups; lost when the process is killed
     engines: EngineUse | None = None  # None: the engines do not say
+    unfinished_tokens: int = 0  # that engines replied with for groups which are not recorded yet
+    unfinished_answers: int = 0
     reused_responses: int = 0  # from the response journal, this process only
     reused_tokens: int = 0
-    rejected_for: Counter[str] = field(default_factory=Counter)  # groups of no use by reason, this process only
+    dropped: Dropped = field(default_factory=Dropped)  # of no use, or withheld from the trainer; this process only
+    standstill: str | None = None  # what the run waits for although no counterpart is missing
     started_at: float = field(default_factory=time.time)
     _killed_tokens: int = 0  # in flight when earlier processes ended
     _writing: threading.Lock = field(default_factory=threading.Lock)  # what is written last was noted last
     _waits: dict[str, str] = field(default_factory=dict)  # by counterpart: "engine", "disk", "api"
-    _hint: str | None = None
-    _hinted_at: float = -HINT_EVERY_S
+    _said_at: dict[str, float] = field(default_factory=dict)  # by cause of a standstill
     _samples: deque[tuple[float, int, int, int, float]] = field(
         default_factory=deque
     )  # monotonic s, groups, responses, tokens, share of the run
@@ -88,19 +94,33 @@ class Progress:
         if self.state in ("running", "parked"):
             self.state = "parked" if self._waits else "running"
 
-    def hint(self, what: str | None) -> None:
-        """Note what the run lacks although nothing stands still; None: nothing. Logged now and then."""
-        if what and time.monotonic() - self._hinted_at >= HINT_EVERY_S:
-            self._hinted_at = time.monotonic()
-            logger.warning("waiting for %s", what)
-        if self._hint and not what:
-            self._hinted_at = -HINT_EVERY_S  # another time is news
-        self._hint = what
+    def stand_still(self, sentence: str | None) -> None:
+        """Note what a run that does not move waits for; None: it moves. A cause is logged now and then."""
+        self.standstill = sentence
+        cause, now = (sentence or "").partition(":")[0], time.monotonic()
+        if sentence and now - self._said_at.get(cause, -math.inf) > SAY_AGAIN_S:
+            self._said_at[cause] = now
+            logger.warning("waiting for %s", sentence)
 
     @property
     def waiting_for(self) -> str | None:
         """What the run waits for, or None."""
-        return "; ".join([*self._waits.values(), *filter(None, [self._hint])]) or None
+        return "; ".join(self._waits.values()) or self.standstill
+
+    @property
+    def is_parked(self) -> bool:
+        """A counterpart is missing."""
+        return bool(self._waits)
+
+    @property
+    def rejected_for(self) -> Counter[str]:
+        """Groups of no use (wrong size, equal scores, none at all) by reason, this process only."""
+        return self.dropped.reasons
+
+    @property
+    def rejected(self) -> int:
+        """How many there are."""
+        return self.dropped.reasons.total()
 
     @property
     def share_done(self) -> float | None:
@@ -151,9 +171,11 @@ class Progress:
             "rates": dict(zip(("groups_s", "responses_s", "tokens_s"), self.rates(), strict=True)),
             "engines": asdict(self.engines) if self.engines else None,
             "wasted": self.wasted(),
-            "rejected": self.rejected_for.total(),
+            "rejected": self.rejected,
             "rejected_for": dict(self.rejected_for),
+            "withheld": self.dropped.withheld,
             "unscored": self.failures.unscored,
+            "unfinished": {"answers": self.unfinished_answers, "tokens": self.unfinished_tokens},
             "started_at": self.started_at,
             "updated_at": time.time(),
             "failures": self.failure_counts(),
@@ -193,12 +215,14 @@ class Progress:
         """Remember the counts now, for the rates of the last minute."""
         now = time.monotonic()
         totals = self.totals
-        self._samples.append((now, totals.groups, totals.responses, totals.completion_tokens, self.share_done or 0.0))
+        tokens = totals.completion_tokens + totals.rejected_tokens + self.unfinished_tokens
+        answers = totals.responses + self.unfinished_answers
+        self._samples.append((now, totals.groups, answers, tokens, self.share_done or 0.0))
         while now - self._samples[0][0] > RATE_WINDOW_S:
             self._samples.popleft()
 
     def rates(self) -> tuple[float, float, float]:
-        """Groups, responses and completion tokens per second over the last minute."""
+        """Groups, responses and completion tokens per second over the last minute, unfinished groups included."""
         return self._per_second(1), self._per_second(2), self._per_second(3)
 
     def eta_s(self) -> float | None:
@@ -211,7 +235,17 @@ class Progress:
         if len(self._samples) < 2 or self._samples[-1][0] <= self._samples[0][0]:
             return 0.0
         first, last = self._samples[0], self._samples[-1]
-        return (last[place] - first[place]) / (last[0] - first[0])
+        return max(0.0, last[place] - first[place]) / (last[0] - first[0])  # a failed try takes its tokens back
+
+    @property
+    def unfinished(self) -> str:
+        """` (12 answers, 3,456 tokens; engines 789 tokens/s)`: what there is of groups that are not recorded yet."""
+        parts = []
+        if self.unfinished_answers:
+            parts.append(f"{self.unfinished_answers} answers, {self.unfinished_tokens:,} tokens")
+        if self.engines and self.engines.tokens_s is not None:
+            parts.append(f"engines {self.engines.tokens_s:,.0f} tokens/s")
+        return f" ({'; '.join(parts)})" if parts else ""
 
     def line(self) -> str:
         """The run in one line."""
@@ -222,7 +256,7 @@ class Progress:
             f"{responses_s:.1f} responses/s",
             f"{tokens_s:.0f} tokens/s",
             f"accepted {self.totals.accepted}/{self.totals.responses}",
-            f"in flight {self.in_flight}",
+            f"in flight {self.in_flight}{self.unfinished}",
         ]
         if (eta := self.eta_s()) is not None:
             parts.append(f"ETA {duration(eta)}")
@@ -230,8 +264,10 @@ class Progress:
             parts.append("failures " + " ".join(f"{kind}={n}" for kind, n in sorted(counts.items())))
         if self.failures.unscored:
             parts.append(f"unscored responses {self.failures.unscored}")
-        if self.rejected_for:
-            parts.append(f"rejected {self.rejected_for.total()}")
+        if self.rejected:
+            parts.append(f"rejected {self.rejected}")
+        if self.dropped.withheld:
+            parts.append(f"withheld {self.dropped.withheld}")
         if self.waiting_for:
             parts.append(f"waiting for {self.waiting_for}")
         return " | ".join(parts)

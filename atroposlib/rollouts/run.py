@@ -32,6 +32,7 @@ from atroposlib.rollouts.reports import Reports, html_twin
 from atroposlib.rollouts.shared_draw import SharedDraw
 from atroposlib.rollouts.sink import Sender, Sink
 from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw, content_key
+from atroposlib.rollouts.standstill import Facts, Standstill
 from atroposlib.rollouts.stop import StopSignals
 from atroposlib.rollouts.work import Work
 from atroposlib.type_definitions import Item
@@ -138,6 +139,7 @@ class Run:
         )
         self.reports = Reports(env.write_html, compress=config.compress_rollouts and not (where and where.single))
         self._display = ProgressDisplay(self.progress)
+        self._standstill = Standstill(time.monotonic())
         self._collections = RareCollections()
         self._stop = StopSignals()
         self._following: asyncio.Task[None] | None = None
@@ -279,7 +281,8 @@ class Run:
             now = time.monotonic()
             engine_down = self._env.engine_down()
             self.progress.wait_for("engine", engine_down)
-            self.progress.hint(self.sink.fruitless.sentence() or self._no_items())
+            self._note_in_flight()
+            self.progress.stand_still(self._standstill.look(self._facts(), now))
             self._raise_checked()
             self.pool.expire(self._env.config.worker_timeout, outage_s=now - previous if engine_down else 0.0)
             previous = now
@@ -298,22 +301,49 @@ class Run:
             "again ten times a second. If there are no more items, stop this environment"
         )
 
+    def _facts(self) -> Facts:
+        progress = self.progress
+        engines, dropped, fruitless = progress.engines, progress.dropped, self.sink.fruitless
+        is_set_up = progress.state in ("running", "parked")
+        return Facts(
+            is_set_up=is_set_up,
+            is_told=progress.is_parked,
+            held_back=self._env.held_back() if is_set_up and progress.mode == "serve" else None,
+            no_items=self._no_items(),
+            in_flight=progress.in_flight,
+            answers=progress.unfinished_answers,
+            tokens=progress.unfinished_tokens,
+            requests=engines.running + engines.queued if engines else None,
+            engine_tokens_s=engines.tokens_s if engines else None,
+            stored=progress.totals.groups,
+            dropped=fruitless.items,
+            fruitless=fruitless.sentence(),
+            reason=max(fruitless.reasons, key=fruitless.reasons.__getitem__, default=None),
+            withheld=dropped.withheld,
+            longest=dropped.longest,
+            scores=frozenset(dropped.scores),
+            max_token_len=self._env.max_token_len,
+        )
+
     async def _ask_engines(self) -> None:
         """Note now and then how busy the engines are."""
         slots = 0
         while True:
             loads = [load for load in await self._env.server.engine_loads() if load.is_known]
             slots = max(slots, running(loads))
-            self.progress.engines = EngineUse(running(loads), queued(loads), slots) if loads else None
+            speeds = [load.tokens_s for load in loads if load.tokens_s is not None]
+            use = EngineUse(running(loads), queued(loads), slots, sum(speeds) if speeds else None)
+            self.progress.engines = use if loads else None
             await asyncio.sleep(ENGINES_EVERY_S)
 
     def _note_in_flight(self) -> None:
         self.progress.in_flight = self.pool.in_flight
+        self.progress.unfinished_answers, self.progress.unfinished_tokens = self.pool.replies
         if self.journal:
             self.progress.reused_responses = self.journal.reused_responses
             self.progress.reused_tokens = self.journal.reused_tokens
         else:
-            self.progress.in_flight_tokens = self.pool.reply_tokens
+            self.progress.in_flight_tokens = self.progress.unfinished_tokens
 
     async def _save(self) -> None:
         self._note_in_flight()
@@ -338,8 +368,15 @@ class Run:
             raise AtroposError(
                 f"no item gave a group; the last failure: {self.failures.last['error']}; {self._where_to_look()}"
             )
+        if self.source.is_exhausted and not groups and self.sink.fruitless.items:
+            why = ", ".join(f"{reason}: {count}" for reason, count in self.sink.fruitless.reasons.most_common())
+            raise AtroposError(f"the items are used up, and none gave a usable group ({why}); look at what was dropped")
         if total is not None:
-            logger.warning("no more items: groups=%d asked=%d", groups, total)
+            logger.warning(
+                "the items are used up: groups=%d asked=%d; the same command with more items adds the rest",
+                groups,
+                total,
+            )
 
     def _where_to_look(self) -> str:
         return f"tracebacks are in {self.failures.path}" if self.failures.path else "see the log above"

@@ -41,7 +41,11 @@ async def _work(env: ServingEnvironment, run: Run) -> None:
         return
     await run.check_engines()
     await env.setup()
-    run.progress.wait_for("api", f"a trainer at the trajectory API {env.config.rollout_server_url}")
+    run.progress.wait_for(
+        "api",
+        f"a trainer at the trajectory API {env.config.rollout_server_url}: none is registered, or the API (run-api) "
+        "does not answer; rollouts begin when one is",
+    )
     await env.setup_wandb()
     await env.register_env()
     await env.get_server_info()
@@ -94,7 +98,10 @@ async def _status(env: ServingEnvironment, run: Run) -> None:
     try:
         await asyncio.wait({asking}, timeout=API_SLOW_S)
         if not asking.done():
-            run.progress.wait_for("api", f"the trajectory API {env.config.rollout_server_url}")
+            where = f"the trajectory API {env.config.rollout_server_url}"
+            run.progress.wait_for(
+                "api", f"{where}: it does not answer; what is rolled out is kept and sent when it does"
+            )
         await asking
         run.progress.wait_for("api", None)
     finally:

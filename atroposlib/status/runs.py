@@ -78,12 +78,16 @@ class RunStatus:
     completion_tokens: int = 0
     tokens_per_s_now: float = 0.0  # over the last minute; 0 when nothing runs
     in_flight: int = 0
+    unfinished_answers: int = 0  # of groups that are not recorded yet
+    unfinished_tokens: int = 0
+    engine_tokens_s: float = 0.0  # as the engines say; 0: they do not
     engine_running: int = 0  # requests, as the engines say
     engine_queued: int = 0
     engine_slots: int = 0  # the most that ever ran at once; 0: the engines do not say
     reused_tokens: int = 0  # taken from the response journal since the last start
     wasted: dict[str, int] = field(default_factory=dict)  # cause -> tokens
     rejected: dict[str, int] = field(default_factory=dict)  # groups of no use by reason, since the last start
+    withheld: int = 0  # groups recorded but kept from the trainer, too long for it; since the last start
     waiting_for: str | None = None
     last_error: str | None = None
     last_failure: dict[str, Any] | None = None  # class, item_key, error, at of the newest failed rollout
@@ -228,6 +232,7 @@ def sum_of(members: list[RunStatus], run_dir: Path) -> RunStatus:
     counted = (
         *("groups_done", "responses", "accepted", "prompt_tokens", "completion_tokens", "tokens_per_s_now"),
         *("in_flight", "engine_running", "engine_queued", "engine_slots", "reused_tokens", "starts"),
+        *("unfinished_answers", "unfinished_tokens", "engine_tokens_s", "withheld"),
     )
     return replace(
         newest,
@@ -321,6 +326,7 @@ def _evaluation(folder: Path, said: dict[str, Any]) -> RunStatus:
 def _counted(progress: Mapping[str, Any], running: bool) -> RunStatus:
     """What a progress file counts; the rest is for the caller to fill in."""
     engines = (progress.get("engines") or {}) if running else {}
+    unfinished = (progress.get("unfinished") or {}) if running else {}
     return RunStatus(
         name="",
         run_dir="",
@@ -336,12 +342,16 @@ def _counted(progress: Mapping[str, Any], running: bool) -> RunStatus:
         completion_tokens=progress.get("completion_tokens", 0),
         tokens_per_s_now=progress.get("rates", {}).get("tokens_s", 0.0) if running else 0.0,
         in_flight=progress.get("in_flight", 0) if running else 0,
+        unfinished_answers=unfinished.get("answers", 0),
+        unfinished_tokens=unfinished.get("tokens", 0),
+        engine_tokens_s=engines.get("tokens_s") or 0.0,
         engine_running=engines.get("running", 0),
         engine_queued=engines.get("queued", 0),
         engine_slots=engines.get("slots", 0),
         reused_tokens=progress.get("reused_tokens", 0),
         wasted={cause: progress.get("wasted", {}).get(cause, 0) for cause in WASTE_CAUSES},
         rejected=dict(progress.get("rejected_for") or {}),
+        withheld=progress.get("withheld", 0),
         waiting_for=progress.get("waiting_for") if running else None,
         last_failure=progress.get("last_failure"),
         tasks={name: TaskStatus(**counts) for name, counts in progress.get("tasks", {}).items()},

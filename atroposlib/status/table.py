@@ -47,6 +47,12 @@ def facts_of(status: RunStatus) -> list[tuple[str, str]]:
         return [("time", duration(status.elapsed_s))]
     tokens = f"{status.completion_tokens:,} generated, {status.prompt_tokens:,} prompt, {status.tokens_per_s:.0f} tok/s"
     facts = [("failures", ", ".join(f"{name} {status.failures.get(name, 0)}" for name in FAILURE_CLASSES))]
+    if status.in_flight:
+        made = f"{status.in_flight} groups, {status.unfinished_answers} answers, {status.unfinished_tokens:,} tokens"
+        speed = f"; engines {status.engine_tokens_s:,.0f} tokens/s" if status.engine_tokens_s else ""
+        facts.append(("in the making", made + speed))
+    if status.withheld:
+        facts.append(("withheld", f"{status.withheld} groups, too long for the trainer"))
     if status.rejected:
         facts.append(("rejected", ", ".join(f"{reason} {groups}" for reason, groups in status.rejected.items())))
     facts.append(("tokens", tokens + (f", {status.tokens_per_s_now:.0f} now" if status.running else "")))
@@ -88,6 +94,9 @@ def headline(status: RunStatus) -> str:
         ]
     if status.eta_s and status.share_done < 1:
         parts.append(f"ETA {duration(status.eta_s)}")
+    late = [service.name for service in status.services if status.running and service.state != "ready"]
+    if late and not status.waiting_for:
+        parts.append(f"waiting for {', '.join(late)} to get ready (logs: {', '.join(status.outputs.get('logs', []))})")
     if status.waiting_for:
         parts.append(f"waiting for {status.waiting_for}")
     return ", ".join(parts)

@@ -17,6 +17,7 @@ _GAUGES = {
     "running": ("sglang:num_running_reqs", "vllm:num_requests_running"),
     "queued": ("sglang:num_queue_reqs", "vllm:num_requests_waiting"),
     "retracted": ("sglang:num_retracted_reqs",),
+    "tokens_s": ("sglang:gen_throughput",),
     "token_usage": ("sglang:token_usage", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
 }
 
@@ -33,6 +34,7 @@ class EngineLoad:
     token_usage: float | None = None  # share of the KV cache in use, 0 to 1
     retracted: int | None = None  # requests that lost their KV cache and wait to start again
     slots: int | None = None  # requests that may run at once
+    tokens_s: float | None = None  # generated now
 
     @property
     def is_known(self) -> bool:
@@ -63,6 +65,7 @@ def _from_loads(base_url: str, body: bytes) -> EngineLoad | None:
             token_usage=max(rank["token_usage"] for rank in ranks),
             retracted=sum(rank.get("queues", {}).get("retracted", 0) for rank in ranks),
             slots=sum(rank.get("max_running_requests") or 0 for rank in ranks) or None,
+            tokens_s=sum(rank["gen_throughput"] for rank in ranks) if "gen_throughput" in ranks[0] else None,
         )
     except (ValueError, KeyError, TypeError):
         return None  # another engine's idea of this route
@@ -79,6 +82,7 @@ def _from_metrics(base_url: str, body: bytes) -> EngineLoad | None:
                 seen.setdefault(name, []).append(value)
     values = {field: next((seen[name] for name in names if name in seen), None) for field, names in _GAUGES.items()}
     running, queued, retracted, usage = (values[field] for field in ("running", "queued", "retracted", "token_usage"))
+    speeds = values["tokens_s"]
     if running is None:
         return None
     return EngineLoad(
@@ -87,6 +91,7 @@ def _from_metrics(base_url: str, body: bytes) -> EngineLoad | None:
         queued=int(sum(queued)) if queued is not None else None,
         token_usage=max(usage) if usage is not None else None,
         retracted=int(sum(retracted)) if retracted is not None else None,
+        tokens_s=sum(speeds) if speeds is not None else None,
     )
 
 

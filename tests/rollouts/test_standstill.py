@@ -1,0 +1,137 @@
+"""A run that stands still says why, and ends where going on is pointless."""
+
+import json
+import logging
+from collections.abc import Iterable
+
+import pytest
+from stalls import STALLS, first_sentence
+
+from atroposlib.errors import AtroposError
+from atroposlib.rollouts import run, standstill
+from atroposlib.rollouts.early_stop import Limits
+from atroposlib.rollouts.failures import NO_GROUP, FailureLog, Fruitless, TaskHealth
+from atroposlib.rollouts.groups import EQUAL_SCORES
+from atroposlib.rollouts.ledger import Totals
+from atroposlib.rollouts.progress import EngineUse, Progress
+from atroposlib.rollouts.standstill import Facts, Standstill
+from tests.rollouts.test_serve_mode import running, serving, until
+
+
+@pytest.mark.parametrize("key", STALLS)
+async def test_a_run_that_stands_still_says_what_it_waits_for(tmp_path, monkeypatch, key):
+    monkeypatch.setattr(standstill, "QUIET_S", 0.3)
+    monkeypatch.setattr(run, "TICK_S", 0.02)
+    monkeypatch.setattr(Fruitless, "FIRST_WORD_S", 0.3)
+    monkeypatch.setattr("atroposlib.rollouts.serve.API_SLOW_S", 0.2)
+    _, sentence = await first_sentence(STALLS[key], tmp_path)
+    assert sentence.startswith(STALLS[key].says)
+
+
+def looks(*facts: Facts, every_s: float = 5.0) -> list[str | None]:
+    """What is said at 0 s, 5 s, 10 s, ..."""
+    watch = Standstill(0.0)
+    return [watch.look(each, index * every_s) for index, each in enumerate(facts)]
+
+
+MOVING = {
+    "answers come": [Facts(in_flight=4, answers=n) for n in range(6)],
+    "groups are stored": [Facts(stored=n) for n in range(6)],
+    "tokens come": [Facts(in_flight=1, tokens=n) for n in range(6)],
+    "something else speaks": [Facts(is_told=True)] * 6,
+    "some groups are dropped": [Facts(stored=n // 2, dropped=n % 2) for n in range(6)],
+    "some groups are withheld": [Facts(in_flight=1, stored=2 * n, withheld=n) for n in range(6)],
+    "nothing is asked of it": [Facts()] * 6,
+}
+
+
+@pytest.mark.parametrize("facts", MOVING.values(), ids=MOVING)
+def test_a_run_that_moves_says_nothing(facts):
+    assert looks(*facts) == [None] * 6
+
+
+def test_after_an_outage_the_clock_starts_again():
+    told, quiet = Facts(is_told=True, in_flight=2), Facts(in_flight=2)
+    assert looks(told, told, quiet)[-1] is None
+    assert "answers: 2 groups are in the making" in (looks(told, told, quiet, quiet)[-1] or "")
+
+
+SAID = "a group to keep: ..."
+
+
+def fruitless(reason: str, items: int, scores: Iterable[float] = (0.0,), stored: int = 0) -> Facts:
+    return Facts(
+        stored=stored, dropped=items, fruitless="a group to keep: ...", reason=reason, scores=frozenset(scores)
+    )
+
+
+POINTLESS = {
+    "the same score in every group": fruitless(EQUAL_SCORES, 200),
+    "a wrong size": fruitless("3 sequences instead of 2", 200, [0.0, 1.0]),
+    "no group at all": fruitless(NO_GROUP, 1000, ()),
+}
+
+
+@pytest.mark.parametrize("facts", POINTLESS.values(), ids=POINTLESS)
+def test_a_run_ends_when_nothing_ever_came_of_many_items(facts):
+    with pytest.raises(AtroposError, match="the run ends, as nothing comes of it: it waits for a group to keep"):
+        looks(Facts(), facts)
+
+
+PATIENT = {
+    "a few": fruitless(EQUAL_SCORES, 199),
+    "other scores were seen": fruitless(EQUAL_SCORES, 9999, [0.0, 1.0]),
+    "some were stored": fruitless(EQUAL_SCORES, 9999, stored=1),
+    "items that are skipped": fruitless(NO_GROUP, 999),
+}
+
+
+@pytest.mark.parametrize("facts", PATIENT.values(), ids=PATIENT)
+def test_a_run_from_which_something_may_come_goes_on_and_speaks(facts):
+    assert looks(Facts(stored=facts.stored), facts)[-1] == SAID
+
+
+async def test_groups_withheld_from_the_trainer_are_counted_as_such(tmp_path):
+    from memory_api import MemoryApi
+
+    env, _ = serving(api=MemoryApi(max_token_len=2), total_groups=5, rollouts_dir=str(tmp_path))
+    async with running(env) as task:
+        await until(task.done)
+    said = json.loads((tmp_path / "counting_progress_main.json").read_text())
+    assert (said["withheld"], said["rejected"], said["groups_done"]) == (5, 0, 5)
+    assert "withheld 5" in env._run.progress.line()
+
+
+def make_progress() -> Progress:
+    totals, failures = Totals(), FailureLog(None, env="e", run="r")
+    return Progress(None, "e", "process", Limits(), totals, failures, TaskHealth(10, run_limit=30))
+
+
+def test_tokens_and_answers_of_unfinished_groups_count_in_the_rates(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("atroposlib.rollouts.progress.time.monotonic", lambda: now)
+    progress = make_progress()
+    progress.sample()
+    now = 110.0
+    progress.unfinished_answers, progress.unfinished_tokens = 4, 120_000
+    progress.engines = EngineUse(running=12, queued=0, slots=16, tokens_s=900.0)
+    progress.sample()
+    assert progress.rates() == (0.0, 0.4, 12_000.0)
+    assert "in flight 0 (4 answers, 120,000 tokens; engines 900 tokens/s)" in progress.line()
+    now = 115.0
+    progress.unfinished_tokens = 0  # the try failed
+    progress.sample()
+    assert progress.rates()[2] == 0.0
+
+
+def test_one_cause_is_logged_once_in_a_while(monkeypatch, caplog):
+    now = 0.0
+    monkeypatch.setattr("atroposlib.rollouts.progress.time.monotonic", lambda: now)
+    progress = make_progress()
+    with caplog.at_level(logging.WARNING):
+        for sentence in ("answers: 1", None, "answers: 2", "an item: x"):
+            progress.stand_still(sentence)
+        now = 700.0
+        progress.stand_still("answers: 3")
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["waiting for answers: 1", "waiting for an item: x", "waiting for answers: 3"]
