@@ -20,7 +20,7 @@ test: ## every test; loopback only
 bench-scale: ## 50,000 x 16 through a mock engine, with kills and faults: an hour; SCALE="--problems 2000" for less
 	$(PYTHON) -m tests.scale $(SCALE)
 
-test-slurm: ## the SLURM scripts on a one-node SLURM that the tests start; root on Debian, about eight minutes
+test-slurm: ## the SLURM scripts on SLURMs of one and of three nodes that the tests start; root on Debian
 	ATROPOS_SLURM=long $(PYTHON) -m pytest tests/slurm
 
 test-slurm-short: ## the part of it that CI runs, under two minutes

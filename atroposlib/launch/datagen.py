@@ -66,6 +66,7 @@ def run_datagen(config: DatagenConfig, on_progress: OnProgress) -> RunStatus:
         try:
             if not _is_complete(config):
                 asyncio.run(_Run(config, record, on_progress).to_the_end(model))
+                _tell_if_short(config)
             link_rollouts(config)
             if config.share.member and (missing := groups_missing(config)):
                 logger.info("this member is done; others have the last problems: missing=%d", missing)
@@ -229,3 +230,10 @@ def _is_complete(config: DatagenConfig) -> bool:
         return groups_missing(config) == 0
     said = read_json(Path(config.run_dir) / PROGRESS_FILE) or {}
     return said.get("state") == "done" and said.get("groups_done", 0) >= config.problems
+
+
+def _tell_if_short(config: DatagenConfig) -> None:
+    """The environment ended by itself; it may have had fewer items than were asked for."""
+    status = read_status(config.work_dir)
+    if not config.share.member and status.groups_done < config.problems and status.limit_share < 1:
+        logger.warning("the items are used up: %d of %d problems are recorded", status.groups_done, config.problems)

@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig, ExportConfig
 from atroposlib.launch.model_checks import Model
 from atroposlib.launch.sharing import rollout_folders
@@ -10,23 +11,25 @@ from atroposlib.launch.sharing import rollout_folders
 logger = logging.getLogger(__name__)
 
 
-def export_all(config: DatagenConfig, model: Model) -> tuple[list[str], list[str]]:
-    """Write every export again from all rollouts of the run.
+def export_all(config: DatagenConfig, model: Model) -> list[Path]:
+    """Write every export again from all rollouts of the run; the paths written.
 
-    Returns:
-        The paths written, and a sentence for each dataset that would have been empty: the rollouts are still there.
+    Raises:
+        LaunchError: a dataset would be empty, said once the others are written; the rollouts are still there.
     """
     from atroposlib.data.report import NothingKept
 
-    written: list[str] = []
+    written: list[Path] = []
     empty: list[str] = []
     for entry in config.export:
         try:
-            written.append(str(_export(entry, config, model)))
+            written.append(_export(entry, config, model))
         except NothingKept as error:
             above = f"above_score is {entry.above_score:g}"
             empty.append(f"{entry.path} would be empty: {error}; {above}: lower it and run the same command again")
-    return written, empty
+    if empty:
+        raise LaunchError("the run is complete, but " + "; ".join(empty))
+    return written
 
 
 def _export(entry: ExportConfig, config: DatagenConfig, model: Model) -> Path:

@@ -5,6 +5,7 @@ Every check returns sentences; all of them are shown at once, so that one look a
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -28,16 +29,18 @@ from atroposlib.launch.sharing import has_recorded
 from atroposlib.paths import writable_dir
 from atroposlib.status.runs import RUN_FILE, read_status
 
+logger = logging.getLogger(__name__)
+
 SETTINGS_FILE = "settings.json"
 _BYTES_PER_TOKEN = 40  # id, mask and log-probability as JSON text, and the message text
 
 
-def preflight(config: DatagenConfig, *, starts: bool = True, say: Callable[[str], object] = lambda line: None) -> Model:
+def preflight(config: DatagenConfig, *, starts: bool = True, say: Callable[[str], object] | None = None) -> Model:
     """Check everything that can be checked; fetch the embedded model when it is not there yet.
 
     Args:
         starts: the run begins here and now; else GPUs are only looked at where there are some.
-        say: told the lines with which the environment describes the problems that it will ask.
+        say: told the lines with which the environment describes the problems that it will ask; None: the log is.
 
     Raises:
         LaunchError: one line per problem, each with what to do.
@@ -60,7 +63,7 @@ def preflight(config: DatagenConfig, *, starts: bool = True, say: Callable[[str]
                 wrong, lines = check_environment(config, model)
                 problems += wrong
                 for line in lines:
-                    say(line)
+                    (say or logger.info)(line)
         except AtroposError as error:
             problems.append(str(error))
     if model is None or problems:

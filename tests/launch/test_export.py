@@ -22,7 +22,7 @@ def test_a_member_that_recorded_nothing_does_not_stop_the_export_of_the_others(t
     (busy / "env_rollouts_r_0001.jsonl").write_text(json.dumps({**group, "inference_logprobs": [[1.0, -0.5]]}) + "\n")
     values = {"name": "r", "run_dir": str(tmp_path), "problems": 1, "responses": 1, "share": {"member": "task0"}}
     config = DatagenConfig.model_validate({**values, "environment": {"script": "env.py"}})
-    assert export_all(config, Model("m", "m", "m", "m")) == ([str(tmp_path / "sft.jsonl")], [])
+    assert export_all(config, Model("m", "m", "m", "m")) == [tmp_path / "sft.jsonl"]
     assert len((tmp_path / "sft.jsonl").read_text().splitlines()) == 1
 
 

@@ -1,7 +1,9 @@
 """A one-node SLURM cluster for these tests, and jobs in it. `make test-slurm` runs them; they need root on Debian."""
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,8 +18,10 @@ import zstandard
 
 from atroposlib.launch.lock import start_time
 from tests.data.small_tokenizer import write_tokenizer
+from tests.slurm.small_checkout import write_checkout
 
 HERE = Path(__file__).parent
+LOCAL_SLURM = str(HERE / "local-slurm.sh")
 REPOSITORY = HERE.parents[1]
 FORM = os.environ.get("ATROPOS_SLURM", "")
 PROBLEMS, RESPONSES = 24, 4
@@ -35,27 +39,64 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "short: also in the short form of the SLURM tests")
 
 
-@pytest.fixture(scope="session")
-def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
-    """Environment variables with which SLURM's commands reach the cluster."""
-    folder = tmp_path_factory.mktemp("slurm")
-    cluster = {"LOCAL_SLURM_DIR": str(folder), "LOCAL_SLURM_PORT": str(two_free_ports())}
-    environ = {**os.environ, **cluster, "LOCAL_SLURM_CPUS": "16", "LOCAL_SLURM_GPUS": "8"}
-    script = str(HERE / "local-slurm.sh")
-    started = subprocess.run([script, "start"], env=environ, capture_output=True, text=True, timeout=300)
+@contextlib.contextmanager
+def cluster(folder: Path, nodes: int) -> Iterator[dict[str, str]]:
+    """Environment variables with which SLURM's commands, and `local-slurm.sh`, reach a cluster of its own."""
+    settings = {
+        "LOCAL_SLURM_DIR": str(folder),
+        "LOCAL_SLURM_PORT": str(neighbouring_ports(nodes + 1)),
+        "LOCAL_SLURM_NODES": str(nodes),
+        "LOCAL_SLURM_NODE_TIMEOUT": "15",
+        "LOCAL_SLURM_CPUS": "16",
+        "LOCAL_SLURM_GPUS": "8",
+    }
+    environ = {**os.environ, **settings, "SLURM_CONF": str(folder / "slurm.conf")}
+    started = subprocess.run([LOCAL_SLURM, "start"], env=environ, capture_output=True, text=True, timeout=300)
     if started.returncode:
         pytest.fail(f"no SLURM cluster here:\n{started.stderr}")
-    yield {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-    subprocess.run([script, "stop"], env=environ, check=True, capture_output=True, timeout=120)
+    yield environ
+    subprocess.run([LOCAL_SLURM, "stop"], env=environ, check=True, capture_output=True, timeout=120)
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
+    """A cluster of one node."""
+    with cluster(tmp_path_factory.mktemp("slurm"), 1) as environ:
+        yield environ
+
+
+@pytest.fixture(scope="session")
+def three_nodes(tmp_path_factory) -> Iterator[dict[str, str]]:
+    """A cluster of three nodes, each with an address of its own on this machine."""
+    hosts, before = Path("/etc/hosts"), Path("/etc/hosts").read_text()
+    names = [f"127.0.1.{number} n{number}\n" for number in (1, 2, 3) if f" n{number}\n" not in before]
+    hosts.write_text(before + "".join(names))
+    try:
+        with cluster(tmp_path_factory.mktemp("slurm3"), 3) as environ:
+            yield environ
+    finally:
+        hosts.write_text(before)
 
 
 @pytest.fixture
 def run(slurm, tmp_path) -> Iterator["SlurmRun"]:
-    """A folder to submit from, with the repository's scripts and a small model."""
+    """A home to submit from, with the repository's scripts, a small model and a small checkout of InternBootcamp."""
+    yield from submitting(tmp_path, slurm)
+
+
+@pytest.fixture
+def run3(three_nodes, tmp_path) -> Iterator["SlurmRun"]:
+    """The same on three nodes."""
+    yield from submitting(tmp_path, three_nodes)
+
+
+def submitting(tmp_path: Path, slurm: dict[str, str]) -> Iterator["SlurmRun"]:
     for name in ("slurm", "configs", "environments"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     model = write_tokenizer(tmp_path / "model")
     (model / "config.json").write_text(json.dumps({"vocab_size": 512, "max_position_embeddings": 32768}))
+    write_checkout(tmp_path / "InternBootcamp")
+    (tmp_path / "quarantine.json").write_text('{"Brokenbootcamp": "the package a_package_that_nobody_has is missing"}')
     this = SlurmRun(tmp_path, slurm)
     yield this
     for job in this.jobs:
@@ -79,7 +120,8 @@ class SlurmRun:
             "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
             "PYTHONPATH": f"{HERE / 'stand_in'}:{REPOSITORY}",
             "MODEL": str(self.folder / "model"),
-            "DATA": str(self.folder / "data"),
+            "HOME": str(self.folder),
+            "QUARANTINE": str(self.folder / "quarantine.json"),
             "NAME": "r1",
             "PORT": "",
             "PROBLEMS": str(PROBLEMS),
@@ -131,7 +173,7 @@ class SlurmRun:
 
     @property
     def data(self) -> Path:
-        return self.folder / "data" / "r1"
+        return self.folder / "atropos" / "data" / "r1"
 
     def groups(self) -> list[dict]:
         """Every whole line of every rollout file, shards of all members included."""
@@ -158,6 +200,20 @@ class SlurmRun:
     def restarts(self) -> dict[str, int]:
         return {service["name"]: service["restarts"] for service in self.record()["services"]}
 
+    def lose_node(self, node: str) -> None:
+        """Kill everything that runs on the node, its slurmd too; SLURM notices by itself."""
+        pid = Path(self.environ["LOCAL_SLURM_DIR"], f"slurmd.{node}.pid").read_text().split()[0]
+        os.kill(int(pid), signal.SIGKILL)
+        while pids := processes_of(node):
+            for each in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+            time.sleep(0.1)
+
+    def start_node(self, node: str) -> None:
+        """The node is back."""
+        subprocess.run([LOCAL_SLURM, "start-node", node], env=self.environ, check=True, timeout=60)
+
     def wait_services_gone(self) -> None:
         pids = [service["pid"] for service in self.record()["services"]]
         self.until(lambda: all(start_time(pid) is None for pid in pids), lambda: f"still there: {pids}")
@@ -169,6 +225,16 @@ class SlurmRun:
         assert {len(group["tokens"]) for group in groups} == {RESPONSES}
 
 
+def processes_of(node: str) -> list[int]:
+    """Processes of the node's jobs, known by the variable that slurmd gives them."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"SLURMD_NODENAME={node}".encode() in environ.read_bytes().split(b"\0"):
+                found.append(int(environ.parent.name))
+    return found
+
+
 def read(path: Path) -> bytes:
     if path.suffix != ".zst":
         return path.read_bytes()
@@ -176,14 +242,16 @@ def read(path: Path) -> bytes:
         return stream.read()
 
 
-def two_free_ports() -> int:
-    """The first of two neighbouring ports that nobody uses."""
+def neighbouring_ports(count: int) -> int:
+    """The first of `count` ports in a row that nobody uses."""
     while True:
-        with socket.socket() as first, socket.socket() as second:
+        with contextlib.ExitStack() as stack:
+            first, *others = [stack.enter_context(socket.socket()) for _ in range(count)]
             first.bind(("127.0.0.1", 0))
             port = first.getsockname()[1]
             try:
-                second.bind(("127.0.0.1", port + 1))
+                for distance, other in enumerate(others, 1):
+                    other.bind(("127.0.0.1", port + distance))
             except (OSError, OverflowError):
                 continue
             return port

@@ -1,0 +1,1 @@
+"""A stand-in for SGLang's router in the SLURM tests."""
