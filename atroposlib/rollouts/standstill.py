@@ -14,10 +14,11 @@ from atroposlib.rollouts.groups import EQUAL_SCORES
 
 QUIET_S = 6.0
 """Seconds without a sign of life before something is said: within ten it is in the log and in the progress file."""
-HOPELESS_ITEMS = 200
-"""Items in a row without a usable group, with none before, after which a run ends."""
-HOPELESS_FILTER = 1000
-"""The same where they gave no group at all: an environment may mean to skip most of them."""
+HOPELESS = {EQUAL_SCORES: 1000, NO_GROUP: 500}
+"""Items in a row without a usable group, with none before, after which a run ends, by reason: one solved response in
+2,000 gives every 125th group of 16 different scores, and an environment may mean to skip most of its items."""
+HOPELESS_FORM = 200
+"""The same for any other reason, such as a wrong size."""
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ def _is_pointless(facts: Facts) -> bool:
     """Nothing was ever stored, and the way in which groups are of no use does not depend on the model's luck."""
     if facts.stored or (facts.reason == EQUAL_SCORES and len(facts.scores) > 1):
         return False
-    return facts.dropped >= (HOPELESS_FILTER if facts.reason == NO_GROUP else HOPELESS_ITEMS)
+    return facts.dropped >= HOPELESS.get(facts.reason or "", HOPELESS_FORM)
 
 
 def _unmoved(facts: Facts) -> str | None:

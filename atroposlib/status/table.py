@@ -94,7 +94,7 @@ def headline(status: RunStatus) -> str:
         ]
     if status.eta_s and status.share_done < 1:
         parts.append(f"ETA {duration(status.eta_s)}")
-    late = [service.name for service in status.services if status.running and service.state != "ready"]
+    late = [service.name for service in status.services if status.running and service.state == "starting"]
     if late and not status.waiting_for:
         parts.append(f"waiting for {', '.join(late)} to get ready (logs: {', '.join(status.outputs.get('logs', []))})")
     if status.waiting_for:

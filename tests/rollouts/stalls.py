@@ -193,7 +193,7 @@ STALLS: dict[str, Stall] = {
         "a group to keep: the last",
     ),
     "constant scores": Stall(
-        "the same, 200 times in a row with one score",
+        "the same, 1,000 times in a row with one score",
         lambda f: writing(f, EqualScoresAtOnce, ensure_scores_are_not_same=True),
         "the run ends, as nothing comes of it: it waits for a group to keep",
         ends=True,
@@ -204,7 +204,7 @@ STALLS: dict[str, Stall] = {
         "a group to keep: the last",
     ),
     "never a group": Stall(
-        "the same, 1,000 times in a row",
+        "the same, 500 times in a row",
         lambda f: writing(f, GivesNothingAtOnce),
         "the run ends, as nothing comes of it: it waits for a group to keep",
         ends=True,

@@ -23,6 +23,7 @@ async def test_a_run_that_stands_still_says_what_it_waits_for(tmp_path, monkeypa
     monkeypatch.setattr(standstill, "QUIET_S", 0.3)
     monkeypatch.setattr(run, "TICK_S", 0.02)
     monkeypatch.setattr(Fruitless, "FIRST_WORD_S", 0.3)
+    monkeypatch.setattr(standstill, "HOPELESS", {EQUAL_SCORES: 50, NO_GROUP: 50})
     monkeypatch.setattr("atroposlib.rollouts.serve.API_SLOW_S", 0.2)
     _, sentence = await first_sentence(STALLS[key], tmp_path)
     assert sentence.startswith(STALLS[key].says)
@@ -66,9 +67,9 @@ def fruitless(reason: str, items: int, scores: Iterable[float] = (0.0,), stored:
 
 
 POINTLESS = {
-    "the same score in every group": fruitless(EQUAL_SCORES, 200),
+    "the same score in every group": fruitless(EQUAL_SCORES, 1000),
     "a wrong size": fruitless("3 sequences instead of 2", 200, [0.0, 1.0]),
-    "no group at all": fruitless(NO_GROUP, 1000, ()),
+    "no group at all": fruitless(NO_GROUP, 500, ()),
 }
 
 
@@ -79,10 +80,10 @@ def test_a_run_ends_when_nothing_ever_came_of_many_items(facts):
 
 
 PATIENT = {
-    "a few": fruitless(EQUAL_SCORES, 199),
+    "a few": fruitless(EQUAL_SCORES, 999),
     "other scores were seen": fruitless(EQUAL_SCORES, 9999, [0.0, 1.0]),
     "some were stored": fruitless(EQUAL_SCORES, 9999, stored=1),
-    "items that are skipped": fruitless(NO_GROUP, 999),
+    "items that are skipped": fruitless(NO_GROUP, 499),
 }
 
 
