@@ -473,7 +473,7 @@ class BaseEnv(TrainerSide):
                 await self._prepare(group, item)
                 usable.append(group)
             else:
-                self._note_rejected(reason, group["scores"])
+                self._note_rejected(reason, group.get("scores", []))
                 dropped_for = reason
         if self._run is None:
             return 0

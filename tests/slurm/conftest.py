@@ -201,14 +201,13 @@ class SlurmRun:
         return {service["name"]: service["restarts"] for service in self.record()["services"]}
 
     def lose_node(self, node: str) -> None:
-        """Kill everything that runs on the node, its slurmd too; SLURM notices by itself."""
-        pid = Path(self.environ["LOCAL_SLURM_DIR"], f"slurmd.{node}.pid").read_text().split()[0]
-        os.kill(int(pid), signal.SIGKILL)
-        while pids := processes_of(node):
-            for each in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGKILL)
-            time.sleep(0.1)
+        """Kill everything that runs on the node, first of all what would report it; SLURM notices by itself."""
+        slurmd = int(Path(self.environ["LOCAL_SLURM_DIR"], f"slurmd.{node}.pid").read_text().split()[0])
+        pids = processes_of(node)
+        for each in [slurmd, *filter(is_step_daemon, {parent_of(pid) for pid in pids}), *pids]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        self.until(lambda: not processes_of(node), lambda: f"still there: {processes_of(node)}")
 
     def start_node(self, node: str) -> None:
         """The node is back."""
@@ -233,6 +232,20 @@ def processes_of(node: str) -> list[int]:
             if f"SLURMD_NODENAME={node}".encode() in environ.read_bytes().split(b"\0"):
                 found.append(int(environ.parent.name))
     return found
+
+
+def parent_of(pid: int) -> int:
+    """Its parent's number; 1 for a process that is gone."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 1
+
+
+def is_step_daemon(pid: int) -> bool:
+    """The process watches a step of a job for slurmd."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd")
+    return False
 
 
 def read(path: Path) -> bytes:
