@@ -213,7 +213,7 @@ class Program:
         return [
             *(self._tools.bwrap, "--json-status-fd", str(status), "--seccomp", str(seccomp)),
             *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup"),
-            *("--as-pid-1", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"),
+            *("--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"),
             *self._privileges(),
             *(word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)),
             *("--setenv", "PATH", f"{sys.base_prefix}/bin:{PATH}"),
@@ -233,18 +233,17 @@ class Program:
         ]
 
     def _privileges(self) -> list[str]:
-        if self._tools.is_root:  # a user of its own is stronger than a namespace in which root is called otherwise
-            return [
-                "--cap-drop",
-                "ALL",
-                "--cap-add",
-                "CAP_SETUID",
-                "--cap-add",
-                "CAP_SETGID",
-                "--cap-add",
-                "CAP_SETPCAP",
-            ]
-        return ["--unshare-user", "--uid", str(_USER), "--gid", str(_USER), "--disable-userns", "--cap-drop", "ALL"]
+        """Return who the program is.
+
+        Root's is another user, which can do nothing to bubblewrap as its first process. Otherwise both are one user,
+        and bubblewrap's first process has no filter, so that a shell under the filter takes its place.
+        """
+        if self._tools.is_root:  # bubblewrap stays, as nobody but root may kill for it when the caller dies
+            added = (word for name in ("SETUID", "SETGID", "SETPCAP") for word in ("--cap-add", f"CAP_{name}"))
+            return ["--cap-drop", "ALL", *added]
+        name = str(_USER)
+        namespace = ["--unshare-user", "--uid", name, "--gid", name, "--disable-userns"]
+        return [*namespace, "--cap-drop", "ALL", "--as-pid-1"]
 
     def _drop_root(self) -> list[str]:
         user = str(self._user)
@@ -264,7 +263,6 @@ class Program:
 
 ENVIRONMENT = {"HOME": WORK, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _RUNNING = '"$@"; exit $?'
-"""The first process is a shell: bubblewrap's own has no seccomp filter, and a program could write to its memory."""
 _KEEPING = (
     '"$@" </.stdin; code=$?; '
     "tar -cf - --ignore-failed-read --null --verbatim-files-from -T /.keep >&0 2>/dev/null; exit $code"
@@ -415,7 +413,7 @@ class Usage:
 
 
 def usage_of(first: int) -> Usage:
-    """Return what a sandbox uses. `first` is its first process, a shell."""
+    """Return what a sandbox uses. `first` is its first process, which is not among those counted."""
     processes = list(_descendants(first))
     memory, ticks = 0, 0
     for process in (first, *processes):

@@ -189,6 +189,7 @@ def _compatible(match: re.Match[str]) -> str:
 
 
 _SPELLINGS = [
+    (re.compile(r"(?<!\\)\$(\d[\d.,]*)\$"), r"\1"),
     (re.compile(r"√\s*(\d+(?:\.\d+)?|[A-Za-z])"), r"\\sqrt{\1}"),
     (re.compile(r"√"), r"\\sqrt"),
     (re.compile(r"(?<!\\)\\!|\\(?:displaystyle|textstyle|limits|left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?"), ""),
@@ -202,6 +203,7 @@ _SPELLINGS = [
     (re.compile(r"\\rangle(?![A-Za-z])"), ")"),
     (re.compile(r"\^?\\degree(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}"), r"^\\circ "),
     (re.compile(r"\\varnothing(?![A-Za-z])|\\\{ *\\\}"), r"\\emptyset "),
+    (re.compile(r"(?<=\d) +i(?![A-Za-z])"), "i"),
     (re.compile(r" +"), " "),
 ]
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"), ('"', '"'))
@@ -402,6 +404,8 @@ def _with_tail(quantity: Quantity, tail: str) -> Quantity | None:
         return replace(quantity, unit=_UNITS["degree" + scale]) if "degree" + scale in _UNITS else None
     if base := re.fullmatch(r"_ *\{? *(\d+|ten|two|eight|sixteen) *\}?", tail):
         return replace(quantity, unit=Unit((("base " + base[1], 1),), Fraction(1)))
+    if tail == "¢":
+        return replace(quantity, unit=_UNITS["cent"])
     if tail in ("$", "€", "£", "¥"):
         return replace(quantity, unit=_UNITS["dollar"] if tail == "$" else Unit(((tail, 1),), Fraction(1)))
     if not _TAIL_WORDS.fullmatch(tail):

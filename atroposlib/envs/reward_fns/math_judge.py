@@ -191,6 +191,7 @@ def compare(answer: str, gold: str, tolerance: float = TOLERANCE) -> tuple[bool 
         _LABEL.sub("", _unwrapped(answer)).strip() or answer,
         _LABEL.sub("", _unwrapped(gold)).strip() or gold,
     )
+    answer, gold = _both_signs(answer), _both_signs(gold)
     if r"\approx" in answer and r"\approx" not in gold:
         return _compare_approximation(answer, gold, tolerance)
     claims = [part.strip() for part in _EQUALS.split(answer)]
@@ -211,6 +212,15 @@ def compare(answer: str, gold: str, tolerance: float = TOLERANCE) -> tuple[bool 
         if (outcome := look(answer, gold, tolerance)) is not None:
             return outcome, look.__name__.removeprefix("_compare_") + " compared", None
     return _ask(answer, gold)
+
+
+def _both_signs(text: str) -> str:
+    """Write `1 \\pm x` as the list of two that it is."""
+    parts = split_parts(text)
+    if r"\pm" not in text or parts.brackets not in ("", "{}"):
+        return text
+    pieces = [part.split(r"\pm") if part.count(r"\pm") == 1 else [part] for part in parts.texts]
+    return ", ".join(sign.join(piece).strip(" +") for piece in pieces for sign in ("+", "-")[: len(piece)])
 
 
 def _squashed(text: str) -> str:
