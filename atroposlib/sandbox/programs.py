@@ -11,6 +11,7 @@ import io
 import json
 import os
 import platform
+import resource
 import select
 import shutil
 import signal
@@ -67,7 +68,7 @@ class Outcome:
     stdout: bytes
     stderr: bytes
     wall_s: float
-    cpu_s: float
+    cpu_s: float  # where we are root as seen from outside, so up to 50 ms too low
     peak_memory_mb: float  # as seen from outside, so 0 for a program that is gone within 10 ms
     files: dict[str, bytes] = field(default_factory=dict)  # of those asked for, the regular ones
 
@@ -84,7 +85,7 @@ def find_tools() -> Tools:
     """Return the tools of this machine; SandboxError names what is missing. `host` tries whether they hold."""
     bwrap = shutil.which("bwrap", path=PATH)
     is_root = os.geteuid() == 0
-    absent = [name for name in ("prlimit", "tar", *(["setpriv"] if is_root else [])) if not _is_tool(name)]
+    absent = [name for name in ("tar", *(["setpriv"] if is_root else [])) if not _is_tool(name)]
     wrong = {
         f"this is {sys.platform}, and only Linux is known": sys.platform != "linux",
         f"the processor is {platform.machine()}, known are {', '.join(ARCHITECTURES)}": platform.machine()
@@ -155,11 +156,12 @@ class Program:
 
     def _watched(self) -> Outcome:
         status_read, status_write = os.pipe()
+        hold, release = os.pipe()  # until the limits are set
         channel, theirs = socket.socketpair()
         with open(status_read, "rb") as status, channel, theirs:
             stdin = theirs.fileno() if self._keep else self._memory(self._stdin)
             seccomp = self._memory(filter_program())
-            arguments = self._arguments(status_write, seccomp)
+            arguments = self._arguments(status_write, seccomp, hold)
             begun = time.monotonic()
             try:
                 process = subprocess.Popen(
@@ -169,13 +171,16 @@ class Program:
                     stderr=subprocess.PIPE,
                     env={},
                     cwd="/",
-                    pass_fds=(status_write, *self._descriptors),
+                    pass_fds=(status_write, hold, *self._descriptors),
                     start_new_session=True,
                 )
             finally:
                 os.close(status_write)
+                os.close(hold)
+                self._descriptors.append(release)
             theirs.close()
-            watch = _Watch(process, status, channel if self._keep else None, self._wake, self._limits, begun)
+            kept = channel if self._keep else None
+            watch = _Watch(process, status, kept, self._wake, release, self._limits, begun)
             ended_by = watch.until_end()
         return self._outcome(watch, ended_by)
 
@@ -207,11 +212,11 @@ class Program:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         return descriptor
 
-    def _arguments(self, status: int, seccomp: int) -> list[str]:
+    def _arguments(self, status: int, seccomp: int, hold: int) -> list[str]:
         """Return the command that sets up the sandbox and runs the program in it."""
         limits = self._limits
         return [
-            *(self._tools.bwrap, "--json-status-fd", str(status), "--seccomp", str(seccomp)),
+            *(self._tools.bwrap, "--json-status-fd", str(status), "--seccomp", str(seccomp), "--block-fd", str(hold)),
             *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup"),
             *("--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"),
             *self._privileges(),
@@ -225,9 +230,6 @@ class Program:
             *("--symlink", WORK, "/tmp"),
             *self._given_files(),
             *("--remount-ro", "/", "--chdir", WORK, "--"),
-            *("/usr/bin/prlimit", f"--nproc={limits.processes}", f"--nofile={limits.open_files}", "--core=0"),
-            *(f"--fsize={limits.file_mb * 2**20}", f"--cpu={int(limits.cpu_s) + 1}", f"--as={_address_space(limits)}"),
-            "--",
             *(self._drop_root() if self._tools.is_root else ()),
             *self._command,
         ]
@@ -279,10 +281,12 @@ class _Watch:
         status: io.BufferedReader,
         channel: socket.socket | None,
         wake: socket.socket,
+        release: int,
         limits: Limits,
         begun: float,
     ) -> None:
-        self._process, self._limits, self._begun, self._wake = process, limits, begun, wake
+        self._process, self._limits, self._begun, self._wake, self._release = process, limits, begun, wake, release
+        self._first_fd: int | None = None
         self.stdout, self.stderr, self.channel, self._status = bytearray(), bytearray(), bytearray(), bytearray()
         self._init: int | None = None  # the sandbox's first process; all others die with it
         self.exit_code: int | None = None
@@ -324,6 +328,8 @@ class _Watch:
             for descriptor in ready & self._sources.keys():
                 if not self._read(descriptor):
                     poll.unregister(descriptor)
+            if self._first_fd is None and (first := self._first_process()) is not None:
+                self._limit(first)
             if self._wake.fileno() in ready:
                 raise SandboxError("the program was cancelled")
             if len(self.stdout) + len(self.stderr) > self._limits.output_bytes:
@@ -378,22 +384,31 @@ class _Watch:
             self._init = json.loads(self._status.partition(b"\n")[0]).get("child-pid")
         return self._init
 
+    def _limit(self, first: int) -> None:
+        """Set the kernel's limits on the first process, whose children inherit them, and let it begin."""
+        self._first_fd = os.pidfd_open(first)
+        for name, value in kernel_limits(self._limits).items():
+            resource.prlimit(first, name, (value, value))
+        os.write(self._release, b"x")
+
     def _kill(self) -> None:
         """Kill the sandbox's first process, with which its namespace ends."""
-        if self._process.returncode is None:
-            first = self._first_process()
-            with contextlib.suppress(ProcessLookupError):
-                if first is not None and _parent_of(first) == self._process.pid:
-                    os.kill(first, signal.SIGKILL)
-                else:
-                    os.kill(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            if self._first_fd is not None:
+                signal.pidfd_send_signal(self._first_fd, signal.SIGKILL)
+            elif self._process.returncode is None:
+                os.kill(self._process.pid, signal.SIGKILL)
 
     def _reap(self, pidfd: int) -> None:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        if not poll.poll(_END_TIMEOUT_S * 1000):
-            os.kill(self._process.pid, signal.SIGKILL)
-            raise SandboxError(f"the sandbox did not end within {_END_TIMEOUT_S:g} s of being killed")
+        """Return when the first process and bubblewrap are gone, and with them everything in the sandbox."""
+        for descriptor in (self._first_fd, pidfd):
+            if descriptor is not None:
+                poll = select.poll()
+                poll.register(descriptor, select.POLLIN)
+                if not poll.poll(_END_TIMEOUT_S * 1000):
+                    raise SandboxError(f"the sandbox did not end within {_END_TIMEOUT_S:g} s of being killed")
+        if self._first_fd is not None:
+            os.close(self._first_fd)
         _, ending, used = os.wait4(self._process.pid, 0)
         self._process.returncode = os.waitstatus_to_exitcode(ending)
         self.wall_s = time.monotonic() - self._begun
@@ -463,12 +478,6 @@ def _kilobytes(process: int, table: str, names: tuple[bytes, ...]) -> int:
     return 0
 
 
-def _parent_of(process: int) -> int | None:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
-    return None
-
-
 # ---------------------------------------------------------------- in and out
 
 _LAST_WORDS: dict[bytes, Verdict] = {
@@ -519,9 +528,16 @@ def _as_bytes(content: bytes | str) -> bytes:
     return content.encode() if isinstance(content, str) else content
 
 
-def _address_space(limits: Limits) -> int:
-    """Return the bytes of address space of one process: far above its memory, as interpreters reserve much."""
-    return (2 * limits.memory_mb + 1024) * 2**20
+def kernel_limits(limits: Limits) -> dict[int, int]:
+    """Return what the kernel holds each process to. Address space far above memory, as interpreters reserve much."""
+    return {
+        resource.RLIMIT_NPROC: limits.processes,
+        resource.RLIMIT_NOFILE: limits.open_files,
+        resource.RLIMIT_FSIZE: limits.file_mb * 2**20,
+        resource.RLIMIT_CPU: int(limits.cpu_s) + 1,
+        resource.RLIMIT_AS: (2 * limits.memory_mb + 1024) * 2**20,
+        resource.RLIMIT_CORE: 0,
+    }
 
 
 def _system_folders() -> Iterator[str]:
