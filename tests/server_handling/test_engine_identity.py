@@ -122,6 +122,8 @@ def test_other_cuts_of_the_same_text_are_the_same_tokenizer():
     tokenizer = FakeTokenizer()
     text = probe_text(tokenizer)
     assert not is_foreign(tokenizer, [SPECIALS["<bos>"], *tokenizer.encode(text)], text)
+    assert not is_foreign(tokenizer, tokenizer.encode(text)[1:], text)  # of the first there is no log-probability
+    assert is_foreign(tokenizer, tokenizer.encode(text)[-1:], text)
     assert is_foreign(tokenizer, Shifted().encode(text), text)
     spaced = text.replace("The sum", "The  sum")  # as another release might see spaces
     assert not is_foreign(tokenizer, tokenizer.encode(spaced), text)
