@@ -75,6 +75,7 @@ class Conversion:
         self.options = options
         self.rerendered = 0
         self.set_aside = SetAside(strict=options.strict)
+        self.odd_rows: list[int] = []  # of the table
         self.is_chat = options.format not in ("prefix", "tokens")
         self._tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer and not self.is_chat else None
         self._rerenderer: Rerenderer | None = None
@@ -140,6 +141,7 @@ class Conversion:
         except RowError as error:
             if len(chosen.indices) == 1:
                 self.set_aside.add(error)
+                self.odd_rows += chosen.rows
                 return []
         ones = [chosen._replace(indices=[i], rows=[row]) for i, row in zip(chosen.indices, chosen.rows, strict=True)]
         return [record for one in ones for record in self._possible_records(one, convert)]

@@ -24,10 +24,18 @@ from atroposlib.type_definitions import IGNORE_INDEX
 
 Raw = msgspec.Raw
 
-ODD = ("", f"text that is {NOT_UTF8}", "half a surrogate pair", "no score", "nothing generated")
+ODD = (
+    "",
+    f"text that is {NOT_UTF8}",
+    "half a surrogate pair",
+    "no score",
+    "nothing generated",
+    "a row that cannot be converted",
+)
 """Reasons not to use a response, by the number that stands for them in a table; "": there is none."""
 
 _NOT_UTF8, _SURROGATE, _NO_SCORE = 1, 2, 3
+NOT_CONVERTED = len(ODD) - 1
 BROKEN_TEXT = (_NOT_UTF8, _SURROGATE)
 
 

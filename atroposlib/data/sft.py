@@ -8,9 +8,10 @@ from atroposlib.data.collect import Collection, collect, finish_earlier, keep_gr
 from atroposlib.data.conversion import Conversion, SftOptions
 from atroposlib.data.formats import Copies
 from atroposlib.data.index import open_table
+from atroposlib.data.lazy import NOT_CONVERTED
 from atroposlib.data.output import check_dataset, written_whole
 from atroposlib.data.packing import pack
-from atroposlib.data.policy import Policy, select, simple_policy
+from atroposlib.data.policy import Policy, Selection, select, simple_policy
 from atroposlib.data.report import ExportReport, describe_export, require_records, require_survivors, write_meta
 from atroposlib.data.steps import TargetStep
 from atroposlib.data.table import FINISH_REASONS, Advance, Table, ignore
@@ -47,8 +48,33 @@ def export_sft(
     converter = Conversion(options)
     table = open_table(rollouts, advance, strict=options.strict)
     converter.set_aside.update(table.odd_responses())
-    selection = select(table, policy)
-    require_survivors(table, selection)
+    while True:
+        selection = select(table, policy)
+        require_survivors(table, selection)
+        try:
+            report = _write(table, selection, target, policy, options, converter, advance)
+        except _OthersAreLeft:
+            table.responses["odd"][converter.odd_rows] = NOT_CONVERTED
+            converter.odd_rows.clear()
+        else:
+            converter.set_aside.warn()
+            return report
+
+
+class _OthersAreLeft(Exception):
+    """Of the responses that a policy drew by its target, some cannot be converted; others can take their place."""
+
+
+def _write(
+    table: Table,
+    selection: Selection,
+    target: Path,
+    policy: Policy,
+    options: SftOptions,
+    converter: Conversion,
+    advance: Advance,
+) -> ExportReport:
+    """Write the responses of `selection`; raises `_OthersAreLeft` when nothing was written for that reason."""
     converter.check_tokenizer(table, selection.keep)
     if converter.is_chat:
         warn_of_cut(table, selection.keep)
@@ -78,9 +104,15 @@ def export_sft(
         for record in pack(records, options.pack) if options.pack else records:
             writer.write(record)
             count += 1
+        if converter.odd_rows and _has_dropped_by_target(policy, selection):
+            raise _OthersAreLeft
         require_records(count, table, converter.set_aside)
-    converter.set_aside.warn()
     return report(target.stat().st_size)
+
+
+def _has_dropped_by_target(policy: Policy, selection: Selection) -> bool:
+    results = zip(policy.steps, selection.steps, strict=True)
+    return any(isinstance(step, TargetStep) and result.dropped for step, result in results)
 
 
 def warn_of_cut(table: Table, keep: Array) -> None:

@@ -17,8 +17,10 @@ from rollout_factory import make_group, write_groups
 from atroposlib.cli import data, dpo, sft
 from atroposlib.cli.boundary import run
 from atroposlib.data.index import table_of
+from atroposlib.data.policy import Policy
 from atroposlib.data.rollout_files import find_rollout_files
 from atroposlib.data.sft import SftOptions, export_sft
+from atroposlib.data.steps import TargetStep
 from atroposlib.errors import DataError, PathError
 from atroposlib.frontend import jsonl2html
 from atroposlib.frontend.run_view import FileRollouts, make_app
@@ -255,6 +257,18 @@ def test_a_response_that_cannot_be_converted_costs_itself(folder, caplog):
     assert report.records == 7
     assert "ids that are no numbers: 1, mask that does not fit the ids: 1" in caplog.text
     assert f"{path}:2[1], {path}:3[0]" in caplog.text
+
+
+def test_a_target_is_met_with_other_rows_in_place_of_odd_ones(folder):
+    groups = [make_group([1.0] * 4, item=str(item), group_id=str(item)) for item in range(10)]
+    for group in groups:
+        group["masks"][0][-1] = group["masks"][2][-1] = 77
+    path = write_groups(folder / "r.jsonl", groups)
+    exact = Policy(steps=[TargetStep(step="target", count=15)])
+    report = export_sft(path, folder / "o.jsonl", exact, SftOptions(format="tokens"))
+    assert report.records == report.kept == 15
+    assert 1 <= report.set_aside[0]["count"] <= 20
+    assert export_sft(path, folder / "p.jsonl", Policy(), SftOptions(format="tokens")).records == 20
 
 
 def test_a_file_that_grew_behind_an_odd_line_names_it_once(folder):
