@@ -29,7 +29,6 @@ def test_the_job_collects_the_checkout_and_leaves_data_and_logs_where_upstreams_
     assert f"http://127.0.0.1:{port}" in (run.folder / "logs" / job / "api.log").read_text()
 
 
-@pytest.mark.short
 def test_without_a_checkout_the_job_fails_at_once_and_says_how_to_get_one(run: SlurmRun):
     job = run.submit(INTERNBOOTCAMP=str(run.folder / "nowhere"))
     run.wait(job, "FAILED", "COMPLETED")
