@@ -40,6 +40,7 @@ class FakeEngine:
         self.loads: dict[str, Any] | None = None
         self.metrics: str | None = None
         self.held: asyncio.Event | None = None  # generations wait for it
+        self.on_request: Callable[[], object] = lambda: None  # called with every generation asked for
         self.break_stream_after: int | None = None  # events, then the connection is cut; once
         self.running = 0
         self.most_running = 0
@@ -112,6 +113,7 @@ class FakeEngine:
     async def _answer(self, request: web.Request, reply: Callable[[dict[str, Any]], Any]) -> web.StreamResponse:
         body = await request.json()
         self.requests.append((request.path, body))
+        self.on_request()
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:

@@ -163,10 +163,14 @@ class TrainerSide(WandbSide):
         return self.config.max_num_workers_per_node * max(1, len(self.server.servers))
 
     def engine_down(self) -> str | None:
-        """What is missing while no inference server is up, else None."""
+        """What is missing while no inference server is up and takes requests, else None."""
         servers = self.server.servers
-        if not servers or any(getattr(server, "server_healthy", True) for server in servers):
+        refusals = [getattr(server, "waits_for", None) for server in servers]
+        down = [server for server in servers if not getattr(server, "server_healthy", True)]
+        if not servers or any(server not in down and not why for server, why in zip(servers, refusals, strict=True)):
             return None
+        if why := next(filter(None, refusals), None):
+            return why
         addresses = sorted({str(server.config.base_url) for server in servers})
         which = f"the inference server{'s' if len(addresses) > 1 else ''} {', '.join(addresses)}"
         patience_s = max(server.config.outage_timeout_s for server in servers)

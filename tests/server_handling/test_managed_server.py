@@ -6,6 +6,7 @@ import pytest
 
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer, ManagedServerAdapter
 from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.errors import ConfigError
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
 from tests import fakes
 from tests.fakes import BOS, EOS, FakeServer, FakeTokenizer
@@ -242,6 +243,17 @@ async def test_tool_calls_are_parsed_and_the_sequence_goes_on_from_their_text():
     (node,) = managed.get_state()["nodes"]
     assert written(node) == f"{CALL}<|im_end|>done<|im_end|>"
     assert "tools" not in server.requests[0]
+
+
+async def test_tools_that_would_not_reach_the_model_are_an_error_that_names_the_setting():
+    with pytest.raises(ConfigError, match=r"no tool parser is set; set tool_parser .*--openai.tool_parser hermes"):
+        await managed_of(FakeServer(tokenizer=ToolTokenizer())).chat_completion(messages=[USER], tools=TOOLS)
+
+    server = FakeServer(tokenizer=ToolTokenizer())
+    server.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match="the chat template of ToolTokenizer has no place for them"):
+        await managed_of(server, tool_parser="hermes").chat_completion(messages=[USER], tools=TOOLS)
+    assert server.requests == []
 
 
 async def test_a_malformed_tool_call_stays_text_and_the_other_responses_stay():

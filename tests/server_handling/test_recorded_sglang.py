@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from atroposlib.envs.server_handling import loads
-from atroposlib.envs.server_handling.faults import ReplyFault
 from atroposlib.envs.server_handling.loads import EngineLoad, engine_load
 from atroposlib.envs.server_handling.openai_wire import parse_chat, parse_completion
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
@@ -94,10 +93,9 @@ async def test_n_choices_come_as_one_flat_list(client, engine):
 
 
 async def test_more_generations_than_asked_for_are_refused(client, engine, monkeypatch):
-    monkeypatch.setattr("atroposlib.envs.server_handling.server_baseline.MAX_TRIES", 1)
-    engine.scripted = [(200, recorded("generate_batch2_n2")["body"])]
+    engine.scripted = [(200, recorded("generate_batch2_n2")["body"])] * 3
 
-    with pytest.raises(ReplyFault, match="4 generations for n=2"):
+    with pytest.raises(RequestFault, match="4 generations for n=2"):
         await client.tokens_and_logprobs_completion(input_ids=[1], n=2, max_tokens=3)
 
 
@@ -227,8 +225,8 @@ async def test_prompt_logprobs_have_one_entry_per_position_and_none_at_the_first
 
 
 def test_chat_and_completion_replies_become_openai_types():
-    chat = parse_chat(json.dumps(recorded("chat_n2_logprobs")["body"]).encode())
-    completion = parse_completion(json.dumps(recorded("completions_n2_logprobs")["body"]).encode())
+    chat = parse_chat(json.dumps(recorded("chat_n2_logprobs")["body"]).encode()).result
+    completion = parse_completion(json.dumps(recorded("completions_n2_logprobs")["body"]).encode()).result
 
     assert [choice.message.content for choice in chat.choices] == ["2 + 3", "The answer 2"]
     assert chat.choices[0].logprobs.content[0].logprob == -1.715789556503296

@@ -134,6 +134,40 @@ async def test_the_requests_of_a_dead_server_spread_over_the_others():
         await manager.close()
 
 
+WAYS_TO_SET_A_PARSER = {
+    "the server's config": ({"tool_parser": "hermes"}, {}, {}),
+    "the manager": ({}, {"tool_parser": "hermes"}, {}),
+    "the call, which goes first": ({"tool_parser": "x"}, {"tool_parser": "y"}, {"tool_parser": "hermes"}),
+}
+
+
+@pytest.mark.parametrize(("config", "manager", "call"), WAYS_TO_SET_A_PARSER.values(), ids=WAYS_TO_SET_A_PARSER)
+async def test_the_tool_parser_can_be_set_in_three_places(config, manager, call):
+    servers = [APIServerConfig(server_type="sglang", base_url="http://127.0.0.1:1/v1", **config)]
+    async with ServerManager(servers, **manager).managed_server(FakeTokenizer(), **call) as managed:
+        assert managed._get_translator().parser_name == "hermes"
+
+
+async def test_finish_reasons_are_in_the_order_of_the_choices_whichever_part_is_answered_first():
+    slow, fast, fast_is_done = FakeServer("a", finish_reason="length"), FakeServer("b"), asyncio.Event()
+    parts = iter([slow, fast])
+
+    class Both(FakeServer):
+        async def chat_completion(self, **kwargs):
+            server = next(parts)
+            if server is slow:
+                await fast_is_done.wait()
+            reply = await server.chat_completion(**kwargs)
+            fast_is_done.set()
+            return reply
+
+    with tracing() as trace:
+        reply = await manager_of(Both(), max_n_completions=2).chat_completion(messages=MESSAGES, n=4)
+
+    assert [choice.message.content for choice in reply.choices] == ["a", "a", "b", "b"]
+    assert trace.finish_reasons == ["length", "length", "stop", "stop"]
+
+
 async def test_a_managed_session_can_be_pinned_to_an_address():
     manager = ServerManager(
         [APIServerConfig(server_type="sglang", base_url=f"http://127.0.0.1:{p}/v1") for p in (1, 2)]

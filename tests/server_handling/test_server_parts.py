@@ -366,7 +366,7 @@ def event_of(ids, logprobs):
 def test_log_probabilities_that_begin_later_stay_with_their_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(sglang_stream, "PIECE_TOKENS", 0)  # every event is parsed
     draft = ResponseJournal(tmp_path / "run.journal", set()).open("1", b"place")
-    reader = StreamReader(draft, decode_generations)
+    reader = StreamReader(draft, decode_generations, "http://engine/generate")
 
     reader.take(event_of([1, 2], []))
     reader.take(event_of([1, 2, 3], [-0.1, -0.2, -0.3]))

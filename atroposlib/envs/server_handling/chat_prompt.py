@@ -23,6 +23,13 @@ def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any = None
     return tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=_wants_reply(messages), **extra)
 
 
+def shows_tools(tokenizer: Any) -> bool:
+    """Return whether the chat template has a place for `tools`; True where it cannot be read."""
+    template = getattr(tokenizer, "chat_template", "tools")
+    is_jinja = isinstance(template, str) and "{" in template  # several templates by name are a dict
+    return not _has_no_template(tokenizer) and not (is_jinja and "tools" not in template)
+
+
 def opened_thought(tokenizer: Any, messages: Sequence[dict[str, Any]], prompt: str) -> str:
     """The `<think>` and white space that the template put before the answer to `messages`, else ""."""
     opening = _THOUGHT_OPENS.search(prompt)

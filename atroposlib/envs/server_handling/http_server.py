@@ -3,13 +3,15 @@
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.deadline import generation_deadline_s
 from atroposlib.envs.server_handling.fan_out import all_or_none
+from atroposlib.envs.server_handling.faults import MAX_BAD_REPLIES, BadReply
 from atroposlib.envs.server_handling.health import EndpointHealth
 from atroposlib.envs.server_handling.openai_wire import (
+    Parsed,
     join_choices,
     max_tokens_of,
     parse_chat,
@@ -76,37 +78,63 @@ class HttpServer(APIServer):
     async def _completion_wrapper(self, **kwargs: Any) -> "Completion":
         return await self._with_n_choices("/completions", kwargs, parse_completion)
 
-    async def _with_n_choices(self, route: str, kwargs: dict[str, Any], parse: Callable[[bytes], Result]) -> Result:
-        """Ask for n choices; a server that gives one whatever n is gets n requests, from then on."""
-        wanted = kwargs.get("n") or 1
-        if wanted == 1 or not self.config.n_kwarg_is_ignored:
-            first = await self._ask_openai(route, kwargs, parse)
-            if len(first.choices) == wanted:
-                return first
-            if len(first.choices) != 1:
-                raise RequestFault(f"{self.openai_url}{route} gave {len(first.choices)} choices for n={wanted}")
-            logger.warning("server ignores n, asking once per choice: url=%s n=%d", self.openai_url, wanted)
-            self.config.n_kwarg_is_ignored = True
-            results, missing = [first], wanted - 1
-        else:
-            results, missing = [], wanted
+    async def _with_n_choices(
+        self, route: str, kwargs: dict[str, Any], parse: Callable[[bytes, str], Parsed[Result]]
+    ) -> Result:
+        """Ask for n choices, and again for those that the reply lacks or that cannot be used.
+
+        A server that gives one choice whatever n is gets n requests, from then on.
+
+        Raises:
+            RequestFault: there are not n after `MAX_BAD_REPLIES` requests, with what is wrong with the last.
+        """
+        wanted = missing = kwargs.get("n") or 1
+        results: list[Result] = []
+        flaws: list[str] = []
+        for _ in range(MAX_BAD_REPLIES):
+            for reply in await self._ask_for(missing, route, kwargs, parse, prompt_is_counted=bool(results)):
+                flaws = reply.flaws or flaws
+                missing -= len(reply.result.choices)
+                results.append(reply.result)
+            if not missing:
+                return join_choices(results)
+        reason = flaws[-1] if flaws else "it has too few choices"
+        raise RequestFault(
+            f"{self.openai_url}{route} gave {wanted - missing} choices for n={wanted}, asked {MAX_BAD_REPLIES} times; "
+            f"the last reply: {reason}"
+        )
+
+    async def _ask_for(
+        self,
+        n: int,
+        route: str,
+        kwargs: dict[str, Any],
+        parse: Callable[[bytes, str], Parsed[Result]],
+        *,
+        prompt_is_counted: bool,
+    ) -> list[Parsed[Result]]:
+        if n == 1 or not self.config.n_kwarg_is_ignored:
+            asked = {**kwargs, "n": n} if n > 1 or "n" in kwargs else kwargs
+            reply = await self._ask_openai(route, asked, parse, first=not prompt_is_counted)
+            if reply.given > n:
+                raise BadReply(f"{self.openai_url}{route} gave {reply.given} choices for n={n}")
+            if reply.given == 1 < n:
+                logger.warning("server ignores n, asking once per choice: url=%s n=%d", self.openai_url, n)
+                self.config.n_kwarg_is_ignored = True
+            return [reply]
         single = {**kwargs, "n": 1}
-        rest = [self._ask_openai(route, single, parse, first=not results and i == 0) for i in range(missing)]
-        return join_choices(results + await all_or_none(rest))
+        asking = [self._ask_openai(route, single, parse, first=not prompt_is_counted and i == 0) for i in range(n)]
+        return await all_or_none(asking)
 
     async def _ask_openai(
-        self, route: str, kwargs: dict[str, Any], parse: Callable[[bytes], Result], *, first: bool = True
-    ) -> Result:
-        body = request_body(kwargs)
-        data = await self._post(self.openai_url + route, body, kwargs, max_tokens_of(body))
-        result = parse(data)
-        facts = reply_facts(result, body, self.openai_url)
-        if first:
+        self, route: str, kwargs: dict[str, Any], parse: Callable[[bytes, str], Parsed[Result]], *, first: bool = True
+    ) -> Parsed[Result]:
+        body, url = request_body(kwargs), self.openai_url + route
+        reply = parse(await self._post(url, body, kwargs, max_tokens_of(body)), url)
+        facts = reply_facts(reply.result, body, self.openai_url)
+        with nullcontext() if first else same_prompt():
             self._record(facts)
-        else:
-            with same_prompt():
-                self._record(facts)
-        return result
+        return reply
 
     async def _post(self, url: str, body: dict[str, Any], kwargs: dict[str, Any], max_tokens: int | None) -> bytes:
         deadline_s, headers = self._deadline_s(kwargs, max_tokens), kwargs.get("extra_headers")

@@ -19,6 +19,7 @@ from atroposlib.envs.server_handling.chat_prompt import (
     render,
     render_after_turn,
     render_keeping_thoughts,
+    shows_tools,
 )
 from atroposlib.envs.server_handling.codec import codec_of
 from atroposlib.envs.server_handling.dummy_server import DummyManagedServer
@@ -98,8 +99,11 @@ class ManagedServer:
 
         Raises:
             RolloutFault: as `APIServer.chat_completion`.
+            ConfigError: `tools` cannot reach the model.
         """
         messages, tools = kwargs.pop("messages"), kwargs.pop("tools", None)
+        if tools:
+            self._check_tools()
         tool_choice = kwargs.pop("tool_choice", None) or "auto"
         translator = self._get_translator() if tools or self._tool_parser else None
         said = [copied(message) for message in messages]
@@ -122,6 +126,19 @@ class ManagedServer:
                 choice.message.tool_calls = copied(calls)  # dicts, as upstream gives them
                 choice.finish_reason = "tool_calls"
         return completion
+
+    def _check_tools(self) -> None:
+        if not self._tool_parser:
+            raise ConfigError(
+                "tools= would not reach the model: no tool parser is set; set tool_parser of the inference server "
+                "(--openai.tool_parser hermes), or call managed_server(tool_parser='hermes')"
+            )
+        if not shows_tools(self.tokenizer):
+            name = getattr(self.tokenizer, "name_or_path", None) or type(self.tokenizer).__name__
+            raise ConfigError(
+                f"tools= would not reach the model: the chat template of {name} has no place for them; set "
+                "tokenizer_name to one whose template has, or describe the tools in a message"
+            )
 
     async def completion(self, **kwargs: Any) -> "Completion":
         """One text completion, tracked. `prompt` is sent as it is.

@@ -115,7 +115,7 @@ class OneByOne:
             reply = replies[-1] if replies else reply_facts(result, one, server.config.base_url or "")
             draft.finish(reply, body=orjson.dumps(result.model_dump(mode="json", warnings=False)))
 
-        return [parse(draft.body or b"") for draft in await self._drafts(server, wrapper, kwargs, ask)]
+        return [parse(draft.body or b"").result for draft in await self._drafts(server, wrapper, kwargs, ask)]
 
     async def _drafts(
         self,

@@ -6,14 +6,15 @@ The `openai` package costs 0.6 s of CPU to import. It is imported while the firs
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import orjson
 
-from atroposlib.envs.server_handling.faults import ReplyFault
+from atroposlib.envs.server_handling.faults import ReplyFault, fault_in_reply, read_json
 from atroposlib.envs.server_handling.sampling import as_plain, is_given
 from atroposlib.errors import RequestFault
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of
@@ -52,25 +53,41 @@ def max_tokens_of(body: Mapping[str, Any]) -> int | None:
     return None
 
 
-def parse_chat(data: bytes) -> "ChatCompletion":
-    """A chat reply. Content that a reasoning parser left null becomes "", so that callers can treat it as text."""
-    parsed = _parse(data)
-    for choice in parsed["choices"]:
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[Result]):
+    """A reply without the choices that cannot be used, and what is wrong with those."""
+
+    result: Result
+    given: int  # choices in the reply
+    flaws: list[str]
+
+
+def parse_chat(data: bytes, url: str = "") -> "Parsed[ChatCompletion]":
+    """A chat reply. Content that a reasoning parser left null becomes "", so that callers can treat it as text.
+
+    Raises:
+        RolloutFault: it is an error object or no reply at all.
+    """
+
+    def flaw(choice: dict[str, Any]) -> str | None:
         message = choice.get("message")
         if not isinstance(message, dict):
-            raise ReplyFault(f"a choice has no message: {data[:500]!r}")
+            return "it has no message"
         if message.get("content") is None and not message.get("tool_calls"):
             message["content"] = ""
-    return _build(_types()[0], parsed)
+        return None
+
+    return _parse(data, url, _types()[0], flaw)
 
 
-def parse_completion(data: bytes) -> "Completion":
-    """A text completion reply; null text becomes ""."""
-    parsed = _parse(data)
-    for choice in parsed["choices"]:
+def parse_completion(data: bytes, url: str = "") -> "Parsed[Completion]":
+    """A text completion reply; null text becomes "". Faults as `parse_chat`."""
+
+    def flaw(choice: dict[str, Any]) -> None:
         if choice.get("text") is None:
             choice["text"] = ""
-    return _build(_types()[1], parsed)
+
+    return _parse(data, url, _types()[1], flaw)
 
 
 def warm_up() -> None:
@@ -137,20 +154,39 @@ def _made(
     return reply
 
 
-def _parse(data: bytes) -> dict[str, Any]:
-    try:
-        parsed = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise ReplyFault(f"reply is not JSON ({error}): {data[:200]!r}") from error
-    if not isinstance(parsed, dict) or not isinstance(parsed.get("choices"), list) or not parsed["choices"]:
+def _parse(
+    data: bytes, url: str, result_type: "type[Result]", flaw: Callable[[dict[str, Any]], str | None]
+) -> "Parsed[Result]":
+    parsed = read_json(data)
+    if fault := fault_in_reply(url, parsed):
+        raise fault
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("choices"), list):
         raise ReplyFault(f"reply has no choices: {data[:500]!r}")
-    for choice in parsed["choices"]:
-        if not isinstance(choice, dict) or choice.get("finish_reason") == "error" or choice.get("error"):
-            raise ReplyFault(f"a choice failed: {data[:500]!r}")  # routers say so of the provider behind them
+    given, flaws = parsed["choices"], []
+    parsed["choices"] = usable = []
+    for choice in given:
+        wrong = _flaw(choice) or flaw(choice)
+        if wrong:
+            flaws.append(f"{wrong}: {choice!a:.300}")
+        else:
+            usable.append(choice)
     usage = parsed.get("usage")
     if isinstance(usage, dict):
         usage.update({name: usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens", "total_tokens")})
-    return parsed
+    return Parsed(_build(result_type, parsed), len(given), flaws)
+
+
+def _flaw(choice: Any) -> str | None:
+    """Why a choice cannot be used, whatever its kind; None when it can."""
+    if not isinstance(choice, dict):
+        return "it is no object"
+    if choice.get("finish_reason") == "error" or choice.get("error"):
+        return "the provider behind the router failed"
+    try:
+        orjson.dumps(choice)
+    except TypeError as error:  # half a surrogate pair
+        return f"it is no text ({error})"
+    return None
 
 
 def _build(result_type: "type[Result]", parsed: dict[str, Any]) -> "Result":

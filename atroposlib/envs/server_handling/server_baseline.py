@@ -2,10 +2,11 @@
 
 A request ends in one of three ways: its result, a `RequestFault` (the server refused it), or an `EngineFault` after
 a deadline. In between it waits without using any try while the endpoint is down, moves to a peer that is up, and is
-tried again a few times when a healthy endpoint fails on it.
+tried again a few times when a healthy endpoint fails on it, or gives something that cannot be used.
 """
 
 import asyncio
+import logging
 import random
 import time
 from abc import ABC, abstractmethod
@@ -13,7 +14,13 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavailable
+from atroposlib.envs.server_handling.faults import (
+    MAX_BAD_REPLIES,
+    BadReply,
+    DeadlineFault,
+    EndpointUnavailable,
+    OutOfQuota,
+)
 from atroposlib.envs.server_handling.reasoning import OFFICIAL_OPENAI_HOST, VALID_REASONING_EFFORTS, ReasoningConfig
 from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.server_config import APIServerConfig, OpenaiConfig, ServerBaseline
@@ -27,6 +34,8 @@ if TYPE_CHECKING:
 
     from atroposlib.envs.server_handling.one_by_one import OneByOne
     from atroposlib.rollouts.journal import Draft
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "VALID_REASONING_EFFORTS",
@@ -45,6 +54,8 @@ TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[st
 MAX_TRIES = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 READY_POLL_S = 0.25
+SILENT_S = 10.0
+"""An endpoint may refuse all requests for so long before somebody is told that they wait for it."""
 _NO_LEASES: Counter[str] = Counter()
 
 
@@ -71,6 +82,8 @@ class APIServer(ABC):
         kept = config.rolling_buffer_length
         self.attempts_list: deque[int] = deque(maxlen=kept)
         self.request_timings: deque[float] = deque(maxlen=kept)  # seconds
+        self._refusal: EndpointUnavailable | None = None  # the first since the last reply
+        self._refused_at = 0.0
         self.eval_attempts_list: deque[int] = deque(maxlen=kept)
         self.eval_request_timings: deque[float] = deque(maxlen=kept)  # seconds
 
@@ -147,7 +160,7 @@ class APIServer(ABC):
 
     async def _request(self, wrapper: str, kwargs: dict[str, Any]) -> Any:
         split = kwargs.pop("split", "train")
-        started, tries, waits = time.monotonic(), 0, 0
+        started, tries, waits, bad_replies = time.monotonic(), 0, 0, 0
         give_up_at: float | None = None  # set by the first sign of an outage
         while True:
             server = await self._reachable(give_up_at, split)
@@ -155,9 +168,16 @@ class APIServer(ABC):
             try:
                 async with server.slots(split):
                     result = await getattr(server, wrapper)(**{**kwargs, "model": server.config.model_name})
+            except BadReply:
+                bad_replies += 1
+                if bad_replies >= MAX_BAD_REPLIES:
+                    raise
+                await asyncio.sleep(backoff_s(bad_replies))
+                continue
             except DeadlineFault:
                 raise
             except EndpointUnavailable as fault:
+                server._note_refusal(fault)
                 give_up_at = give_up_at or time.monotonic() + self.config.outage_timeout_s
                 if time.monotonic() > give_up_at:
                     raise
@@ -169,7 +189,8 @@ class APIServer(ABC):
                 if tries >= MAX_TRIES:
                     raise
             else:
-                server._note_timing(split, time.monotonic() - started, tries + 1)
+                server._refusal = None
+                server._note_timing(split, time.monotonic() - started, tries + bad_replies + 1)
                 return result
             if await server._confirm_up():
                 await asyncio.sleep(pause_s if pause_s is not None else backoff_s(tries + waits))
@@ -202,6 +223,22 @@ class APIServer(ABC):
     async def _confirm_up(self) -> bool:
         """After a failed attempt: whether the endpoint is up all the same."""
         return self.server_healthy
+
+    @property
+    def waits_for(self) -> str | None:
+        """What requests wait for while this endpoint is up and answers none: a limit, or quota (told at once)."""
+        refusal = self._refusal
+        if refusal is None or (not isinstance(refusal, OutOfQuota) and time.monotonic() - self._refused_at < SILENT_S):
+            return None
+        what = "quota" if isinstance(refusal, OutOfQuota) else "an inference server that takes no requests"
+        return f"{what}: {refusal}"
+
+    def _note_refusal(self, fault: EndpointUnavailable) -> None:
+        if self._refusal is None or (isinstance(fault, OutOfQuota) and not isinstance(self._refusal, OutOfQuota)):
+            self._refusal, self._refused_at = fault, time.monotonic()
+            if isinstance(fault, OutOfQuota):
+                limit_s = self.config.outage_timeout_s
+                logger.error("out of quota; requests wait at most %.0f s (outage_timeout_s): %s", limit_s, fault)
 
     def _note_timing(self, split: str, seconds: float, attempts: int) -> None:
         evaluating = split == "eval"

@@ -22,6 +22,11 @@ class ServerBaseline(BaseModel):
         default="openai", description="Protocol of the server: openai (any OpenAI-style endpoint), sglang, vllm or trl."
     )
     tokenizer_name: str = Field(default="none", description="Tokenizer of the model; none: the same as model_name.")
+    tool_parser: str | None = Field(
+        default=None,
+        description="How the model writes tool calls (hermes): managed servers read the calls themselves. "
+        "null: they refuse tools=.",
+    )
     outage_timeout_s: PositiveFloat = Field(
         default=3600.0, description="Seconds a request waits for a server that is down before the rollout fails."
     )

@@ -29,7 +29,7 @@ from atroposlib.envs.server_handling.server_baseline import (
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.errors import ConfigError, EngineFault
-from atroposlib.rollouts.trace import same_prompt
+from atroposlib.rollouts.trace import EngineReply, current_trace, held_replies, same_prompt
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -178,7 +178,11 @@ class ServerManager:
 
     @asynccontextmanager
     async def managed_server(
-        self, tokenizer: Any = None, base_url: str | None = None, preserve_think_blocks: bool = False
+        self,
+        tokenizer: Any = None,
+        base_url: str | None = None,
+        preserve_think_blocks: bool = False,
+        tool_parser: str | None = None,
     ) -> "AsyncIterator[ManagedServer | DummyManagedServer | ProxyManagedServer]":
         """Tracked calls on one server, which keeps its prefix cache warm; forgotten at the end.
 
@@ -186,6 +190,7 @@ class ServerManager:
             tokenizer: of the served model; default see `ManagedServer`.
             base_url: use the server with this address.
             preserve_think_blocks: see `ManagedServer`.
+            tool_parser: see `ManagedServer`; None: this manager's, else the one in the server's config.
 
         Raises:
             NotImplementedError: the endpoint gives no token ids and dummy tokens are not allowed.
@@ -195,7 +200,7 @@ class ServerManager:
             from atroposlib.envs.server_handling.proxy_client import create_proxy_session
 
             session = await create_proxy_session(
-                self.proxy_url, base_url=base_url, tool_parser=self.tool_parser or "hermes"
+                self.proxy_url, base_url=base_url, tool_parser=tool_parser or self.tool_parser or "hermes"
             )
             try:
                 yield session
@@ -209,7 +214,10 @@ class ServerManager:
             if tokenizer is not None and isinstance(server, TokenServer):
                 server.adopt_tokenizer(tokenizer)
             managed = ManagedServer(
-                server, tokenizer, tool_parser=self.tool_parser, preserve_think_blocks=preserve_think_blocks
+                server,
+                tokenizer,
+                tool_parser=tool_parser or self.tool_parser or getattr(server.config, "tool_parser", None),
+                preserve_think_blocks=preserve_think_blocks,
             )
         with _lease(server, "train"):
             try:
@@ -231,11 +239,20 @@ class ServerManager:
         if len(sizes) == 1:
             return [await self._on_best(method, kwargs)]
 
+        held: list[list[EngineReply]] = [[] for _ in sizes]
+
         async def part(index: int, n: int) -> Any:
-            with same_prompt() if index else nullcontext():
+            with held_replies() as held[index]:
                 return await self._on_best(method, {**kwargs, "n": n})
 
-        return await all_or_none([part(index, n) for index, n in enumerate(sizes)])
+        try:
+            return await all_or_none([part(index, n) for index, n in enumerate(sizes)])
+        finally:
+            if (trace := current_trace()) is not None:  # in the order of the choices, not of the replies
+                for index, replies in enumerate(held):
+                    with same_prompt() if index else nullcontext():
+                        for reply in replies:
+                            trace.record(reply)
 
     async def _on_best(self, method: Callable[[Any], Callable[..., Any]], kwargs: dict[str, Any]) -> Any:
         split = kwargs.get("split", "train")

@@ -4,19 +4,26 @@ Log-probabilities are of the distribution after temperature. Stop tokens stay in
 list. The embedded engine speaks the same protocol.
 """
 
+import math
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import msgspec
 
 from atroposlib.envs.server_handling.config_merge import resolve_openai_configs
-from atroposlib.envs.server_handling.faults import ReplyFault
+from atroposlib.envs.server_handling.faults import (
+    MAX_BAD_REPLIES,
+    BadReply,
+    ReplyFault,
+    fault_of_status,
+    read_json,
+)
 from atroposlib.envs.server_handling.sampling import SGLANG_NAMES, SGLANG_REQUEST, SGLANG_SAMPLING, sampling_of
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
 from atroposlib.envs.server_handling.sglang_stream import StreamReader, is_resumable, streamed
 from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.envs.server_handling.weight_versions import oldest_first
-from atroposlib.errors import EngineFault
+from atroposlib.errors import EngineFault, RequestFault, RolloutFault
 from atroposlib.rollouts.journal import Draft
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of, same_prompt
 from atroposlib.type_definitions import PROMPT_LOGPROB
@@ -63,12 +70,21 @@ class Generation(msgspec.Struct):
         logprobs = [PROMPT_LOGPROB if (logprob := token.logprob) is None else logprob for token in tokens]
         return self.output_ids or [], logprobs
 
-    def is_whole(self) -> bool:
-        """Generated tokens have ids, and it is known which log-probability belongs to which."""
+    def flaw(self) -> str | None:
+        """Why this cannot be used: tokens without ids, or log-probabilities that belong to nobody knows which."""
         ids, tokens = self.output_ids, self.meta_info.output_token_logprobs
         if not ids:
-            return self.meta_info.completion_tokens == 0
-        return not tokens or len(tokens) >= len(ids)
+            said = self.meta_info.completion_tokens
+            return f"meta_info.completion_tokens is {said}, but output_ids is empty" if said else None
+        if tokens and len(tokens) < len(ids):
+            return f"output_ids has {len(ids)} tokens, but output_token_logprobs has {len(tokens)}"
+        return None
+
+    def refusal(self, url: str) -> RolloutFault | None:
+        """The fault that an abort with a status stands for, which is not one from outside."""
+        reason = self.meta_info.finish_reason
+        status = reason.get("status_code") if isinstance(reason, dict) and reason.get("type") == "abort" else None
+        return fault_of_status(url, status, msgspec.json.encode(reason)) if isinstance(status, int) else None
 
 
 class _IdMetaInfo(msgspec.Struct):
@@ -124,15 +140,13 @@ class SGLangServer(TokenServer):
         body = await self._body(prompt_ids, kwargs)
         if not is_resumable(body):
             return await self._tokens_and_logprobs_completion_wrapper(**kwargs)
-        base, limit = len(draft.ids), body["sampling_params"].get("max_new_tokens")
+        url, base, limit = f"{self.root_url}/generate", len(draft.ids), body["sampling_params"].get("max_new_tokens")
         reason: object = "length"
         if limit is None or base < limit:
-            reader = StreamReader(draft, decode_generations)
+            reader = StreamReader(draft, decode_generations, url)
             rest = None if limit is None else limit - base
             try:
-                await self._stream(
-                    f"{self.root_url}/generate", streamed(body, prompt_ids, draft, rest), kwargs, rest, reader.take
-                )
+                await self._stream(url, streamed(body, prompt_ids, draft, rest), kwargs, rest, reader.take)
             except EngineFault:
                 reader.note()
                 if not reader.is_over:
@@ -140,6 +154,8 @@ class SGLangServer(TokenServer):
             finally:
                 reader.note()
             reason = reader.finish_reason()
+            if reader.refusal is not None:
+                raise reader.refusal
             self._weights = reader.version
         self._record(
             EngineReply(
@@ -160,19 +176,32 @@ class SGLangServer(TokenServer):
         body = await self._body(prompt_ids, kwargs)
         sampling = body["sampling_params"]
         url = f"{self.root_url}/generate"
-        data = await self._post(url, body, kwargs, sampling.get("max_new_tokens"))
-        generations = decode_generations(data)
         wanted = sampling.get("n", 1)
-        if len(generations) != wanted:
-            raise ReplyFault(f"{url} gave {len(generations)} generations for n={wanted}")
-        if not all(generation.is_whole() for generation in generations):
-            raise ReplyFault(f"{url} left out ids, or some of the log-probabilities: {data[:500]!r}")
-        replies = _facts(generations, kwargs, sampling, self.root_url)
-        self._weights = replies[-1].weight_version
-        for index, reply in enumerate(replies):
-            with same_prompt() if index else nullcontext():
-                self._record(reply)
-        return generations
+        usable: list[Generation] = []
+        given, flaw = 0, None
+        for _ in range(MAX_BAD_REPLIES):
+            missing = wanted - len(usable)
+            asked = body if missing == wanted else {**body, "sampling_params": {**sampling, "n": missing}}
+            data = await self._post(url, asked, kwargs, sampling.get("max_new_tokens"))
+            generations = decode_generations(data)
+            if len(generations) > missing:  # of which prompt?
+                raise BadReply(f"{url} gave {len(generations)} generations for n={missing}")
+            if refusal := next((fault for each in generations if (fault := each.refusal(url))), None):
+                raise refusal
+            flaw = next((flaw for each in generations if (flaw := each.flaw())), flaw)
+            good = [generation for generation in generations if generation.flaw() is None]
+            for reply in _facts(good, kwargs, sampling, self.root_url):
+                with same_prompt() if given else nullcontext():
+                    self._record(reply)
+                self._weights = reply.weight_version
+                given += 1
+            usable += good
+            if len(usable) == wanted:
+                return usable
+        raise RequestFault(
+            f"{url} gave {len(usable)} generations for n={wanted}, asked {MAX_BAD_REPLIES} times; "
+            f"the last reply: {flaw or 'it has too few'}"
+        )
 
     async def _body(self, prompt_ids: list[int], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The JSON of a `/generate` request."""
@@ -197,11 +226,29 @@ def decode_generations(data: bytes) -> list[Generation]:
     """The choices of a `/generate` reply, one or a flat list, each with its `output_ids`."""
     try:
         generations = _as_list(_decoder.decode(data))
-        if any(generation.output_ids is None for generation in generations):  # an old server: ids are in the pairs only
-            for generation, ids in zip(generations, _as_list(_id_decoder.decode(data)), strict=True):
-                generation.output_ids = [token.token_id for token in ids.meta_info.output_token_logprobs or []]
     except msgspec.DecodeError as error:
-        raise ReplyFault(f"not a /generate reply ({error}): {data[:200]!r}") from error
+        return _decode_leniently(data, error)
+    if any(generation.output_ids is None for generation in generations):  # an old server: ids are in the pairs only
+        try:
+            pairs = _as_list(_id_decoder.decode(data))
+        except msgspec.DecodeError as error:
+            raise BadReply(f"a /generate reply has no output_ids ({error}): {data[:200]!r}") from error
+        for generation, ids in zip(generations, pairs, strict=True):
+            generation.output_ids = [token.token_id for token in ids.meta_info.output_token_logprobs or []]
+    return generations
+
+
+def _decode_leniently(data: bytes, error: msgspec.DecodeError) -> list[Generation]:
+    """As `decode_generations`, for a reply with NaN or infinities, which are no JSON: none was given, as with null."""
+    try:
+        generations = _as_list(msgspec.convert(read_json(data), Generation | list[Generation]))
+    except msgspec.ValidationError:
+        raise BadReply(f"not a /generate reply ({error}): {data[:200]!r}") from error
+    for generation in generations:
+        for token in generation.meta_info.output_token_logprobs or ():
+            if token.logprob is not None and not math.isfinite(token.logprob):
+                token.logprob = None
+        generation.output_ids = generation.output_ids or []
     return generations
 
 
@@ -212,7 +259,9 @@ def _as_list(decoded: T | list[T]) -> list[T]:
 def _facts(
     generations: list[Generation], kwargs: dict[str, Any], sampling: dict[str, Any], base_url: str
 ) -> list[EngineReply]:
-    """One for all choices; where the weights changed between them one for each, oldest weights first."""
+    """One for all choices; where the weights changed between them one for each, oldest weights first; none for none."""
+    if not generations:
+        return []
     infos = [generation.meta_info for generation in generations]
     versions = oldest_first(info.weight_version for info in infos)
     parts = [infos] if versions[0] == versions[-1] else [[info] for info in infos]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.server_handling.faults import ReplyFault
+from atroposlib.errors import RolloutFault
 from atroposlib.rollouts.journal import PIECE_S, PIECE_TOKENS, Draft
 from atroposlib.rollouts.trace import finish_reason_of
 from atroposlib.type_definitions import PROMPT_LOGPROB
@@ -57,7 +58,7 @@ def streamed(body: Mapping[str, Any], prompt_ids: list[int], draft: Draft, room:
 class StreamReader:
     """Takes the events of one stream into a draft."""
 
-    def __init__(self, draft: Draft, decode: Callable[[bytes], "list[Generation]"]) -> None:
+    def __init__(self, draft: Draft, decode: Callable[[bytes], "list[Generation]"], url: str) -> None:
         self._draft = draft
         self._decode = decode
         self._base = len(draft.ids)
@@ -65,6 +66,8 @@ class StreamReader:
         self._parsed_bytes = 0
         self._parsed_at = time.monotonic()
         self._reason: object = None
+        self._url = url
+        self.refusal: RolloutFault | None = None
         self.version = draft.version
 
     def take(self, event: bytes) -> None:
@@ -97,6 +100,7 @@ class StreamReader:
     def _parse(self, event: bytes) -> None:
         self._last = b""
         (generation,) = self._decode(event)
+        self.refusal = generation.refusal(self._url)
         ids, logprobs = generation.ids_and_logprobs()
         meta = generation.meta_info
         if len(ids) != meta.completion_tokens or len(logprobs) not in (0, len(ids)):

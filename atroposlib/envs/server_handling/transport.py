@@ -18,10 +18,10 @@ import aiohttp
 import orjson
 from pydantic import BaseModel
 
-from atroposlib.envs.server_handling.faults import UNAVAILABLE, DeadlineFault, EndpointUnavailable, ReplyFault
+from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavailable, ReplyFault, fault_of_status
 from atroposlib.envs.server_handling.plain_http import PlainConnections, Reply
 from atroposlib.envs.server_handling.sampling import as_plain
-from atroposlib.errors import RequestFault, RolloutFault
+from atroposlib.errors import RequestFault
 
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 4.0
@@ -199,14 +199,6 @@ def connection_faults(url: str, deadline_s: float) -> Iterator[None]:
         raise ReplyFault(f"POST {url} lost its connection: {error!r}") from error
 
 
-def fault_of_status(url: str, status: int, body: bytes, retry_after: str | None = None) -> RolloutFault:
-    """The fault that a reply which is not 2xx stands for, with the server's words."""
-    message = f"POST {url} answered {status}: {_error_message(body)}"
-    if status in UNAVAILABLE:
-        return EndpointUnavailable(message, float(retry_after) if retry_after and retry_after.isdigit() else None)
-    return ReplyFault(message) if status >= 500 else RequestFault(message)
-
-
 def _status_of_error(event: bytes) -> int:
     """The status that SGLang would have answered; before it said so in `code` it sent only refusals as events."""
     try:
@@ -214,17 +206,3 @@ def _status_of_error(event: bytes) -> int:
     except (ValueError, KeyError, TypeError):
         return 400
     return code if isinstance(code, int) and code >= 400 else 400
-
-
-def _error_message(body: bytes) -> str:
-    """The server's sentence out of the error shapes of SGLang, vLLM, OpenAI and FastAPI."""
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body[:500].decode("utf-8", "replace") or "(empty reply)"
-    if isinstance(parsed, dict):
-        error = parsed.get("error", parsed)
-        if isinstance(error, dict):
-            error = error.get("message") or error.get("detail") or error
-        parsed = error
-    return parsed if isinstance(parsed, str) else orjson.dumps(parsed)[:500].decode()

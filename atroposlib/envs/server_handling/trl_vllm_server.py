@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from atroposlib.data.tokenizers import plain_chat_ids
 from atroposlib.envs.server_handling.deadline import generation_deadline_s
+from atroposlib.envs.server_handling.faults import BadReply, fault_of_status, read_json
 from atroposlib.envs.server_handling.openai_wire import max_tokens_of
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer, TokensAndLogprobs
@@ -17,7 +18,6 @@ from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.transport import (
     bearer,
     connection_faults,
-    fault_of_status,
     request_json,
 )
 from atroposlib.rollouts.trace import EngineReply
@@ -95,8 +95,11 @@ class TrlVllmServer(APIServer):
         )
         with connection_faults(url, deadline_s):
             async with session as opened, opened.post(url, json={"prompts": [prompt], **asked}) as reply:
-                answer = await reply.json()
-        outputs = answer["completion_ids"]
+                answer = read_json(await reply.read())
+        outputs: Any = answer.get("completion_ids") if isinstance(answer, dict) else None
+        is_whole = isinstance(outputs, list) and all(isinstance(ids, list) for ids in outputs)
+        if not is_whole or len(outputs) != asked.get("n", len(outputs)):
+            raise BadReply(f"{url} gave no completion_ids for n={asked.get('n', 1)}: {str(answer)[:300]}")
         self._record(
             EngineReply(
                 finish_reasons=[self._finish_reason(ids) for ids in outputs],

@@ -4,6 +4,7 @@
 gives them back with `return_token_ids`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +26,14 @@ class Choices:
     finish_reasons: list[FinishReason]
     weight_version: str | None = None  # of the oldest token, so that no reply counts as fresher than it is
 
-    def are_whole(self, n: int) -> bool:
-        """There are n, and every token has an entry for its log-probability."""
-        lengths = [len(logprobs) for logprobs in self.logprobs]
-        return len(lengths) == len(self.finish_reasons) == n and lengths == [len(ids) for ids in self.ids]
+    def flaw(self, n: int) -> str | None:
+        """What is not as it should be: n choices, in which every token has an entry for its log-probability."""
+        if not len(self.ids) == len(self.logprobs) == len(self.finish_reasons) == n:
+            return f"{len(self.ids)} choices for n={n}"
+        for index, (ids, logprobs) in enumerate(zip(self.ids, self.logprobs, strict=True)):
+            if len(ids) != len(logprobs):
+                return f"{len(ids)} token ids and {len(logprobs)} logprobs in choice {index}"
+        return None
 
 
 def generate_choices(reply: Mapping[str, Any]) -> Choices:
@@ -36,7 +41,7 @@ def generate_choices(reply: Mapping[str, Any]) -> Choices:
     choices = [[candidates(position)[0] for position in positions] for positions in _list(reply, "logprobs")]
     return Choices(
         ids=[[token for token, _ in choice] for choice in choices],
-        logprobs=[[logprob for _, logprob in choice] for choice in choices],
+        logprobs=[_known([logprob for _, logprob in choice]) for choice in choices],
         finish_reasons=[finish_reason_of(reason) for reason in _list(reply, "finish_reasons")],
     )
 
@@ -74,8 +79,8 @@ def candidates(position: Position) -> list[tuple[int, float]]:
 
 
 def _known(logprobs: list[float | None]) -> list[float]:
-    """`PROMPT_LOGPROB` where vLLM gave none."""
-    return [PROMPT_LOGPROB if logprob is None else logprob for logprob in logprobs]
+    """`PROMPT_LOGPROB` where vLLM gave none, or NaN or infinity."""
+    return [PROMPT_LOGPROB if logprob is None or not math.isfinite(logprob) else logprob for logprob in logprobs]
 
 
 def _list(reply: Mapping[str, Any], name: str) -> list[Any]:

@@ -3,10 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 from atroposlib.envs.server_handling.config_merge import resolve_openai_configs
-from atroposlib.envs.server_handling.faults import UNAVAILABLE, EndpointUnavailable, ReplyFault
+from atroposlib.envs.server_handling.faults import (
+    UNAVAILABLE,
+    BadReply,
+    EndpointUnavailable,
+    ReplyFault,
+    fault_in_reply,
+    read_json,
+)
 from atroposlib.envs.server_handling.sampling import VLLM_NAMES, VLLM_SAMPLING, sampling_of
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
 from atroposlib.envs.server_handling.token_server import TokenServer
@@ -65,16 +70,13 @@ class VLLMServer(TokenServer):
         }
 
     def _choices(self, reply: dict[str, Any], n: int) -> Choices:
-        """What the reply holds; ReplyFault when that is not n whole choices."""
+        """What the reply holds; BadReply when that is not n whole choices."""
         try:
             choices = completion_choices(reply) if self._is_stock else generate_choices(reply)
         except (AttributeError, IndexError, KeyError, TypeError) as error:  # null where a choice or a position belongs
-            raise ReplyFault(f"{self.root_url} gave no readable choices ({error!r}): {str(reply)[:500]}") from error
-        if not choices.are_whole(n):
-            raise ReplyFault(
-                f"{self.root_url} gave {len(choices.ids)} choices for n={n}, or fewer log-probabilities than tokens: "
-                f"{str(reply)[:500]}"
-            )
+            raise BadReply(f"{self.root_url} gave no readable choices ({error!r}): {str(reply)[:500]}") from error
+        if flaw := choices.flaw(n):
+            raise BadReply(f"{self.root_url} gave {flaw}: {str(reply)[:500]}")
         return choices
 
     def _sampling(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,11 +98,10 @@ class VLLMServer(TokenServer):
         else:
             url, body = f"{self.root_url}/generate", {"prompt": {"prompt_token_ids": prompt_ids}, **sampling}
         data = await self._post(url, body, kwargs, sampling.get("max_tokens"))
-        try:
-            reply = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise ReplyFault(f"{url} answered no JSON ({error}): {data[:200]!r}") from error
-        if not isinstance(reply, dict) or reply.get("object") == "error" or reply.get("error"):
+        reply = read_json(data)
+        if fault := fault_in_reply(url, reply):
+            raise fault
+        if not isinstance(reply, dict) or reply.get("object") == "error":
             raise ReplyFault(f"{url} answered an error as if all were well: {data[:500]!r}")
         self._is_stock = is_stock  # only now is it sure: a gateway whose server is not up yet may say 404, too
         return reply
