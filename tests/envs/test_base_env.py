@@ -15,7 +15,9 @@ from atroposlib.data.tokenizers import load_tokenizer
 from atroposlib.envs import checkpoints, metrics
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.cli import resolve
+from atroposlib.envs.server_handling.faults import OutOfQuota
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EngineFault, EnvironmentFault, GroupError, KilledFault, VerifierFault
 from atroposlib.rollouts.groups import NO_CHAT
 from atroposlib.rollouts.trace import Chat, tracing
@@ -171,6 +173,23 @@ def test_a_group_without_all_its_responses_is_sent_where_batches_can_hold_it(bat
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+def test_a_run_waits_for_its_engines_only_when_none_takes_requests():
+    env = make()
+    servers = [APIServerConfig(model_name="m", base_url=f"http://127.0.0.1:{port}/v1") for port in (1, 2)]
+    env.server = ServerManager(servers)
+    first, second = env.server.servers
+    first._note_refusal(OutOfQuota("POST http://127.0.0.1:1/v1 answered 402: pay"))
+    assert env.engine_down() is None
+    second.server_healthy = False
+    assert env.engine_down() == "quota: POST http://127.0.0.1:1/v1 answered 402: pay"
+    first.server_healthy, first._refusal = False, None
+    assert str(env.engine_down()).startswith(
+        "the inference servers http://127.0.0.1:1/v1, http://127.0.0.1:2/v1: no answer"
+    )
+    second.server_healthy = True
+    assert env.engine_down() is None
 
 
 async def test_a_group_without_messages_gets_the_chats_of_its_ids_and_no_made_up_ones(caplog):
