@@ -104,7 +104,7 @@ def encode_group(group: Mapping[str, Any]) -> bytes:
     """
     matrices: dict[str, Matrix] = {}
     for name in MATRICES & group.keys():
-        matrix = _matrix_of(group[name], integers=name in INTEGER_ROWS)
+        matrix = matrix_of(group[name], integers=name in INTEGER_ROWS)
         if matrix is not None:
             matrices[name] = matrix
     head = {name: value for name, value in group.items() if name not in matrices and value is not None}
@@ -166,7 +166,7 @@ def _as_dict(parts: dict[str, Any], arrays: bool) -> dict[str, Any]:
     return {name: head.get(name) for name in GROUP_KEYS}
 
 
-def _matrix_of(rows: Any, *, integers: bool) -> Matrix | None:
+def matrix_of(rows: Any, *, integers: bool) -> Matrix | None:
     """Pack rows of numbers; None when they are something else, which the API then names."""
     try:
         lengths = [len(row) for row in rows]

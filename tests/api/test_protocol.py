@@ -1,9 +1,11 @@
 """Large bodies over real sockets: in pieces, behind each other, after 100 Continue, cut off, and without a length."""
 
 import contextlib
+import gc
 import json
 import re
 import socket
+import weakref
 from collections.abc import Iterator
 from unittest.mock import Mock
 from urllib.parse import urlsplit
@@ -14,7 +16,9 @@ from api_testing import make_group, register_run, server_process, uids
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from atroposlib.api.protocol import Connections, protocol
+from atroposlib.api.group_intake import RetryFinder
+from atroposlib.api.protocol import Connection, Connections, protocol
+from atroposlib.api.queue import Group
 
 TEXT = [[{"role": "user", "content": "x" * 200_000}]] * 4
 
@@ -253,3 +257,16 @@ def test_a_uvicorn_that_has_changed_is_served_as_it_is_and_said_so(monkeypatch, 
     made = protocol(Connections())(config=Mock(), server_state=ServerState(), app_state={}, _loop=Mock())
     assert type(made) is HttpToolsProtocol
     assert "has no send_400_response" in caplog.text
+
+
+def test_what_may_be_a_lost_answer_keeps_no_connection_and_no_body_alive():
+    retries = RetryFinder([])
+    connection = Connection(Mock(), receive_into=Mock(), count_sent=Mock())
+    connection.next_request()
+    retries.remember(Group(1, 0, 1, 10, b"digest"), connection)
+    alive = weakref.ref(connection)
+    connection.lost(ConnectionResetError())
+    del connection
+    gc.collect()
+    assert alive() is None
+    assert retries.lost_answers(b"digest") == 1
