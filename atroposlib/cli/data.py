@@ -229,6 +229,8 @@ def show(
         for message in messages_of(found, index):
             content = message.get("content")
             print(f"--- {message.get('role')}\n{content if isinstance(content, str) else json.dumps(content)}")
+            for key in [key for key in message if key not in ("role", "content")]:
+                print(f"[{key}] {json.dumps(message[key], ensure_ascii=False)}")
 
 
 def _print_validation(found: Validation, max_shown: int) -> None:

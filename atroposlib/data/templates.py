@@ -129,7 +129,7 @@ class TemplateRenderer:
             raise DataError("the conversation has no assistant message, so there is nothing to train on")
         given = [self._as_given(message) for message in messages]
         for at in assistant_turns(messages):
-            if at not in turns and calls_of(messages[at]):
+            if at not in turns and messages[at].get("tool_calls"):
                 given[at] = self._with_calls(given, at, tools)
         segments: list[Segment] = []
         last: _Turn | None = None
@@ -235,9 +235,9 @@ class TemplateRenderer:
     def _with_calls(self, given: Sequence[Message], at: int, tools: list[Any] | None) -> Message:
         """A turn with calls that was not generated, in a form that the template renders in full."""
         for form in _forms(given[at], "", cast(str, given[at]["content"]), at, folds=False):
-            kept = {**form, "content": given[at]["content"] or form["content"]}
+            kept = {**given[at], "tool_calls": form["tool_calls"], "content": given[at]["content"] or form["content"]}
             try:
-                if _holds(self._render([*given[:at], kept], tools, generation=False), kept):
+                if _holds_calls(self._render([*given[:at], kept], tools, generation=False), kept):
                     return kept
             except DataError:
                 continue
@@ -340,8 +340,10 @@ def _as_text(arguments: Any) -> Any:
 def _holds(body: str, form: Message) -> bool:
     """Whether the placeholders of `form` stand once in a rendered turn, and its calls in full."""
     marks = [form.get("content") or "", *(form[key] for key in REASONING_KEYS if form.get(key))]
-    if any(body.count(mark) != 1 for mark in marks if mark):
-        return False
+    return all(body.count(mark) == 1 for mark in marks if mark) and _holds_calls(body, form)
+
+
+def _holds_calls(body: str, form: Message) -> bool:
     said = squash(body)
     for name, arguments in calls_of(form):
         texts = [arguments] if isinstance(arguments, str) else [*_leaves(arguments)]

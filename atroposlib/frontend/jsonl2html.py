@@ -6,6 +6,7 @@ Messages above `MARKDOWN_CHARS` are shown as plain text, since markdown takes ti
 """
 
 import html
+import json
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 import markdown
 import msgspec
 
+from atroposlib.data.chats import REASONING_KEYS, part_text
 from atroposlib.data.rollout_files import NO_GROUP, Line, expand_input, row_error, sound_lines
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import AtroposError, RowError
@@ -37,6 +39,7 @@ _PLAIN = re.compile(rf" ?{_LINE}(?:\n\n{_LINE})* ?")
 """Paragraphs of one line, begun by a letter, without a character that means something in markdown or HTML: rendered
 here, since markdown takes 60 us for the shortest text and a run has hundreds of thousands."""
 
+_USUAL = {"role", "content"}
 _UNSAFE_PATTERNS = (
     *("html", "entity", "autolink", "automail", "link", "image_link"),
     *("reference", "short_reference", "image_reference", "short_image_ref"),
@@ -108,6 +111,10 @@ def render_text(text: str) -> str:
             return _markdown().reset().convert(text)
         except RecursionError:  # a model that says "- - - - ..." for ever makes a list in a list in a list
             _markdown.cache_clear()
+    return _preformatted(text)
+
+
+def _preformatted(text: str) -> str:
     if len(text) > SHOWN_CHARS:
         half = SHOWN_CHARS // 2
         text = f"{text[:half]}\n\n[... {len(text) - 2 * half} characters are not shown ...]\n\n{text[-half:]}"
@@ -173,10 +180,21 @@ def _conversation(messages: object) -> str:
 
 
 def _turn(message: Mapping[str, Any]) -> str:
+    """One message with all that it holds: thoughts before its content, every other key, as JSON, behind it."""
     content, role = message.get("content"), str(message.get("role", ""))
-    if type(content) is str and not message.get("tool_calls"):
+    if type(content) is str and message.keys() <= _USUAL:
         return _spoken(role, content)
-    return _speaker(role) + _content(message)
+    thoughts = [key for key in REASONING_KEYS if isinstance(message.get(key), str)]
+    rest = [key for key in message if key not in _USUAL and key not in thoughts and message[key] is not None]
+    parts = content if isinstance(content, list) else [content] if content is not None else []
+    return "".join(
+        [
+            _speaker(role),
+            *(f"<p><em>{html.escape(key)}</em></p>{render_text(message[key])}" for key in thoughts),
+            *(render_text(part_text(part) or _as_json(part)) for part in parts if part != ""),
+            *(f"<p><em>{html.escape(key)}</em></p>{_preformatted(_as_json(message[key]))}" for key in rest),
+        ]
+    )
 
 
 @lru_cache(maxsize=256)  # the responses of a group share their prompts
@@ -188,18 +206,8 @@ def _speaker(role: str) -> str:
     return f"<p><strong>{html.escape(role.capitalize())}</strong></p>"
 
 
-def _content(message: Mapping[str, Any]) -> str:
-    content, calls = message.get("content"), message.get("tool_calls")
-    parts = [_part_text(part) for part in content] if isinstance(content, list) else [str(content or "")]
-    if calls:
-        parts.append(f"tool calls: {calls}")
-    return "".join(render_text(part) for part in parts)
-
-
-def _part_text(part: object) -> str:
-    if isinstance(part, Mapping):
-        return str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]"
-    return str(part)
+def _as_json(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)
 
 
 @cache

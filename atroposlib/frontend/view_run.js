@@ -3,6 +3,7 @@
 
 const PAGE = 50;
 const REFRESH_MS = 2000;
+const REASONING_KEYS = ["reasoning_content", "reasoning", "thinking"];
 const $ = (id) => document.getElementById(id);
 let offset = 0;
 let chosen = null;
@@ -88,15 +89,25 @@ function responseCard(response, index) {
   return card;
 }
 
+// All that a message holds: thoughts before its content, every other key, as JSON, behind it.
 function addMessage(card, message) {
-  card.append(element("h3", "", message.role));
-  const parts = Array.isArray(message.content) ? message.content : [message.content];
+  const { role, content, ...rest } = message;
+  card.append(element("h3", "", role));
+  for (const key of REASONING_KEYS) if (typeof rest[key] === "string") addKey(card, key, rest[key]);
+  const parts = Array.isArray(content) ? content : content === null || content === undefined ? [] : [content];
   for (const part of parts) {
     const url = part && typeof part === "object" && (part.image_url?.url || part.image);
     if (typeof url === "string" && url.startsWith("data:image/")) addImage(card, url);
     else card.append(element("pre", "", typeof part === "string" ? part : part?.text ?? JSON.stringify(part)));
   }
-  if (message.tool_calls) card.append(element("pre", "", JSON.stringify(message.tool_calls, null, 1)));
+  for (const [key, value] of Object.entries(rest)) {
+    if (value === null || (REASONING_KEYS.includes(key) && typeof value === "string")) continue;
+    addKey(card, key, typeof value === "string" ? value : JSON.stringify(value, null, 1));
+  }
+}
+
+function addKey(card, key, text) {
+  card.append(element("h4", "", key), element("pre", "", text));
 }
 
 function addImage(card, url) {

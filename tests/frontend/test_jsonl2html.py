@@ -133,3 +133,14 @@ def test_a_group_without_numbers_for_scores_costs_only_itself(tmp_path, caplog, 
     source.write_text('{"messages": ["m"], "scores": [true]}\n' + line + "\n")
     assert generate_html(source).read_text().count("<details") == 1
     assert "set aside: 1 (no group: 1)" in caplog.text
+
+
+def test_nothing_of_a_message_is_left_out():
+    call = {"id": "c1", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+    parts = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": {"url": "data:x"}}]
+    asked = {"role": "user", "content": parts, "name": "ada"}
+    answer = {"role": "assistant", "content": "", "reasoning_content": "hm & so", "tool_calls": [call], "extra": 7}
+    result = {"role": "tool", "tool_call_id": "c1", "content": None}
+    page = create_html_for_group({"messages": [[asked, answer, result]], "scores": [1.0]}, 0)
+    for shown in ("look", "data:x", "ada", "hm &amp; so", "weather", "Bonn", "c1", "extra", "7", "tool_call_id"):
+        assert shown in page, shown
