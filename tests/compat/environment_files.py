@@ -36,6 +36,7 @@ from typing import Any
 GROUPS, GROUP_SIZE, MAX_TOKENS, MOST_ITEMS = 2, 2, 256, 20
 ROOT = Path(__file__).parents[2]
 CLASS = re.compile(r"^class \w+\(.*?(Env|EvalBase)\w*\b", re.M | re.S)
+ENDS = ("done", "kept nothing")
 LATE = "not at its end after"
 MISSING = (
     (r"No module named '([\w.]+)'", "package {}"),
@@ -65,9 +66,9 @@ class Report:
     @property
     def verdict(self) -> str:
         """`runs`, `needs ...` (nothing a library can give), or `fails`."""
-        if self.stage == "done":
+        if self.stage == ENDS[0]:
             return "runs on stand-in data" if self.data else "runs"
-        if self.stage == "kept nothing":
+        if self.stage == ENDS[1]:
             return "runs, but keeps no group of the scripted answers"
         if self.error.startswith(LATE):
             return "still runs at the time limit"
@@ -180,7 +181,10 @@ def try_file(path: Path, name: str, root: Path, url: str, tokenizer: Path, logs:
             report.error = report.error or f"{LATE} {seconds} s"
             return report
         time.sleep(0.05)
-    return Report(**json.loads(result.read_text()))
+    report = Report(**json.loads(result.read_text()))
+    if report.stage not in ENDS and not report.error:
+        report.error = f"its process died in {report.stage}"
+    return report
 
 
 class Trial:
@@ -199,7 +203,7 @@ class Trial:
         self._stand_in()
         try:
             self._try(path, root, folder)
-            self._reach("done" if self.report.stage != "rollout" or self.report.groups else "kept nothing")
+            self._reach(ENDS[self.report.stage == "rollout" and not self.report.groups])
         except BaseException as error:
             traceback.print_exc()
             chain = [error]
