@@ -46,9 +46,10 @@ MISSING = (
      r"Max retries exceeded|Connection refused)", "a service"),
     (r"(?:API_KEY|api_key|Missing credentials)", "an API key"),
     (r"Resource '?(?:\x1b\[\d+m)*(\w+)[^.]*not found.*NLTK", "NLTK's {}"),
-    (r"Executable doesn't exist|FileNotFoundError: .*'(\w+)'$", "program {}"),
-    (r"no complete environment in it", "no run: it holds no environment that is complete{}"),
-    (r"No such file or directory: '([^']*)'", "file {}"),
+    (r"Executable doesn't exist at \S*/([\w-]+)", "program {}"),
+    (r"SystemExit: .* <- FileNotFoundError: .*'([\w-]+)'$", "program {}"),
+    (r"no complete environment in it", "nothing: no complete environment in it{}"),
+    (r"No such file or directory: '(?:[^']*/)?([^'/]+)'", "file {}"),
 )  # fmt: skip
 
 
