@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 from rollout_factory import make_group, write_groups
+from trainer_loads import CHATS, count, count_pairs
+from transformers import AutoTokenizer
 
 from atroposlib.data.conversion import SftOptions
 from atroposlib.data.dpo import DpoOptions, export_dpo
 from atroposlib.data.sft import export_sft
 
 COLUMNS = {
+    "prompt-completion": {"prompt", "completion", "score"},
     "messages": {"messages", "score"},
     "sharegpt": {"conversations", "score"},
     "tokens": {"input_ids", "attention_mask", "labels", "position_ids", "score"},
@@ -82,7 +85,7 @@ def test_a_flattening_collator_takes_token_rows(rollouts, tmp_path):
 
 def test_trl_knows_chats_and_pairs_as_conversational(rollouts, tmp_path):
     trl = pytest.importorskip("trl")
-    export_sft(rollouts, tmp_path / "s.jsonl")
+    export_sft(rollouts, tmp_path / "s.jsonl", options=SftOptions(format="prompt-completion"))
     export_dpo(rollouts, tmp_path / "d.jsonl", options=DpoOptions(format="trl"))
     assert trl.is_conversational(load(tmp_path / "s.jsonl", tmp_path)[0])
     assert trl.is_conversational(load(tmp_path / "d.jsonl", tmp_path)[0])
@@ -96,3 +99,26 @@ def test_trl_renders_pairs_with_a_template(rollouts, tmp_path, tokenizer_dir):
     rendered = trl.apply_chat_template(row, transformers.AutoTokenizer.from_pretrained(tokenizer_dir))
     assert rendered["prompt"].endswith("<|im_start|>assistant\n")
     assert rendered["chosen"].startswith("<think>")
+
+
+EXACT = {
+    "trl": ["`prompt-completion` in TRL `SFTTrainer`", "`tokens` in TRL `SFTTrainer`"],
+    "llamafactory": ["`sharegpt --per-turn` in LLaMA-Factory, `mask_history`"],
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize(("package", "load"), [(package, load) for package in EXACT for load in EXACT[package]])
+def test_a_trainer_takes_loss_on_what_was_generated_and_the_line_break_of_its_template(tmp_path, package, load, name):
+    pytest.importorskip(package)
+    trained, generated, more = count(load, name, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert trained - more.total() == generated
+    assert tokenizer.decode([*more.elements()]).strip("\n") == ""
+
+
+def test_trl_takes_loss_on_both_sides_of_a_pair_and_no_few_shot_turn(tmp_path):
+    pytest.importorskip("trl")
+    trained, generated, more = count_pairs("few-shot", tmp_path)
+    assert trained - more.total() == generated
+    assert more.total() == 2

@@ -8,6 +8,7 @@ brackets were trained although they were not generated. What cannot be loaded sa
 import importlib
 import json
 import logging
+import os
 import sys
 import tempfile
 import types
@@ -23,6 +24,7 @@ from transformers import AutoTokenizer
 
 from atroposlib.data.conversion import SftOptions
 from atroposlib.data.dpo import DpoOptions, export_dpo
+from atroposlib.data.report import NothingKept
 from atroposlib.data.sft import export_sft
 from atroposlib.data.templates import TemplateRenderer
 
@@ -30,9 +32,9 @@ CHATML = (  # with tools, thoughts and calls, as Qwen 3 writes them
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content or '' }}"
-    '{% for c in m.tool_calls or [] %}\n<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    '{% if m.tool_calls %}{% for c in m.tool_calls %}\n<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
     "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}}\n</tool_call>"
-    "{% endfor %}{% else %}{{ m.content or '' }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% endfor %}{% endif %}{% else %}{{ m.content or '' }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -102,6 +104,7 @@ def axolotl(**dataset: Any) -> Loader:
     """Axolotl's `prepare_datasets` with these keys of a dataset's config."""
 
     def load(path: Path, tokenizer: Path) -> Rows:
+        os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
         sft = importlib.import_module("axolotl.utils.data.sft")
         made = importlib.import_module("axolotl.utils.dict").DictDefault
         config = {
@@ -124,15 +127,16 @@ def axolotl(**dataset: Any) -> Loader:
 
 
 def llamafactory(formatting: str, *, mask_history: bool) -> Loader:
-    """LLaMA-Factory's converter, template `chatml` and supervised processor."""
+    """LLaMA-Factory's converter, its own template `qwen` (not the tokenizer's) and its supervised processor."""
 
     def load(path: Path, tokenizer: Path) -> Rows:
         sys.modules.setdefault("torchaudio", types.ModuleType("torchaudio"))  # wants CUDA; only audio needs it
+        os.environ["DISABLE_VERSION_CHECK"] = "1"  # it wants an older transformers
         data = importlib.import_module("llamafactory.data")
         parser, converter = (importlib.import_module(f"llamafactory.data.{name}") for name in ("parser", "converter"))
         supervised = importlib.import_module("llamafactory.data.processor.supervised")
         arguments = importlib.import_module("llamafactory.hparams.data_args").DataArguments(
-            template="chatml", cutoff_len=2048, mask_history=mask_history
+            template="qwen", cutoff_len=2048, mask_history=mask_history
         )
         attributes = parser.DatasetAttr("file", dataset_name=path.name)
         keys = {"formatting": formatting, "columns": {"tools": "tools"}}
@@ -240,9 +244,11 @@ def cell(counted: Callable[[], tuple[int, int, Counter[int]]], tokenizer: Any) -
     """One cell of the table."""
     try:
         trained, generated, more = counted()
+    except NothingKept:
+        return "set aside"
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
-        return f"{type(error).__name__}: {first[:90]}"
+        return f"{type(error).__name__}: {first[:60]}"
     others = tokenizer.decode([*more.elements()])
     return f"{trained} / {generated}" + (
         f" ({json.dumps(others)})" if others and len(others) < 9 else " (!)" * bool(more)
