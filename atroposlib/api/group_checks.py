@@ -272,7 +272,9 @@ def _take_fields(item: Any) -> tuple[_Fields, dict[str, Matrix], int]:
             setattr(fields, name, value)
             brackets += str(value).count("[")
         else:
-            text = value.mini if isinstance(value, simdjson.Array | simdjson.Object) else msgspec.json.encode(value)
+            text: Any = (
+                value.mini if isinstance(value, simdjson.Array | simdjson.Object) else msgspec.json.encode(value)
+            )
             brackets += text.count(b"[")
             if name in _Fields.__struct_fields__:
                 setattr(fields, name, msgspec.Raw(text))
