@@ -23,6 +23,7 @@ class Word:
 
 
 SECTIONS: dict[str, dict[str, Word]] = {
+    "Begin": {"new": Word("atroposlib.cli.new", "Write an environment with its settings and its test.")},
     "Run": {
         "datagen": Word("atroposlib.cli.datagen", "Run engine, API, environment and export as one supervised job."),
         "train": Word(

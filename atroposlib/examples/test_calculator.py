@@ -1,0 +1,42 @@
+"""The parts of CalculatorEnv, and a rollout whose tool call is executed."""
+
+import json
+import re
+
+import pytest
+
+from atroposlib.examples.calculator import CalculatorEnv, execute, score
+from atroposlib.testing import roll_out
+
+CALLS = {
+    "a product": ("multiply", '{"a": 6, "b": 7}', "42", True),
+    "no such tool": ("divide", '{"a": 6, "b": 7}', "there is no tool 'divide'; there is multiply(a, b)", False),
+    "no JSON": ("multiply", "6 7", "could not be executed", False),
+    "an argument is missing": ("multiply", '{"a": 6}', "could not be executed", False),
+}
+
+
+@pytest.mark.parametrize(("name", "arguments", "said", "is_executed"), CALLS.values(), ids=CALLS)
+def test_calls_are_executed_or_answered_with_a_sentence(name, arguments, said, is_executed):
+    result, executed = execute(name, arguments)
+    assert result.startswith(said)
+    assert executed is is_executed
+
+
+def test_the_product_scores_highest_and_a_call_alone_a_little():
+    assert [score("It is 42.", 42, 1), score("It is 41.", 42, 1), score("It is 41.", 42, 0)] == [1.0, 0.1, 0.0]
+
+
+def test_a_model_that_calls_the_tool_is_right(tmp_path):
+    def answer(prompt):
+        if "<|im_start|>tool\n" in prompt:
+            result = prompt.rpartition("<|im_start|>tool\n")[2].partition("<|im_end|>")[0]
+            return f"It is {result}."
+        a, b = map(int, re.findall(r"is (\d+) times (\d+)", prompt)[0])
+        call = json.dumps({"name": "multiply", "arguments": {"a": a, "b": b}})
+        return f"<tool_call>\n{call}\n</tool_call>"
+
+    (group,) = roll_out(CalculatorEnv, answer, tmp_path)
+    assert group["scores"] == [1.0] * 4
+    assert [turn["role"] for turn in group["messages"][0]] == ["user", "assistant", "tool", "assistant"]
+    assert group["messages"][0][1]["tool_calls"][0]["function"]["name"] == "multiply"
