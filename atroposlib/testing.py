@@ -101,12 +101,18 @@ class ScriptedEngine:
     async def _start(self) -> web.AppRunner:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/generate", self._generate)
-        app.router.add_get("/health", lambda _: _json({}))
-        app.router.add_get("/v1/models", lambda _: _json({"object": "list", "data": [{"id": "scripted"}]}))
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         return runner
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "scripted"}]})
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -153,7 +159,3 @@ def roll_out(
         code = run_environment(env_cls, ["process", *engine.flags, *limits, *settings])
     assert code == 0, f"{env_cls.__name__} process ended with exit code {code}; its log says why"
     return [json.loads(line) for line in rollouts.read_text("utf-8").splitlines()]
-
-
-async def _json(content: dict[str, Any]) -> web.Response:
-    return web.json_response(content)

@@ -4,12 +4,18 @@ A tokenizer is a local Hugging Face folder, a `.gguf` file or the name of an emb
 taken), or a name on the Hugging Face hub.
 """
 
+import contextlib
 import functools
 import json
+import os
+import socket
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from atroposlib.data.rollout_files import expand_input
 from atroposlib.errors import ModelError, RowError
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+_HUB_WAIT_S = 1.0
 
 
 def load_tokenizer(spec: str) -> "PreTrainedTokenizerBase":
@@ -27,17 +34,41 @@ def load_tokenizer(spec: str) -> "PreTrainedTokenizerBase":
         ModelError: there is none, in words that say what was tried.
     """
     folder = _tokenizer_folder(spec)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch, which nobody needs here
     from transformers import AutoTokenizer  # 1 to 2 s; only commands that need a tokenizer pay for it
 
+    has_hub = folder is None and _hub_answers()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder or spec), local_files_only=folder is not None)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder or spec), local_files_only=not has_hub)
     except Exception as error:  # transformers raises many kinds; all mean that this tokenizer cannot be had
+        nowhere = (
+            f"neither a folder here nor {'on the hub' if has_hub else 'in the cache, and the hub does not answer'}"
+        )
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"tokenizer {spec}: {'not a tokenizer folder' if folder else 'neither a folder here nor on the hub'} "
+            f"tokenizer {spec}: {'not a tokenizer folder' if folder else nowhere} "
             f"({first}); give a folder with tokenizer.json and tokenizer_config.json, a .gguf file, or a hub name"
         ) from error
     return plain_chat_ids(tokenizer)
+
+
+def _hub_answers() -> bool:
+    """Return whether the model hub can be reached, found out within a second; with a proxy it is left to be tried."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return not constants.HF_HUB_OFFLINE
+    place = urlsplit(constants.ENDPOINT)
+    answered = threading.Event()
+
+    def connect() -> None:
+        with contextlib.suppress(OSError), socket.create_connection((place.hostname, place.port or 443), _HUB_WAIT_S):
+            answered.set()
+
+    looking = threading.Thread(target=connect, name="model hub", daemon=True)  # resolving a name knows no time limit
+    looking.start()
+    looking.join(_HUB_WAIT_S)
+    return answered.is_set()
 
 
 def plain_chat_ids(tokenizer: T) -> T:

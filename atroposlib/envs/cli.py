@@ -6,6 +6,7 @@ commands; unknown names are refused with the nearest known one.
 
 import asyncio
 import logging
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,22 @@ class Settings:
     yaml_config: dict[str, Any]
     flags: dict[str, Any]  # those really given, typed: {"env.group_size": 8}
 
+    def summary(self, name: str) -> list[str]:
+        """Return what a start says: the work, the engine, and what differs from the defaults. The rest is in a file."""
+        servers = [self.servers] if isinstance(self.servers, ServerBaseline) else list(self.servers)
+        engines = ", ".join(getattr(server, "base_url", None) or "found in the job" for server in servers[:3])
+        more = f" and {len(servers) - 3} more" if len(servers) > 3 else ""
+        given = {key: value for key, value in self.flags.items() if key.rpartition(".")[2] not in SECRET_FIELDS}
+        changed = ", ".join(f"--{key} {value}" for key, value in given.items()) or "no flags"
+        api = f", trajectory API {self.env.rollout_server_url}" if self.mode == "serve" else ""
+        model = servers[0].model_name if servers else "none"
+        lines = [
+            f"{name} {self.mode}: groups of {self.env.group_size}, tokenizer {self.env.tokenizer_name}{api}",
+            f"engine: {engines}{more}, model {model}",
+            f"given: {changed}; every setting is kept next to the rollouts (.config.yaml)",
+        ]
+        return [re.sub(r"//[^@/\s]*@", "//", line) for line in lines]  # an address may hold a token
+
     def as_yaml(self) -> str:
         """The settings as a file for `--config`, with secrets left out."""
         servers = [self.servers] if isinstance(self.servers, ServerBaseline) else list(self.servers)
@@ -83,7 +100,8 @@ class EnvCommand:
         """Resolve the settings, run the environment; the exit code."""
         settings = resolve(self.env_cls, self.mode, self.arguments)
         text = settings.as_yaml()
-        logger.info("settings of %s %s:\n%s", self.env_cls.__name__, self.mode, text)
+        for line in settings.summary(self.env_cls.name or self.env_cls.__name__):
+            logger.info("%s", line)
         env = self.env_cls.from_settings(settings)
         env.fresh, env.settings_text = settings.fresh, text
         return _run_loop(env, self.mode)

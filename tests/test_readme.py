@@ -1,0 +1,67 @@
+"""What the README shows is what is there."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atroposlib.cli import new
+from atroposlib.examples import addition, calculator, guess, haiku
+from atroposlib.testing import ScriptedEngine, write_tokenizer
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_readme_shows_the_example_as_it_is():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks == [Path(addition.__file__).read_text()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_example_runs_in_process_and_evaluate_as_a_user_starts_it(tmp_path):
+    def answer(prompt):
+        left, right = map(int, re.findall(r"(\d+) \+ (\d+)", prompt)[-1])
+        return [f"\\boxed{{{left + right}}}", "no"]
+
+    script = shutil.copy(addition.__file__, tmp_path / "addition.py")
+    with ScriptedEngine(answer, write_tokenizer(tmp_path / "tokenizer")) as engine:
+        for mode, more, made in (
+            ("process", ["--env.total_steps", "2"], "data/addition.jsonl"),
+            ("evaluate", ["--env.data_dir_to_save_evals", "results"], "results/metrics.json"),
+        ):
+            command = [sys.executable, str(script), mode, *engine.flags, *more]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            assert (tmp_path / made).exists()
+            assert "PyTorch" not in done.stderr
+    assert len([line for line in done.stderr.splitlines() if "atroposlib.envs.cli" in line]) == 3
+
+
+KINDS = {"": addition, "multi_turn": guess, "tools": calculator, "judge": haiku}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_environment_is_its_example_under_another_name(kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    new.env("word_game", **{name: name == kind for name in ("multi_turn", "tools", "judge")}, folder=".")
+    assert "python -m pytest test_word_game.py" in capsys.readouterr().out
+    text = (tmp_path / "word_game.py").read_text()
+    assert 'name = "word_game"' in text
+    assert "class WordGameEnv(BaseEnv)" in text
+    assert "from word_game import" in (tmp_path / "test_word_game.py").read_text()
+
+
+def test_the_test_of_a_new_environment_passes_as_written(tmp_path):
+    new.env("sums", multi_turn=False, tools=False, judge=False, folder=str(tmp_path))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sums.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
