@@ -1,18 +1,23 @@
 """A run's status for a terminal or a log: one line, or tables."""
 
 import time
-
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from atroposlib.status.runs import FAILURE_CLASSES, RunStatus
+
+if TYPE_CHECKING:  # an environment that writes its page draws no table
+    from rich.console import Console, Group
+    from rich.table import Table
 
 _PATHS_SHOWN = 3
 
 
-def render(status: RunStatus) -> Group:
+def render(status: RunStatus) -> "Group":
     """Return the line of totals, counts by task, and everything else that `RunStatus` knows."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
     facts = Table.grid(padding=(0, 2))
     for name, value in facts_of(status):
         facts.add_row(name, Text(value, overflow="fold"))
@@ -22,7 +27,10 @@ def render(status: RunStatus) -> Group:
     return Group(Text(f"{status.name}: {headline(status)}"), *_tables(status), facts)
 
 
-def _tables(status: RunStatus) -> list[Table]:
+def _tables(status: RunStatus) -> "list[Table]":
+    from rich.table import Table
+    from rich.text import Text
+
     if status.kind == "evaluate":
         results = Table("metric", "value")
         for name, value in status.results.items():
@@ -116,7 +124,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def print_status(status: RunStatus, console: Console) -> None:
+def print_status(status: RunStatus, console: "Console") -> None:
     """The tables; a pipe or a file gets every path on one line."""
     if not console.is_terminal:
         console.width = 400
