@@ -50,20 +50,20 @@ class CalculatorEnv(BaseEnv):
                 reply = await managed.chat_completion(
                     messages=messages, tools=TOOLS, n=1, max_tokens=self.config.max_token_length
                 )
-                message = reply.choices[0].message
-                messages.append(message.model_dump(exclude_none=True))
-                for call in message.tool_calls or []:
-                    result, is_executed = execute(call.function.name, call.function.arguments)
+                text, calls = reply.choices[0].message.content, reply.choices[0].message.tool_calls or []  # dicts
+                messages.append({"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})})
+                for call in calls:
+                    result, is_executed = execute(**call["function"])
                     executed += is_executed
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-                if not message.tool_calls:
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+                if not calls:
                     break
             node = managed.get_state()["nodes"][-1]
         return {
             "tokens": node.tokens,
             "masks": node.masked_tokens,
             "inference_logprobs": node.logprobs,
-            "scores": score(message.content, item["a"] * item["b"], executed),
+            "scores": score(text, item["a"] * item["b"], executed),
         }, []
 
 
