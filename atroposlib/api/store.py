@@ -230,8 +230,9 @@ class Store:
             self._used -= sum(group.size for group in groups)
             self._dead += [group.number for group in groups]
 
-        loop = asyncio.get_running_loop()
-        self._put(_Job(forget, loop, loop.create_future(), is_read=True))
+        if not self.is_stuck():  # else a start forgets them
+            loop = asyncio.get_running_loop()
+            self._put(_Job(forget, loop, loop.create_future(), is_read=True))
 
     async def reset(self, run: bytes) -> None:
         """Forget everything and begin with `run`."""
@@ -261,7 +262,10 @@ class Store:
         return self._thread.ident is not None and not self._thread.is_alive()
 
     async def close(self) -> None:
-        """Return when all that was asked for is done and the files are closed."""
+        """Return when all that was asked for is done and the files are closed; what is in memory stays usable."""
+        if self.folder is None:
+            await self._ask(lambda: None, is_read=True)
+            return
         self._start()
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
@@ -277,6 +281,8 @@ class Store:
         return await asyncio.shield(asked.done)
 
     def _put(self, job: _Job) -> None:
+        if self.is_stuck():
+            raise Unreadable("the store's thread has ended; start the server again")
         self._start()
         self._jobs.put(job)
 

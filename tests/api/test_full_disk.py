@@ -100,6 +100,7 @@ async def test_health_names_a_reached_queue_limit_and_a_server_that_only_a_resta
     await app.state.service.store.close()
     assert (await client.get("/health")).json() == {"status": "stuck", "detail": "the writing thread has ended"}
     assert (await client.get("/health")).status_code == 503
+    assert (await client.post("/scored_data", json=make_group(1))).status_code == 503
 
 
 async def test_consumed_groups_never_use_up_a_small_limit(tmp_path):
