@@ -3,7 +3,7 @@
 import random
 import re
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
 
 
 class AdditionEnv(BaseEnv):
@@ -25,7 +25,7 @@ class AdditionEnv(BaseEnv):
         rng = random.Random(index)
         return {"left": rng.randint(10, 99), "right": rng.randint(10, 99)}
 
-    async def collect_trajectories(self, item):
+    async def collect_trajectories(self, item) -> tuple[ScoredDataGroup, list[Item]]:
         question = f"What is {item['left']} + {item['right']}? Write the answer as \\boxed{{number}}."
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             reply = await managed.chat_completion(
@@ -49,7 +49,7 @@ class AdditionEnv(BaseEnv):
         await self.evaluate_log({"eval/accuracy": sum(scores) / len(scores)})
 
 
-def score(text: str, expected: int) -> float:
+def score(text: str | None, expected: int) -> float:
     """Return 1.0 if the last \\boxed{} holds `expected`, else 0.0."""
     boxed = re.findall(r"\\boxed\{\s*(-?\d+)\s*\}", text or "")
     return float(bool(boxed) and int(boxed[-1]) == expected)

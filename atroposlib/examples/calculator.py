@@ -3,8 +3,9 @@
 import json
 import random
 import re
+from typing import Any, cast
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataItem
 
 CALLS = 4
 TOOLS = [
@@ -42,15 +43,18 @@ class CalculatorEnv(BaseEnv):
         rng = random.Random(index)
         return {"a": rng.randint(100, 999), "b": rng.randint(100, 999)}
 
-    async def collect_trajectory(self, item):
-        messages = [{"role": "user", "content": f"What is {item['a']} times {item['b']}? Use the tool."}]
-        executed = 0
+    async def collect_trajectory(self, item) -> tuple[ScoredDataItem, list[Item]]:
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": f"What is {item['a']} times {item['b']}? Use the tool."}
+        ]
+        text, executed = None, 0
         async with self.server.managed_server(tokenizer=self.tokenizer, tool_parser="hermes") as managed:
             for _ in range(CALLS):
                 reply = await managed.chat_completion(
                     messages=messages, tools=TOOLS, n=1, max_tokens=self.config.max_token_length
                 )
-                text, calls = reply.choices[0].message.content, reply.choices[0].message.tool_calls or []  # dicts
+                message = reply.choices[0].message
+                text, calls = message.content, cast("list[dict[str, Any]]", message.tool_calls or [])
                 messages.append({"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})})
                 for call in calls:
                     result, is_executed = execute(**call["function"])

@@ -3,7 +3,7 @@
 import random
 import re
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataItem
 
 TURNS = 6
 
@@ -26,14 +26,15 @@ class GuessEnv(BaseEnv):
     async def get_item(self, index):
         return {"number": random.Random(index).randint(1, 20)}
 
-    async def collect_trajectory(self, item):
+    async def collect_trajectory(self, item) -> tuple[ScoredDataItem, list[Item]]:
         messages = [{"role": "user", "content": "I think of a number from 1 to 20. Guess it: write one number."}]
         reward = 0.0
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             for turn in range(TURNS):
                 reply = await managed.chat_completion(messages=messages, n=1, max_tokens=self.config.max_token_length)
-                messages.append({"role": "assistant", "content": reply.choices[0].message.content})
-                guess = last_number(messages[-1]["content"])
+                text = reply.choices[0].message.content or ""
+                messages.append({"role": "assistant", "content": text})
+                guess = last_number(text)
                 if guess == item["number"]:
                     reward = score(turn)
                     break

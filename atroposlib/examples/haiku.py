@@ -2,7 +2,7 @@
 
 import re
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataItem
 from atroposlib.errors import VerifierFault
 
 SUBJECTS = ["rain", "a train at night", "the first snow", "an old dog", "the sea", "a lost key", "bread", "a moth"]
@@ -27,7 +27,7 @@ class HaikuEnv(BaseEnv):
     async def get_item(self, index):
         return {"subject": SUBJECTS[index % len(SUBJECTS)], "number": index}
 
-    async def collect_trajectory(self, item):
+    async def collect_trajectory(self, item) -> tuple[ScoredDataItem, list[Item]]:
         prompt = [{"role": "user", "content": f"Write a haiku about {item['subject']}."}]
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             reply = await managed.chat_completion(messages=prompt, n=1, max_tokens=self.config.max_token_length)
@@ -46,11 +46,11 @@ class HaikuEnv(BaseEnv):
         }, []
 
 
-def grade(text: str) -> float:
+def grade(text: str | None) -> float:
     """Return the judge's grade as 0.0 to 1.0; VerifierFault when there is none from 1 to 10."""
     numbers = re.findall(r"\d+", text or "")
     if not numbers or not 1 <= int(numbers[0][:9]) <= 10:
-        raise VerifierFault(f"the judge said {text[:80]!r}; expected a number from 1 to 10")
+        raise VerifierFault(f"the judge said {str(text)[:80]!r}; expected a number from 1 to 10")
     return (int(numbers[0]) - 1) / 9
 
 
