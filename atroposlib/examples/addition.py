@@ -45,7 +45,7 @@ class AdditionEnv(BaseEnv):
         """Measure 32 sums that training does not see."""
         items = [await self.get_item(1_000_000 + number) for number in range(32)]
         groups = [(await self.collect_trajectories(item))[0] for item in items]
-        scores = [value for group in groups for value in group["scores"]]
+        scores = [value for group in groups for value in group.get("scores", [])]
         await self.evaluate_log({"eval/accuracy": sum(scores) / len(scores)})
 
 
