@@ -155,7 +155,10 @@ def used_folder(tmp_path):
         server.start()
         with httpx.Client(base_url=server.url) as client:
             assert uids(client.get("/batch")) == [2, 3]
-            client.get("/status")
+            deadline = time.monotonic() + 30
+            while (state / "deliveries").read_bytes()[8]:  # until the delivery is in the database, and its note gone
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
         server.kill()
     return state, before
 
