@@ -106,9 +106,14 @@ def test_one_command_makes_rollouts_their_twin_and_a_dataset_and_the_second_has_
     assert_exact(run)
     assert services_are_gone(run)
     assert "12 / 12" in first.stdout
-    accepted = sum(score > 0 for group in run.groups() for score in group["scores"])
-    assert 0 < accepted < PROBLEMS * RESPONSES
-    assert len((run.dir / "sft.jsonl").read_text().splitlines()) == accepted
+    accepted = [
+        (group["item_key"], chat[-1]["content"])
+        for group in run.groups()
+        for chat, score in zip(group["messages"], group["scores"], strict=True)
+        if score > 0
+    ]
+    assert 0 < len(accepted) < PROBLEMS * RESPONSES
+    assert len((run.dir / "sft.jsonl").read_text().splitlines()) == len(set(accepted))  # `unique: true`
     assert list((run.dir / "rollouts").glob("*.html"))
 
     second = run.complete()
