@@ -8,20 +8,22 @@ from typing import Any, cast
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataItem
 
 CALLS = 4
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "multiply",
-            "description": "Multiply two whole numbers.",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-                "required": ["a", "b"],
-            },
-        },
-    }
-]
+MULTIPLY = {
+    "name": "multiply",
+    "description": "Multiply two whole numbers.",
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+    },
+}
+# A message, as the chat template of the small model has no place for tools. Where yours has, leave it out and give
+# tools=[{"type": "function", "function": MULTIPLY}] to chat_completion.
+SYSTEM = f"""You may call a tool: {json.dumps(MULTIPLY)}
+Call it like this, then wait for the result:
+<tool_call>
+{{"name": "multiply", "arguments": {{"a": 2, "b": 3}}}}
+</tool_call>"""
 
 
 class CalculatorEnv(BaseEnv):
@@ -45,14 +47,13 @@ class CalculatorEnv(BaseEnv):
 
     async def collect_trajectory(self, item) -> tuple[ScoredDataItem, list[Item]]:
         messages: list[dict[str, Any]] = [
-            {"role": "user", "content": f"What is {item['a']} times {item['b']}? Use the tool."}
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": f"What is {item['a']} times {item['b']}? Use the tool."},
         ]
         text, executed = None, 0
         async with self.server.managed_server(tokenizer=self.tokenizer, tool_parser="hermes") as managed:
             for _ in range(CALLS):
-                reply = await managed.chat_completion(
-                    messages=messages, tools=TOOLS, n=1, max_tokens=self.config.max_token_length
-                )
+                reply = await managed.chat_completion(messages=messages, n=1, max_tokens=self.config.max_token_length)
                 message = reply.choices[0].message
                 text, calls = message.content, cast("list[dict[str, Any]]", message.tool_calls or [])
                 messages.append({"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})})

@@ -38,5 +38,5 @@ def test_a_model_that_calls_the_tool_is_right(tmp_path):
 
     (group,) = roll_out(CalculatorEnv, answer, tmp_path)
     assert group["scores"] == [1.0] * 4
-    assert [turn["role"] for turn in group["messages"][0]] == ["user", "assistant", "tool", "assistant"]
-    assert group["messages"][0][1]["tool_calls"][0]["function"]["name"] == "multiply"
+    assert [turn["role"] for turn in group["messages"][0]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert group["messages"][0][2]["tool_calls"][0]["function"]["name"] == "multiply"
