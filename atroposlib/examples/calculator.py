@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from typing import Any, cast
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataItem
 
@@ -17,8 +16,8 @@ MULTIPLY = {
         "required": ["a", "b"],
     },
 }
-# A message, as the chat template of the small model has no place for tools. Where yours has, leave it out and give
-# tools=[{"type": "function", "function": MULTIPLY}] to chat_completion.
+# A message, as the chat template of the small model has no place for tools. Where yours has, managed_server(...,
+# tool_parser="hermes") and chat_completion(..., tools=[...]) give message.tool_calls instead.
 SYSTEM = f"""You may call a tool: {json.dumps(MULTIPLY)}
 Call it like this, then wait for the result:
 <tool_call>
@@ -34,7 +33,7 @@ class CalculatorEnv(BaseEnv):
     @classmethod
     def config_init(cls):
         engine = APIServerConfig(
-            model_name="smollm2-135m",  # what `atropos engine` serves; give a model that was trained on tools
+            model_name="smollm2-135m",  # what `atropos engine` serves; one that was trained on tools does better
             base_url="http://localhost:9004/v1",
             server_type="sglang",
             api_key="x",
@@ -46,21 +45,19 @@ class CalculatorEnv(BaseEnv):
         return {"a": rng.randint(100, 999), "b": rng.randint(100, 999)}
 
     async def collect_trajectory(self, item) -> tuple[ScoredDataItem, list[Item]]:
-        messages: list[dict[str, Any]] = [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": f"What is {item['a']} times {item['b']}? Use the tool."},
-        ]
-        text, executed = None, 0
-        async with self.server.managed_server(tokenizer=self.tokenizer, tool_parser="hermes") as managed:
+        question = f"What is {item['a']} times {item['b']}? Use the tool."
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        text, executed = "", 0
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             for _ in range(CALLS):
                 reply = await managed.chat_completion(messages=messages, n=1, max_tokens=self.config.max_token_length)
-                message = reply.choices[0].message
-                text, calls = message.content, cast("list[dict[str, Any]]", message.tool_calls or [])
-                messages.append({"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})})
+                text = reply.choices[0].message.content or ""
+                messages.append({"role": "assistant", "content": text})
+                calls = re.findall(r"<tool_call>\s*(.*?)\s*</tool_call>", text, re.DOTALL)
                 for call in calls:
-                    result, is_executed = execute(**call["function"])
+                    result, is_executed = execute(call)
                     executed += is_executed
-                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+                    messages.append({"role": "tool", "content": result})
                 if not calls:
                     break
             node = managed.get_state()["nodes"][-1]
@@ -72,13 +69,13 @@ class CalculatorEnv(BaseEnv):
         }, []
 
 
-def execute(name: str, arguments: str) -> tuple[str, bool]:
+def execute(call: str) -> tuple[str, bool]:
     """Run one tool call; what the model is told, and whether it could be run."""
     try:
-        values = json.loads(arguments)
-        if name != "multiply":
-            return f"there is no tool {name!r}; there is multiply(a, b)", False
-        return str(int(values["a"]) * int(values["b"])), True
+        wanted = json.loads(call)
+        if wanted["name"] != "multiply":
+            return f"there is no tool {wanted['name']!r}; there is multiply(a, b)", False
+        return str(int(wanted["arguments"]["a"]) * int(wanted["arguments"]["b"])), True
     except (ValueError, KeyError, TypeError) as error:
         return f"could not be executed: {error!r}", False
 

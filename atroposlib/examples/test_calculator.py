@@ -9,16 +9,21 @@ from atroposlib.examples.calculator import CalculatorEnv, execute, score
 from atroposlib.testing import roll_out
 
 CALLS = {
-    "a product": ("multiply", '{"a": 6, "b": 7}', "42", True),
-    "no such tool": ("divide", '{"a": 6, "b": 7}', "there is no tool 'divide'; there is multiply(a, b)", False),
-    "no JSON": ("multiply", "6 7", "could not be executed", False),
-    "an argument is missing": ("multiply", '{"a": 6}', "could not be executed", False),
+    "a product": ('{"name": "multiply", "arguments": {"a": 6, "b": 7}}', "42", True),
+    "no such tool": (
+        '{"name": "divide", "arguments": {}}',
+        "there is no tool 'divide'; there is multiply(a, b)",
+        False,
+    ),
+    "no JSON": ("6 times 7", "could not be executed", False),
+    "an argument is missing": ('{"name": "multiply", "arguments": {"a": 6}}', "could not be executed", False),
+    "no object": ("[6, 7]", "could not be executed", False),
 }
 
 
-@pytest.mark.parametrize(("name", "arguments", "said", "is_executed"), CALLS.values(), ids=CALLS)
-def test_calls_are_executed_or_answered_with_a_sentence(name, arguments, said, is_executed):
-    result, executed = execute(name, arguments)
+@pytest.mark.parametrize(("call", "said", "is_executed"), CALLS.values(), ids=CALLS)
+def test_calls_are_executed_or_answered_with_a_sentence(call, said, is_executed):
+    result, executed = execute(call)
     assert result.startswith(said)
     assert executed is is_executed
 
@@ -39,4 +44,3 @@ def test_a_model_that_calls_the_tool_is_right(tmp_path):
     (group,) = roll_out(CalculatorEnv, answer, tmp_path)
     assert group["scores"] == [1.0] * 4
     assert [turn["role"] for turn in group["messages"][0]] == ["system", "user", "assistant", "tool", "assistant"]
-    assert group["messages"][0][2]["tool_calls"][0]["function"]["name"] == "multiply"
