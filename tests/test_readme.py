@@ -1,5 +1,7 @@
 """What the README shows is what is there."""
 
+import contextlib
+import json
 import re
 import shutil
 import subprocess
@@ -44,6 +46,37 @@ def test_the_example_runs_in_process_and_evaluate_as_a_user_starts_it(tmp_path):
             assert (tmp_path / made).exists()
             assert "PyTorch" not in done.stderr
     assert len([line for line in done.stderr.splitlines() if "atroposlib.envs.cli" in line]) == 3
+
+
+def test_the_example_serves_a_trainer_and_its_rollouts_become_a_set(tmp_path):
+    def answer(prompt):
+        left, right = map(int, re.findall(r"(\d+) \+ (\d+)", prompt)[-1])
+        return [f"\\boxed{{{left + right}}}", "no"]
+
+    script = shutil.copy(addition.__file__, tmp_path / "addition.py")
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(ScriptedEngine(answer, write_tokenizer(tmp_path / "tokenizer")))
+
+        def start(*words):
+            process = subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            return process
+
+        api = start("-m", "atroposlib.cli.run_api", "--port", "0", "--memory")
+        url = api.stdout.readline().split()[-1]
+        start("-m", "atroposlib.example_trainer.fake_trainer", "--api-url", url, "--batch-size", "16")
+        serving = [str(script), "serve", *engine.flags, "--env.rollout_server_url", url, "--env.total_groups", "4"]
+        stored = ["--env.data_path_to_save_groups", "data/served.jsonl"]
+        served = subprocess.run(
+            [sys.executable, *serving, *stored], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert served.returncode == 0, served.stderr
+    exporting = ["-m", "atroposlib.cli.sft", "data/served.jsonl", "--output", "sft.jsonl"]
+    assert subprocess.run([sys.executable, *exporting], cwd=tmp_path, timeout=60, check=True).returncode == 0
+    rows = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 * 4  # the right half of four groups of eight
+    assert {turn["role"] for row in rows for turn in row["completion"]} == {"assistant"}
 
 
 KINDS = {"": addition, "multi_turn": guess, "tools": calculator, "judge": haiku}
