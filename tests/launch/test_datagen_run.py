@@ -107,13 +107,13 @@ def test_one_command_makes_rollouts_their_twin_and_a_dataset_and_the_second_has_
     assert services_are_gone(run)
     assert "12 / 12" in first.stdout
     accepted = [
-        (group["item_key"], chat[-1]["content"])
+        (group["item_key"], *(token for token in mask if token != -100))
         for group in run.groups()
-        for chat, score in zip(group["messages"], group["scores"], strict=True)
+        for mask, score in zip(group["masks"], group["scores"], strict=True)
         if score > 0
     ]
     assert 0 < len(accepted) < PROBLEMS * RESPONSES
-    assert len((run.dir / "sft.jsonl").read_text().splitlines()) == len(set(accepted))  # `unique: true`
+    assert len((run.dir / "sft.jsonl").read_text().splitlines()) == len(set(accepted))  # `unique: true`, by ids
     assert list((run.dir / "rollouts").glob("*.html"))
 
     second = run.complete()
