@@ -27,4 +27,4 @@ test-slurm-short: ## the part of it that CI runs, under two minutes
 	ATROPOS_SLURM=short $(PYTHON) -m pytest tests/slurm
 
 bench-sglang: ## is a running SGLang the bottleneck? make bench-sglang URL=http://127.0.0.1:9000 MODEL=/path/of/model
-	$(PYTHON) -m tests.live.bench_sglang $(URL) --model $(MODEL)
+	$(PYTHON) -m benchmarks.bench_sglang $(URL) --model $(MODEL)

@@ -25,7 +25,7 @@ from atroposlib.type_definitions import Array
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 6
+_VERSION = 6  # a change to `GROUP`, `RESPONSE`, `ODD` or a hash needs a new one
 _END_BYTES = 1 << 16
 
 

@@ -207,6 +207,7 @@ class TrainerSide(WandbSide):
         self._joined = registered
         self.env_id, self.wandb_prepend = registered.env_id, registered.wandb_name
         self.curr_step = min(self.curr_step, registered.starting_step)  # steps made meanwhile are still to be seen
+        # trainers without checkpoints register an empty folder, which means none
         self.checkpoint_dir, self.checkpoint_interval = registered.checkpoint_dir, registered.checkpoint_interval
         self._steps_of_trainer |= self.config.total_steps == -1 and self.config.total_groups is None
         if self._steps_of_trainer:

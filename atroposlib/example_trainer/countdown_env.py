@@ -81,7 +81,7 @@ class CountdownEnv(BaseEnv):
         }, []
 
     async def evaluate(self, *args: object, **kwargs: object) -> None:
-        """Nothing: `example_trainer.learning_curve` evaluates before and after."""
+        """Nothing: `benchmarks/learning_curve.py` evaluates before and after."""
 
 
 def make_problem(seed: str, numbers: int, largest: int) -> Countdown:

@@ -1,4 +1,7 @@
-"""Weights into vLLM: all of them reloaded while it is paused, or a LoRA adapter swapped by name."""
+"""Weights into vLLM: all of them reloaded while it is paused, or a LoRA adapter swapped by name.
+
+A reload of vLLM's CPU build leaves an output layer that is tied to the embedding as it was.
+"""
 
 import re
 from functools import partial

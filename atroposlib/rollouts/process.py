@@ -3,8 +3,7 @@
 import asyncio
 import logging
 
-from atroposlib.rollouts.environment import Environment
-from atroposlib.rollouts.run import Outcome, Run
+from atroposlib.rollouts.run import Environment, Outcome, Run
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.rollouts.collector import RareCollections
 from atroposlib.rollouts.concurrency import AutoConcurrency, queued, running
 from atroposlib.rollouts.display import ProgressDisplay
-from atroposlib.rollouts.environment import Environment
 from atroposlib.rollouts.failures import FailureLog, Fruitless, TaskHealth, describe_error
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.journal import ResponseJournal
@@ -46,6 +45,58 @@ STOP_TIMEOUT_S = 1.0
 CHECK_S, CHECK_AGAIN_S = 10.0, 5.0
 
 EXIT_DONE, EXIT_WORK_REMAINS = 0, 75
+
+
+class Environment(Protocol):
+    """What a run uses of an environment: `BaseEnv` provides it, authors override the hooks."""
+
+    config: Any
+    settings_text: str | None  # kept beside the rollouts
+    fresh: bool  # start a new run instead of going on with one
+    server: Any
+    curr_step: int
+    max_token_len: int  # the trainer's longest sequence; -1: it says none
+    workers: set[asyncio.Task[None]]
+    running_items: dict[str, dict[str, Any]]
+    backlog: list[Item]
+
+    @property
+    def label(self) -> str: ...  # names the environment in files and groups
+
+    @property
+    def has_get_item(self) -> bool: ...
+
+    async def setup(self) -> None: ...
+
+    async def get_next_item(self) -> Item | None: ...
+
+    async def get_item(self, index: int) -> Item | None: ...
+
+    def item_task(self, item: Item) -> str: ...
+
+    async def handle_env(self, item_uuid: str) -> Any: ...
+
+    async def check_engines(self) -> bool: ...  # False: one did not answer; ask again
+
+    def engine_down(self) -> str | None: ...
+
+    def held_back(self) -> str | None: ...
+
+    def write_html(self, rollouts: str, output: str) -> None: ...
+
+    def worker_count(self) -> int: ...
+
+    def first_worker_count(self) -> int: ...
+
+    def progress_path(self) -> Path | None: ...
+
+    def run_files(self) -> RunFiles | None: ...
+
+    def attach(self, run: "Run") -> None: ...
+
+    async def setup_wandb(self) -> None: ...
+
+    async def log_now(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

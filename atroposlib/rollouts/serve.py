@@ -6,15 +6,39 @@ when the trainer's steps are served, when `total_groups` groups are stored and a
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING, Protocol
 
-from atroposlib.rollouts.environment import ServingEnvironment
-from atroposlib.rollouts.run import Outcome, Run
+from atroposlib.rollouts.run import Environment, Outcome, Run
+
+if TYPE_CHECKING:
+    from atroposlib.api.client import EnvClient
 
 logger = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.1
 API_SLOW_S = 3.0
 GOODBYE_S = 2.0
+
+
+class ServingEnvironment(Environment, Protocol):
+    """What the serve mode needs besides."""
+
+    @property
+    def api(self) -> "EnvClient": ...
+
+    async def register_env(self) -> None: ...
+
+    async def get_server_info(self) -> None: ...
+
+    async def get_status(self) -> None: ...
+
+    async def env_step_checks(self) -> None: ...
+
+    def is_served(self) -> bool: ...
+
+    async def add_train_workers(self) -> None: ...
+
+    async def disconnect(self) -> None: ...
 
 
 async def run_serve(env: ServingEnvironment) -> Outcome:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.live.bench_clients import Spans, both
+from benchmarks.bench_clients import Spans, both
 
 
 def steady(start: float, end: float, *, slots: int, seconds: float, tokens: int) -> list[tuple[float, float, int]]:

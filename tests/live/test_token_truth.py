@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
-from tests.live.bench_env import WORDS
+from benchmarks.bench_env import WORDS
 from tests.live.live_server import LiveServer
 
 SYSTEM = {"role": "system", "content": "You answer with a few words."}

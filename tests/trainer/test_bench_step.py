@@ -6,7 +6,7 @@ import pytest
 
 from atroposlib.errors import ConfigError
 from atroposlib.example_trainer.policy import pick_device
-from atroposlib.example_trainer.step_timing import WARM_UP, Timing, Work, make_rows, measure, table, time_ours
+from benchmarks.bench_step import WARM_UP, Timing, Work, make_rows, measure, table, time_ours
 
 
 @pytest.fixture

@@ -122,8 +122,6 @@ def test_switches_and_lists_on_the_command_line():
 COMMANDS = {
     "grpo": ["--model-name", "m"],
     "run": ["--model-name", "m", "--run-dir", "{folder}/run", "--environment", "e.py", "--batch-size", "16"],
-    "bench_step": ["--model", "m"],
-    "learning_curve": ["--model", "m", "--out", "{folder}/curve"],
 }
 
 

@@ -127,8 +127,7 @@ def test_advantages_with_the_sample_deviation_equal_trls_formula():
 
 
 def test_a_step_of_trls_trainer_has_the_gradient_of_ours(tiny_model):
-    from atroposlib.example_trainer.bench_trl import time_trl
-    from atroposlib.example_trainer.step_timing import WARM_UP, Work, make_rows, time_ours
+    from benchmarks.bench_step import WARM_UP, Work, make_rows, time_ours, time_trl
 
     work = Work(tiny_model, torch.device("cpu"), 8, group=4, prompt=12, completion=4, steps=1, objective="dr_grpo")
     rows = make_rows(work, vocabulary=64)

@@ -1,7 +1,7 @@
 """From text to ids and back, at the cost of the Rust tokenizer alone where the tokenizer is a plain wrapper of it.
 
 transformers' `encode` and `decode` spend several times as long on their arguments as on the text. A tokenizer that does
-more than call its backend (a subclass with its own methods, one that cleans up spaces) is called as it is.
+more than call its backend (a subclass with its own methods, one that cleans up spaces) must be called as it is.
 """
 
 from functools import lru_cache

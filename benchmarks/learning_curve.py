@@ -1,6 +1,6 @@
 """Learning curves on Countdown: objectives x seeds, each evaluated before and after, as table and picture.
 
-    python -m atroposlib.example_trainer.learning_curve --model MODEL_FOLDER --out runs/curve --steps 200
+    python -m benchmarks.learning_curve --model MODEL_FOLDER --out runs/curve --steps 200
 
 Per problem k = 8 responses are sampled: mean@8 is the share that is right, pass@8 the share of problems with at least
 one right, distinct@8 the mean number of *different* right expressions per problem. A finished run is not repeated, so

@@ -1,4 +1,4 @@
-"""Tokens per second of a server that speaks SGLang's protocol: `python -m atroposlib.engines.bench URL [PID]`.
+"""Tokens per second of a server that speaks SGLang's protocol: `python -m benchmarks.bench_engine URL [PID]`.
 
 Prompts are 36 tokens and differ from request to request; every sequence generates 64 tokens with log-probabilities.
 With the server's PID, also tokens per CPU-second, which neighbours on the machine disturb less.
@@ -59,7 +59,7 @@ def cpu_seconds(pid: int | None) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m atroposlib.engines.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_engine", description=__doc__)
     parser.add_argument("url", metavar="URL", help="the server, e.g. http://127.0.0.1:9004")
     parser.add_argument("pid", metavar="PID", type=int, nargs="?", help="its process on this machine")
     given = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """An environment against the shortest client there could be, on an engine that answers after 100 ms on average.
 
-    python tests/rollouts/bench_throughput.py [--in-flight 32 256] [--group-size 16] [--groups 4000] [--tokens 64]
-    python tests/rollouts/bench_throughput.py --in-flight 16 64 --latency 0.7 --tokens 128 --groups 1000  # like a GPU
+    python -m benchmarks.bench_throughput [--in-flight 32 256] [--group-size 16] [--groups 4000] [--tokens 64]
+    python -m benchmarks.bench_throughput --in-flight 16 64 --latency 0.7 --tokens 128 --groups 1000  # like a GPU
 
 Three processes: the engine (`capped_engine.py`, lognormal latency, no limit), then either a raw aiohttp loop that
 parses replies with `json`, or an environment in `process` mode, which also decodes, tracks tokens, checks and stores.
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from bench_auto import ask, start
+
+from benchmarks.bench_auto import ask, start
 
 
 def main() -> None:
@@ -91,9 +92,7 @@ def sample(process: subprocess.Popen[bytes], url: str, answers: float) -> dict[s
 
 def start_raw(url: str, in_flight: int, args: Any, folder: str) -> subprocess.Popen[bytes]:
     options = {"in-flight": in_flight, "groups": args.groups, "group-size": args.group_size, "raw": url}
-    return start(
-        "bench_throughput.py", *(text for name, value in options.items() for text in (f"--{name}", str(value)))
-    )
+    return start(__file__, *(text for name, value in options.items() for text in (f"--{name}", str(value))))
 
 
 def start_env(url: str, in_flight: int, args: Any, folder: str) -> subprocess.Popen[bytes]:

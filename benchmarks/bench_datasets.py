@@ -1,4 +1,4 @@
-"""Measures this package's dataset code on generated rollouts: `python -m atroposlib.data.bench --megabytes 1000`.
+"""Measures this package's dataset code on generated rollouts: `python -m benchmarks.bench_datasets --megabytes 1000`.
 
 Every number is per CPU-second of one process (children included), in one sitting, on one file: ratios are what counts.
 `datasets` is measured when it is installed. The file lies in the system's temporary folder and is removed.
@@ -210,7 +210,7 @@ def main() -> None:
                 index.unlink()
             if case in ("encode_batch", "rerender") and not options.tokenizer:
                 continue
-            command = [sys.executable, "-m", "atroposlib.data.bench", "--one", case, "--file", str(path)]
+            command = [sys.executable, "-m", "benchmarks.bench_datasets", "--one", case, "--file", str(path)]
             command += ["--tokenizer", options.tokenizer] if options.tokenizer else []
             environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
             done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

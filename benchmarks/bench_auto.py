@@ -1,6 +1,6 @@
 """How `max_num_workers: auto` climbs to an engine's capacity, and what it does when half of it is lost.
 
-    python tests/rollouts/bench_auto.py [--capacity 256] [--seconds 2] [--group-size 4] [--metrics]
+    python -m benchmarks.bench_auto [--capacity 256] [--seconds 2] [--group-size 4] [--metrics]
 
 An engine process with a hard capacity (`capped_engine.py`) and an environment process that starts with 8 groups. After
 60 s the capacity is halved, after another 60 s the bench ends. One line every 5 s: groups allowed at once, answers per
@@ -19,7 +19,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+SCRIPTS = Path(__file__).resolve().parents[1] / "tests" / "rollouts"
 PHASE_S, STEP_S = 60, 5
 REACHED, RECOVERED = 0.9, 1.5
 
@@ -75,9 +75,11 @@ def watch(url: str, log: Path, capacity: int, seconds: float) -> None:
 
 
 def start(script: str, *arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
-    paths = os.pathsep.join(map(str, (HERE.parent, HERE.parent.parent)))
+    """Start a script of `tests/rollouts`, or the one with that path."""
+    tests = SCRIPTS.parent
+    paths = os.pathsep.join(map(str, (tests, tests.parent)))
     return subprocess.Popen(
-        [sys.executable, str(HERE / script), *arguments], env={**os.environ, "PYTHONPATH": paths}, **streams
+        [sys.executable, str(SCRIPTS / script), *arguments], env={**os.environ, "PYTHONPATH": paths}, **streams
     )
 
 

@@ -1,6 +1,6 @@
 """Measure the judge of mathematics: judgements per second on plain GSM8K answers and on LaTeX ones.
 
-python tests/envs/reward_fns/bench_judge.py
+python -m benchmarks.bench_judge
 """
 
 import os

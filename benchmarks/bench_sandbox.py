@@ -1,6 +1,6 @@
 """Measure what the sandbox costs: a call of an empty program beyond the interpreter's own start, and calls a minute.
 
-python tests/sandbox/bench_sandbox.py [CALLS]      # CPU only as an ordinary user
+python -m benchmarks.bench_sandbox [CALLS]      # CPU only as an ordinary user
 """
 
 import os

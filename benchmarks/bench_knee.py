@@ -1,6 +1,6 @@
 """Does `max_num_workers: auto` find what a live engine is best at? Fixed numbers of groups at once first, then auto.
 
-    python -m tests.live.bench_knee http://127.0.0.1:9000 --model /path/of/model [--fixed 2 4 8 16 32 64 96]
+    python -m benchmarks.bench_knee http://127.0.0.1:9000 --model /path/of/model [--fixed 2 4 8 16 32 64 96]
 
 Groups of 16 answers of about `tokens` new tokens (`--spread`), each through `process`. Printed: tokens per second at
 each fixed number, then how many groups auto had in flight and what it delivered, every `--step` seconds.
@@ -9,7 +9,7 @@ each fixed number, then how many groups auto had in flight and what it delivered
 import argparse
 from dataclasses import replace
 
-from tests.live.bench_clients import Load, Spans, flush, framework, sized
+from benchmarks.bench_clients import Load, Spans, flush, framework, sized
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from atroposlib.launch.probes import free_ports
-from tests.live.bench_env import length, prompt
+from benchmarks.bench_env import length, prompt
 
 GROUP = 16
 BESIDE = 10**6

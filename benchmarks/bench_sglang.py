@@ -1,6 +1,6 @@
 """Is the engine the bottleneck? The same groups through a bare client, `process`, and `serve` with API and trainer.
 
-    python -m tests.live.bench_sglang http://127.0.0.1:9000 --model /path/of/model [--beside]
+    python -m benchmarks.bench_sglang http://127.0.0.1:9000 --model /path/of/model [--beside]
 
 Every run: groups of 16 answers, `tokens` new tokens each (ignore_eos), log-probabilities on, at most `concurrency`
 sequences in flight. With `--spread 0.5` each group has a length of its own, 50 to 150% of `tokens`: when all are equal,
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.live.bench_clients import CPU, GROUP, Load, bare, both, flush, framework, side_by_side, sized
+from benchmarks.bench_clients import CPU, GROUP, Load, bare, both, flush, framework, side_by_side, sized
 
 WAYS = ("bare", "process", "serve", "responses", "tokens")
 

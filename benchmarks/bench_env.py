@@ -1,6 +1,6 @@
 """The environment of `bench_sglang.py` and `bench_knee.py`: answers of a given length, no scoring to speak of.
 
-`python tests/live/bench_env.py process|serve --config FILE`; when it ends, `spans_path` holds a list [start, end, new
+`python benchmarks/bench_env.py process|serve --config FILE`; when it ends, `spans_path` holds a list [start, end, new
 tokens] of every group (Unix time), and the CPU seconds of this process from the first start to the last end. One short
 request beforehand pays for imports and connections.
 """

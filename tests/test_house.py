@@ -1,0 +1,77 @@
+"""How the modules of the package hang together: no circle of imports, and no room that imports one above it."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "atroposlib"
+
+
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in (ROOT / PACKAGE).rglob("*.py")}
+
+
+def imported_by(path):
+    """Names of our modules that a file imports anywhere: at its top, in functions, under TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in MODULES else node.module for name in names)
+
+
+IMPORTS = {name: {each for each in imported_by(path) if each in MODULES} - {name} for name, path in MODULES.items()}
+
+CIRCLES_LEFT = {
+    ("envs.base", "envs.cli"),
+    ("envs.server_handling.managed_adapter", "envs.server_handling.managed_server"),
+    ("envs.server_handling.one_by_one", "envs.server_handling.server_baseline"),
+    ("envs.server_handling.sglang_server", "envs.server_handling.sglang_stream"),
+    ("api.metrics", "api.service"),
+}
+"""Pairs of modules between which the import of the second by the first is not counted. Only ever fewer."""
+
+
+def circle_of(graph):
+    """A circle as the modules on it, [] where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_import_is_part_of_a_circle():
+    left = {(f"{PACKAGE}.{one}", f"{PACKAGE}.{other}") for one, other in CIRCLES_LEFT}
+    graph = {name: {each for each in imports if (name, each) not in left} for name, imports in IMPORTS.items()}
+    assert circle_of(graph) == []
+
+
+@pytest.mark.parametrize("pair", sorted(CIRCLES_LEFT), ids="-".join)
+def test_every_exception_is_still_needed(pair):
+    one, other = (f"{PACKAGE}.{name}" for name in pair)
+    rest = {(f"{PACKAGE}.{a}", f"{PACKAGE}.{b}") for a, b in CIRCLES_LEFT - {pair}}
+    assert other in IMPORTS[one]
+    assert circle_of(
+        {name: {each for each in imports if (name, each) not in rest} for name, imports in IMPORTS.items()}
+    )
+
+
+def room_of(name):
+    """The folder of the package that holds a module, or the module itself where it lies at the top."""
+    return name.split(".")[1] if "." in name else PACKAGE
+
+
+def test_no_two_rooms_import_each_other():
+    rooms: dict[str, set[str]] = {}
+    for name, imports in IMPORTS.items():
+        rooms.setdefault(room_of(name), set()).update({room_of(each) for each in imports} - {room_of(name)})
+    assert circle_of(rooms) == []
