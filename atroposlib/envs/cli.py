@@ -19,8 +19,8 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
-from atroposlib.envs.server_handling.server_manager import ServerManagerConfig
-from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
+from atroposlib.errors import AtroposError, ConfigError, ModelError
 from atroposlib.paths import expand_path
 from atroposlib.rollouts.run import EXIT_WORK_REMAINS
 from atroposlib.rollouts.stop import leave_soon
@@ -39,6 +39,7 @@ MODES: dict[Mode, str] = {
 }
 EXIT_FAILED, EXIT_USAGE = 1, 2
 SECRET_FIELDS = frozenset({"api_key"})
+_CHECKS = {"--check", "--check=settings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,24 @@ class EnvCommand:
     def __init__(self, arguments: Sequence[str]) -> None:
         self.arguments = arguments
 
-    def check(self) -> int:
-        """Resolve the settings, print what the environment says of its items; ConfigError when something is wrong."""
-        for line in asyncio.run(self.env_cls.preview(resolve(self.env_cls, self.mode, self.arguments))):
-            print(line)
+    def check(self, *, settings_alone: bool = False) -> int:
+        """Print what the environment says of its items, what its tokenizer is, and what its engines answer.
+
+        Args:
+            settings_alone: leave out tokenizer and engines, as they are not there yet.
+
+        Raises:
+            ConfigError: a setting is wrong, or an engine has another tokenizer.
+            ModelError: there is no such tokenizer.
+        """
+        settings = resolve(self.env_cls, self.mode, self.arguments)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            for line in runner.run(self.env_cls.preview(settings)):
+                print(line)
+            if not settings_alone:
+                for line in runner.run(_counterparts(self.env_cls, settings)):
+                    print(line)
+                print(f"{self.env_cls.name or self.env_cls.__name__} {self.mode}: nothing found that would stop it")
         return 0
 
     def run(self) -> int:
@@ -130,11 +145,14 @@ def main(env_cls: type["BaseEnv"], arguments: Sequence[str] | None = None) -> in
         if {"-h", "--help"} & set(arguments):
             print(help_text(env_cls, mode))  # pyright: ignore[reportArgumentType]
             return 0
-        is_check = "--check" in arguments
-        given = [argument for argument in arguments[1:] if argument != "--check"]
+        checks = [argument for argument in arguments if argument.partition("=")[0] == "--check"]
+        given = [argument for argument in arguments[1:] if argument not in checks]
+        if unknown := set(checks) - _CHECKS:
+            raise ConfigError(f"{unknown.pop()} is no check; give --check or --check=settings")
         if issubclass(command_cls, EnvCommand):
-            return command_cls(given).check() if is_check else command_cls(given).run()
-        if is_check:
+            command = command_cls(given)
+            return command.check(settings_alone="--check" not in checks) if checks else command.run()
+        if checks:
             print(f"{env_cls.__name__} reads its command line itself: its settings are not checked", file=sys.stderr)
             return 0
         flags, _ = split_flags(given)
@@ -145,6 +163,27 @@ def main(env_cls: type["BaseEnv"], arguments: Sequence[str] | None = None) -> in
     except AtroposError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
+
+
+async def _counterparts(env_cls: type["BaseEnv"], settings: Settings) -> list[str]:
+    """Load the tokenizer as the environment would, and ask the engines; a line for each."""
+    from atroposlib.envs.base import BaseEnv
+    from atroposlib.envs.server_handling.engine_identity import load_for
+
+    given, manager = settings.env.tokenizer_name, settings.manager
+    servers = ServerManager(settings.servers, env_cls.server_cls, slurm=manager.slurm, testing=manager.testing)
+    tokenizer, name = None, given
+    if env_cls.load_tokenizer is not BaseEnv.load_tokenizer:
+        line = f"tokenizer: made by {env_cls.__name__}.load_tokenizer, not looked at"
+    else:
+        try:
+            tokenizer, name = load_for(given, [server.config for server in servers.servers])
+            line = f"tokenizer {name}: {len(tokenizer)} ids"
+        except ModelError:
+            if given != BaseEnvConfig.model_fields["tokenizer_name"].default:
+                raise
+            line = "tokenizer: env.tokenizer_name is not set and no engine names one; a run takes that of its engine"
+    return [line, *await servers.describe_engines(tokenizer, name)]
 
 
 def resolve(env_cls: type["BaseEnv"], mode: Mode, arguments: Sequence[str]) -> Settings:
@@ -207,7 +246,8 @@ def help_text(env_cls: type["BaseEnv"], mode: Mode) -> str:
         f"{env_cls.__name__} {mode}: {MODES[mode]}\n{(env_cls.__doc__ or '').strip()}\n",
         "  --config FILE.yaml\n        Settings below env:, openai: and at the top level; flags win over it.",
         "  --fresh\n        Start a new run beside an existing one instead of going on with it.",
-        "  --check\n        Only check the settings, and show what would be asked.",
+        "  --check\n        Start nothing: check the settings, show what would be asked, ask tokenizer and engines. "
+        "--check=settings leaves these out.",
     ]
     for name, model in namespaces(env_cls, mode, type(default_env)).items():
         prefix = f"{name}{NAMESPACE_SEP}" if name else ""

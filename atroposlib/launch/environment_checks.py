@@ -13,13 +13,19 @@ _NOWHERE = "http://127.0.0.1:1"
 _DEADLINE_S = 300.0  # a script may import a great deal
 
 
-def check_environment(config: DatagenConfig, model: Model) -> tuple[list[str], list[str]]:
-    """Return what `SCRIPT serve --check` finds wrong, and what it says of the items; nothing is set up."""
-    script = config.environment.script
+def check_environment(config: DatagenConfig, model: Model, *, starts: bool) -> tuple[list[str], list[str]]:
+    """Return what `SCRIPT serve --check` finds wrong, and what it says; nothing is set up.
+
+    An engine that runs already is asked, too, unless the run starts now and asks it as soon itself. One that the run
+    starts is not there yet.
+    """
+    script, engine = config.environment.script, config.engine
+    url = engine.base_url.rstrip("/").removesuffix("/v1") if engine.kind == "external" and engine.base_url else _NOWHERE
+    check = "--check=settings" if starts or url == _NOWHERE else "--check"
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "environment.yaml"
-        settings.write_text(environment_yaml(config, model, [_NOWHERE], _NOWHERE), encoding="utf-8")
-        command = [sys.executable, script, "serve", "--config", str(settings), *environment_flags(config), "--check"]
+        settings.write_text(environment_yaml(config, model, [url], _NOWHERE), encoding="utf-8")
+        command = [sys.executable, script, "serve", "--config", str(settings), *environment_flags(config), check]
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEADLINE_S, check=False

@@ -60,7 +60,7 @@ def preflight(config: DatagenConfig, *, starts: bool = True, say: Callable[[str]
             model = resolve(config.engine)
             problems = model_problems(config, model)
             if config.engine.kind != "embedded" or not starts:  # else it is said as soon by the environment itself
-                wrong, lines = check_environment(config, model)
+                wrong, lines = check_environment(config, model, starts=starts)
                 problems += wrong
                 for line in lines:
                     (say or logger.info)(line)

@@ -37,7 +37,7 @@ def test_a_real_model_is_not_asked_toys_because_nothing_was_chosen():
 
 
 def check(*words: str) -> int:
-    return main(InternBootcampEnv, ["serve", "--check", *words])
+    return main(InternBootcampEnv, ["serve", "--check=settings", *words])
 
 
 def test_a_check_shows_the_mixture_three_prompts_and_what_is_set_aside(capsys, tmp_path):

@@ -1,3 +1,4 @@
+import asyncio
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.lock import start_time
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, not_checked, preflight
 from atroposlib.status.runs import RunRecord
+from tests.fake_engine import running_engine
 
 SGLANG = {"kind": "sglang", "model": "m"}
 EXTERNAL = {"kind": "external", "model": "m", "base_url": "http://127.0.0.1:1/v1"}
@@ -256,6 +258,7 @@ def test_a_dataset_of_a_kind_that_is_not_written_is_found_before_the_run(tmp_pat
     )
 
 
+SHORT = {"max_token_length": 64}
 SCRIPT = """
 import sys
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
@@ -265,6 +268,9 @@ class Config(BaseEnvConfig):
 
 class Env(BaseEnv):
     env_config_cls = Config
+
+    def load_tokenizer(self):
+        return None
 
 if __name__ == "__main__":
     Env.cli()
@@ -280,7 +286,7 @@ if __name__ == "__main__":
     ],
 )
 def test_a_check_reads_the_environments_settings_as_it_will(tmp_path, env, message):
-    settings = config(tmp_path, environment={"script": str(tmp_path / "env.py"), "env": env})
+    settings = config(tmp_path, environment={"script": str(tmp_path / "env.py"), "env": {**SHORT, **env}}, engine={})
     (tmp_path / "env.py").write_text(SCRIPT)
     if message is None:
         preflight(settings, starts=False)
@@ -288,3 +294,16 @@ def test_a_check_reads_the_environments_settings_as_it_will(tmp_path, env, messa
     with pytest.raises(LaunchError) as caught:
         preflight(settings, starts=False)
     assert f"env.py cannot start: {message}" in str(caught.value)
+
+
+async def test_a_check_asks_an_engine_that_runs_already_and_no_other(tmp_path):
+    (tmp_path / "env.py").write_text(SCRIPT)
+    script = {"script": str(tmp_path / "env.py"), "env": SHORT}
+    said: list[str] = []
+    async with running_engine() as engine:
+        runs = config(tmp_path, environment=script, engine={**EXTERNAL, "base_url": engine.url})
+        await asyncio.to_thread(preflight, runs, starts=False, say=said.append)
+    assert f"engine {engine.url}/v1: answers, and does not say which tokenizer it has" in said
+    said.clear()
+    preflight(config(tmp_path, environment=script, engine={}), starts=False, say=said.append)
+    assert said == []

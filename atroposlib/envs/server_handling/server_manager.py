@@ -50,6 +50,7 @@ __all__ = [
 Reply = TypeVar("Reply")
 DEFAULT_MAX_N = 8
 SLOT_POLL_S = 0.05
+CHECK_S = 8.0
 
 
 class ServerManagerConfig(BaseModel):
@@ -141,6 +142,19 @@ class ServerManager:
         is_complete = len(told) == len(results)
         raise_first(told)
         return is_complete
+
+    async def describe_engines(self, tokenizer: Any, name: str) -> list[str]:
+        """Ask every engine once, before a start, and return a line for each, also for one that is silent.
+
+        Args:
+            tokenizer: None: there is none to compare.
+            name: of the tokenizer.
+
+        Raises:
+            ConfigError: an engine has another tokenizer.
+        """
+        servers = [server for server in self.servers if isinstance(server, HttpServer)]
+        return list(await asyncio.gather(*(_describe(server, tokenizer, name) for server in servers)))
 
     def keep_responses(self, one_by_one: OneByOne | None) -> None:
         """From now on ask for the responses of rollouts one by one, and keep each; None: not any more."""
@@ -259,6 +273,23 @@ class ServerManager:
         server = pick_server(self.servers, split)
         with _lease(server, split):
             return await method(server)(**kwargs)
+
+
+async def _describe(server: HttpServer, tokenizer: Any, name: str) -> str:
+    where = f"engine {server.openai_url}"
+    try:
+        async with asyncio.timeout(CHECK_S):
+            status, _ = await server.transport.get(f"{server.openai_url}/models", timeout_s=CHECK_S)
+            if isinstance(server, TokenServer) and tokenizer is not None:
+                await server.check_tokenizer(tokenizer, name)
+    except (EngineFault, TimeoutError):
+        return f"{where}: no answer now; start it before the run, or correct openai.base_url. A run waits for it"
+    if status in (401, 403):
+        return f"{where}: it refuses the key (HTTP {status}); correct openai.api_key"
+    told = server.identity if isinstance(server, TokenServer) else None
+    if told is None or tokenizer is None:
+        return f"{where}: answers, and does not say which tokenizer it has"
+    return f"{where}: serves {told.model}; the tokenizer {name} fits, as far as it tells"
 
 
 def server_configs(configs: ServerBaseline | Sequence[APIServerConfig], slurm: bool) -> list[APIServerConfig]:

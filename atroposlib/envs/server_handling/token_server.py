@@ -62,6 +62,11 @@ class TokenServer(HttpServer):
         if self._tokenizer is None:
             self.tokenizer = tokenizer
 
+    @property
+    def identity(self) -> EngineIdentity | None:
+        """What the engine has said of itself; None before it was asked, or where it says nothing."""
+        return self._identity
+
     async def check_tokenizer(self, tokenizer: Any, name: str) -> None:
         """Refuse a tokenizer that is not the engine's, as far as the engine tells; one or two requests.
 
