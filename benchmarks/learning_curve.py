@@ -27,8 +27,8 @@ from typing import Any
 import aiohttp
 import httpx
 
+from atroposlib.environments.countdown_env import Countdown, make_problem, prompt, right_answer
 from atroposlib.errors import AtroposError, LaunchError
-from atroposlib.example_trainer.countdown_env import Countdown, make_problem, prompt, right_answer
 from atroposlib.example_trainer.engine_plan import engine_command
 from atroposlib.example_trainer.exports import CURRENT_GGUF, exports_folder
 from atroposlib.example_trainer.recipe import check, read_recipe, require_torch

@@ -1,26 +1,26 @@
 """Problem sets mixed from several sources, the same rows in the same order for the same seed.
 
-A source is a file of JSON lines, or a hub name that the package `datasets` loads. `weight` is the fraction that is
-kept: the source is shuffled, then cut; the parts are joined and shuffled again.
+A source is a file of JSON lines or Parquet, or a hub name that the package `datasets` loads. `weight` is the fraction
+that is kept: the source is shuffled, then cut; the parts are joined and shuffled again.
 """
 
-import json
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
+from atroposlib.environments.rows import Row, is_file, read_rows
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.example_trainer.config import Settings
-from atroposlib.paths import expand_path
+
+T = TypeVar("T")
 
 
 class Source(Settings):
     """One part of a mixture."""
 
-    id: str = Field(description="A .jsonl file, or a data set on the hub.")
+    id: str = Field(description="A .jsonl or .parquet file, or a data set on the hub.")
     config: str | None = Field(None, description="hub: name of the configuration.")
     split: str = Field("train", description="hub: which split.")
     columns: dict[str, str] | None = Field(
@@ -31,7 +31,7 @@ class Source(Settings):
 
 def is_local(source: Source) -> bool:
     """True for a file, False for a data set on the hub."""
-    return source.id.endswith(".jsonl")
+    return is_file(source.id)
 
 
 def mix(sources: Sequence[Source], *, seed: int) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def mix(sources: Sequence[Source], *, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def split(rows: Sequence[dict[str, Any]], test_size: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def split(rows: Sequence[T], test_size: float) -> tuple[list[T], list[T]]:
     """Train and test rows; `test_size` is a fraction."""
     count = int(len(rows) * test_size)
     return list(rows[count:]), list(rows[:count])
@@ -71,20 +71,5 @@ def _renamed(row: Mapping[str, Any], source: Source) -> dict[str, Any]:
     return {ours: row[theirs] for ours, theirs in source.columns.items()}
 
 
-def _load(source: Source) -> list[Mapping[str, Any]]:
-    if not is_local(source):
-        return _from_hub(source)
-    path: Path = expand_path(source.id, what="datasets.id")
-    try:
-        with path.open(encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
-        raise DataError(f"data set {path} cannot be read: {error}") from error
-
-
-def _from_hub(source: Source) -> list[Mapping[str, Any]]:
-    try:
-        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError(f"data set {source.id!r} needs the package datasets; run: pip install datasets") from error
-    return [dict(row) for row in load_dataset(source.id, source.config, split=source.split)]
+def _load(source: Source) -> list[Row]:
+    return [row for _, row in read_rows(source.id, name=source.config, split=source.split)]

@@ -5,6 +5,7 @@ not independent of each other.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -109,3 +110,52 @@ def _item_means(scores: Sequence[Sequence[float]]) -> list[float]:
 def _ks(largest: int) -> list[int]:
     """1, 2, 4, ... and `largest`."""
     return sorted({2**i for i in range(largest.bit_length()) if 2**i <= largest} | {largest})
+
+
+class Answers(NamedTuple):
+    """K answers sampled to one item."""
+
+    grades: Sequence[float]  # 1 or more: right
+    right: Sequence[str | None]  # which answer each right one gives, in one spelling; None: a wrong one
+    known: int | None = None  # how many different right answers there are; None: nobody knows
+
+
+def distinct_at_k(right: Sequence[str | None], k: int) -> float:
+    """Expected number of *different* right answers among `k`, drawn without replacement from those sampled.
+
+    An answer given c times of m is among them with the chance that equation 1 of arXiv:2107.03374 gives for pass@k.
+
+    >>> distinct_at_k(["a", "a", "b", None], 1)
+    0.75
+    """
+    counts = Counter(answer for answer in right if answer is not None)
+    return sum(pass_at_k(len(right), count, k) for count in counts.values())
+
+
+def answer_metrics(items: Sequence[Answers], *, confidence: float = 0.95) -> dict[str, float]:
+    """mean@K, and pass@k, distinct@k and coverage@k for k = 1, 2, 4, ... up to K, with bootstrap intervals over items.
+
+    coverage@k is distinct@k as a share of the right answers there are, over the items where their number is known.
+
+    Args:
+        items: N items; K is the smallest number of answers any of them has, at least 1.
+
+    Returns:
+        The metrics, each with `<name>_ci_low` and `<name>_ci_high`. distinct and coverage only for K > 1.
+    """
+    smallest = min((len(item.grades) for item in items), default=0)
+    if smallest == 0:
+        raise ValueError(f"metrics need items with at least one answer each, found {len(items)} items")
+    per_item: dict[str, list[float]] = {f"mean@{smallest}": _item_means([item.grades for item in items])}
+    for k in _ks(smallest):
+        counts = [(len(item.grades), sum(grade >= 1 for grade in item.grades)) for item in items]
+        per_item[f"pass@{k}"] = [pass_at_k(sampled, right, k) for sampled, right in counts]
+        if smallest > 1:
+            per_item[f"distinct@{k}"] = [distinct_at_k(item.right, k) for item in items]
+            per_item[f"coverage@{k}"] = [distinct_at_k(item.right, k) / item.known for item in items if item.known]
+    metrics = {}
+    for name, values in per_item.items():
+        if values:
+            low, high = bootstrap_interval(values, confidence=confidence)
+            metrics |= {name: float(np.mean(values)), f"{name}_ci_low": low, f"{name}_ci_high": high}
+    return metrics

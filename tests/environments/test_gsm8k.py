@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from atroposlib.environments.gsm8k_problems import load_problems, to_question
 from atroposlib.environments.gsm8k_server import GSM8kConfig, GSM8kEnv
+from atroposlib.environments.math_server import to_question
+from atroposlib.environments.rows import load_split
 from atroposlib.environments.thoughts import text_of
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.errors import ConfigError, DataError, EnvironmentFault, RequestFault
@@ -91,7 +92,7 @@ async def test_a_problem_that_fails_is_left_out_of_an_evaluation_and_counted(mak
     env.server.servers[0].faults = [RequestFault("too long")]
     await env.evaluate()
     metrics = json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]
-    assert metrics == {"eval/percent_correct": 1.0, "eval/failed": 1}
+    assert (metrics["eval/percent_correct"], metrics["eval/failed"]) == (1.0, 1)
     env.server.servers[0].faults = [RequestFault("too long")] * 2
     with pytest.raises(EnvironmentFault, match="all 2 problems of the evaluation failed"):
         await env.evaluate()
@@ -165,12 +166,12 @@ def test_lines_end_only_where_json_lines_do_and_a_byte_order_mark_is_none_of_the
     line = json.dumps({"question": "one\u2028two\x85three", "answer": "#### 4"}, ensure_ascii=False)
     path = tmp_path / "odd.jsonl"
     path.write_bytes(f"\ufeff{line}\r\n{line}\n".encode())
-    assert [found["question"] for found in load_problems(str(path), str(path))["train"]] == [
+    assert [found["question"] for found in load_split(str(path), to_question, eval_dataset=str(path))["train"]] == [
         "one\u2028two\x85three"
     ] * 2
     path.write_bytes(line.encode("utf-16"))
     with pytest.raises(DataError, match=r"odd\.jsonl is not UTF-8 text"):
-        load_problems(str(path), None)
+        load_split(str(path), to_question)
 
 
 BAD_LINES = {
@@ -187,17 +188,17 @@ BAD_LINES = {
 def test_a_damaged_line_is_refused_by_number(problems, line):
     problems.write_text(problems.read_text() + line + "\n")
     with pytest.raises(DataError, match=r"problems\.jsonl line 21 is no problem"):
-        load_problems(str(problems), None)
+        load_split(str(problems), to_question)
 
 
 def test_too_few_lines_and_missing_files_are_refused(tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text('{"question": "q", "answer": "1"}\n')
     with pytest.raises(DataError, match="1 problems to train on and 0 to evaluate with"):
-        load_problems(str(few), None)
-    assert len(load_problems(str(few), str(few))["test"]) == 1
+        load_split(str(few), to_question)
+    assert len(load_split(str(few), to_question, eval_dataset=str(few))["test"]) == 1
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        load_problems(str(tmp_path / "none.jsonl"), None)
+        load_split(str(tmp_path / "none.jsonl"), to_question)
 
 
 async def test_without_math_verify_nothing_is_generated_that_nobody_could_judge(make_env, monkeypatch):
@@ -208,8 +209,8 @@ async def test_without_math_verify_nothing_is_generated_that_nobody_could_judge(
 
 def test_a_hub_name_without_the_package_datasets_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"name a \.jsonl file"):
-        load_problems("openai/gsm8k", None)
+    with pytest.raises(ConfigError, match=r"name a \.jsonl or \.parquet file"):
+        load_split("openai/gsm8k", to_question)
 
 
 def test_it_can_be_started_from_any_folder(tmp_path):

@@ -88,7 +88,7 @@ async def test_a_thought_that_the_chat_template_opened_counts_as_one():
     group, _ = await env.collect_trajectories(await env.get_item(0))
     assert group["scores"] == [1.0] * 4
     assert group["messages"][0][-1]["content"].startswith("<think>\nOne by one.</think>\n<answer>")
-    assert (await env.evaluate_one(0, asyncio.Semaphore(1)))["verdict"] == 1.0
+    assert (await env.evaluate_one(await env.problem("test", 0), asyncio.Semaphore(1)))["grades"] == [1.0]
 
 
 async def test_requests_carry_the_configured_sampling():
@@ -170,7 +170,8 @@ async def test_evaluation_is_greedy_and_writes_its_metrics(tmp_path):
     await env.evaluate()
     assert {request["temperature"] for request in env.server.servers[0].requests} == {0.0}
     metrics = json.loads((tmp_path / "metrics.json").read_text())
-    assert metrics["results"]["all"] == {"eval/percent_correct": 1.0, "eval/failed": 0}
+    found = metrics["results"]["all"]
+    assert [found[f"eval/{name}"] for name in ("percent_correct", "mean@1", "pass@1_ci_low", "failed")] == [1, 1, 1, 0]
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 3
 
 
@@ -189,7 +190,8 @@ async def test_problems_that_fail_are_left_out_of_an_evaluation_and_counted(tmp_
     env.sandbox.close()
     metrics = json.loads((tmp_path / "metrics.json").read_text())["results"]["all"]
     assert 0 < tasks.count("addition") < 6
-    assert metrics == {"eval/percent_correct": 1.0, "eval/failed": tasks.count("Exitswhilejudgingbootcamp")}
+    assert metrics["eval/percent_correct"] == 1.0
+    assert metrics["eval/failed"] == tasks.count("Exitswhilejudgingbootcamp")
 
 
 async def test_metrics_count_each_task_apart_and_start_anew_after_a_log(monkeypatch):

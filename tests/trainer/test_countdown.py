@@ -1,6 +1,6 @@
 import pytest
 
-from atroposlib.example_trainer.countdown_env import Countdown, make_problem, prompt, right_answer
+from atroposlib.environments.countdown_env import Countdown, make_problem, prompt, right_answer
 from benchmarks.learning_curve import Scores, score, table
 
 ITEM = Countdown(numbers=[2, 3, 4], target=20, solution="(2 + 3) * 4")

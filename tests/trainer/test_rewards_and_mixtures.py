@@ -88,7 +88,8 @@ def test_split_gives_every_row_to_one_side():
 
 async def test_every_epoch_has_each_problem_once_in_an_order_of_its_own():
     env = DatasetEnv.__new__(DatasetEnv)
-    env.config, env.train = DatasetEnvConfig(), [{"problem": i, "answer": i} for i in range(20)]
+    rows = [DatasetEnv.to_item({"problem": i, "answer": i}) for i in range(20)]
+    env.config, env.problems = DatasetEnvConfig(), {"train": rows, "test": []}
     epochs = [[(await env.get_item(20 * epoch + i))["problem"] for i in range(20)] for epoch in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(str(i) for i in range(20))
     assert epochs[0] != epochs[1]

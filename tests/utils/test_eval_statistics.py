@@ -3,7 +3,14 @@ import itertools
 import numpy as np
 import pytest
 
-from atroposlib.utils.eval_statistics import avg_at_k, bootstrap_interval, pass_at_k, sampled_metrics
+from atroposlib.utils.eval_statistics import (
+    Answers,
+    answer_metrics,
+    avg_at_k,
+    bootstrap_interval,
+    pass_at_k,
+    sampled_metrics,
+)
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_correct_answer():
@@ -86,3 +93,20 @@ def test_items_without_answers_are_refused(scores):
 def test_an_interval_of_nothing_is_refused():
     with pytest.raises(ValueError, match="found none"):
         bootstrap_interval([])
+
+
+def test_different_right_answers_are_counted_as_expected_numbers_and_as_shares_of_those_there_are():
+    items = [Answers([1, 1, 1, 0], ["a", "a", "b", None], 4), Answers([0, 0, 0, 0], [None] * 4)]
+    metrics = answer_metrics(items)
+    assert metrics["mean@4"] == 0.375
+    assert [metrics[f"pass@{k}"] for k in (1, 2, 4)] == [0.375, 0.5, 0.5]
+    assert [metrics[f"distinct@{k}"] for k in (1, 2, 4)] == pytest.approx([0.375, (5 / 6 + 1 / 2) / 2, 1.0])
+    assert [metrics[f"coverage@{k}"] for k in (1, 2, 4)] == pytest.approx([0.75 / 4, (5 / 6 + 1 / 2) / 4, 0.5])
+    assert metrics["pass@4_ci_low"] <= metrics["pass@4"] <= metrics["pass@4_ci_high"]
+
+
+def test_one_answer_an_item_has_no_different_ones():
+    metrics = answer_metrics([Answers([1], ["a"], 1), Answers([0], [None], 1)])
+    assert [name for name in metrics if "_ci_" not in name] == ["mean@1", "pass@1"]
+    with pytest.raises(ValueError, match="found 0 items"):
+        answer_metrics([])

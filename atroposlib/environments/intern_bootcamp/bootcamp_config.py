@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from atroposlib.envs.base import BaseEnvConfig
+from atroposlib.environments.single_turn import SingleTurnConfig
 
 RANDOM_TASK = "RandomTask"
 """`task_name` of a mixture of `task_weights`, or of all classes of a checkout."""
@@ -13,7 +13,7 @@ ALL_DATASETS = "reasoning_gym"
 """`task_name` of a mixture of all datasets of reasoning-gym."""
 
 
-class InternBootcampEnvConfig(BaseEnvConfig):
+class InternBootcampEnvConfig(SingleTurnConfig):
     """Which tasks, how they are asked, and what an answer is worth."""
 
     task_name: str = Field(
@@ -34,13 +34,9 @@ class InternBootcampEnvConfig(BaseEnvConfig):
         default=None,
         description="Classes not to use, as `python -m atroposlib.environments.intern_bootcamp.quarantine` wrote them.",
     )
-    seed: int = Field(default=0, description="Decides which problems come, and in which order.")
 
     system_prompt: str | None = Field(
         default=None, description="null: an instruction to think when require_reasoning is on, else none; empty: none."
-    )
-    few_shot: int = Field(
-        default=0, ge=0, le=32, description="Solved problems of the same task shown before each problem."
     )
     temperature: float = Field(default=0.7, ge=0, description="Sampling temperature of rollouts; evaluation uses 0.")
     top_p: float = Field(default=0.9, gt=0, le=1, description="Nucleus sampling of rollouts.")

@@ -12,7 +12,8 @@ from typing import TypedDict
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from atroposlib.environments.single_turn import Part, SingleTurnConfig, SingleTurnEnv, local_engine
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.type_definitions import Message
 
 _ANSWER = re.compile(r"(?s)<answer>(.*?)</answer>")
@@ -33,55 +34,45 @@ class Countdown(TypedDict):
     solution: str
 
 
-class CountdownConfig(BaseEnvConfig):
+class CountdownConfig(SingleTurnConfig):
     """How hard the problems are, and how they are shown."""
 
     numbers: int = Field(default=3, ge=2, le=6, description="Numbers per problem.")
     largest: int = Field(default=20, ge=2, description="Numbers lie between 1 and this.")
     few_shot: int = Field(default=3, ge=0, description="Solved problems shown before each.")
-    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature.")
-    seed: int = 0
 
 
-class CountdownEnv(BaseEnv):
+class CountdownEnv(SingleTurnEnv):
     """Score 1.0 for an expression that is right, else 0.0."""
 
     name = "countdown"
     env_config_cls = CountdownConfig
-    config: CountdownConfig
+    config: CountdownConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        server = APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="sglang")
-        return CountdownConfig(group_size=8, max_token_length=64), [server]
+        return CountdownConfig(group_size=8, max_token_length=64), local_engine("default")
 
-    async def setup(self) -> None:
-        """Problems are made when they are asked for."""
+    async def problem(self, part: Part, index: int) -> Countdown:
+        return make_problem(f"{self.config.seed}/{part}/{index}", self.config.numbers, self.config.largest)
 
-    async def get_item(self, index: int) -> Countdown:
-        return make_problem(f"{self.config.seed}/train/{index}", self.config.numbers, self.config.largest)
+    async def messages(self, item: Countdown) -> list[Message]:
+        return [*self.system_turns(), *prompt(item, few_shot=self.config.few_shot, largest=self.config.largest)]
 
-    async def collect_trajectories(self, item: Countdown) -> tuple[ScoredDataGroup, list[Countdown]]:
-        messages = prompt(item, few_shot=self.config.few_shot, largest=self.config.largest)
-        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            reply = await managed.chat_completion(
-                messages=messages,
-                n=self.config.group_size,
-                max_tokens=self.config.max_token_length,
-                temperature=self.config.temperature,
-            )
-            nodes = managed.get_state()["nodes"]
-        texts = [choice.message.content or "" for choice in reply.choices]
-        return {
-            "tokens": [node.tokens for node in nodes],
-            "masks": [node.masked_tokens for node in nodes],
-            "inference_logprobs": [node.logprobs for node in nodes],
-            "scores": [float(right_answer(text, item) is not None) for text in texts],
-            "messages": [[*messages, {"role": "assistant", "content": text}] for text in texts],
-        }, []
+    def question(self, item: Countdown) -> str:
+        return question(item)
 
-    async def evaluate(self, *args: object, **kwargs: object) -> None:
-        """Nothing: `benchmarks/learning_curve.py` evaluates before and after."""
+    def grade(self, said: str, item: Countdown) -> float:
+        return float(right_answer(said, item) is not None)
+
+    def gold(self, item: Countdown) -> str:
+        return f"<answer>{item['solution']}</answer>"
+
+    def other_spelling(self, item: Countdown) -> str:
+        return f"It is <answer> ( {item['solution']} ) </answer>"
+
+    def answer_of(self, said: str, item: Countdown) -> str:
+        return right_answer(said, item) or ""
 
 
 def make_problem(seed: str, numbers: int, largest: int) -> Countdown:

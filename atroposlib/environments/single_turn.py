@@ -1,0 +1,330 @@
+"""`SingleTurnEnv`: a problem, a prompt, a reply, a grade. `RowsEnv`: the same with problems from a data set.
+
+An author writes `problem`, `question`, `grade` and `gold`. What every such environment needs is here: thoughts are cut
+off before a reply is graded, one whose thought never ends has no answer, responses that the length limit cut off do
+not count as mistakes, a verifier that fails costs its response alone, and an evaluation gives mean@k, pass@k,
+distinct@k and coverage@k with confidence intervals.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt
+
+from atroposlib.environments.cut_off import overrides_of
+from atroposlib.environments.rows import Row, Split, load_split, order
+from atroposlib.environments.thoughts import opening_of, text_of
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
+from atroposlib.envs.reward_fns.math_answers import after_thinking
+from atroposlib.envs.server_handling.chat_prompt import render
+from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault, VerifierFault
+from atroposlib.rollouts.early_stop import sample_until
+from atroposlib.rollouts.failures import Unscored, is_scored
+from atroposlib.type_definitions import Message
+from atroposlib.utils.eval_statistics import Answers, answer_metrics
+
+logger = logging.getLogger(__name__)
+
+Part = Literal["train", "test", "shot"]
+"""shot: solved problems that are shown in prompts."""
+
+THINK = "Think about the problem step by step inside <think> and </think>. After that, "
+
+
+class SingleTurnConfig(BaseEnvConfig):
+    """How problems are chosen, asked and evaluated."""
+
+    seed: int = Field(default=0, description="Decides which problems come, and in which order.")
+    system_prompt: str | None = Field(default=None, description="null: the environment's own; empty: none.")
+    few_shot: int = Field(default=0, ge=0, le=32, description="Solved problems shown before each problem.")
+    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of rollouts.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling of rollouts.")
+    eval_problems: PositiveInt | None = Field(default=64, description="Problems of an evaluation.")
+    eval_samples: PositiveInt = Field(
+        default=1, description="Answers to each of them: one with temperature 0, several with that of the rollouts."
+    )
+
+
+class SingleTurnEnv(BaseEnv):
+    """One question, one reply, one grade between 0 and 1."""
+
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = SingleTurnConfig
+    config: SingleTurnConfig
+    system: ClassVar[str] = ""  # the system prompt, unless the settings name another
+    opening = ""  # of a thought, where the chat template writes it
+
+    # -- what an author writes -------------------------------------------------------------------------------------
+
+    async def problem(self, part: Part, index: int) -> Item | None:
+        """Return problem number `index`, the same at every call; None from the end on. JSON-shaped."""
+        raise NotImplementedError(f"{type(self).__name__} must define problem(part, index)")
+
+    def question(self, item: Item) -> str:
+        """Return the problem in words."""
+        return item["question"]
+
+    def grade(self, said: str, item: Item) -> float:
+        """Return 1 for a right reply, 0 for a wrong one, something between for a part of it.
+
+        Args:
+            said: the reply without its thoughts, stripped.
+
+        Raises:
+            VerifierFault: nobody can tell.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define grade(said, item)")
+
+    def gold(self, item: Item) -> str | None:
+        """Optional: a right reply, for examples in the prompt and for the test of the rewards; None: none is known."""
+        return None
+
+    def other_spelling(self, item: Item) -> str | None:
+        """Optional: another reply that is as right as `gold`, in another form."""
+        return None
+
+    def answer_of(self, said: str, item: Item) -> str:
+        """Optional: which of the right answers a right reply gives, in one spelling."""
+        return " ".join(said.split())
+
+    def right_answers(self, item: Item) -> int | None:
+        """Optional: how many different right answers there are; None: nobody knows."""
+        return None
+
+    def reward(self, grade: float) -> float:
+        """Optional: the score of a grade."""
+        return grade
+
+    # -- a group -----------------------------------------------------------------------------------------------------
+
+    async def setup(self) -> None:
+        """Call it first in a `setup` of your own."""
+        self.opening = opening_of(render(self.tokenizer, [{"role": "user", "content": ""}]))
+        self.counts: dict[str, Counter[str]] = {}  # task -> counts of "responses" and "right" since the last log
+        self.eval_metrics: dict[str, float] = {}
+
+    async def get_item(self, index: int) -> Item | None:
+        return await self.problem("train", index)
+
+    async def messages(self, item: Item) -> list[Message]:
+        """Return the prompt of one problem: system prompt, solved problems, question."""
+        turns = self.system_turns()
+        for question, reply in await self.shots(item):
+            turns += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+        return [*turns, {"role": "user", "content": self.question(item)}]
+
+    def system_turns(self) -> list[Message]:
+        """Return the system prompt as a turn; none when it is empty."""
+        system = self.system if self.config.system_prompt is None else self.config.system_prompt
+        return [{"role": "system", "content": system}] if system else []
+
+    async def shots(self, item: Item) -> list[tuple[str, str]]:
+        """Return `few_shot` questions and right replies, none of them of this item; ConfigError when none is known."""
+        wanted, found = self.config.few_shot, dict[str, str]()
+        for number in range(10 * wanted):
+            shot = await self.problem("shot", number)
+            reply = self.gold(shot) if shot is not None else None
+            if shot is None or reply is None:
+                raise ConfigError(f"env.few_shot is {wanted}, but {self.label} has only {len(found)} solved problems")
+            if (question := self.question(shot)) != self.question(item):
+                found[question] = reply
+            if len(found) == wanted:
+                break
+        return list(found.items())
+
+    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup, list[Item]]:
+        messages, config = await self.messages(item), self.config
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+
+            async def ask(size: int) -> list[tuple[str, float]]:
+                reply = await managed.chat_completion(
+                    messages=messages,
+                    n=size,
+                    max_tokens=config.max_token_length,
+                    temperature=config.temperature,
+                    top_p=config.top_p,
+                )
+                texts = [text_of(choice.message, self.opening) for choice in reply.choices]
+                return list(zip(texts, await self.grades(texts, item), strict=True))
+
+            def is_accepted(answer: tuple[str, float]) -> bool:
+                return is_scored(answer[1]) and self.reward(answer[1]) > config.accept_score
+
+            answers = await sample_until(self.early_stop, config.group_size, ask, is_accepted)
+            nodes = managed.get_state()["nodes"]
+        grades = [grade for _, grade in answers]
+        self.count(self.item_task(item), grades)
+        group: dict[str, Any] = {
+            "tokens": [node.tokens for node in nodes],
+            "masks": [node.masked_tokens for node in nodes],
+            "inference_logprobs": [node.logprobs for node in nodes],
+            "scores": [self.reward(grade) if is_scored(grade) else grade for grade in grades],
+            "overrides": overrides_of(nodes, [not is_scored(grade) or grade >= 1 for grade in grades]),
+            "messages": [[*messages, {"role": "assistant", "content": text}] for text, _ in answers],
+        }
+        if (task := self.item_task(item)) != self.label:
+            group["task"] = task
+        return self.sized(group), []  # pyright: ignore[reportArgumentType]  # a group may carry its task
+
+    async def grades(self, replies: Sequence[str], item: Item) -> list[float]:
+        """Return the grades of whole replies, thoughts included; `Unscored` for one that nobody could judge."""
+        return [self._grade(reply, item) for reply in replies]
+
+    def _grade(self, reply: str, item: Item) -> float:
+        said = after_thinking(reply)
+        try:
+            return 0.0 if said is None or not said.strip() else float(self.grade(said.strip(), item))
+        except VerifierFault as fault:
+            return Unscored(fault)
+
+    def count(self, task: str, grades: Sequence[float]) -> None:
+        """Remember how many responses were right, for the next log."""
+        known = [grade for grade in grades if is_scored(grade)]
+        self.counts.setdefault(task, Counter()).update(responses=len(known), right=sum(grade >= 1 for grade in known))
+
+    # -- evaluation and logs -----------------------------------------------------------------------------------------
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Ask `eval_problems` problems that are not trained on; those that fail are left out and counted."""
+        started, config = time.time(), self.config
+        at_once = asyncio.Semaphore(config.max_eval_workers)
+        numbers = count() if config.eval_problems is None else range(config.eval_problems)
+        items: list[Item] = []
+        for index in numbers:
+            if (item := await self.problem("test", index)) is None:
+                break
+            items.append(item)
+        results = await asyncio.gather(*(self.evaluate_one(item, at_once) for item in items))
+        samples = [sample for sample in results if sample is not None]
+        if not samples:
+            raise EnvironmentFault(f"all {len(results)} problems of the evaluation failed; the log has the reasons")
+        self.eval_metrics = self._metrics(samples) | {"eval/failed": len(results) - len(samples)}
+        await self.evaluate_log(
+            self.eval_metrics,
+            samples=samples,
+            start_time=started,
+            end_time=time.time(),
+            generation_parameters=self._eval_sampling(),
+        )
+
+    async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> dict[str, Any] | None:
+        """Return one answered problem: task, messages, responses, grades and which answers were right; None: failed."""
+        try:
+            messages = await self.messages(item)
+            async with at_once:
+                reply = await self.server.chat_completion(
+                    messages=messages, max_tokens=self.config.max_token_length, split="eval", **self._eval_sampling()
+                )
+            texts = [text_of(choice.message, self.opening) for choice in reply.choices]
+            grades = await self.grades(texts, item)
+            if unscored := next((grade for grade in grades if isinstance(grade, Unscored)), None):
+                raise unscored.fault
+        except RolloutFault as fault:
+            logger.warning("evaluation problem failed: task=%s error=%s", self.item_task(item), fault)
+            return None
+        right = [
+            self.answer_of((after_thinking(text) or "").strip(), item) if grade >= 1 else None
+            for text, grade in zip(texts, grades, strict=True)
+        ]
+        rewards = [self.reward(grade) for grade in grades]
+        return {
+            "task": self.item_task(item),
+            "item": item,
+            "messages": messages,
+            "responses": texts,
+            "grades": grades,
+            "score": sum(rewards) / len(rewards),
+            "right": right,
+            "right_answers": self.right_answers(item),
+        }
+
+    def _eval_sampling(self) -> dict[str, Any]:
+        count = self.config.eval_samples
+        return {"n": count, "temperature": self.config.temperature if count > 1 else 0.0}
+
+    def _metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        answers = [Answers(sample["grades"], sample["right"], sample["right_answers"]) for sample in samples]
+        metrics = {f"eval/{name}": value for name, value in answer_metrics(answers).items()}
+        shares = [sum(grade >= 1 for grade in sample["grades"]) / len(sample["grades"]) for sample in samples]
+        metrics["eval/percent_correct"] = sum(shares) / len(shares)
+        tasks = dict.fromkeys(sample["task"] for sample in samples)
+        for task in tasks if len(tasks) > 1 else ():
+            of_task = [share for sample, share in zip(samples, shares, strict=True) if sample["task"] == task]
+            metrics[f"eval/percent_correct_{task}"] = sum(of_task) / len(of_task)
+        return metrics
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        metrics = {**(wandb_metrics or {}), **self.eval_metrics}
+        counts = {task: found for task, found in self.counts.items() if found["responses"]}
+        if total := sum(counts.values(), Counter()):
+            metrics["train/percent_correct"] = total["right"] / total["responses"]
+        for task, found in counts.items() if len(counts) > 1 else ():
+            metrics[f"train/percent_correct_{task}"] = found["right"] / found["responses"]
+        self.counts, self.eval_metrics = {}, {}
+        await super().wandb_log(metrics)
+
+
+class RowsConfig(SingleTurnConfig):
+    """Where the problems come from."""
+
+    dataset: str = Field(
+        default="", description="A .jsonl or .parquet file, or a name on the model hub (needs the package datasets)."
+    )
+    dataset_config: str | None = Field(default=None, description="hub: name of the configuration.")
+    train_split: str = Field(default="train", description="hub: which split is trained on.")
+    eval_split: str = Field(default="test", description="hub: which split is evaluated with.")
+    eval_dataset: str | None = Field(
+        default=None,
+        description="Another file or name for evaluation. null: the hub's eval_split, or every tenth row of a file, "
+        "which is then not trained on.",
+    )
+    eval_problems: PositiveInt | None = Field(default=None, description="Problems of an evaluation; null: all.")
+    epochs: PositiveInt | None = Field(default=1, description="How often all rows are rolled out; null: without end.")
+
+
+class RowsEnv(SingleTurnEnv):
+    """Problems from a data set; an author writes `to_item` in place of `problem`."""
+
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = RowsConfig
+    config: RowsConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    wanted: ClassVar[str] = "the columns that the environment names"  # a row as it should be, for messages
+
+    @classmethod
+    def to_item(cls, row: Row) -> Item:
+        """Return the item of a row; ValueError, KeyError or TypeError when it is none."""
+        raise NotImplementedError(f"{cls.__name__} must define to_item(row)")
+
+    async def setup(self) -> None:
+        """Load the rows; ConfigError or DataError when they cannot be used."""
+        await super().setup()
+        self.problems = await asyncio.to_thread(self.load)
+
+    def load(self) -> Split:
+        """Return the items of both parts."""
+        config = self.config
+        return load_split(
+            config.dataset,
+            self.to_item,
+            eval_dataset=config.eval_dataset,
+            name=config.dataset_config,
+            splits=(config.train_split, config.eval_split),
+            wanted=self.wanted,
+        )
+
+    async def problem(self, part: Part, index: int) -> Item | None:
+        items = self.problems["test" if part == "test" else "train"]
+        if part != "train":
+            return items[index] if index < len(items) else None
+        epoch, position = divmod(index, len(items))
+        if self.config.epochs is not None and epoch >= self.config.epochs:
+            return None
+        return items[order(len(items), f"{self.config.seed}/{epoch}")[position]]
+
+
+def local_engine(model: str = "Qwen/Qwen3-4B") -> list[APIServerConfig]:
+    """Return the engine of a `config_init`: SGLang on this machine."""
+    return [APIServerConfig(model_name=model, base_url="http://localhost:9001/v1", server_type="sglang", api_key="x")]
