@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = "atroposlib"
+PACKAGE, ENGINE = "atroposlib", "atroposlib_engine"
 
 
 def name_of(path):
@@ -15,7 +15,7 @@ def name_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(path): path for path in (ROOT / PACKAGE).rglob("*.py")}
+MODULES = {name_of(path): path for package in (PACKAGE, ENGINE) for path in (ROOT / package).rglob("*.py")}
 
 
 def imported_by(path):
@@ -67,7 +67,7 @@ def test_every_exception_is_still_needed(pair):
 
 def room_of(name):
     """The folder of the package that holds a module, or the module itself where it lies at the top."""
-    return name.split(".")[1] if "." in name else PACKAGE
+    return name.split(".")[1] if name.startswith(f"{PACKAGE}.") else name.partition(".")[0]
 
 
 def test_no_two_rooms_import_each_other():

@@ -1,4 +1,4 @@
-"""An installed atroposlib adds one top-level name, so that a user's own `environments` folder is what runs."""
+"""What is installed adds no other name at the top, so that a user's own `environments` folder is what runs."""
 
 import shutil
 import subprocess
@@ -11,6 +11,7 @@ import pytest
 from setuptools import find_packages
 
 ROOT = Path(__file__).parents[1]
+NAMES = {"atroposlib", "atroposlib_engine"}
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,8 @@ def site(tmp_path_factory):
     """A folder of installed packages that holds the wheel, built without network from a copy of the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     sources, site = folder / "sources", folder / "site"
-    shutil.copytree(ROOT / "atroposlib", sources / "atroposlib", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in NAMES:
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
     for link in ("environments", "example_trainer"):
@@ -30,15 +32,15 @@ def site(tmp_path_factory):
     return site
 
 
-def test_the_wheel_holds_one_top_level_name(site):
+def test_the_wheel_holds_our_top_level_names_only(site):
     names = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
-    assert names == {"atroposlib"}
+    assert names == NAMES
     assert {path.name for path in (site / "atroposlib").iterdir()} >= {"environments", "example_trainer"}
 
 
-def test_an_editable_install_maps_one_top_level_name():
+def test_an_editable_install_maps_our_top_level_names_only():
     include = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert {name.partition(".")[0] for name in find_packages(str(ROOT), include=include)} == {"atroposlib"}
+    assert {name.partition(".")[0] for name in find_packages(str(ROOT), include=include)} == NAMES
 
 
 @pytest.mark.parametrize("command", [["-m", "environments.gsm8k_server"], ["environments/gsm8k_server.py"]])

@@ -44,7 +44,7 @@ def engine(
     if not spin:  # OpenMP reads these when its library is loaded, which happens below
         for name, value in QUIET_OPENMP.items():
             os.environ.setdefault(name, value)
-    from atroposlib.engines.serve import ServeOptions, serve
+    from atroposlib_engine.serve import ServeOptions, serve
 
     serve(ServeOptions(model, host, port, slots, context, threads, exit_with_parent, insecure, weights, weight_version))
 

@@ -116,7 +116,7 @@ def _tokenizer_folder(spec: str) -> Path | None:
     if path.is_dir():
         return path
     if path.suffix == ".gguf" or not ("/" in spec or path.exists()):
-        from atroposlib.engines.models import resolve_model
+        from atroposlib_engine.models import resolve_model
 
         try:
             return resolve_model(spec).tokenizer_dir

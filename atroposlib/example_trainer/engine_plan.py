@@ -116,7 +116,7 @@ def gpus(variable: str) -> dict[str, str]:
 
 def model_names(config: RunConfig) -> tuple[str, str]:
     """Names of the model and of its tokenizer, as the environment uses them."""
-    from atroposlib.engines.models import CATALOG, resolve_model
+    from atroposlib_engine.models import CATALOG, resolve_model
 
     name = tokenizer = config.model_name
     if name in CATALOG or name.endswith(".gguf"):

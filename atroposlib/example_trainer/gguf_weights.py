@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atroposlib.engines.gguf_files import metadata, read_gguf
-from atroposlib.engines.models import LocalModel, cache_dir, resolve_model
 from atroposlib.errors import ModelError
+from atroposlib_engine.gguf_files import metadata, read_gguf
+from atroposlib_engine.models import LocalModel, cache_dir, resolve_model
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

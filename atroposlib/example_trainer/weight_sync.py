@@ -65,8 +65,8 @@ class EmbeddedSync:
     """The embedded engine: export a GGUF file, then reload in place. The engine waits for running requests itself."""
 
     def __init__(self, config: TrainingConfig, folder: Path) -> None:
-        from atroposlib.engines.models import resolve_model
         from atroposlib.example_trainer.gguf_weights import GGUFExporter
+        from atroposlib_engine.models import resolve_model
 
         self._engines = Engines(config)
         self._folder = folder

@@ -89,7 +89,7 @@ def resolve(engine: EngineConfig) -> Model:
     """Names and paths of the engine's model and tokenizer."""
     if engine.kind != "embedded":
         return Model(engine.model, engine.model, engine.tokenizer or engine.model, engine.model)
-    from atroposlib.engines.models import resolve_model
+    from atroposlib_engine.models import resolve_model
 
     local = resolve_model(engine.model)
     own = str(local.tokenizer_dir)

@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from atroposlib.data.tokenizers import check_ids, load_tokenizer
-from atroposlib.engines import models
 from atroposlib.errors import DataError, ModelError, PathError
+from atroposlib_engine import models
 
 
 def test_a_folder_is_a_tokenizer(tokenizer_dir):

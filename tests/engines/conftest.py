@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.engines.models import LocalModel, resolve_model
+from atroposlib_engine.models import LocalModel, resolve_model
 from tests.engines.engine_process import start_engine, stop_engine
 
 SLOTS, CONTEXT = 8, 512

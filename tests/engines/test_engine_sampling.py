@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from atroposlib.engines.sampling import Draw, Sampler, SamplingParams, parse_sampling, prompt_logprobs, top_logprobs
 from atroposlib.errors import RequestFault
+from atroposlib_engine.sampling import Draw, Sampler, SamplingParams, parse_sampling, prompt_logprobs, top_logprobs
 
 VOCABULARY = 1000
 RANDOM = np.random.default_rng(7)

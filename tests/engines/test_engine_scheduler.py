@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atroposlib.engines.generation import Generation, LogprobWish
-from atroposlib.engines.sampling import SamplingParams
-from atroposlib.engines.scheduler import Scheduler
 from atroposlib.errors import ModelError
+from atroposlib_engine.generation import Generation, LogprobWish
+from atroposlib_engine.sampling import SamplingParams
+from atroposlib_engine.scheduler import Scheduler
 
 VOCABULARY = 64
 

@@ -2,10 +2,10 @@
 
 from types import SimpleNamespace
 
-from atroposlib.engines.generation import Finish, Generation, LogprobWish
-from atroposlib.engines.replies import generate_reply
-from atroposlib.engines.sampling import SamplingParams
-from atroposlib.engines.waiting import watch
+from atroposlib_engine.generation import Finish, Generation, LogprobWish
+from atroposlib_engine.replies import generate_reply
+from atroposlib_engine.sampling import SamplingParams
+from atroposlib_engine.waiting import watch
 
 
 class Letters:

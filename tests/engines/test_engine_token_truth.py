@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from atroposlib.engines.llama import Llama
+from atroposlib_engine.llama import Llama
 
 PROMPT = [1, 4093, 198, 1780, 314, 216, 34, 27, 35, 47, 2, 198, 1, 520, 9531, 198]
 VOCABULARY = 49152

@@ -21,7 +21,7 @@ def live_server() -> Iterator[LiveServer]:
         if url := os.environ.get(f"ATROPOS_{kind.upper()}_URL"):
             yield LiveServer(url, os.environ[f"ATROPOS_{kind.upper()}_MODEL"], kind, served_name(url))
             return
-    from atroposlib.engines.models import resolve_model
+    from atroposlib_engine.models import resolve_model
 
     tokenizer = str(resolve_model("smollm2-135m").tokenizer_dir)
     process, url = start_engine("--slots", "16", "--context", "512")

@@ -295,7 +295,7 @@ def test_the_embedded_engine_can_be_started_from_what_was_pushed_last(sync_of, e
             target.write_bytes(state)
 
     monkeypatch.setattr("atroposlib.example_trainer.gguf_weights.GGUFExporter", Exporter)
-    monkeypatch.setattr("atroposlib.engines.models.resolve_model", lambda _: SimpleNamespace(gguf=Path("model.gguf")))
+    monkeypatch.setattr("atroposlib_engine.models.resolve_model", lambda _: SimpleNamespace(gguf=Path("model.gguf")))
     sync = sync_of("embedded", [engine.url])
     for version in range(4):
         sync.push(FakePolicy(), version)

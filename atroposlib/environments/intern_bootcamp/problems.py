@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from atroposlib.engines.models import CATALOG
 from atroposlib.environments.intern_bootcamp.bootcamp import Grading
 from atroposlib.environments.intern_bootcamp.bootcamp_config import (
     ALL_DATASETS,
@@ -35,6 +34,7 @@ from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
 from atroposlib.paths import expand_path
 from atroposlib.sandbox.workers import WorkerPool
 from atroposlib.type_definitions import Message
+from atroposlib_engine.models import CATALOG
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import uvicorn
 
-from atroposlib.engines.engine import Engine
-from atroposlib.engines.models import resolve_model
-from atroposlib.engines.server import build_app
 from atroposlib.errors import ConfigError, LaunchError, ModelError
 from atroposlib.paths import expand_path
+from atroposlib_engine.engine import Engine
+from atroposlib_engine.models import resolve_model
+from atroposlib_engine.server import build_app
 
 logger = logging.getLogger(__name__)
 

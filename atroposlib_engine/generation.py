@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from atroposlib.engines.sampling import SamplingParams
+from atroposlib_engine.sampling import SamplingParams
 
 TopLogprobs = list[tuple[float, int]]
 """(log-probability, token id), likeliest first."""

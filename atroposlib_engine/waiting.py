@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from atroposlib.engines.engine import Engine
-from atroposlib.engines.generation import Generation
+from atroposlib_engine.engine import Engine
+from atroposlib_engine.generation import Generation
 
 
 async def run_all(engine: Engine, generations: list[Generation]) -> None:

@@ -10,14 +10,14 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from atroposlib.engines.engine import Engine
-from atroposlib.engines.generation import Generation, TopLogprobs
-from atroposlib.engines.http import Json, JsonResponse, read_json, unless_disconnected
-from atroposlib.engines.llama import Vocabulary
-from atroposlib.engines.openai_requests import chat_generations, completion_generations
-from atroposlib.engines.replies import visible_text
-from atroposlib.engines.waiting import run_all, watch
 from atroposlib.errors import RequestFault
+from atroposlib_engine.engine import Engine
+from atroposlib_engine.generation import Generation, TopLogprobs
+from atroposlib_engine.http import Json, JsonResponse, read_json, unless_disconnected
+from atroposlib_engine.llama import Vocabulary
+from atroposlib_engine.openai_requests import chat_generations, completion_generations
+from atroposlib_engine.replies import visible_text
+from atroposlib_engine.waiting import run_all, watch
 
 Handler = Callable[[Request], Awaitable[Response]]
 

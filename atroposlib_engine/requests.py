@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.engines.engine import Engine
-from atroposlib.engines.generation import Generation, LogprobWish
-from atroposlib.engines.sampling import SamplingParams, parse_sampling
 from atroposlib.errors import RequestFault
+from atroposlib_engine.engine import Engine
+from atroposlib_engine.generation import Generation, LogprobWish
+from atroposlib_engine.sampling import SamplingParams, parse_sampling
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from atroposlib.engines.generation import Generation
-from atroposlib.engines.llama import Llama, Vocabulary
-from atroposlib.engines.models import LocalModel
-from atroposlib.engines.scheduler import Scheduler
+from atroposlib_engine.generation import Generation
+from atroposlib_engine.llama import Llama, Vocabulary
+from atroposlib_engine.models import LocalModel
+from atroposlib_engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

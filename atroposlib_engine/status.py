@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from atroposlib.engines.engine import Engine
-from atroposlib.engines.http import Json, JsonResponse
+from atroposlib_engine.engine import Engine
+from atroposlib_engine.http import Json, JsonResponse
 
 PROTOCOL_VERSION = "0.5.11"  # the SGLang release whose replies the engine follows
 _DEPRECATED = "Endpoint '/get_weight_version' or '/weight_version' is deprecated. Please use '/model_info' instead."

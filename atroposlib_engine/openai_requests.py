@@ -6,12 +6,12 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from atroposlib.engines.engine import Engine
-from atroposlib.engines.generation import Generation, LogprobWish
-from atroposlib.engines.http import Json
-from atroposlib.engines.requests import build_generations, encode_prompts
-from atroposlib.engines.sampling import SamplingParams, parse_sampling
 from atroposlib.errors import RequestFault
+from atroposlib_engine.engine import Engine
+from atroposlib_engine.generation import Generation, LogprobWish
+from atroposlib_engine.http import Json
+from atroposlib_engine.requests import build_generations, encode_prompts
+from atroposlib_engine.sampling import SamplingParams, parse_sampling
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default, kept by SGLang
 _SAME_NAME = (

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from atroposlib.engines.gguf_files import context_length, read_gguf, write_q8_0, write_tokenizer_folder
 from atroposlib.errors import ModelError, PathError
 from atroposlib.paths import expand_path, writable_dir
+from atroposlib_engine.gguf_files import context_length, read_gguf, write_q8_0, write_tokenizer_folder
 
 _MANIFEST = "manifest.json"
 _TOKENIZER = "tokenizer"

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from atroposlib.engines.generation import Generation, TopLogprobs
-from atroposlib.engines.llama import Vocabulary
+from atroposlib_engine.generation import Generation, TopLogprobs
+from atroposlib_engine.llama import Vocabulary
 
 Json = dict[str, Any]
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from atroposlib.engines.generation import Finish, Generation
-from atroposlib.engines.llama import Llama
-from atroposlib.engines.sampling import Draw, Sampler, prompt_logprobs, top_logprobs
 from atroposlib.errors import ModelError
+from atroposlib_engine.generation import Finish, Generation
+from atroposlib_engine.llama import Llama
+from atroposlib_engine.sampling import Draw, Sampler, prompt_logprobs, top_logprobs
 
 logger = logging.getLogger(__name__)
 

@@ -15,15 +15,15 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from atroposlib.engines import openai_routes, status
-from atroposlib.engines.engine import Engine
-from atroposlib.engines.generation import LogprobWish
-from atroposlib.engines.http import JsonResponse, read_json, unless_disconnected
-from atroposlib.engines.replies import generate_reply
-from atroposlib.engines.requests import GenerateRequest, build_generations, parse_generate
-from atroposlib.engines.sampling import SamplingParams
-from atroposlib.engines.waiting import run_all, watch
 from atroposlib.errors import ModelError, RequestFault
+from atroposlib_engine import openai_routes, status
+from atroposlib_engine.engine import Engine
+from atroposlib_engine.generation import LogprobWish
+from atroposlib_engine.http import JsonResponse, read_json, unless_disconnected
+from atroposlib_engine.replies import generate_reply
+from atroposlib_engine.requests import GenerateRequest, build_generations, parse_generate
+from atroposlib_engine.sampling import SamplingParams
+from atroposlib_engine.waiting import run_all, watch
 
 logger = logging.getLogger(__name__)
 
