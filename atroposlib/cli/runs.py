@@ -63,8 +63,10 @@ def _name(status: RunStatus, root: Path) -> str:
 def _done(status: RunStatus) -> str:
     if status.training:
         return f"{status.training.step}/{status.training.of} steps"
-    if status.kind == "evaluate":
+    if status.results:
         return f"{len(status.results)} metrics"
+    if status.kind == "evaluate":
+        return f"{status.groups_done}/{status.problems} items" if status.problems else f"{status.responses} answers"
     return f"{status.groups_done}/{status.problems}" if status.problems else f"{status.groups_done} groups"
 
 

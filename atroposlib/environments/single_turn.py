@@ -20,6 +20,7 @@ from atroposlib.environments.cut_off import overrides_of
 from atroposlib.environments.rows import Row, Split, load_split, order
 from atroposlib.environments.thoughts import opening_of, text_of
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
+from atroposlib.envs.eval import evaluate_items
 from atroposlib.envs.reward_fns.math_answers import after_thinking
 from atroposlib.envs.server_handling.chat_prompt import render
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault, VerifierFault
@@ -198,7 +199,7 @@ class SingleTurnEnv(BaseEnv):
             if (item := await self.problem("test", index)) is None:
                 break
             items.append(item)
-        results = await asyncio.gather(*(self.evaluate_one(item, at_once) for item in items))
+        results = await evaluate_items(self.evaluate_one(item, at_once) for item in items)
         samples = [sample for sample in results if sample is not None]
         if not samples:
             raise EnvironmentFault(f"all {len(results)} problems of the evaluation failed; the log has the reasons")

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from atroposlib.envs.kept_evaluation import kept_responses
+from atroposlib.envs.kept_evaluation import kept_responses, shown_evaluation
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EnvironmentFault
 from atroposlib.json_lines import one_line
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
+from atroposlib.rollouts.evaluation import evaluate_items
 from atroposlib.rollouts.json_text import as_json, to_json
 from atroposlib.utils.display import display_metrics_table
 from atroposlib.utils.eval_statistics import (
@@ -46,6 +47,7 @@ __all__ = [
     "avg_at_k",
     "bootstrap_interval",
     "eval_runner",
+    "evaluate_items",
     "evaluate_log",
     "pass_at_k",
     "sampled_metrics",
@@ -186,10 +188,10 @@ class EvalBase(ABC):
 
     async def _run_kept(self, server_manager: ServerManager) -> list[tuple[dict[str, float], Any] | BaseException]:
         if self.eval_dir is None:
-            return await self._run_items(server_manager)
+            return await shown_evaluation(self._run_items(server_manager), server_manager, self.task_name)
         folder = writable_dir(self.eval_dir, what="eval_dir")
         with kept_responses(server_manager, folder):
-            return await self._run_items(server_manager)
+            return await shown_evaluation(self._run_items(server_manager), server_manager, self.task_name, folder)
 
     async def _run_items(self, server_manager: ServerManager) -> list[tuple[dict[str, float], Any] | BaseException]:
         slots = asyncio.Semaphore(self.max_concurrent)
@@ -198,7 +200,7 @@ class EvalBase(ABC):
             async with slots:
                 return await self.run_item(server_manager, item)
 
-        outcomes = await asyncio.gather(*map(run, self.data), return_exceptions=True)
+        outcomes = await evaluate_items(map(run, self.data), return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         for error in errors:
             logger.error("item failed: task=%s error=%s", self.task_name, error, exc_info=error)

@@ -2,6 +2,7 @@
 
     evaluate.journal.1, ...    responses so far, see `atroposlib.rollouts.journal`
     evaluate.lock              held by the process that evaluates
+    evaluate_progress.json     see `atroposlib.rollouts.evaluation`
 
 The evaluation itself runs again from its beginning, with the scores that this makes; only what it asks the engine is
 answered from the journal where the answer is known. A request is known by its model, prompt and sampling parameters.
@@ -11,14 +12,15 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from atroposlib.envs.server_handling.one_by_one import OneByOne
-from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.server_handling.server_manager import ServerManager, missing_engine, requests_out
 from atroposlib.paths import writable_dir, write_text_atomic
+from atroposlib.rollouts.evaluation import PROGRESS_FILE, Evaluation, shown
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.lock import take_lock
 from atroposlib.rollouts.run import CHECK_S, EXIT_DONE, EXIT_WORK_REMAINS, STOP_TIMEOUT_S
@@ -27,6 +29,7 @@ from atroposlib.rollouts.work import Work, current_work
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _KEY = "evaluation"
 
 
@@ -37,6 +40,9 @@ class Evaluated(Protocol):
     server: Any
     settings_text: str | None
     fresh: bool
+
+    @property
+    def label(self) -> str: ...
 
     async def check_engines(self) -> bool: ...
 
@@ -69,15 +75,32 @@ async def _evaluate(env: Evaluated) -> None:
         async with asyncio.timeout(CHECK_S):
             await env.check_engines()
     if not env.config.data_dir_to_save_evals:
-        await env.setup()
-        await env.evaluate()
+        await shown_evaluation(_set_up_and_evaluate(env), env.server, env.label)
         return
     folder = writable_dir(env.config.data_dir_to_save_evals, what="env.data_dir_to_save_evals")
     if env.settings_text:
         write_text_atomic(folder / "evaluate_config.yaml", env.settings_text)
     with kept_responses(env.server, folder, fresh=env.fresh):
-        await env.setup()
-        await env.evaluate()
+        await shown_evaluation(_set_up_and_evaluate(env), env.server, env.label, folder)
+
+
+async def _set_up_and_evaluate(env: Evaluated) -> None:
+    await env.setup()
+    await env.evaluate()
+
+
+async def shown_evaluation(evaluating: Awaitable[T], server: Any, name: str, folder: Path | None = None) -> T:
+    """Await it, count and show what it evaluates; `folder` gets the progress file."""
+    servers = server.servers
+    return await shown(
+        Evaluation(
+            name,
+            folder / PROGRESS_FILE if folder else None,
+            requests_out=lambda: requests_out(servers),
+            missing=lambda: missing_engine(servers),
+        ),
+        evaluating,
+    )
 
 
 @contextmanager

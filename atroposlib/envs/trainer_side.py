@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.config import EvalHandlingEnum
+from atroposlib.envs.server_handling.server_manager import missing_engine, requests_out
 from atroposlib.envs.wandb_side import WandbSide
 from atroposlib.errors import ConfigError
 from atroposlib.rollouts import pacing
+from atroposlib.rollouts.evaluation import Evaluation
 from atroposlib.rollouts.run import Run
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class TrainerSide(WandbSide):
     checkpoint_dir: str = ""
     checkpoint_interval: int = -1
     eval_runner: asyncio.Task[Any] | None = None
+    evaluation: Evaluation | None = None  # of the runner
     _api: "EnvClient | None" = None
     _joined: "RegisteredEnv | None" = None  # what the API said when this environment registered last
     _steps_of_trainer = False  # total_steps is what the trainer says
@@ -164,25 +167,17 @@ class TrainerSide(WandbSide):
 
     def engine_down(self) -> str | None:
         """What is missing while no inference server is up and takes requests, else None."""
-        servers = self.server.servers
-        refusals = [getattr(server, "waits_for", None) for server in servers]
-        down = [server for server in servers if not getattr(server, "server_healthy", True)]
-        if not servers or any(server not in down and not why for server, why in zip(servers, refusals, strict=True)):
-            return None
-        if why := next(filter(None, refusals), None):
-            return why
-        addresses = sorted({str(server.config.base_url) for server in servers})
-        which = f"the inference server{'s' if len(addresses) > 1 else ''} {', '.join(addresses)}"
-        patience_s = max(server.config.outage_timeout_s for server in servers)
-        return (
-            f"{which}: no answer comes; start it, or correct openai.base_url. A request waits for it for "
-            f"{patience_s:.0f} s (outage_timeout_s)"
-        )
+        return missing_engine(self.server.servers)
+
+    def evaluating(self) -> str | None:
+        """How far the evaluation is that runs now; None: none does."""
+        is_running = self.eval_runner is not None and not self.eval_runner.done()
+        return self.evaluation.line() if self.evaluation and is_running else None
 
     def held_back(self) -> str | None:
         """Why no rollout may start now by the trainer's or an evaluation's doing; None: one may."""
         if self.eval_runner is not None and not self.eval_runner.done() and self._limit_during_eval() == 0:
-            return "the end of an evaluation: no rollout starts meanwhile (env.eval_handling)"
+            return f"the end of an evaluation: no rollout starts meanwhile (env.eval_handling); {self.evaluating()}"
         view = self._queue_view()
         step = self.status_dict["current_step"]
         if view.batch_size is not None and pacing.queue_room(view) == 0:
@@ -222,7 +217,8 @@ class TrainerSide(WandbSide):
         if self.eval_runner is not None and not self.eval_runner.done():
             logger.warning("evaluation skipped at step %d: the previous one still runs", self.curr_step)
             return
-        self.eval_runner = asyncio.create_task(self.evaluate())
+        self.evaluation = Evaluation(self.label, requests_out=lambda: requests_out(self.server.servers))
+        self.eval_runner = asyncio.create_task(self.evaluation.counted(self.evaluate()))
         self.eval_runner.add_done_callback(_log_failure)
 
     def _queue_view(self) -> pacing.QueueView:

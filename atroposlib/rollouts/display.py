@@ -5,9 +5,8 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from atroposlib.rollouts.progress import Progress
 from atroposlib.status.page import StatusPage
 from atroposlib.status.runs import RunStatus, of_progress
 
@@ -19,13 +18,28 @@ logger = logging.getLogger(__name__)
 LOG_EVERY_S = 10.0
 
 
-class ProgressDisplay:
-    """Shows a `Progress` on stderr and, where no supervisor does, as a page. `update` may be called often."""
+class Shown(Protocol):
+    """What a display needs of a run or an evaluation."""
 
-    def __init__(self, progress: Progress) -> None:
+    state: Any
+    mode: Any
+
+    @property
+    def path(self) -> Path | None: ...
+
+    def line(self) -> str: ...
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+
+class ProgressDisplay:
+    """Shows a run or an evaluation on stderr and, where no supervisor does, as a page. `update` may be called often."""
+
+    def __init__(self, progress: Shown) -> None:
         self._progress = progress
         self._live = _live() if sys.stderr.isatty() else None
-        self._page = StatusPage() if progress.path and "_progress_" in progress.path.name else None
+        is_alone = progress.mode == "evaluate" or (progress.path and "_progress_" in progress.path.name)
+        self._page = StatusPage() if progress.path and is_alone else None
         self._logged_at = time.monotonic()
 
     def start(self) -> None:

@@ -68,6 +68,7 @@ class Progress:
     reused_responses: int = 0  # from the response journal, this process only
     reused_tokens: int = 0
     dropped: Dropped = field(default_factory=Dropped)  # of no use, or withheld from the trainer; this process only
+    evaluating: str | None = None  # how far an evaluation is that runs beside the rollouts
     standstill: str | None = None  # what the run waits for although no counterpart is missing
     started_at: float = field(default_factory=time.time)
     _killed_tokens: int = 0  # in flight when earlier processes ended
@@ -156,6 +157,7 @@ class Progress:
             "started": start_time(os.getpid()),
             "state": self.state,
             "waiting_for": self.waiting_for,
+            "evaluating": self.evaluating,
             "groups_done": self.totals.groups,
             "groups_total": self.limits.groups,
             "share_done": self.share_done,
@@ -268,6 +270,8 @@ class Progress:
             parts.append(f"rejected {self.rejected}")
         if self.dropped.withheld:
             parts.append(f"withheld {self.dropped.withheld}")
+        if self.evaluating:
+            parts.append(f"evaluating {self.evaluating}")
         if self.waiting_for:
             parts.append(f"waiting for {self.waiting_for}")
         return " | ".join(parts)

@@ -80,6 +80,8 @@ class Environment(Protocol):
 
     def engine_down(self) -> str | None: ...
 
+    def evaluating(self) -> str | None: ...
+
     def held_back(self) -> str | None: ...
 
     def write_html(self, rollouts: str, output: str) -> None: ...
@@ -389,6 +391,7 @@ class Run:
 
     def _note_in_flight(self) -> None:
         self.progress.in_flight = self.pool.in_flight
+        self.progress.evaluating = self._env.evaluating()
         self.progress.unfinished_answers, self.progress.unfinished_tokens = self.pool.replies
         if self.journal:
             self.progress.reused_responses = self.journal.reused_responses

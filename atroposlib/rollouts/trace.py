@@ -131,9 +131,9 @@ def row_of_group(index: int) -> Iterator[None]:
 
 
 @contextmanager
-def tracing() -> Iterator[RolloutTrace]:
-    """Collect everything the engines reply inside the block, child tasks included."""
-    trace = RolloutTrace()
+def tracing(trace: RolloutTrace | None = None) -> Iterator[RolloutTrace]:
+    """Collect everything the engines reply inside the block, child tasks included; into `trace` if there is one."""
+    trace = trace or RolloutTrace()
     token = _current.set(trace)
     try:
         yield trace

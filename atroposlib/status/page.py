@@ -97,7 +97,7 @@ def page(status: RunStatus, points: Sequence[Point]) -> str:
 <p>{escape(headline(status))}<br><small>as of {updated} in {escape(status.run_dir)}</small></p>
 {_bar(done)}
 <div class="charts">
-{"".join([*(training.charts() if training else ()), *charts(points)])}
+{"".join([*(training.charts() if training else ()), *charts(points, is_evaluation=status.kind == "evaluate")])}
 </div>
 {_section("Results", _pairs((name, f"{value:.4g}") for name, value in status.results.items()))}
 {_section("Tasks", _tasks(status) if status.tasks else "")}
@@ -112,7 +112,7 @@ def page(status: RunStatus, points: Sequence[Point]) -> str:
 """
 
 
-def charts(points: Sequence[Point]) -> list[str]:
+def charts(points: Sequence[Point], *, is_evaluation: bool = False) -> list[str]:
     """Problems, tokens per second, slots in use and accepted share over time; nothing is drawn while nothing ran."""
     if not points:
         return []
@@ -127,9 +127,13 @@ def charts(points: Sequence[Point]) -> list[str]:
         tokens.append((b.at, max(0, b.completion_tokens - a.completion_tokens) / seconds if ran else None))
         share.append((b.at, 100 * (b.accepted - a.accepted) / responses if ran and responses > 0 else None))
         busy.append((b.at, 100 * (b.engine_running or 0) / max(1, b.engine_slots) if is_known else None))
+    done = [Line("", [(point.at, point.groups) for point in points])]
+    speed = line_chart("tokens per second", [Line("", tokens)])
+    if is_evaluation:
+        return [line_chart("items done", done), speed]
     return [
-        line_chart("problems recorded", [Line("", [(point.at, point.groups) for point in points])]),
-        line_chart("tokens per second", [Line("", tokens)]),
+        line_chart("problems recorded", done),
+        speed,
         line_chart("slots in use", [Line("", busy)], unit="%", top=100),
         line_chart("accepted", [Line("", share)], unit="%", top=100),
     ]

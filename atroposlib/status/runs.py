@@ -3,7 +3,7 @@
     datagen, train     `run.json` (written by the supervisor) says who runs, `progress.json` (by the environment) what
                        is done; a training run also has its trainer's `metrics/metrics.jsonl`
     serve, process     `<env>_progress_<run>.json`, written by an environment that runs without a supervisor
-    evaluate           `metrics.json`, written at its end
+    evaluate           `evaluate_progress.json` while it runs, `metrics.json` at its end
 
 Files are replaced as a whole, so a reader never sees a part. A shared run is the sum of its members, each with a folder
 of its own.
@@ -89,6 +89,7 @@ class RunStatus:
     rejected: dict[str, int] = field(default_factory=dict)  # groups of no use by reason, since the last start
     withheld: int = 0  # groups recorded but kept from the trainer, too long for it; since the last start
     waiting_for: str | None = None
+    evaluating: str | None = None  # how far an evaluation is that runs beside the rollouts
     last_error: str | None = None
     last_failure: dict[str, Any] | None = None  # class, item_key, error, at of the newest failed rollout
     tasks: dict[str, TaskStatus] = field(default_factory=dict)
@@ -110,7 +111,7 @@ class RunStatus:
         return self._beside("history")
 
     def _beside(self, what: str) -> Path:
-        if "progress" in self.outputs:
+        if "progress" in self.outputs and self.kind != "evaluate":
             progress = Path(self.outputs["progress"][0])
             return progress.with_name(progress.name.replace("progress", what))
         return Path(self.run_dir) / f"{what}.json"
@@ -120,6 +121,8 @@ class RunStatus:
         """Done of the limit that is nearest, 0 to 1."""
         if self.training:
             return self.training.step / self.training.of if self.training.of else 0.0
+        if self.results:
+            return 1.0
         return max(self.limit_share, self.groups_done / self.problems if self.problems else 0.0)
 
     @property
@@ -200,7 +203,8 @@ def runs_in(folder: Path) -> list[RunStatus]:
     if members:
         return [sum_of(members, folder)]
     found = [of_progress(path, said) for path in sorted(folder.glob("*progress*.json")) if (said := _progress(path))]
-    if (results := read_json(folder / RESULTS_FILE)) and "results" in results:
+    is_evaluating = any(run.kind == "evaluate" for run in found)  # again, or not to its end
+    if not is_evaluating and (results := read_json(folder / RESULTS_FILE)) and "results" in results:
         found.append(_evaluation(folder, results))
     return found
 
@@ -353,6 +357,7 @@ def _counted(progress: Mapping[str, Any], running: bool) -> RunStatus:
         rejected=dict(progress.get("rejected_for") or {}),
         withheld=progress.get("withheld", 0),
         waiting_for=progress.get("waiting_for") if running else None,
+        evaluating=progress.get("evaluating") if running else None,
         last_failure=progress.get("last_failure"),
         tasks={name: TaskStatus(**counts) for name, counts in progress.get("tasks", {}).items()},
         failures={name: progress.get("failures", {}).get(name, 0) for name in FAILURE_CLASSES},

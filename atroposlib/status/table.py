@@ -32,6 +32,8 @@ def _tables(status: RunStatus) -> "list[Table]":
     from rich.text import Text
 
     if status.kind == "evaluate":
+        if not status.results:
+            return []
         results = Table("metric", "value")
         for name, value in status.results.items():
             results.add_row(Text(name), f"{value:.4g}")
@@ -52,13 +54,15 @@ def _tables(status: RunStatus) -> "list[Table]":
 def facts_of(status: RunStatus) -> list[tuple[str, str]]:
     """What a reader wants to know besides the counts by task, as (name, value)."""
     if status.kind == "evaluate":
-        return [("time", duration(status.elapsed_s))]
+        return _facts_of_evaluation(status)
     tokens = f"{status.completion_tokens:,} generated, {status.prompt_tokens:,} prompt, {status.tokens_per_s:.0f} tok/s"
     facts = [("failures", ", ".join(f"{name} {status.failures.get(name, 0)}" for name in FAILURE_CLASSES))]
     if status.in_flight:
         made = f"{status.in_flight} groups, {status.unfinished_answers} answers, {status.unfinished_tokens:,} tokens"
         speed = f"; engines {status.engine_tokens_s:,.0f} tokens/s" if status.engine_tokens_s else ""
         facts.append(("in the making", made + speed))
+    if status.evaluating:
+        facts.append(("evaluating", status.evaluating))
     if status.withheld:
         facts.append(("withheld", f"{status.withheld} groups, too long for the trainer"))
     if status.rejected:
@@ -85,11 +89,23 @@ def facts_of(status: RunStatus) -> list[tuple[str, str]]:
     return facts
 
 
+def _facts_of_evaluation(status: RunStatus) -> list[tuple[str, str]]:
+    facts = [("time", duration(status.elapsed_s))]
+    if status.results:
+        return facts
+    tokens = f"{status.responses} answers, {status.completion_tokens:,} tokens, {status.tokens_per_s_now:.0f} tok/s now"
+    facts += [("answered", tokens), ("in flight", f"{status.in_flight} requests")]
+    return [*facts, ("last error", status.last_error)] if status.last_error else facts
+
+
 def headline(status: RunStatus) -> str:
     """One line: state, progress, pace, ETA."""
-    if status.kind == "evaluate":
+    if status.results:
         return f"{status.state}, {len(status.results)} metrics"
-    if status.training:
+    if status.kind == "evaluate":
+        items = f"{status.groups_done}/{status.problems} items" if status.problems else "evaluating"
+        parts = [status.state, items, f"{status.responses} answers", f"{status.tokens_per_s_now:.0f} tok/s"]
+    elif status.training:
         parts = [status.state, status.training.line(), f"{status.groups_done} problems rolled out"]
     else:
         problems = f"{status.groups_done}/{status.problems}" if status.problems else str(status.groups_done)

@@ -14,7 +14,9 @@ from atroposlib.envs.eval import EvalBase
 from atroposlib.envs.kept_evaluation import kept_responses
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.errors import LaunchError
+from atroposlib.errors import EnvironmentFault, LaunchError
+from atroposlib.status.runs import read_status
+from atroposlib.status.table import headline
 from tests.fake_engine import FakeEngine, running_engine
 
 SCRIPT = Path(__file__).with_name("evaluating_env.py")
@@ -72,7 +74,7 @@ def results(folder: Path) -> tuple[float, list[int]]:
 async def test_an_evaluation_killed_in_the_middle(engine, tmp_path, extra):
     answered = await killed_in_the_middle(engine, tmp_path)
     assert 0 < answered < QUESTIONS
-    assert not (tmp_path / "metrics.json").exists()
+    assert read_status(tmp_path).state == "killed"
     engine.requests.clear()
     process = await start(engine, tmp_path, *extra)
     _, log = await asyncio.wait_for(process.communicate(), 60)
@@ -82,6 +84,9 @@ async def test_an_evaluation_killed_in_the_middle(engine, tmp_path, extra):
     first = 0 if extra else answered
     assert asked == [f"question {number}" for number in range(first, QUESTIONS)]
     assert list(tmp_path.glob("evaluate.journal.*")) == []
+    assert f"done: {QUESTIONS} answers".encode() in log
+    assert headline(read_status(tmp_path)) == "done, 1 metrics"
+    assert "eval/accuracy" in (tmp_path / "status.html").read_text()
 
 
 async def test_an_evaluation_that_ended_well_is_made_anew(engine, tmp_path):
@@ -90,6 +95,17 @@ async def test_an_evaluation_that_ended_well_is_made_anew(engine, tmp_path):
         _, log = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 0, log
     assert len(engine.requests) == 2 * QUESTIONS
+
+
+async def test_a_failed_evaluation_stays_with_its_reason(engine, tmp_path):
+    manager = ServerManager([APIServerConfig(model_name="fake", base_url=f"{engine.url}/v1", timeout=1)])
+    engine.scripted = [(400, {"error": "no"})] * 2
+    with pytest.raises(EnvironmentFault):
+        await Two(eval_dir=str(tmp_path))(manager)
+    await manager.close()
+    status = read_status(tmp_path)
+    assert (status.state, status.groups_done, status.problems) == ("failed", 2, 2)
+    assert "all 2 items failed" in (status.last_error or "")
 
 
 class Two(EvalBase):
@@ -112,7 +128,14 @@ async def test_a_benchmark_that_is_stopped_goes_on_choice_by_choice(engine, tmp_
 
     with pytest.raises(RuntimeError, match="stopped"):
         await stopped()
-    assert await benchmark(manager) == {"choices": 3.0}
+    engine.on_request = lambda: engine.held.clear() if len(engine.requests) == 4 else None
+    evaluating = asyncio.create_task(benchmark(manager))
+    async with asyncio.timeout(20):
+        await asyncio.sleep(0)  # it begins
+        while not headline(read_status(tmp_path)).startswith("running, 1/2 items, 3 answers"):
+            await asyncio.sleep(0.02)
+    engine.held.set()
+    assert await evaluating == {"choices": 3.0}
     assert [body["messages"][0]["content"] for _, body in engine.requests] == ["one"] * 3 + ["two"] * 3
     await manager.close()
 
@@ -133,9 +156,13 @@ async def test_a_signal_ends_an_evaluation_in_order(engine, tmp_path):
     async with asyncio.timeout(60):
         while not engine.running:
             await asyncio.sleep(0.01)
+    status = read_status(tmp_path)
+    assert (status.kind, status.state, status.running, status.responses) == ("evaluate", "running", True, 0)
+    assert headline(status).startswith("running, evaluating, 0 answers, 0 tok/s")
     process.send_signal(signal.SIGTERM)
     _, log = await asyncio.wait_for(process.communicate(), 60)
     engine.held.set()
     assert process.returncode == 75
+    assert read_status(tmp_path).state == "stopped"
     assert b"torn down" in log
     assert b"Traceback" not in log

@@ -306,6 +306,28 @@ def server_configs(configs: ServerBaseline | Sequence[APIServerConfig], slurm: b
     return [configs[0].model_copy(update={"base_url": url}) for url in urls] or list(configs)
 
 
+def missing_engine(servers: Sequence[Any]) -> str | None:
+    """Return what is missing while no server is up and takes requests, else None; servers may be an author's own."""
+    refusals = [getattr(server, "waits_for", None) for server in servers]
+    down = [server for server in servers if not getattr(server, "server_healthy", True)]
+    if not servers or any(server not in down and not why for server, why in zip(servers, refusals, strict=True)):
+        return None
+    if why := next(filter(None, refusals), None):
+        return why
+    addresses = sorted({str(server.config.base_url) for server in servers})
+    which = f"the inference server{'s' if len(addresses) > 1 else ''} {', '.join(addresses)}"
+    patience_s = max(server.config.outage_timeout_s for server in servers)
+    return (
+        f"{which}: no answer comes; start it, or correct openai.base_url. A request waits for it for "
+        f"{patience_s:.0f} s (outage_timeout_s)"
+    )
+
+
+def requests_out(servers: Sequence[Any]) -> int:
+    """Return how many requests are at the servers now, as far as their health is watched."""
+    return sum(server.health.requests_out for server in servers if isinstance(server, HttpServer) and server.health)
+
+
 def part_sizes(n: int, largest: int) -> list[int]:
     """`n` choices as parts of at most `largest`.
 

@@ -1,0 +1,207 @@
+"""A running evaluation: how many of its items are done, what engines have answered, and how fast.
+
+    evaluate_progress.json    in the folder of the results while it runs; stays when it fails, is stopped or killed
+
+Items are counted where the evaluation hands them to `evaluate_items`; answers and tokens are counted always.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import orjson
+
+from atroposlib.lock_files import start_time
+from atroposlib.paths import write_text_atomic
+from atroposlib.rollouts.display import ProgressDisplay
+from atroposlib.rollouts.failures import describe_error
+from atroposlib.rollouts.progress import RATE_WINDOW_S, duration
+from atroposlib.rollouts.trace import Chat, Chats, EngineReply, RolloutTrace, tracing
+from atroposlib.status.page import write_last_page
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PROGRESS_FILE = "evaluate_progress.json"
+TICK_S = 1.0
+
+
+class _NoChats(Chats):
+    def note(self, ids: Any, chat: Chat, *, made_up: bool = False) -> None:
+        """Keep nothing: an evaluation writes its own samples."""
+
+
+@dataclass(slots=True)
+class _Replies(RolloutTrace):
+    """Counts replies without keeping them, as an evaluation may have millions."""
+
+    answers: int = 0
+    chats: Chats = field(default_factory=_NoChats)
+
+    def record(self, reply: EngineReply) -> None:
+        self.answers += len(reply.finish_reasons)
+        self.usage["completion_tokens"] += reply.completion_tokens
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """One evaluation. Plain data, except for `write`."""
+
+    env: str
+    path: Path | None = None  # None: nothing is written
+    requests_out: Callable[[], int] = lambda: 0
+    missing: Callable[[], str | None] = lambda: None  # the counterpart that it waits for
+    state: str = "running"
+    items: int = 0  # 0: the evaluation does not say how many there are
+    items_done: int = 0
+    last_error: str | None = None
+    started_at: float = field(default_factory=time.time)
+    replies: _Replies = field(default_factory=_Replies)
+    _samples: deque[tuple[float, int, int, int]] = field(default_factory=deque)  # monotonic s, items, answers, tokens
+
+    mode = "evaluate"
+
+    async def counted(self, evaluating: Awaitable[T]) -> T:
+        """Await it, and count what it evaluates meanwhile."""
+        token = _current.set(self)
+        try:
+            with tracing(self.replies):
+                return await evaluating
+        finally:
+            _current.reset(token)
+
+    def line(self) -> str:
+        """The evaluation in one line."""
+        items_s, answers_s, tokens_s = self.rates()
+        parts = [f"{self.items_done}/{self.items} items"] if self.items else []
+        parts += [f"{self.replies.answers} answers", f"{answers_s:.1f} answers/s", f"{tokens_s:.0f} tokens/s"]
+        parts.append(f"in flight {self.requests_out()}")
+        if items_s and self.items:
+            parts.append(f"ETA {duration((self.items - self.items_done) / items_s)}")
+        if missing := self.missing():
+            parts.append(f"waiting for {missing}")
+        return " | ".join(parts)
+
+    def sample(self) -> None:
+        """Remember the counts now, for the rates of the last minute."""
+        now = time.monotonic()
+        self._samples.append((now, self.items_done, self.replies.answers, self.replies.usage["completion_tokens"]))
+        while now - self._samples[0][0] > RATE_WINDOW_S:
+            self._samples.popleft()
+
+    def rates(self) -> tuple[float, float, float]:
+        """Items, answers and tokens per second over the last minute."""
+        first, last = (self._samples[0], self._samples[-1]) if self._samples else ((0.0, 0, 0, 0),) * 2
+        seconds = last[0] - first[0]
+        items_s, answers_s, tokens_s = (
+            (b - a) / seconds if seconds else 0.0 for a, b in zip(first[1:], last[1:], strict=True)
+        )
+        return items_s, answers_s, tokens_s
+
+    def snapshot(self) -> dict[str, Any]:
+        """What stands in the progress file."""
+        return {
+            "schema_version": 1,
+            "env": self.env,
+            "mode": self.mode,
+            "pid": os.getpid(),
+            "node": socket.gethostname(),
+            "started": start_time(os.getpid()),
+            "state": self.state,
+            "waiting_for": self.missing() if self.state == "running" else None,
+            "groups_done": self.items_done,
+            "groups_total": self.items or None,
+            "responses": self.replies.answers,
+            "completion_tokens": self.replies.usage["completion_tokens"],
+            "in_flight": self.requests_out(),
+            "rates": dict(zip(("groups_s", "responses_s", "tokens_s"), self.rates(), strict=True)),
+            "started_at": self.started_at,
+            "updated_at": time.time(),
+            "last_error": self.last_error,
+        }
+
+    def write(self) -> None:
+        """Replace the progress file; a full disk only costs the update."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                write_text_atomic(self.path, orjson.dumps(self.snapshot(), option=orjson.OPT_INDENT_2).decode())
+
+
+_current: ContextVar[Evaluation | None] = ContextVar("current_evaluation", default=None)
+
+
+async def shown(evaluation: Evaluation, evaluating: Awaitable[T]) -> T:
+    """Await it, count and show what it evaluates; inside another evaluation it counts as part of that one."""
+    if _current.get() is not None:
+        return await evaluating
+    evaluation.write()
+    display = ProgressDisplay(evaluation)
+    display.start()
+    ticking = asyncio.create_task(_tick(evaluation, display))
+    try:
+        result = await evaluation.counted(evaluating)
+        evaluation.state = "done"
+        return result
+    except BaseException as error:
+        evaluation.state = "stopped" if isinstance(error, asyncio.CancelledError) else "failed"
+        evaluation.last_error = describe_error(error) if evaluation.state == "failed" else None
+        raise
+    finally:
+        ticking.cancel()
+        evaluation.sample()
+        evaluation.write()
+        display.stop()
+        if evaluation.state == "done" and evaluation.path is not None:
+            evaluation.path.unlink(missing_ok=True)  # the results say it all
+            write_last_page(evaluation.path.parent)
+
+
+async def _tick(evaluation: Evaluation, display: ProgressDisplay) -> None:
+    said = None
+    while True:
+        evaluation.sample()
+        if (missing := evaluation.missing()) and missing != said:
+            logger.warning("waiting for %s", missing)
+        said = missing
+        display.update()
+        await asyncio.to_thread(evaluation.write)
+        await asyncio.sleep(TICK_S)
+
+
+@overload
+async def evaluate_items(items: Iterable[Coroutine[Any, Any, T]]) -> list[T]: ...
+
+
+@overload
+async def evaluate_items(
+    items: Iterable[Coroutine[Any, Any, T]], *, return_exceptions: bool
+) -> list[T | BaseException]: ...
+
+
+async def evaluate_items(items: Iterable[Coroutine[Any, Any, Any]], *, return_exceptions: bool = False) -> list[Any]:
+    """Await all, as `asyncio.gather` does; each is an item of the running evaluation, which shows how many are done.
+
+    Args:
+        return_exceptions: as `asyncio.gather`.
+    """
+    evaluation, evaluated = _current.get(), list(items)
+    if evaluation is None:
+        return await asyncio.gather(*evaluated, return_exceptions=return_exceptions)
+    evaluation.items += len(evaluated)
+
+    async def count(item: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await item
+        finally:
+            evaluation.items_done += 1
+
+    return await asyncio.gather(*map(count, evaluated), return_exceptions=return_exceptions)
