@@ -17,8 +17,7 @@ from tests.fakes import FakeServer, FakeTokenizer
 words = st.text(alphabet=" \nabäß☃👍\u2028<think>/{}\"'", max_size=10)
 names = st.sampled_from(["look", "add_two"])
 parts = st.lists(
-    st.fixed_dictionaries({"type": st.just("text"), "text": words})
-    | st.fixed_dictionaries({"type": st.just("image_url"), "image_url": st.fixed_dictionaries({"url": words})}),
+    st.fixed_dictionaries({"type": st.just("text"), "text": words}),
     min_size=1,
     max_size=2,
 )

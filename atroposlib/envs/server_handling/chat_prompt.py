@@ -30,6 +30,12 @@ def shows_tools(tokenizer: Any) -> bool:
     return not _has_no_template(tokenizer) and not (is_jinja and "tools" not in template)
 
 
+def knows_developer(tokenizer: Any) -> bool:
+    """Return whether the chat template has a place for messages of a developer."""
+    template = getattr(tokenizer, "chat_template", None)
+    return isinstance(template, str) and "developer" in template
+
+
 def opened_thought(tokenizer: Any, messages: Sequence[dict[str, Any]], prompt: str) -> str:
     """The `<think>` and white space that the template put before the answer to `messages`, else ""."""
     opening = _THOUGHT_OPENS.search(prompt)

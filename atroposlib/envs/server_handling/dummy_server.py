@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs.server_handling.sequence import Message, SequenceNode, copied, note_chats
+from atroposlib.envs.server_handling.conversation import Message, copied
+from atroposlib.envs.server_handling.sequence import SequenceNode, note_chats
 from atroposlib.rollouts.trace import finish_reason_of
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
 

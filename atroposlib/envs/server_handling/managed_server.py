@@ -10,11 +10,13 @@ was generated is ever rendered or tokenized again.
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.server_handling.chat_prompt import (
+    knows_developer,
     opened_thought,
     render,
     render_after_turn,
@@ -22,26 +24,36 @@ from atroposlib.envs.server_handling.chat_prompt import (
     shows_tools,
 )
 from atroposlib.envs.server_handling.codec import codec_of
-from atroposlib.envs.server_handling.dummy_server import DummyManagedServer
-from atroposlib.envs.server_handling.managed_adapter import ManagedServerAdapter
-from atroposlib.envs.server_handling.openai_wire import chat_of, completion_of
-from atroposlib.envs.server_handling.sampling import drop_doubled_bos
-from atroposlib.envs.server_handling.sequence import (
+from atroposlib.envs.server_handling.conversation import (
     Conversation,
     Message,
     Messages,
+    Turn,
+    copied,
+    keys_of,
+    plain_messages,
+    split_thoughts,
+)
+from atroposlib.envs.server_handling.dummy_server import DummyManagedServer
+from atroposlib.envs.server_handling.managed_adapter import ManagedServerAdapter
+from atroposlib.envs.server_handling.openai_wire import Made, chat_of, completion_of
+from atroposlib.envs.server_handling.sampling import drop_doubled_bos
+from atroposlib.envs.server_handling.sequence import (
+    Call,
+    Lineage,
     Prompt,
     SequenceNode,
-    copied,
     extend_text,
-    find_chat_base,
     find_text_base,
     grow,
+    known_logprobs,
     note_chats,
     prefix_of,
+    without_repeated,
 )
-from atroposlib.errors import ConfigError, ModelError
+from atroposlib.errors import ConfigError, ModelError, RequestFault
 from atroposlib.rollouts.trace import finish_reason_of
+from atroposlib.type_definitions import PROMPT_LOGPROB
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -49,18 +61,66 @@ if TYPE_CHECKING:
 
     from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 
-__all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
+__all__ = ["ChatRequest", "DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "Reply", "SequenceNode"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """One choice as the caller gets it."""
+class ChatRequest:
+    """One request for an assistant's turn, from whichever API it came."""
 
-    text: str
+    messages: Messages  # in the form of OpenAI's chat completions
+    tools: list[Any] | None = None
+    tool_choice: Any = "auto"
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # n, max_tokens, temperature, ... as engines call them
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "ChatRequest":
+        """A request of the keyword arguments of OpenAI's client."""
+        own = ("messages", "tools", "tool_choice")
+        return cls(
+            options["messages"],
+            options.get("tools") or None,
+            options.get("tool_choice") or "auto",
+            {key: value for key, value in options.items() if key not in own},
+        )
+
+    @property
+    def wanted_tool(self) -> str | None:
+        """The name of the tool that must be called; "" for any, None where none must."""
+        if isinstance(self.tool_choice, str):
+            return "" if self.tool_choice in ("required", "any") else None
+        choice = self.tool_choice if isinstance(self.tool_choice, Mapping) else {}
+        return (choice.get("function") or choice).get("name")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One choice: as the caller gets it, and the call of the lineage that it is."""
+
+    text: str  # as it was generated, without end tokens
     finish_reason: str
     message: Message  # of the assistant, in OpenAI's form
+    call: Call
+    prompt_tokens: int
+
+    @property
+    def made(self) -> Made:
+        """The part that goes into a reply of OpenAI's form."""
+        return Made(self.text, self.finish_reason, self.prompt_tokens, len(self.call.output))
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the engine generated for one choice."""
+
+    ids: list[int]
+    logprobs: list[float]
+    reason: str
+    body: list[int]  # `ids` without end tokens
+    text: str  # of `body`
+    tail: tuple[str, ...]  # text of the end tokens
 
 
 class ManagedServer:
@@ -70,9 +130,12 @@ class ManagedServer:
         server: an `APIServer`, or anything with its public calls.
         tokenizer: of the served model; default the server's own, else the one named by the server's model.
         track_tree: keep every intermediate sequence, keyed by its text, instead of the latest of each branch.
-        tool_parser: "hermes" turns tool calls in the text into `message.tool_calls`.
+        tool_parser: how the model writes tool calls (`tool_formats.FORMATS`); turns them into `message.tool_calls`.
         preserve_think_blocks: keep think blocks of earlier assistant turns that were not generated here, where the
             chat template would strip them. Turns generated here are always kept as they are.
+        reasoning_parser: any name takes thoughts out of `message.content` into `message.reasoning_content`.
+        keeps_thoughts: a turn that comes back without its thoughts continues its sequence, thoughts included; False:
+            it is an edit, and begins a branch.
     """
 
     def __init__(
@@ -82,13 +145,18 @@ class ManagedServer:
         track_tree: bool = False,
         tool_parser: str | None = None,
         preserve_think_blocks: bool = False,
+        reasoning_parser: str | None = None,
+        keeps_thoughts: bool = True,
     ) -> None:
         self.server = server
         self.tokenizer: Any = tokenizer
         self.track_tree = track_tree
         self.current_nodes: list[SequenceNode] = []
         self.sequences: dict[str, SequenceNode] = {}  # tree mode only, by full_text
+        self.lineage = Lineage()
         self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
+        self._keeps_thoughts = keeps_thoughts
         self._translator: ToolCallTranslator | None = None
         self._preserve_think_blocks = preserve_think_blocks
         if tokenizer is None:
@@ -101,31 +169,112 @@ class ManagedServer:
             RolloutFault: as `APIServer.chat_completion`.
             ConfigError: `tools` cannot reach the model.
         """
-        messages, tools = kwargs.pop("messages"), kwargs.pop("tools", None)
-        if tools:
-            self._check_tools()
-        tool_choice = kwargs.pop("tool_choice", None) or "auto"
-        translator = self._get_translator() if tools or self._tool_parser else None
-        said = [copied(message) for message in messages]
-        if translator is None:
-            prompt = self._chat_prompt(Conversation.of(said, said, None))
-            results = await self._generate(prompt, kwargs, _plain_answer)
-            return chat_of([(reply.text, reply.finish_reason) for reply in results], self.server.config.model_name)
-
-        prompt = self._chat_prompt(Conversation.of(said, translator.convert_messages_for_template(said), tools))
-
-        def answer(text: str) -> tuple[Message, Message]:
-            message = translator.message_of(text, tool_choice, tools)
-            return message, translator.record_of(message, text)
-
-        results = await self._generate(prompt, kwargs, answer, keep_special=bool(tools))
-        completion = chat_of([(reply.text, reply.finish_reason) for reply in results], self.server.config.model_name)
-        for choice, reply in zip(completion.choices, results, strict=True):
+        replies = await self.answer(ChatRequest.of(kwargs))
+        completion = chat_of([reply.made for reply in replies], self.server.config.model_name)
+        for choice, reply in zip(completion.choices, replies, strict=True):
             choice.message.content = reply.message["content"]
             if calls := reply.message.get("tool_calls"):
                 choice.message.tool_calls = copied(calls)  # dicts, as upstream gives them
-                choice.finish_reason = "tool_calls"
+            if thoughts := reply.message.get("reasoning_content"):
+                setattr(choice.message, "reasoning_content", thoughts)  # noqa: B010 (not a field of OpenAI's type)
         return completion
+
+    async def answer(self, request: ChatRequest) -> list[Reply]:
+        """The choices of one chat request, tracked.
+
+        Raises:
+            RolloutFault: as `APIServer.chat_completion`; RequestFault also where a message is no text, or the model
+                did not call the tool that it had to.
+            ConfigError: `tools` cannot reach the model.
+        """
+        if request.tools:
+            self._check_tools()
+        prompt = self._chat_prompt(self._conversation(request))
+        base = prompt.base
+        if base is not None:
+            base.extensions += 1
+        try:
+            prompt_ids, outputs = await self._generate(prompt.text, prompt.ids, request.sampling, bool(request.tools))
+            if request.tools and request.wanted_tool is not None:
+                forced = [await self._forced(request, prompt, prompt_ids, output) for output in outputs]
+                outputs = forced
+        finally:
+            if base is not None:
+                base.extensions -= 1
+        opening = opened_thought(self.tokenizer, prompt.chat.shown, prompt.text) if prompt.chat is not None else ""
+        messages = [self._message(output, request, opening) for output in outputs]
+        return self._tracked(prompt, prompt_ids, outputs, messages, opening)
+
+    def _conversation(self, request: ChatRequest) -> Conversation:
+        said = [copied(message) for message in request.messages]
+        plain = plain_messages(said, knows_developer=knows_developer(self.tokenizer))
+        translator = self._get_translator() if request.tools or self._tool_parser else None
+        turns = []
+        for message, shown in zip(said, plain, strict=True):
+            if shown is not None and translator is not None:
+                (shown,) = translator.convert_messages_for_template([shown])
+            keys = keys_of(message if shown is None or message.get("role") == "assistant" else shown)
+            turns.append(Turn(message, shown, keys))
+        return Conversation(tuple(turns), request.tools)
+
+    def _message(self, output: Output, request: ChatRequest, opening: str) -> tuple[Message, Message]:
+        """The assistant's message as the caller gets it, and as it is recorded."""
+        text = output.text
+        translator = self._get_translator() if request.tools or self._tool_parser else None
+        if translator is None:
+            message = record = {"role": "assistant", "content": text}
+        else:
+            marks = "".join(output.tail[:-1])  # some models close their calls with special tokens
+            message = translator.message_of(
+                text + marks, request.tool_choice, request.tools, is_cut=output.reason == "length"
+            )
+            if not message.get("tool_calls"):
+                message = {"role": "assistant", "content": text}
+            record = translator.record_of(message, text + marks)
+        if self._reasoning_parser:
+            thoughts, answer = split_thoughts(message["content"] or "", opening)
+            if thoughts is not None:
+                message = {**message, "content": answer or None, "reasoning_content": thoughts}
+        return message, _whole(record, opening)
+
+    async def _forced(self, request: ChatRequest, prompt: Prompt, prompt_ids: list[int], output: Output) -> Output:
+        """The output itself where it calls what it must, else with the beginning of a call behind it, and its rest.
+
+        The beginning is no output of the model and takes no loss.
+
+        Raises:
+            RequestFault: the format has no beginning that could be given, or no call came of it.
+        """
+        translator, name = self._get_translator(), request.wanted_tool
+        assert translator is not None
+        made = _called(translator, output, request)
+        if output.reason == "length" or (made and (not name or name in made)):
+            return output
+        what = f"call {name!r}" if name else "call a tool"
+        if made or translator.format.opening is None:
+            instead = f"called {', '.join(made)}" if made else "called none"
+            raise RequestFault(f"tool_choice says that the model must {what}, but it {instead}; leave tool_choice out")
+        opening = translator.format.opening(name or None)
+        codec = codec_of(self.tokenizer)
+        given = codec.encode(opening, add_special_tokens=False)
+        sampling = {**request.sampling, "n": 1}
+        for key in ("max_tokens", "max_new_tokens", "max_completion_tokens"):
+            if isinstance(sampling.get(key), int):
+                sampling[key] = max(1, sampling[key] - len(output.body))
+        ids = prompt_ids + output.body + given
+        _, (rest,) = await self._generate(prompt.text + output.text + opening, ids, sampling, True)
+        begun = len(output.body)
+        whole = Output(
+            output.body + given + rest.ids,
+            output.logprobs[:begun] + [PROMPT_LOGPROB] * len(given) + rest.logprobs,
+            rest.reason,
+            output.body + given + rest.body,
+            output.text + opening + rest.text,
+            rest.tail,
+        )
+        if rest.reason != "length" and not _called(translator, whole, request):
+            raise RequestFault(f"tool_choice says that the model must {what}, but it wrote {whole.text[-200:]!r}")
+        return whole
 
     def _check_tools(self) -> None:
         if not self._tool_parser:
@@ -146,9 +295,22 @@ class ManagedServer:
         Raises:
             RolloutFault: as `APIServer.completion`.
         """
-        prompt = self._text_prompt(kwargs.pop("prompt"))
-        results = await self._generate(prompt, kwargs, _plain_answer)
-        return completion_of([(reply.text, reply.finish_reason) for reply in results], self.server.config.model_name)
+        replies = await self.complete(kwargs.pop("prompt"), kwargs)
+        return completion_of([reply.made for reply in replies], self.server.config.model_name)
+
+    async def complete(self, text: str, sampling: Mapping[str, Any]) -> list[Reply]:
+        """The choices of one text completion, tracked; faults as of `completion`."""
+        prompt = self._text_prompt(text)
+        base = prompt.base
+        if base is not None:
+            base.extensions += 1
+        try:
+            prompt_ids, outputs = await self._generate(prompt.text, prompt.ids, sampling, False)
+        finally:
+            if base is not None:
+                base.extensions -= 1
+        messages = [({"role": "assistant", "content": output.text},) * 2 for output in outputs]
+        return self._tracked(prompt, prompt_ids, outputs, messages, "")
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Log-probabilities of a prompt, given as `prompt`, `messages` or `input_ids`; nothing is tracked.
@@ -173,29 +335,38 @@ class ManagedServer:
         """Forget all sequences."""
         self.current_nodes = []
         self.sequences = {}
+        self.lineage = Lineage()
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
     def _chat_prompt(self, chat: Conversation) -> Prompt:
-        base = find_chat_base(self._nodes(), chat)
-        if base is not None and base._chat is not None:
-            rest = render_after_turn(self.tokenizer, chat.shown, len(base._chat.turns) - 1, chat.tools)
+        found = self.lineage.find(chat, keeps_thoughts=self._keeps_thoughts)
+        if found is not None:
+            base, turns = found
+            assert base.chat is not None
+            chat = base.chat.continued(chat, turns)
+            answered = len(Conversation(chat.turns[:turns]).shown) - 1
+            rest = render_after_turn(self.tokenizer, chat.shown, answered, chat.tools)
             if rest is not None:
                 ids = extend_text(base, rest, codec_of(self.tokenizer))
-                return Prompt(base.full_text + rest, ids, base, base._chat.continued(chat))
-        prompt = self._text_prompt(self._convert_messages_to_prompt(chat.shown, chat.tools))
-        return Prompt(prompt.text, prompt.ids, prompt.base, chat)
+                return Prompt(base.full_text + rest, ids, rest, base, chat, turns)
+        text = self._convert_messages_to_prompt(chat.shown, chat.tools)
+        prompt = self._text_prompt(text, ends_turns=True)
+        return Prompt(prompt.text, prompt.ids, prompt.rest, prompt.base, chat)
 
-    def _text_prompt(self, text: str) -> Prompt:
+    def _text_prompt(self, text: str, *, ends_turns: bool = False) -> Prompt:
+        """A text as a prompt; with `ends_turns` it goes on behind an end token only where it has that token itself."""
         if self.tokenizer is None:
             raise ConfigError(
                 "no tokenizer: pass one to managed_server(tokenizer=...) or set the server's tokenizer_name"
             )
         codec = codec_of(self.tokenizer)
         base = find_text_base(self._nodes(), text)
-        if base is not None:
-            return Prompt(text, extend_text(base, text[len(base.full_text) :], codec), base)
-        return Prompt(text, drop_doubled_bos(codec.encode(text, add_special_tokens=True), self.tokenizer.bos_token_id))
+        rest = text if base is None else text[len(base.full_text) :]
+        if base is not None and not (ends_turns and base.tail and without_repeated(base.tail, rest) == rest):
+            return Prompt(text, extend_text(base, rest, codec), rest, base)
+        ids = drop_doubled_bos(codec.encode(text, add_special_tokens=True), self.tokenizer.bos_token_id)
+        return Prompt(text, ids, text)
 
     def _convert_messages_to_prompt(self, messages: Messages, tools: Any = None) -> str:
         rendered = render_keeping_thoughts if self._preserve_think_blocks else render
@@ -204,60 +375,83 @@ class ManagedServer:
     # -- one request ---------------------------------------------------------------------------------------------
 
     async def _generate(
-        self,
-        prompt: Prompt,
-        kwargs: dict[str, Any],
-        answer: Callable[[str], tuple[Message, Message]],
-        *,
-        keep_special: bool = False,
-    ) -> list[Reply]:
-        """The choices, after their sequences are stored in the same order.
-
-        `answer` makes of a text the assistant's message for the caller, and the one for the record.
-        """
+        self, text: str, ids: list[int], sampling: Mapping[str, Any], keep_special: bool
+    ) -> tuple[list[int], list[Output]]:
+        """The prompt's ids as the engine saw them, and what it generated."""
         if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
-            logger.info("request: prompt=%r ids=%d options=%s", prompt.text, len(prompt.ids), kwargs)
-        base = prompt.base
-        if base is not None:
-            base._extensions += 1
-        try:
-            reply = await self.server.tokens_and_logprobs_completion(prompt=prompt.text, input_ids=prompt.ids, **kwargs)
-        finally:
-            if base is not None:
-                base._extensions -= 1
+            logger.info("request: prompt=%r ids=%d options=%s", text, len(ids), dict(sampling))
+        reply = await self.server.tokens_and_logprobs_completion(prompt=text, input_ids=ids, **sampling)
         prompt_ids, outputs, logprobs, reasons = reply
-        codec, prefix = codec_of(self.tokenizer), prefix_of(prompt_ids, base)
-        opening = opened_thought(self.tokenizer, prompt.chat.shown, prompt.text) if prompt.chat is not None else ""
-        replies, nodes = [], []
+        codec = codec_of(self.tokenizer)
+        given = []
         for output, values, reason in zip(outputs, logprobs, reasons, strict=True):
             body, tail = codec.split_tail(output)
-            text = codec.decode(body, skip_special_tokens=not keep_special)
-            word = finish_reason_of(reason)
-            message, record = answer(text)
-            replies.append(Reply(text, "stop" if word == "unknown" else word, message))
-            nodes.append(
-                grow(
-                    prefix,
+            given.append(
+                Output(
                     output,
-                    values,
-                    text=prompt.text + text,
-                    tail=tuple(codec.decode([token], skip_special_tokens=False) for token in tail),
-                    chat=None if prompt.chat is None else prompt.chat.answered(_whole(record, opening), text),
-                    metadata={"finish_reason": word},
+                    known_logprobs(output, values),
+                    finish_reason_of(reason),
+                    body,
+                    codec.decode(body, skip_special_tokens=not keep_special),
+                    tuple(codec.decode([token], skip_special_tokens=False) for token in tail),
                 )
             )
+        return prompt_ids, given
+
+    def _tracked(
+        self,
+        prompt: Prompt,
+        prompt_ids: list[int],
+        outputs: list[Output],
+        messages: list[tuple[Message, Message]],
+        opening: str,
+    ) -> list[Reply]:
+        """The choices, after their sequences are stored in the same order."""
+        base, prefix = prompt.base, prefix_of(prompt_ids, prompt)
+        earlier = [] if base is None else base.tokens
+        is_extended = prompt_ids[: len(earlier)] == earlier
+        replies, nodes = [], []
+        for output, (message, record) in zip(outputs, messages, strict=True):
+            call = Call(
+                parent=base if is_extended else None,
+                inserted=array("i", prompt_ids[len(earlier) :] if is_extended else prompt_ids),
+                output=array("i", output.ids),
+                logprobs=array("d", output.logprobs),
+                rest=prompt.rest if is_extended else prompt.text,
+                text=output.text,
+                tail=output.tail,
+                chat=None if prompt.chat is None else prompt.chat.answered(record, output.text),
+            )
+            call.node = grow(
+                prefix,
+                output.ids,
+                output.logprobs,
+                text=prompt.text + output.text,
+                call=call,
+                metadata={"finish_reason": output.reason},
+            )
+            nodes.append(call.node)
+            if call.chat is not None:
+                self.lineage.add(call, prompt.turns, message)
+            reason = (
+                "tool_calls" if message.get("tool_calls") else "stop" if output.reason == "unknown" else output.reason
+            )
+            replies.append(Reply(output.text, reason, message, call, len(prompt_ids)))
         self._store(nodes, base)
         return replies
 
-    def _store(self, nodes: list[SequenceNode], base: SequenceNode | None) -> None:
+    def _store(self, nodes: list[SequenceNode], base: Call | None) -> None:
         """Put the first in place of the sequence it extends (unless another call did), the others at the end."""
         note_chats(nodes)
+        if base is not None:
+            base.is_continued = True
         if self.track_tree:
             self.sequences.update((node.full_text, node) for node in nodes)
             return
-        place = next((i for i, node in enumerate(self.current_nodes) if node is base), None)
-        if place is not None and nodes:
+        place = next((i for i, node in enumerate(self.current_nodes) if base is not None and node is base.node), None)
+        if place is not None and base is not None and nodes:
             self.current_nodes[place] = nodes.pop(0)
+            base.node = None
         self.current_nodes.extend(nodes)
 
     def _nodes(self) -> Iterable[SequenceNode]:
@@ -283,9 +477,12 @@ class ManagedServer:
             logger.warning("managed server without a tokenizer: %s", error)
 
 
-def _plain_answer(text: str) -> tuple[Message, Message]:
-    message = {"role": "assistant", "content": text}
-    return message, message
+def _called(translator: "ToolCallTranslator", output: Output, request: ChatRequest) -> list[str]:
+    """Names of the tools that a text calls."""
+    _, calls, _ = translator.parse_model_output(
+        output.text + "".join(output.tail[:-1]), "auto", request.tools, is_cut=output.reason == "length"
+    )
+    return [call.function.name for call in calls or ()]
 
 
 def _whole(message: Message, opening: str) -> Message:

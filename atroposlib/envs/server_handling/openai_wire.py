@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import orjson
 
@@ -92,21 +92,30 @@ def parse_completion(data: bytes, url: str = "") -> "Parsed[Completion]":
 
 def warm_up() -> None:
     """Import and build the result types in a thread, so that the first reply finds them."""
-    Thread(target=lambda: (chat_of([("", "stop")], ""), completion_of([("", "stop")], "")), daemon=True).start()
+    Thread(target=lambda: (chat_of([Made("", "stop")], ""), completion_of([Made("", "stop")], "")), daemon=True).start()
 
 
-def chat_of(results: Sequence[tuple[str, Any]], model: str) -> "ChatCompletion":
-    """A chat reply made here of (text, finish reason) per choice."""
+class Made(NamedTuple):
+    """One choice of a reply that is made here."""
+
+    text: str
+    finish_reason: Any
+    prompt_tokens: int = 0  # the same for all choices, and counted once
+    completion_tokens: int = 0
+
+
+def chat_of(results: Sequence[Made], model: str) -> "ChatCompletion":
+    """A chat reply made here."""
     choices = [
-        {"index": i, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-        for i, (text, _) in enumerate(results)
+        {"index": i, "finish_reason": "stop", "message": {"role": "assistant", "content": made.text}}
+        for i, made in enumerate(results)
     ]
     return _made(_types()[0], "chat.completion", choices, results, model)
 
 
-def completion_of(results: Sequence[tuple[str, Any]], model: str) -> "Completion":
+def completion_of(results: Sequence[Made], model: str) -> "Completion":
     """As `chat_of`, for text completions."""
-    choices = [{"index": i, "finish_reason": "stop", "text": text} for i, (text, _) in enumerate(results)]
+    choices = [{"index": i, "finish_reason": "stop", "text": made.text} for i, made in enumerate(results)]
     return _made(_types()[1], "text_completion", choices, results, model)
 
 
@@ -138,19 +147,28 @@ def reply_facts(result: "ChatCompletion | Completion", body: Mapping[str, Any], 
     )
 
 
+def usage_of(results: Sequence[Made]) -> dict[str, int]:
+    """Tokens of the prompt, which counts once, and of all choices."""
+    prompt, completion = (
+        max((made.prompt_tokens for made in results), default=0),
+        sum(m.completion_tokens for m in results),
+    )
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
 def _made(
     result_type: "type[Result]",
     kind: str,
     choices: list[dict[str, Any]],
-    results: Sequence[tuple[str, Any]],
+    results: Sequence[Made],
     model: str,
 ) -> "Result":
     """All choices are validated in one piece, which takes half the time of one by one."""
     header = {"id": os.urandom(16).hex(), "created": int(time.time()), "model": model, "object": kind}
-    reply = result_type.model_validate({**header, "choices": choices})
-    for choice, (_, reason) in zip(reply.choices, results, strict=True):
-        if reason != choice.finish_reason:
-            choice.finish_reason = reason  # not checked: engines know more reasons than OpenAI
+    reply = result_type.model_validate({**header, "choices": choices, "usage": usage_of(results)})
+    for choice, made in zip(reply.choices, results, strict=True):
+        if made.finish_reason != choice.finish_reason:
+            choice.finish_reason = made.finish_reason  # not checked: engines know more reasons than OpenAI
     return reply
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from atroposlib.api.auth import TOKEN_VARIABLE
+from atroposlib.envs.server_handling.conversation import copied
 from atroposlib.envs.server_handling.proxy_schemas import UNKNOWN_SESSION
-from atroposlib.envs.server_handling.sequence import SequenceNode, copied, note_chats
+from atroposlib.envs.server_handling.sequence import SequenceNode, note_chats
 from atroposlib.errors import EngineFault, KilledFault, RequestFault, RolloutFault
 
 if TYPE_CHECKING:

@@ -5,81 +5,135 @@ IGNORE_INDEX elsewhere; `logprobs[i]` is PROMPT_LOGPROB exactly where masked.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, PrivateAttr
 
 from atroposlib.envs.server_handling.codec import Codec
+from atroposlib.envs.server_handling.conversation import Conversation, canonical, keys_of
 from atroposlib.rollouts.trace import Chat, current_trace
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, Any]
-Messages = Sequence[Message]
 
+@dataclass(slots=True, eq=False)
+class Call:
+    """One generated turn: what it adds to the sequence of the call before it. 12 bytes a generated token."""
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One message of a chat."""
-
-    said: Message  # with all its keys, as it goes into records
-    shown: Message  # as the chat template gets it: tool calls as the text they were, for one
-    key: Message  # `shown` without what says nothing
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """A conversation; of a node, up to and including the assistant turn that ends it."""
-
-    turns: tuple[Turn, ...]
-    tools: Any = None
-
-    @classmethod
-    def of(cls, said: Messages, shown: Messages, tools: Any) -> "Conversation":
-        """A conversation before it is answered; `shown` is `said` as the chat template gets it."""
-        return cls(tuple(Turn(one, other, _present(other)) for one, other in zip(said, shown, strict=True)), tools)
+    parent: "Call | None"
+    inserted: array  # ids of the prompt behind the parent's sequence, int32
+    output: array  # ids generated, int32
+    logprobs: array  # of `output`, float64; PROMPT_LOGPROB takes no loss
+    rest: str  # text of `inserted`
+    text: str  # of `output`, without the end tokens
+    tail: tuple[str, ...]  # the end tokens
+    chat: Conversation | None  # None for text completions
+    after: "Fork" = field(default_factory=lambda: Fork())
+    node: "SequenceNode | None" = None  # while it ends a sequence
+    is_continued: bool = False
+    extensions: int = 0  # requests that are extending it now
 
     @property
-    def shown(self) -> list[Message]:
-        """The messages for the chat template."""
-        return [turn.shown for turn in self.turns]
+    def full_text(self) -> str:
+        """Text of the sequence, without the end tokens at its very end."""
+        if self.node is not None:
+            return self.node.full_text
+        return "".join(call.rest + call.text for call in self.path())
 
-    def begins(self, other: "Conversation") -> bool:
-        """Tell if `other` continues this conversation; answers may come back as given or as recorded."""
-        if self.tools != other.tools or len(self.turns) > len(other.turns):
-            return False
-        return all(
-            new.key == old.key or new.key == _present(old.said)
-            for old, new in zip(self.turns, other.turns, strict=False)
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of the sequence [T]."""
+        if self.node is not None:
+            return self.node.tokens
+        return [token for call in self.path() for part in (call.inserted, call.output) for token in part]
+
+    def path(self) -> list["Call"]:
+        """The calls of the sequence, from the first to this one."""
+        calls = [self]
+        while calls[-1].parent is not None:
+            calls.append(calls[-1].parent)
+        return calls[::-1]
+
+
+class Fork:
+    """A point of a conversation: what was said or generated next, by the keys of the messages."""
+
+    __slots__ = ("given", "replies")
+
+    def __init__(self) -> None:
+        self.given: dict[Hashable, Fork] = {}
+        self.replies: dict[Hashable, list[Call]] = {}
+
+
+class Lineage:
+    """All generated turns of a rollout as a forest: conversations with the same tools and beginning share their calls.
+
+    Finding what a request continues costs one look-up for each message, however many calls there are.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[Hashable, Fork] = {}
+        self.differences = 0  # turns taken as unchanged although white space, ids of calls or thoughts differed
+
+    def find(self, chat: Conversation, *, keeps_thoughts: bool = True) -> tuple[Call, int] | None:
+        """The call whose conversation is the longest beginning of `chat`, and the number of turns of that.
+
+        Among equals the one that nobody has continued, nor is continuing; then the first.
+
+        Args:
+            keeps_thoughts: a turn that comes back without its thoughts is still the same.
+        """
+        best: tuple[tuple[int, bool, int], Call, int] | None = None
+        pending = [(self._root(chat), 0, 0)]
+        while pending:
+            fork, at, loose = pending.pop()
+            for index in range(at, len(chat.turns)):
+                keys = chat.turns[index].keys
+                wanted = keys if keeps_thoughts else keys[:2]
+                level, same = next(
+                    ((i, fork.replies[key]) for i, key in enumerate(wanted) if key in fork.replies), (0, [])
+                )
+                for call in same:
+                    rank = (index + 1, not call.is_continued, -call.extensions)
+                    if best is None or rank > best[0]:
+                        best = (rank, call, loose + (level > 0))
+                    pending.append((call.after, index + 1, loose + (level > 0)))
+                onward = fork.given.get(keys[0])
+                if onward is None:
+                    break
+                fork = onward
+        if best is None:
+            return None
+        self.differences += best[2]
+        return best[1], best[0][0]
+
+    def add(self, call: Call, turns: int, *others: dict[str, Any]) -> None:
+        """Put a call at its place.
+
+        Args:
+            turns: how many turns of its conversation are those of its parent.
+            others: further forms in which its turn may come back.
+        """
+        assert call.chat is not None
+        fork = self._root(call.chat) if call.parent is None else call.parent.after
+        for turn in call.chat.turns[turns if call.parent is not None else 0 : -1]:
+            fork = fork.given.setdefault(turn.keys[0], Fork())
+        last = call.chat.turns[-1]
+        keys = (
+            key
+            for message in (last.said, last.shown, *others)
+            if message
+            for key in keys_of(message, is_generated=True)
         )
+        for key in dict.fromkeys(keys):
+            fork.replies.setdefault(key, []).append(call)
 
-    def continued(self, other: "Conversation") -> "Conversation":
-        """`other`, whose beginning this is, with that beginning as recorded here."""
-        return Conversation(self.turns + other.turns[len(self.turns) :], self.tools)
-
-    def answered(self, said: Message, text: str) -> "Conversation":
-        """The conversation with the model's answer: the message, and the text of it that the model wrote."""
-        shown = {"role": "assistant", "content": text}
-        return Conversation((*self.turns, Turn(said, shown, _present(shown))), self.tools)
-
-
-def copied(message: Any) -> Any:
-    """A message (or a part of one) that later changes by its owner do not reach; pydantic objects become dicts."""
-    if isinstance(message, Mapping):
-        return {key: copied(value) for key, value in message.items()}
-    if isinstance(message, list | tuple):
-        return [copied(value) for value in message]
-    if isinstance(message, BaseModel):
-        return message.model_dump(exclude_none=True)
-    return message
-
-
-def _present(message: Message) -> Message:
-    """What a message says: clients add and leave out keys without a value."""
-    return {key: value for key, value in message.items() if value is not None and value != "" and value != []}
+    def _root(self, chat: Conversation) -> Fork:
+        return self._roots.setdefault(canonical(chat.tools or None), Fork())
 
 
 class SequenceNode(BaseModel):
@@ -93,9 +147,7 @@ class SequenceNode(BaseModel):
     messages: list[dict[str, Any]] | None = None  # who said what; None for text completions
     tools: list[Any] | None = None  # that the model was given
 
-    _tail: tuple[str, ...] = PrivateAttr(default=())  # text of each end token that `tokens` has, `full_text` has not
-    _chat: Conversation | None = PrivateAttr(default=None)  # None for text completions
-    _extensions: int = PrivateAttr(default=0)  # requests that are extending this node now
+    _call: Call | None = PrivateAttr(default=None)  # that ends it; None where it was generated elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,35 +156,30 @@ class Prompt:
 
     text: str
     ids: list[int]
-    base: SequenceNode | None = None  # the node it extends
+    rest: str  # of the text, behind `base`
+    base: Call | None = None  # that it continues
     chat: Conversation | None = None  # None for text completions
+    turns: int = 0  # of the chat that are those of `base`
 
 
-def find_chat_base(nodes: Iterable[SequenceNode], chat: Conversation) -> SequenceNode | None:
-    """The node whose conversation is the longest beginning of `chat`."""
-    return _best(node for node in nodes if node._chat is not None and node._chat.begins(chat))
-
-
-def find_text_base(nodes: Iterable[SequenceNode], text: str) -> SequenceNode | None:
-    """The node with the longest text that `text` starts with.
+def find_text_base(nodes: Iterable[SequenceNode], text: str) -> Call | None:
+    """The last call of the node with the longest text that `text` starts with.
 
     A node that ended itself (end token) is not extended by its own text: that asks for another sample.
     """
-    return _best(
-        node
+    calls = (
+        node._call
         for node in nodes
-        if text.startswith(node.full_text) and (len(text) > len(node.full_text) or not node._tail)
+        if node._call is not None
+        and text.startswith(node.full_text)
+        and (len(text) > len(node.full_text) or not node._call.tail)
     )
+    return max(calls, key=lambda call: (len(call.full_text), -call.extensions), default=None)
 
 
-def _best(nodes: Iterable[SequenceNode]) -> SequenceNode | None:
-    """The longest; among equals one that no other request is extending, then the first."""
-    return max(nodes, key=lambda node: (len(node.full_text), -node._extensions), default=None)
-
-
-def extend_text(base: SequenceNode, rest: str, codec: Codec) -> list[int]:
-    """Ids of a node's sequence followed by the text `rest`, which may repeat the end tokens the node has already."""
-    return base.tokens + codec.encode(without_repeated(base._tail, rest), add_special_tokens=False)
+def extend_text(base: Call, rest: str, codec: Codec) -> list[int]:
+    """Ids of a call's sequence and of the text `rest` behind it, which may repeat the end tokens that are there."""
+    return base.tokens + codec.encode(without_repeated(base.tail, rest), add_special_tokens=False)
 
 
 def without_repeated(tail: Sequence[str], rest: str) -> str:
@@ -157,17 +204,27 @@ class Prefix:
     logprobs: list[float]
 
 
-def prefix_of(prompt_ids: list[int], base: SequenceNode | None) -> Prefix:
-    """The prompt, masked except for what `base`, which it extends, had learned from."""
+def prefix_of(prompt_ids: list[int], prompt: Prompt) -> Prefix:
+    """The prompt, masked except for what the call that it continues had learned from, unless it does so elsewhere."""
+    base = prompt.base
     if base is None:
-        known, masked, logprobs = 0, list[int](), list[float]()
-    elif prompt_ids[: len(base.tokens)] == base.tokens:
-        known, masked, logprobs = len(base.tokens), base.masked_tokens, base.logprobs
-    else:
+        return _masked(prompt_ids)
+    earlier = base.tokens
+    if prompt_ids[: len(earlier)] != earlier:
         logger.warning("the engine changed the prompt of an extended sequence; its earlier turns take no loss")
-        return prefix_of(prompt_ids, None)
-    inserted = len(prompt_ids) - known
-    return Prefix(prompt_ids, masked + [IGNORE_INDEX] * inserted, logprobs + [PROMPT_LOGPROB] * inserted)
+        return _masked(prompt_ids)
+    if base.node is None:
+        return _masked(prompt_ids)
+    inserted = len(prompt_ids) - len(earlier)
+    return Prefix(
+        prompt_ids,
+        base.node.masked_tokens + [IGNORE_INDEX] * inserted,
+        base.node.logprobs + [PROMPT_LOGPROB] * inserted,
+    )
+
+
+def _masked(prompt_ids: list[int]) -> Prefix:
+    return Prefix(prompt_ids, [IGNORE_INDEX] * len(prompt_ids), [PROMPT_LOGPROB] * len(prompt_ids))
 
 
 def grow(
@@ -176,21 +233,19 @@ def grow(
     output_logprobs: list[float],
     *,
     text: str,
-    tail: tuple[str, ...],
-    chat: Conversation | None,
+    call: Call,
     metadata: dict[str, Any],
 ) -> SequenceNode:
     """The node of a completion.
 
     Args:
         output_ids: [C] generated.
-        output_logprobs: [C]; a token without one (too short, or PROMPT_LOGPROB) takes no loss.
-        text: of the whole sequence without `tail`.
+        output_logprobs: [C]; PROMPT_LOGPROB takes no loss.
+        text: of the whole sequence without the end tokens.
+        call: that generated it.
     """
-    if len(output_logprobs) != len(output_ids):
-        known = output_logprobs[: len(output_ids)]
-        output_logprobs = known + [PROMPT_LOGPROB] * (len(output_ids) - len(known))
     masked = output_ids if PROMPT_LOGPROB not in output_logprobs else _mask_unknown(output_ids, output_logprobs)
+    chat = call.chat
     return _node(
         {
             "full_text": text,
@@ -201,8 +256,17 @@ def grow(
             "messages": None if chat is None else [turn.said for turn in chat.turns],
             "tools": None if chat is None else chat.tools or None,
         },
-        {"_tail": tail, "_chat": chat, "_extensions": 0},
+        {"_call": call},
     )
+
+
+def known_logprobs(ids: list[int], logprobs: list[float]) -> list[float]:
+    """As many log-probabilities as ids; PROMPT_LOGPROB, with a warning, where the engine gave none."""
+    if len(logprobs) != len(ids):
+        logprobs = logprobs[: len(ids)] + [PROMPT_LOGPROB] * (len(ids) - len(logprobs))
+    if missing := logprobs.count(PROMPT_LOGPROB):
+        logger.warning("%d of %d generated tokens came without a log-probability and take no loss", missing, len(ids))
+    return logprobs
 
 
 def _node(fields: dict[str, Any], private: dict[str, Any]) -> SequenceNode:
@@ -220,11 +284,6 @@ _FIELDS = set(SequenceNode.model_fields)
 
 
 def _mask_unknown(ids: list[int], logprobs: list[float]) -> list[int]:
-    logger.warning(
-        "%d of %d generated tokens came without a log-probability and take no loss",
-        logprobs.count(PROMPT_LOGPROB),
-        len(ids),
-    )
     return [IGNORE_INDEX if logprob == PROMPT_LOGPROB else token for token, logprob in zip(ids, logprobs, strict=True)]
 
 

@@ -1,26 +1,22 @@
 """Between the text a model writes for tool calls and the OpenAI form that agents read and send.
 
-Outwards, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` becomes `tool_calls`. Inwards, an assistant message
-with `tool_calls` becomes the very text the model wrote, so that a next turn extends the stored tokens instead of
-re-rendering them. Rollouts always keep the raw text.
+Outwards, the calls in a text become `tool_calls`. Inwards, an assistant message with `tool_calls` becomes the very text
+the model wrote as long as it says what was handed out; one that was changed is written as it is now. Rollouts always
+keep the raw text.
 """
 
 import json
-import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel
 
-from atroposlib.errors import ConfigError
-from atroposlib.utils.tool_call_parser import parse_lenient_object
+from atroposlib.envs.server_handling.conversation import joined_text, keys_of
+from atroposlib.envs.server_handling.tool_formats import WrittenCall, find_calls, tool_format
 
 VLLM_AVAILABLE = True
 """Tool parsing is available. The parsers are our own; the name is what callers test for."""
-
-_THINK_END = "</think>"
-_HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class FunctionCall(BaseModel):
@@ -44,71 +40,80 @@ class Decoder(Protocol):
     def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
 
 
-def parse_hermes(text: str) -> tuple[str, list[FunctionCall]] | None:
-    """Text before the first call, and all calls; None when there are none or one is no usable JSON.
-
-    The last tag may be unclosed. Tags inside a finished think block are thoughts, not calls.
-    """
-    answer_starts = text.find(_THINK_END) + len(_THINK_END) if _THINK_END in text else 0
-    matches = list(_HERMES_CALL.finditer(text, answer_starts))
-    calls = [_function_call(match[1]) for match in matches]
-    usable = [call for call in calls if call is not None]
-    if not usable or len(usable) < len(calls):
-        return None
-    return text[: matches[0].start()], usable
-
-
-PARSERS: Mapping[str, Callable[[str], tuple[str, list[FunctionCall]] | None]] = {"hermes": parse_hermes}
-
-
 class ToolCallTranslator:
     """Translates for one conversation; remembers the raw text behind every call id it gave out."""
 
     def __init__(self, tokenizer: Decoder, parser_name: str = "hermes") -> None:
-        if parser_name not in PARSERS:
-            raise ConfigError(f"tool_parser is {parser_name!r}; known parsers: {', '.join(sorted(PARSERS))}")
+        self.format = tool_format(parser_name)
         self.tokenizer = tokenizer
         self.parser_name = parser_name
         self.call_id_to_raw_text: dict[str, str] = {}
+        self._handed_out: dict[str, dict[str, Any]] = {}  # by call id
+        self._own_ids: dict[str, str] = {}  # of ours, those that the model gave
 
     def parse_model_output(
         self,
         raw_text: str,
         tool_choice: str | Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        is_cut: bool = False,
     ) -> tuple[str | None, list[ToolCall] | None, Literal["stop", "tool_calls"]]:
         """Content, calls and finish reason of one generation.
 
         Without `tools`, with `tool_choice="none"` or without a usable call: (raw_text, None, "stop"). The "stop" then
         says only that no tool was called; the engine's own reason is the one to report.
         """
-        parsed = PARSERS[self.parser_name](raw_text) if tools and tool_choice != "none" else None
+        is_off = not tools or tool_choice == "none"
+        parsed = None if is_off else find_calls(self.parser_name, raw_text, tools or (), is_cut=is_cut)
         if parsed is None:
             return raw_text, None, "stop"
-        content, functions = parsed
-        calls = [ToolCall(id=f"call_{uuid.uuid4().hex}", function=function) for function in functions]
+        content = parsed.before + parsed.after
+        calls = [
+            ToolCall(id=self._new_id(call), function=FunctionCall(name=call.name, arguments=call.arguments))
+            for call in parsed.calls
+        ]
         self.call_id_to_raw_text.update({call.id: raw_text for call in calls})
-        return content or None, calls, "tool_calls"
+        message = {
+            "role": "assistant",
+            "content": content or None,
+            "tool_calls": [call.model_dump() for call in calls],
+        }
+        self._handed_out.update({call.id: message for call in calls})
+        return message["content"], calls, "tool_calls"
 
-    def message_of(self, raw_text: str, tool_choice: Any, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    def message_of(
+        self,
+        raw_text: str,
+        tool_choice: Any,
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        is_cut: bool = False,
+    ) -> dict[str, Any]:
         """The assistant message of one generation in OpenAI's form; `tool_calls` are dicts, absent without calls."""
         wanted = tool_choice if isinstance(tool_choice, str) else "auto"
-        content, calls, _ = self.parse_model_output(raw_text, wanted, tools)
+        content, calls, _ = self.parse_model_output(raw_text, wanted, tools, is_cut=is_cut)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         return {**message, "tool_calls": [call.model_dump() for call in calls]} if calls else message
 
     def record_of(self, message: dict[str, Any], raw_text: str) -> dict[str, Any]:
-        """The message for a record: as it is, or only the raw text where text behind a call would be lost."""
-        begins = len(message.get("content") or "")
-        if "tool_calls" not in message or not _HERMES_CALL.sub("", raw_text[begins:]).strip():
-            return message
-        return {"role": "assistant", "content": raw_text}
+        """The message for a record: as it is, or only the raw text where there is text behind a call."""
+        calls = message.get("tool_calls")
+        is_whole = not calls or (
+            raw_text.startswith(message.get("content") or "") and not self._has_rest(calls, raw_text)
+        )
+        return message if is_whole else {"role": "assistant", "content": raw_text}
+
+    def _has_rest(self, calls: Sequence[Mapping[str, Any]], raw_text: str) -> bool:
+        offered = [{"function": {"name": call["function"]["name"]}} for call in calls]
+        parsed = find_calls(self.parser_name, raw_text, offered)
+        return parsed is None or bool(parsed.after)
 
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Mapping[str, Any]]) -> str:
-        """What the model wrote for these calls, or the same calls written afresh when their id is unknown."""
+        """What the model wrote for these calls, or the same calls written now when their first id is unknown."""
         if not tool_calls:
             return ""
-        return self._remembered(tool_calls) or "\n".join(map(_written, tool_calls))
+        return self.call_id_to_raw_text.get(tool_calls[0].get("id", "")) or self._written(tool_calls)
 
     def convert_messages_for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages with every assistant's `tool_calls` turned into text; others as they are."""
@@ -118,43 +123,37 @@ class ToolCallTranslator:
         """Text of the ids; with tools the special tokens stay, because some models mark calls with them."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=not has_tools)
 
-    def _remembered(self, tool_calls: Sequence[Mapping[str, Any]]) -> str | None:
-        return self.call_id_to_raw_text.get(tool_calls[0].get("id", ""))
+    def _new_id(self, call: WrittenCall) -> str:
+        given = f"call_{uuid.uuid4().hex}" if self.parser_name != "mistral" else uuid.uuid4().hex[:9]
+        if call.id is not None:
+            self._own_ids[given] = call.id
+        return given
+
+    def _written(self, tool_calls: Sequence[Mapping[str, Any]]) -> str:
+        calls = [call.get("function") or {} for call in tool_calls]
+        return self.format.write(
+            [
+                WrittenCall(
+                    str(function.get("name")),
+                    _as_json(function.get("arguments")),
+                    self._own_ids.get(str(call.get("id"))),
+                )
+                for call, function in zip(tool_calls, calls, strict=True)
+            ]
+        )
 
     def _as_text(self, message: Mapping[str, Any]) -> dict[str, Any]:
         calls = message["tool_calls"]
-        raw = self._remembered(calls)
-        if raw is not None:
-            return {"role": message["role"], "content": raw}
+        first = str(calls[0].get("id", ""))
+        given = self._handed_out.get(first)
+        if given is not None and set(keys_of(given, is_generated=True)) & set(keys_of(dict(message))):
+            return {"role": message["role"], "content": self.call_id_to_raw_text[first]}
         content = message.get("content")
         if isinstance(content, list):
-            content = "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
-        text = "\n".join(filter(None, [content, self.reconstruct_raw_text_from_tool_calls(calls)]))
+            content = joined_text(content, "a message with tool calls")
+        text = "\n".join(filter(None, [content, self._written(calls)]))
         return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
 
 
-def _function_call(text: str) -> FunctionCall | None:
-    call = parse_lenient_object(text.strip())
-    if call is None or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    try:
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):  # a Python literal may hold sets, bytes and numbers of any length
-        return None
-    return FunctionCall(name=_escaped(call["name"]), arguments=_escaped(written))
-
-
-def _escaped(text: str) -> str:
-    """`text` with half a surrogate pair, which no reply can carry, as JSON's escape for it."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _written(tool_call: Mapping[str, Any]) -> str:
-    """One call as a Hermes model would write it."""
-    function = tool_call["function"]
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = parse_lenient_object(arguments) or arguments
-    call = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>{call}</tool_call>"
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)

@@ -1,0 +1,171 @@
+"""Chat messages as they are compared: what a client sends back is recognised as what was said before.
+
+A message that comes back counts as unchanged although its outer white space, the spacing or key order of JSON
+arguments, the ids of its calls, or (where it has none) its thoughts differ; any other difference is an edit.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from pydantic import BaseModel
+
+from atroposlib.errors import RequestFault
+
+Message = dict[str, Any]
+Messages = Sequence[Message]
+
+THINK, THINK_END = "<think>", "</think>"
+_THOUGHT_KEYS = ("reasoning_content", "reasoning")
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a chat."""
+
+    said: Message  # with all its keys, as it goes into records
+    shown: Message | None  # as the chat template gets it; None: it is part of the turn before
+    keys: tuple[Hashable, ...]  # by which it is known again, the strictest first
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation; of a generated turn, up to and including that turn."""
+
+    turns: tuple[Turn, ...]
+    tools: Any = None
+
+    @property
+    def shown(self) -> list[Message]:
+        """The messages for the chat template."""
+        return [turn.shown for turn in self.turns if turn.shown is not None]
+
+    def continued(self, other: "Conversation", turns: int) -> "Conversation":
+        """`other`, whose first `turns` turns are these, with those as recorded here."""
+        return Conversation(self.turns[:turns] + other.turns[turns:], self.tools)
+
+    def answered(self, said: Message, text: str) -> "Conversation":
+        """The conversation with the model's answer: the message, and the text of it that the model wrote."""
+        return Conversation((*self.turns, Turn(said, {"role": "assistant", "content": text}, ())), self.tools)
+
+
+def copied(message: Any) -> Any:
+    """A message (or a part of one) that later changes by its owner do not reach; pydantic objects become dicts."""
+    if isinstance(message, Mapping):
+        return {key: copied(value) for key, value in message.items()}
+    if isinstance(message, list | tuple):
+        return [copied(value) for value in message]
+    if isinstance(message, BaseModel):
+        return message.model_dump(exclude_none=True)
+    return message
+
+
+def plain_messages(messages: Messages, *, knows_developer: bool = False) -> list[Message | None]:
+    """The messages in the form that chat templates know: text contents, no `developer`.
+
+    A developer's message becomes the system's; one behind a leading system message becomes part of it, and None stands
+    in its place.
+
+    Raises:
+        RequestFault: a part of a message is no text.
+    """
+    plain: list[Message | None] = []
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            message = {**message, "content": joined_text(content, f"messages[{index}]")}
+        if message.get("role") == "developer" and not knows_developer:
+            message = {**message, "role": "system"}
+            first = plain[0] if plain else None
+            if first is not None and first.get("role") == "system" and len([one for one in plain if one]) == 1:
+                plain[0] = {**first, "content": f"{first.get('content') or ''}\n\n{message.get('content') or ''}"}
+                plain.append(None)
+                continue
+        plain.append(message)
+    return plain
+
+
+def joined_text(parts: Sequence[Any], where: str) -> str:
+    """The text of a content that is given in parts.
+
+    Raises:
+        RequestFault: one is an image or something else that is no text.
+    """
+    texts = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text", part.get("refusal")) if kind in _TEXT_PARTS else None
+        if not isinstance(text, str):
+            raise RequestFault(f"{where} has a part of type {kind!r} without text; the model takes text only")
+        texts.append(text)
+    return "".join(texts)
+
+
+def split_thoughts(text: str, opening: str = "") -> tuple[str | None, str]:
+    """Thoughts and answer of what a model wrote; None without thoughts.
+
+    Args:
+        opening: the tag that stood in the prompt.
+
+    >>> split_thoughts("<think>two and two</think>4")
+    ('two and two', '4')
+    """
+    is_open = bool(opening) or text.lstrip().startswith(THINK)
+    before, end, after = text.partition(THINK_END)
+    if not end and not is_open:
+        return None, text
+    if THINK in before.lstrip().removeprefix(THINK) and not is_open:  # the tag stands inside an answer
+        return None, text
+    return before.lstrip().removeprefix(THINK), after
+
+
+def keys_of(message: Message, *, is_generated: bool = False) -> tuple[Hashable, ...]:
+    """By which a message is known again, the strictest first.
+
+    An assistant's message that comes back without thoughts is also known by what remains; a generated one
+    (`is_generated`) by all that may remain of it.
+    """
+    if message.get("role") != "assistant":
+        return (canonical(_present(message)),)
+    content = message.get("content") or ""
+    text = joined_text(content, "a message") if isinstance(content, list) else str(content)
+    thoughts: str | None = next((message[key] for key in _THOUGHT_KEYS if message.get(key)), None)
+    if thoughts is None:
+        thoughts, text = split_thoughts(text)
+    calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    made = tuple(map(_call_key, calls))
+    keys: list[Hashable] = [
+        ("exact", text, thoughts, made, tuple(str(call.get("id")) for call in calls)),
+        ("loose", text.strip(), (str(thoughts or "")).strip(), made),
+    ]
+    if is_generated or not thoughts:
+        keys.append(("bare", text.strip(), made))
+    return tuple(keys)
+
+
+def canonical(value: Any) -> bytes:
+    """JSON of a value, the same for equal ones whatever the order of their keys."""
+    try:
+        return orjson.dumps(value, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # numbers of more than 64 bits, half surrogate pairs
+        return repr(value).encode("utf-8", "backslashreplace")
+
+
+def _call_key(call: Mapping[str, Any]) -> tuple[str, Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    try:
+        value = orjson.loads(arguments) if isinstance(arguments, str) else arguments
+    except orjson.JSONDecodeError:
+        value = str(arguments).strip()
+    return str(function.get("name")), canonical(value)
+
+
+def _present(message: Message) -> Message:
+    """What a message says: clients add and leave out keys without a value."""
+    return {key: value for key, value in message.items() if value is not None and value != "" and value != []}

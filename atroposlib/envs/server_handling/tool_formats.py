@@ -1,0 +1,565 @@
+"""How models of the open families write tool calls: one pure parser and writer for each, under SGLang's names.
+
+A parser takes the whole text of a finished generation and gives the calls with the text around them, byte for byte. A
+call that cannot be read stays text, and so do drafts inside thoughts and a call that the length limit cut.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atroposlib.errors import ConfigError
+from atroposlib.utils.tool_call_parser import parse_lenient_object
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCall:
+    """One call as the model wrote it."""
+
+    name: str
+    arguments: str  # JSON text
+    id: str | None = None  # where the model gives one itself
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The calls of a text, and where the text of each stands in it."""
+
+    calls: list[WrittenCall]
+    spans: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way to write calls.
+
+    `parse` takes the text behind the thoughts, the tools that were offered, and whether the text is cut; None: the text
+    has no calls, or one that cannot be read. `opening` begins a call of a name, or of any where it is None.
+    """
+
+    parse: Callable[[str, Tools, bool], Found | None]
+    write: Callable[[Sequence[WrittenCall]], str]
+    opening: Callable[[str | None], str] | None = None
+
+
+def tool_format(name: str) -> ToolFormat:
+    """The format of a parser name; ConfigError for one that is not known."""
+    if name not in FORMATS:
+        raise ConfigError(f"tool_parser is {name!r}; known parsers: {', '.join(sorted(FORMATS))}")
+    return FORMATS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A text taken apart; white space alone between and behind calls is left out."""
+
+    before: str  # the first call
+    calls: list[WrittenCall]
+    after: str
+
+
+def find_calls(name: str, text: str, tools: Tools = (), *, is_cut: bool = False) -> Parsed | None:
+    """The calls of a text, in the format of that name, and the text around them; None where there are none.
+
+    >>> find_calls("hermes", 'So: <tool_call>{"name": "f"}</tool_call>')
+    Parsed(before='So: ', calls=[WrittenCall(name='f', arguments='{}', id=None)], after='')
+    """
+    begin = _thoughts_end(text)
+    if begin is None:
+        return None
+    found = tool_format(name).parse(text[begin:], tools, is_cut)
+    if found is None or not found.calls:
+        return None
+    ends = [begin + end for _, end in found.spans]
+    starts = [*(begin + start for start, _ in found.spans[1:]), len(text)]
+    between = [text[end:start] for end, start in zip(ends, starts, strict=True)]
+    before = text[: begin + found.spans[0][0]]
+    return Parsed(before, found.calls, "".join(piece for piece in between if piece.strip()))
+
+
+def _thoughts_end(text: str) -> int | None:
+    """Where the answer begins; None while the model still thinks."""
+    if "</think>" in text:
+        return text.find("</think>") + len("</think>")
+    return None if text.lstrip().startswith("<think>") else 0
+
+
+def escaped(text: str) -> str:
+    """`text` with half a surrogate pair, which no reply can carry, as JSON's escape for it."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+# -- reading and writing of arguments ------------------------------------------------------------------------
+
+
+def _json_call(text: str, *keys: str) -> WrittenCall | None:
+    """A call that is a JSON object with `name` and one of the keys for its arguments."""
+    value = parse_lenient_object(text.strip())
+    if value is None or not isinstance(value.get("name"), str):
+        return None
+    arguments = next((value[key] for key in keys if key in value), {})
+    given = value.get("id")
+    return _call(value["name"], arguments, given if isinstance(given, str) else None)
+
+
+def _call(name: str, arguments: Any, call_id: str | None = None) -> WrittenCall | None:
+    try:
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # a Python literal may hold sets, bytes and numbers of any length
+        return None
+    return WrittenCall(escaped(name.strip()), escaped(written), call_id)
+
+
+def _json_text_call(name: str, text: str, call_id: str | None = None) -> WrittenCall | None:
+    arguments = parse_lenient_object(text.strip())
+    return None if arguments is None or not name.strip() else _call(name, arguments, call_id)
+
+
+def _arguments(call: WrittenCall) -> Any:
+    """The arguments as a value; text that is no JSON object as it is."""
+    value = parse_lenient_object(call.arguments)
+    return call.arguments if value is None else value
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _typed(
+    name: str, values: Mapping[str, str], tools: Tools, *, is_text: Mapping[str, bool] | None = None
+) -> WrittenCall | None:
+    """A call whose values are plain text: the schema of the tool says what they are.
+
+    Where it allows text and something else, the something else comes first; where it says nothing, JSON does.
+    """
+    schema = _schema_of(name, tools)
+    told = is_text or {}
+    arguments = {key: value if told.get(key) else _value(value, schema.get(key)) for key, value in values.items()}
+    return _call(name, arguments)
+
+
+def _value(text: str, schema: Any) -> Any:
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
+        return text
+    try:
+        value = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return text
+    return text if "string" in kinds and not kinds & _KINDS_OF.get(type(value), set()) else value
+
+
+_KINDS_OF: dict[type, set[str]] = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    list: {"array"},
+    dict: {"object"},
+    type(None): {"null"},
+}
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The JSON types that a schema allows."""
+    if not isinstance(schema, Mapping):
+        return set()
+    kind = schema.get("type")
+    kinds = {kind} if isinstance(kind, str) else set(kind or ())
+    for choice in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
+        kinds |= _kinds(choice)
+    return kinds | ({"string"} if all(isinstance(value, str) for value in schema.get("enum", [None])) else set())
+
+
+def _schema_of(name: str, tools: Tools) -> Mapping[str, Any]:
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            return (function.get("parameters") or {}).get("properties") or {}
+    return {}
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else _dumped(value)
+
+
+def _items(call: WrittenCall) -> list[tuple[str, Any]]:
+    value = _arguments(call)
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+# -- shapes --------------------------------------------------------------------------------------------------
+
+
+def _blocks(
+    pattern: str, read: Callable[[re.Match[str], Tools], WrittenCall | None]
+) -> Callable[[str, Tools, bool], Found | None]:
+    """A parser for calls that a pattern finds; a group `end` that is empty marks one without its end."""
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def parse(text: str, tools: Tools, is_cut: bool) -> Found | None:
+        matches = [match for match in compiled.finditer(text) if match[0].strip()]
+        if not matches or (is_cut and compiled.groupindex.get("end") and not matches[-1]["end"]):
+            return None
+        calls = [call for match in matches if (call := read(match, tools)) is not None]
+        return Found(calls, [match.span() for match in matches]) if len(calls) == len(matches) else None
+
+    return parse
+
+
+def _within(
+    outer: str, inner: str, read: Callable[[re.Match[str], Tools], WrittenCall | None]
+) -> Callable[[str, Tools, bool], Found | None]:
+    """A parser for sections that each hold some calls; a section is closed by its group `end`."""
+    sections, block = re.compile(outer, re.DOTALL), re.compile(inner, re.DOTALL)
+
+    def parse(text: str, tools: Tools, is_cut: bool) -> Found | None:
+        calls: list[WrittenCall] = []
+        spans: list[tuple[int, int]] = []
+        for section in sections.finditer(text):
+            inside = [read(match, tools) for match in block.finditer(section["body"])]
+            rest = block.sub("", section["body"]).strip()
+            if rest or not inside or None in inside or (is_cut and not section["end"]):
+                return None
+            calls += [call for call in inside if call is not None]
+            spans.append(section.span())
+        return Found(calls, spans) if calls else None
+
+    return parse
+
+
+def _json_values(text: str) -> Iterator[tuple[Any, int]]:
+    """JSON values that stand one behind the other, each with where it ends; ValueError at anything else."""
+    decoder, at = json.JSONDecoder(strict=False), 0
+    while (begin := at + len(text[at:]) - len(text[at:].lstrip(" \n\t;,"))) < len(text):
+        value, at = decoder.raw_decode(text, begin)
+        yield value, at
+
+
+# -- hermes, qwen --------------------------------------------------------------------------------------------
+
+
+def _write_hermes(calls: Sequence[WrittenCall]) -> str:
+    return "\n".join(
+        f"<tool_call>{_dumped({'name': call.name, 'arguments': _arguments(call)})}</tool_call>" for call in calls
+    )
+
+
+def _open_hermes(name: str | None) -> str:
+    return '<tool_call>\n{"name": "' + ("" if name is None else f'{name}", "arguments": ')
+
+
+_HERMES = ToolFormat(
+    _blocks(r"<tool_call>(.*?)(?P<end></tool_call>|\Z)", lambda match, _: _json_call(match[1], "arguments")),
+    _write_hermes,
+    _open_hermes,
+)
+
+
+# -- qwen3-coder, nemotron, minimax, glm, deepseek 3.2: arguments one by one ---------------------------------
+
+
+def _one_newline_less(text: str) -> str:
+    return text.removeprefix("\n").removesuffix("\n")
+
+
+def _read_qwen3_coder(match: re.Match[str], tools: Tools) -> WrittenCall | None:
+    body = match["body"]
+    values = {key.strip(): _one_newline_less(value) for key, value in _CODER_PARAMETER.findall(body)}
+    return None if _CODER_PARAMETER.sub("", body).strip() else _typed(match["name"].strip(), values, tools)
+
+
+_CODER_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+
+
+def _write_qwen3_coder(calls: Sequence[WrittenCall]) -> str:
+    return "\n".join(
+        f"<tool_call>\n<function={call.name}>\n"
+        + "".join(f"<parameter={key}>\n{_as_text(value)}\n</parameter>\n" for key, value in _items(call))
+        + "</function>\n</tool_call>"
+        for call in calls
+    )
+
+
+_QWEN3_CODER = ToolFormat(
+    _blocks(
+        r"<tool_call>\s*<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>\s*(?P<end></tool_call>|\Z)",
+        _read_qwen3_coder,
+    ),
+    _write_qwen3_coder,
+    lambda name: "<tool_call>\n<function=" + ("" if name is None else f"{name}>\n"),
+)
+
+
+def _read_invoke(match: re.Match[str], tools: Tools) -> WrittenCall | None:
+    values, is_text = {}, {}
+    for key, told, value in _INVOKE_PARAMETER.findall(match["body"]):
+        values[key] = value
+        is_text[key] = told == "true"
+    rest = _INVOKE_PARAMETER.sub("", match["body"]).strip()
+    return None if rest else _typed(match["name"], values, tools, is_text=is_text)
+
+
+_INVOKE_PARAMETER = re.compile(
+    r'<(?:｜DSML｜)?parameter name="([^"]+)"(?: string="(true|false)")?>(.*?)</(?:｜DSML｜)?parameter>', re.DOTALL
+)
+
+
+def _write_minimax(calls: Sequence[WrittenCall]) -> str:
+    return (
+        "<minimax:tool_call>\n"
+        + "".join(
+            f'<invoke name="{call.name}">\n'
+            + "".join(f'<parameter name="{key}">{_as_text(value)}</parameter>\n' for key, value in _items(call))
+            + "</invoke>\n"
+            for call in calls
+        )
+        + "</minimax:tool_call>"
+    )
+
+
+_MINIMAX = ToolFormat(
+    _within(
+        r"<minimax:tool_call>(?P<body>.*?)(?P<end></minimax:tool_call>|\Z)",
+        r'<invoke name="(?P<name>[^"]+)">(?P<body>.*?)</invoke>',
+        _read_invoke,
+    ),
+    _write_minimax,
+)
+
+
+def _write_dsml(calls: Sequence[WrittenCall]) -> str:
+    def parameter(key: str, value: Any) -> str:
+        told = "true" if isinstance(value, str) else "false"
+        return f'<｜DSML｜parameter name="{key}" string="{told}">{_as_text(value)}</｜DSML｜parameter>\n'
+
+    return (
+        "<｜DSML｜function_calls>\n"
+        + "".join(
+            f'<｜DSML｜invoke name="{call.name}">\n'
+            + "".join(parameter(key, value) for key, value in _items(call))
+            + "</｜DSML｜invoke>\n"
+            for call in calls
+        )
+        + "</｜DSML｜function_calls>"
+    )
+
+
+_DEEPSEEK_32 = ToolFormat(
+    _within(
+        r"<｜DSML｜function_calls>(?P<body>.*?)(?P<end></｜DSML｜function_calls>|\Z)",
+        r'<｜DSML｜invoke name="(?P<name>[^"]+)">(?P<body>.*?)</｜DSML｜invoke>',
+        _read_invoke,
+    ),
+    _write_dsml,
+)
+
+
+def _read_glm(match: re.Match[str], tools: Tools) -> WrittenCall | None:
+    body = match["body"]
+    values = dict(_GLM_ARGUMENT.findall(body))
+    return None if _GLM_ARGUMENT.sub("", body).strip() else _typed(match["name"].strip(), values, tools)
+
+
+_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def _write_glm(calls: Sequence[WrittenCall]) -> str:
+    def argument(key: str, value: Any) -> str:
+        return f"<arg_key>{key}</arg_key>\n<arg_value>{_as_text(value)}</arg_value>\n"
+
+    return "\n".join(
+        f"<tool_call>{call.name}\n" + "".join(argument(key, value) for key, value in _items(call)) + "</tool_call>"
+        for call in calls
+    )
+
+
+_GLM = ToolFormat(
+    _blocks(r"<tool_call>(?P<name>[^<\n]+)(?P<body>.*?)(?P<end></tool_call>|\Z)", _read_glm),
+    _write_glm,
+    lambda name: "<tool_call>" + ("" if name is None else f"{name}\n"),
+)
+
+
+# -- deepseek, kimi: special tokens around JSON --------------------------------------------------------------
+
+_DS_BEGIN, _DS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DS_CALL, _DS_CALL_END, _DS_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+
+
+def _deepseek(before: str, head: str, foot: str, inner: str) -> ToolFormat:
+    def write(calls: Sequence[WrittenCall]) -> str:
+        inside = "\n".join(
+            f"{_DS_CALL}{before}{head.format(name=call.name)}{_dumped(_arguments(call))}{foot}{_DS_CALL_END}"
+            for call in calls
+        )
+        return f"{_DS_BEGIN}{inside}{_DS_END}"
+
+    parse = _within(
+        rf"{_DS_BEGIN}(?P<body>.*?)(?P<end>{_DS_END}|\Z)",
+        inner,
+        lambda match, _: _json_text_call(match["name"], match["body"]),
+    )
+    return ToolFormat(parse, write)
+
+
+_DEEPSEEK_3 = _deepseek(
+    f"function{_DS_SEP}",
+    "{name}\n```json\n",
+    "\n```",
+    rf"{_DS_CALL}function{_DS_SEP}(?P<name>[^\n]+)\n```json\n(?P<body>.*?)\n```{_DS_CALL_END}",
+)
+_DEEPSEEK_31 = _deepseek(
+    "", f"{{name}}{_DS_SEP}", "", rf"{_DS_CALL}(?P<name>[^<]+?){_DS_SEP}(?P<body>.*?){_DS_CALL_END}"
+)
+
+
+def _read_kimi(match: re.Match[str], _: Tools) -> WrittenCall | None:
+    name = match["id"].rpartition(":")[0].removeprefix("functions.") or match["id"]
+    return _json_text_call(name, match["body"], match["id"].strip())
+
+
+def _write_kimi(calls: Sequence[WrittenCall]) -> str:
+    inside = "".join(
+        f"<|tool_call_begin|>{call.id or f'functions.{call.name}:{index}'}<|tool_call_argument_begin|>"
+        f"{_dumped(_arguments(call))}<|tool_call_end|>"
+        for index, call in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{inside}<|tool_calls_section_end|>"
+
+
+_KIMI = ToolFormat(
+    _within(
+        r"<\|tool_calls_section_begin\|>(?P<body>.*?)(?P<end><\|tool_calls_section_end\|>|\Z)",
+        r"<\|tool_call_begin\|>\s*(?P<id>\S+?)\s*<\|tool_call_argument_begin\|>(?P<body>.*?)<\|tool_call_end\|>",
+        _read_kimi,
+    ),
+    _write_kimi,
+)
+
+
+# -- mistral, llama, gpt-oss ---------------------------------------------------------------------------------
+
+_MISTRAL_MARK = "[TOOL_CALLS]"
+
+
+def _parse_mistral(text: str, tools: Tools, is_cut: bool) -> Found | None:
+    begin = text.find(_MISTRAL_MARK)
+    if begin < 0:
+        return None
+    body = text[begin + len(_MISTRAL_MARK) :]
+    calls: list[WrittenCall | None] = []
+    try:
+        if body.lstrip().startswith("["):
+            for value, _ in _json_values(body):
+                calls += [_json_call(_dumped(one), "arguments", "parameters") for one in value]
+        else:  # name[ARGS]{...}, each with a mark of its own
+            for part in body.split(_MISTRAL_MARK):
+                name, _, arguments = part.partition("[ARGS]")
+                name, _, given = name.partition("[CALL_ID]")
+                calls.append(_json_text_call(name, arguments, given or None))
+    except (ValueError, TypeError):
+        return None
+    usable = [call for call in calls if call is not None]
+    return Found(usable, [(begin, len(text))]) if len(usable) == len(calls) else None
+
+
+def _write_mistral(calls: Sequence[WrittenCall]) -> str:
+    written = [
+        {"name": call.name, "arguments": _arguments(call), **({"id": call.id} if call.id else {})} for call in calls
+    ]
+    return f"{_MISTRAL_MARK}{_dumped(written)}"
+
+
+_PYTHON_TAG = "<|python_tag|>"
+
+
+def _parse_llama3(text: str, tools: Tools, is_cut: bool) -> Found | None:
+    """Calls of offered tools only: an answer that is JSON looks like a call, too."""
+    begin = text.find(_PYTHON_TAG)
+    body = text[begin + len(_PYTHON_TAG) :] if begin >= 0 else text
+    if begin < 0 and not body.lstrip().startswith("{"):
+        return None
+    known = {tool.get("function", tool).get("name") for tool in tools}
+    try:
+        calls = [_json_call(_dumped(value), "parameters", "arguments") for value, _ in _json_values(body)]
+    except (ValueError, RecursionError):
+        return None
+    usable = [call for call in calls if call is not None and (begin >= 0 or call.name in known)]
+    return Found(usable, [(max(begin, 0), len(text))]) if usable and len(usable) == len(calls) else None
+
+
+def _write_llama3(calls: Sequence[WrittenCall]) -> str:
+    written = (_dumped({"name": call.name, "parameters": _arguments(call)}) for call in calls)
+    return _PYTHON_TAG + "; ".join(written)
+
+
+def _parse_pythonic(text: str, tools: Tools, is_cut: bool) -> Found | None:
+    """`[f(a=1), g()]`, as Llama 4 writes it."""
+    body = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    if not (body.startswith("[") and body.endswith("]")):
+        return None
+    try:
+        tree = ast.parse(body, mode="eval").body
+        assert isinstance(tree, ast.List)
+        calls = [_python_call(element) for element in tree.elts]
+    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
+        return None
+    usable = [call for call in calls if call is not None]
+    return Found(usable, [(0, len(text))]) if usable and len(usable) == len(calls) else None
+
+
+def _python_call(node: ast.expr) -> WrittenCall | None:
+    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+        return None
+    arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+    return _call(ast.unparse(node.func), arguments)
+
+
+def _write_pythonic(calls: Sequence[WrittenCall]) -> str:
+    def one(call: WrittenCall) -> str:
+        return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in _items(call))})"
+
+    return f"[{', '.join(map(one, calls))}]"
+
+
+_HARMONY_CALL = re.compile(
+    r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? ?to=functions\.(?P<name>[\w.-]+)"
+    r"(?:<\|channel\|>(?:commentary|analysis))? ?(?:<\|constrain\|>)?(?:json)?<\|message\|>(?P<body>.*?)"
+    r"(?P<end><\|call\|>|\Z)"
+)
+
+
+def _write_harmony(calls: Sequence[WrittenCall]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{call.name} "
+        f"<|constrain|>json<|message|>{_dumped(_arguments(call))}<|call|>"
+        for call in calls
+    )
+
+
+_HARMONY = ToolFormat(
+    _blocks(_HARMONY_CALL.pattern, lambda match, _: _json_text_call(match["name"], match["body"])), _write_harmony
+)
+
+FORMATS: dict[str, ToolFormat] = {
+    "hermes": _HERMES,
+    "qwen": _HERMES,
+    "qwen25": _HERMES,
+    "qwen3_coder": _QWEN3_CODER,
+    "llama3": ToolFormat(_parse_llama3, _write_llama3),
+    "pythonic": ToolFormat(_parse_pythonic, _write_pythonic),
+    "mistral": ToolFormat(_parse_mistral, _write_mistral),
+    "deepseekv3": _DEEPSEEK_3,
+    "deepseekv31": _DEEPSEEK_31,
+    "deepseekv32": _DEEPSEEK_32,
+    "kimi_k2": _KIMI,
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "gpt-oss": _HARMONY,
+    "minimax-m2": _MINIMAX,
+}

@@ -1,0 +1,115 @@
+"""Every format: what its writer writes its parser reads, and what is no call stays text."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atroposlib.envs.server_handling.tool_formats import FORMATS, WrittenCall, find_calls
+
+KINDS = {"text": {"type": "string"}, "number": {"type": "integer"}, "flag": {"type": "boolean"}}
+KINDS |= {"deep": {"type": "object"}, "many": {"type": "array"}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": KINDS}}}
+    for name in ("look", "add_two")
+]
+words = st.text(alphabet=" \nabäß☃👍{}[]()<>/\"'\\,:;=", max_size=12)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | words,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(words, inner, max_size=2),
+    max_leaves=4,
+)
+arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": words,
+        "number": st.integers(-(10**6), 10**6),
+        "flag": st.booleans(),
+        "deep": st.dictionaries(words, plain, max_size=2),
+        "many": st.lists(plain, max_size=3),
+    },
+)
+calls = st.lists(st.tuples(st.sampled_from(["look", "add_two"]), arguments), min_size=1, max_size=3)
+WHOLE_TEXT = ("llama3", "pythonic")  # formats without marks: a text is calls or it is none
+
+
+def read(name, text, **options):
+    parsed = find_calls(name, text, TOOLS, **options)
+    return None if parsed is None else [(call.name, json.loads(call.arguments)) for call in parsed.calls]
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"qwen", "qwen25", "glm47"}))
+@given(wanted=calls, before=st.sampled_from(["", "So. ", "<think>a {draft}</think>\n"]))
+@settings(max_examples=25, deadline=None)
+def test_what_is_written_is_read(name, wanted, before):
+    before = before if name not in WHOLE_TEXT else ""
+    text = FORMATS[name].write([WrittenCall(tool, json.dumps(given)) for tool, given in wanted])
+    assert read(name, before + text) == wanted
+    assert find_calls(name, before + text, TOOLS).before == before
+
+
+CALLS = [WrittenCall("look", '{"text": "x"}'), WrittenCall("add_two", '{"number": 3}')]
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_text_of_any_kind_without_a_call_stays_text(name):
+    assert [find_calls(name, text, TOOLS) for text in ("", "It rains.", '{"answer": 4}', "[1, 2]", "f(x)")] == [
+        None
+    ] * 5
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - set(WHOLE_TEXT)))
+def test_calls_drafted_in_thoughts_are_none(name):
+    written = FORMATS[name].write(CALLS)
+    assert find_calls(name, f"<think>{written}</think>no", TOOLS) is None
+    assert find_calls(name, f"<think>{written}", TOOLS) is None
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_cut_call_never_becomes_one_with_other_arguments(name):
+    whole = FORMATS[name].write(CALLS)
+    wanted = read(name, whole)
+    for end in range(len(whole)):
+        found = read(name, whole[:end], is_cut=True)
+        assert found is None or found == wanted[: len(found)]
+
+
+BEHIND = {"hermes", "qwen3_coder", "deepseekv3", "deepseekv31", "deepseekv32", "kimi_k2", "glm45", "minimax-m2"}
+
+
+@pytest.mark.parametrize("name", sorted(BEHIND))
+def test_text_around_calls_stays_byte_for_byte(name):
+    parsed = find_calls(name, f" Let me. {FORMATS[name].write(CALLS)} Done.\n", TOOLS)
+    assert (parsed.before, parsed.after) == (" Let me. ", " Done.\n")
+
+
+TYPED = {
+    "a union takes what is no text first": ({"type": ["string", "boolean"]}, "true", True),
+    "a union keeps text": ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "x1", "x1"),
+    "a number that is text": ({"type": "string"}, "12", "12"),
+    "an enum of words": ({"enum": ["1", "2"]}, "1", "1"),
+    "no schema": ({}, "[1]", [1]),
+    "not what it should be": ({"type": "integer"}, "many", "many"),
+}
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), TYPED.values(), ids=TYPED)
+def test_values_that_are_written_as_text_get_their_type_from_the_schema(schema, text, value):
+    tools = [{"function": {"name": "look", "parameters": {"properties": {"at": schema}}}}]
+    written = f"<tool_call>\n<function=look>\n<parameter=at>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = find_calls("qwen3_coder", written, tools).calls
+    assert json.loads(call.arguments) == {"at": value}
+
+
+def test_a_model_that_names_its_calls_keeps_the_names():
+    written = FORMATS["kimi_k2"].write([WrittenCall("look", "{}", "functions.look:7")])
+    assert "functions.look:7" in written
+    assert find_calls("kimi_k2", written).calls == [WrittenCall("look", "{}", "functions.look:7")]
+
+
+def test_mistral_writes_calls_in_two_ways():
+    assert read("mistral", '[TOOL_CALLS]look[ARGS]{"text": "x"}[TOOL_CALLS]add_two[ARGS]{}') == [
+        ("look", {"text": "x"}),
+        ("add_two", {}),
+    ]
