@@ -26,6 +26,9 @@ SECTIONS: dict[str, dict[str, Word]] = {
     "Begin": {"new": Word("atroposlib.cli.new", "Write an environment with its settings and its test.")},
     "Run": {
         "datagen": Word("atroposlib.cli.datagen", "Run engine, API, environment and export as one supervised job."),
+        "collect": Word(
+            "atroposlib.environments.causal.commands", "Collect demonstrations of an expert that needs no model."
+        ),
         "train": Word(
             "atroposlib.example_trainer.run",
             "Train a model: engine, API, environment and trainer in one command.",
