@@ -4,6 +4,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from atroposlib.errors import LaunchError
+
 
 class HeldError(Exception):
     """Another process holds the lock; `pid` as it wrote it, or `unknown`."""
@@ -47,3 +49,21 @@ def start_time(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] == "Z" else int(fields[19])
+
+
+def take_lock(path: Path, *, otherwise: str) -> int:
+    """The descriptor that holds the lock until it is closed, by this process or its end.
+
+    Args:
+        path: of the lock file, `X.lock`.
+        otherwise: what to do instead of waiting, as the end of a sentence.
+
+    Raises:
+        LaunchError: another process holds it.
+    """
+    try:
+        return hold(path, mode=0o644)
+    except HeldError as held:
+        raise LaunchError(
+            f"{path.with_suffix('')} is being written by process {held.pid}; wait for it, stop it, or {otherwise}"
+        ) from None

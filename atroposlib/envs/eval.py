@@ -25,10 +25,9 @@ from atroposlib.envs.kept_evaluation import kept_responses, shown_evaluation
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EnvironmentFault
-from atroposlib.json_lines import one_line
+from atroposlib.json_lines import as_json, one_line, to_json
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 from atroposlib.rollouts.evaluation import evaluate_items
-from atroposlib.rollouts.json_text import as_json, to_json
 from atroposlib.utils.display import display_metrics_table
 from atroposlib.utils.eval_statistics import (
     Interval,

@@ -19,13 +19,13 @@ from typing import Any, Protocol, TypeVar
 
 from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.server_manager import ServerManager, missing_engine, requests_out
+from atroposlib.lock_files import take_lock
 from atroposlib.paths import writable_dir, write_text_atomic
 from atroposlib.rollouts.evaluation import PROGRESS_FILE, Evaluation, shown
 from atroposlib.rollouts.journal import ResponseJournal
-from atroposlib.rollouts.lock import take_lock
 from atroposlib.rollouts.run import CHECK_S, EXIT_DONE, EXIT_WORK_REMAINS, STOP_TIMEOUT_S
+from atroposlib.rollouts.source import Work, current_work
 from atroposlib.rollouts.stop import StopSignals
-from atroposlib.rollouts.work import Work, current_work
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,8 @@ from typing import Any, NoReturn, Self
 import orjson
 
 from atroposlib.errors import AtroposError, RolloutFault, VerifierFault
-from atroposlib.json_lines import one_line
-from atroposlib.rollouts.json_text import as_json, to_json
-from atroposlib.rollouts.work import Work
+from atroposlib.json_lines import as_json, one_line, to_json
+from atroposlib.rollouts.source import Work
 
 logger = logging.getLogger(__name__)
 

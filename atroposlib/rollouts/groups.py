@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from atroposlib.errors import GroupError, VerifierFault
+from atroposlib.json_lines import as_json
 from atroposlib.rollouts.failures import Unscored, describe_error, failure_class
-from atroposlib.rollouts.json_text import as_json
+from atroposlib.rollouts.source import Work
 from atroposlib.rollouts.trace import Chats, RolloutTrace
-from atroposlib.rollouts.work import Work
 from atroposlib.type_definitions import (
     IGNORE_INDEX,
     PROMPT_LOGPROB,

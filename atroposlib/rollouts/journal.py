@@ -23,7 +23,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from atroposlib.rollouts.append_file import AppendFile
+from atroposlib.rollouts.files import AppendFile
 from atroposlib.rollouts.trace import EngineReply
 
 logger = logging.getLogger(__name__)

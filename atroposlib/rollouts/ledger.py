@@ -21,8 +21,7 @@ import msgspec
 from atroposlib.data.compressed import DamagedError, open_lines
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import PathError, RowError
-from atroposlib.json_lines import BYTE_ORDER_MARK
-from atroposlib.rollouts.json_text import as_json
+from atroposlib.json_lines import BYTE_ORDER_MARK, as_json
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.type_definitions import Item
 

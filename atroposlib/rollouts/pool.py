@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from atroposlib.errors import AtroposError, KilledFault
+from atroposlib.rollouts.concurrency import GroupTimes
 from atroposlib.rollouts.failures import (
     MAX_TRIES,
     NO_ITEM,
@@ -21,10 +22,8 @@ from atroposlib.rollouts.failures import (
     describe_error,
     failure_class,
 )
-from atroposlib.rollouts.rate_climber import GroupTimes
-from atroposlib.rollouts.source import ItemSource
+from atroposlib.rollouts.source import ItemSource, Work, current_work
 from atroposlib.rollouts.trace import tracing
-from atroposlib.rollouts.work import Work, current_work
 
 logger = logging.getLogger(__name__)
 

@@ -14,17 +14,20 @@ import time
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
+from atroposlib.json_lines import as_json
 from atroposlib.lock_files import start_time
 from atroposlib.paths import write_text_atomic
 from atroposlib.rollouts.early_stop import Limits
 from atroposlib.rollouts.failures import FailureLog, TaskHealth
-from atroposlib.rollouts.json_text import as_json
 from atroposlib.rollouts.ledger import TaskCount, Totals
 from atroposlib.rollouts.standstill import Dropped
+
+if TYPE_CHECKING:
+    pass
 
 logger = logging.getLogger(__name__)
 

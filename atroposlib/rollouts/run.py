@@ -5,6 +5,7 @@ within two seconds), or an error that the caller shows.
 """
 
 import asyncio
+import gc
 import logging
 import math
 import time
@@ -15,25 +16,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.json_lines import as_json
 from atroposlib.paths import expand_path, write_text_atomic
-from atroposlib.rollouts.collector import RareCollections
 from atroposlib.rollouts.concurrency import AutoConcurrency, queued, running
 from atroposlib.rollouts.display import ProgressDisplay
 from atroposlib.rollouts.failures import FailureLog, Fruitless, TaskHealth, describe_error
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.journal import ResponseJournal
-from atroposlib.rollouts.json_text import as_json
-from atroposlib.rollouts.leases import Leases
 from atroposlib.rollouts.locations import RunFiles, choose_run
 from atroposlib.rollouts.pool import RolloutPool
 from atroposlib.rollouts.progress import EngineUse, Progress
 from atroposlib.rollouts.reports import Reports, html_twin
-from atroposlib.rollouts.shared_draw import SharedDraw
+from atroposlib.rollouts.shared_run import Leases, SharedDraw
 from atroposlib.rollouts.sink import Sender, Sink
-from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw, content_key
+from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw, Work, content_key
 from atroposlib.rollouts.standstill import Facts, Standstill
 from atroposlib.rollouts.stop import StopSignals
-from atroposlib.rollouts.work import Work
 from atroposlib.type_definitions import Item
 
 logger = logging.getLogger(__name__)
@@ -43,6 +41,9 @@ SYNC_EVERY_S = 1.0
 ENGINES_EVERY_S = 5.0
 STOP_TIMEOUT_S = 1.0
 CHECK_S, CHECK_AGAIN_S = 10.0, 5.0
+RARE_COLLECTIONS = (50_000, 10, 10)
+"""Python's own first threshold, 700 containers, is reached several times in every group, and a collection walks through
+every list of token ids in flight, millions of integers that hold no references."""
 
 EXIT_DONE, EXIT_WORK_REMAINS = 0, 75
 
@@ -193,7 +194,7 @@ class Run:
         self.reports = Reports(env.write_html, compress=config.compress_rollouts and not (where and where.single))
         self._display = ProgressDisplay(self.progress)
         self._standstill = Standstill(time.monotonic())
-        self._collections = RareCollections()
+        self._gc_threshold = gc.get_threshold()
         self._stop = StopSignals()
         self._following: asyncio.Task[None] | None = None
         self._asking: asyncio.Task[None] | None = None
@@ -237,7 +238,8 @@ class Run:
         self.progress.state = "running"
         self.progress.sample()
         self.progress.write()  # before any rollout can hang: who watches must know that set-up is over
-        self._collections.begin()
+        gc.freeze()  # no collection walks through modules and what set-up made
+        gc.set_threshold(*RARE_COLLECTIONS)
         self._asking = asyncio.create_task(self._ask_engines())
         if self.concurrency:
             self._following = asyncio.create_task(self.concurrency.follow(apply_limit))
@@ -405,7 +407,6 @@ class Run:
         self.progress.sample()
         self._display.update()
         await asyncio.to_thread(self.progress.write)
-        self._collections.watch()
         if self.files:
             await self.files.sync()
 
@@ -445,7 +446,8 @@ class Run:
         if cancelled:
             logger.info("unfinished rollouts given up: %d", cancelled)
         self._stop.release()
-        self._collections.end()
+        gc.set_threshold(*self._gc_threshold)
+        gc.unfreeze()
         if self.journal:
             self.journal.close()
         if self.files:

@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from atroposlib.errors import ApiError, EnvironmentFault
+from atroposlib.json_lines import as_json
 from atroposlib.rollouts.early_stop import Limits
 from atroposlib.rollouts.failures import Fruitless
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.groups import to_record
-from atroposlib.rollouts.json_text import as_json
 from atroposlib.rollouts.ledger import Totals, describe
 from atroposlib.rollouts.pool import StorageError
-from atroposlib.rollouts.work import Work
+from atroposlib.rollouts.source import Work
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.rollouts import journal as journal_module
 from atroposlib.rollouts.journal import ResponseJournal
+from atroposlib.rollouts.source import Work, current_work
 from atroposlib.rollouts.trace import tracing
-from atroposlib.rollouts.work import Work, current_work
 
 TOKENS = 96
 DEADLINE_S = 60

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from atroposlib.rollouts.concurrency import AutoConcurrency, has_room, relieved
-from atroposlib.rollouts.rate_climber import GroupTimes, RateClimber, RateMeter
+from atroposlib.rollouts.concurrency import AutoConcurrency, GroupTimes, RateClimber, RateMeter, has_room, relieved
 
 LATENCY_S, GROUP = 2.0, 4
 

@@ -6,7 +6,7 @@ import pytest
 
 from atroposlib.errors import EngineFault, KilledFault, RequestFault, VerifierFault
 from atroposlib.rollouts.failures import NO_GROUP, FailureLog, Fruitless, TaskHealth, failure_class
-from atroposlib.rollouts.work import Work
+from atroposlib.rollouts.source import Work
 
 CLASSES = {
     "request": RequestFault("400"),

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.rollouts.json_text import as_json
-from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw, content_key
-from atroposlib.rollouts.work import Work
+from atroposlib.json_lines import as_json
+from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw, Work, content_key
 
 
 def source_of(draw, *, done=(), set_aside=(), backlog=None, ends=True, **options):

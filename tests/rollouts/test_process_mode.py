@@ -23,7 +23,7 @@ from atroposlib.errors import AtroposError, EngineFault, LaunchError, PathError,
 from atroposlib.rollouts import progress as progress_module
 from atroposlib.rollouts.failures import Unscored
 from atroposlib.rollouts.files import RolloutFiles
-from atroposlib.rollouts.work import current_work
+from atroposlib.rollouts.source import current_work
 
 TASK_LIMIT = 4
 
@@ -343,7 +343,7 @@ async def test_rollouts_run_at_once_up_to_the_number_of_workers(tmp_path):
 
 async def test_the_number_of_workers_may_follow_the_engine(tmp_path, monkeypatch):
     monkeypatch.setattr("atroposlib.rollouts.concurrency.LOAD_EVERY_S", 0.01)
-    monkeypatch.setattr("atroposlib.rollouts.rate_climber.SHORTEST_S", 0.02)
+    monkeypatch.setattr("atroposlib.rollouts.concurrency.SHORTEST_S", 0.02)
 
     class AutoEnv(BusyEnv):
         pass

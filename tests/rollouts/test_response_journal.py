@@ -1,8 +1,9 @@
 """The journal of responses: what is read back, what is dropped, and what a torn or failing disk does."""
 
+import os
+
 import pytest
 
-from atroposlib.rollouts import append_file
 from atroposlib.rollouts import journal as journal_module
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.trace import EngineReply
@@ -133,7 +134,7 @@ def test_a_full_disk_costs_the_journal_but_not_the_run(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(append_file.os, "write", full)
+        patch.setattr(os, "write", full)
         draft = finish(journal, sample=b"b")
     assert draft.reply == REPLY
     finish(journal, sample=b"c")

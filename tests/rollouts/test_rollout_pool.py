@@ -3,7 +3,7 @@ import asyncio
 from atroposlib.errors import EngineFault
 from atroposlib.rollouts.failures import FailureLog, TaskHealth
 from atroposlib.rollouts.pool import RolloutPool
-from atroposlib.rollouts.work import Work, current_work
+from atroposlib.rollouts.source import Work, current_work
 
 
 class EagerSource:

@@ -14,14 +14,13 @@ from counting_env import make_group
 
 from atroposlib.data.index import open_table
 from atroposlib.errors import LaunchError, PathError
-from atroposlib.rollouts import append_file
 from atroposlib.rollouts import files as files_module
 from atroposlib.rollouts import ledger as ledger_module
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.groups import to_record
 from atroposlib.rollouts.locations import RunFiles, choose_run
 from atroposlib.rollouts.reports import compress
-from atroposlib.rollouts.work import Work
+from atroposlib.rollouts.source import Work
 
 
 def single(folder, name="o.jsonl"):
@@ -421,7 +420,7 @@ async def test_a_disk_that_fails_only_when_synced_ends_no_run(tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     writer = open_run(sharded(tmp_path), per_shard=2)
-    monkeypatch.setattr("atroposlib.rollouts.shards.os.fsync", full)
+    monkeypatch.setattr("atroposlib.rollouts.files.os.fsync", full)
     for number in range(5):
         await writer.append([record(number, writer)])
         await writer.sync()
@@ -528,8 +527,8 @@ async def test_a_torn_write_that_cannot_be_cut_off_at_once_is_cut_off_before_the
             raise OSError(errno.EIO, "the file server is away")
         real_cut(descriptor, size)
 
-    monkeypatch.setattr(append_file.os, "write", half)
-    monkeypatch.setattr(append_file.os, "ftruncate", no_cut)
+    monkeypatch.setattr(os, "write", half)
+    monkeypatch.setattr(os, "ftruncate", no_cut)
     for number in range(3):
         await writer.append([record(number, writer)])
     writer.close()

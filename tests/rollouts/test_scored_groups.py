@@ -24,8 +24,8 @@ from atroposlib.rollouts.groups import (
     unscored_response,
     without_rows,
 )
+from atroposlib.rollouts.source import Work
 from atroposlib.rollouts.trace import EngineReply, row_of_group
-from atroposlib.rollouts.work import Work
 
 BROKEN = {
     "no scores": ({"scores": None}, "no scores"),

@@ -378,7 +378,7 @@ async def test_serving_stops_with_one_sentence_when_everything_fails():
 
 
 async def test_an_api_that_goes_away_is_waited_for_and_nothing_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr("atroposlib.rollouts.serve.API_SLOW_S", 0.05)
+    monkeypatch.setattr("atroposlib.rollouts.modes.API_SLOW_S", 0.05)
 
     class AwayApi(MemoryApi):
         async def status_env(self):

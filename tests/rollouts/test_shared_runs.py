@@ -14,16 +14,15 @@ import yaml
 from counting_env import CountingEnv, StreamingEnv, make_env
 
 from atroposlib.errors import ConfigError, LaunchError
-from atroposlib.rollouts import files, shared_draw
-from atroposlib.rollouts import leases as leases_module
-from atroposlib.rollouts.leases import Leases
+from atroposlib.rollouts import files, shared_run
+from atroposlib.rollouts.shared_run import Leases
 
 SEATS = 20
 
 
 @pytest.fixture(autouse=True)
 def _no_wait_after_a_takeover(monkeypatch):
-    monkeypatch.setattr(shared_draw, "SETTLE_S", 0.0)
+    monkeypatch.setattr(shared_run, "SETTLE_S", 0.0)
 
 
 def settings(folder: Path, name: str, **changes) -> dict:
@@ -229,7 +228,7 @@ def test_an_end_that_cannot_be_announced_is_no_failure(tmp_path, monkeypatch):
     def refuse(path, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(leases_module, "write_text_atomic", refuse)
+    monkeypatch.setattr(shared_run, "write_text_atomic", refuse)
     one.close()
 
 

@@ -24,7 +24,7 @@ async def test_a_run_that_stands_still_says_what_it_waits_for(tmp_path, monkeypa
     monkeypatch.setattr(run, "TICK_S", 0.02)
     monkeypatch.setattr(Fruitless, "FIRST_WORD_S", 0.3)
     monkeypatch.setattr(standstill, "HOPELESS", {EQUAL_SCORES: 50, NO_GROUP: 50})
-    monkeypatch.setattr("atroposlib.rollouts.serve.API_SLOW_S", 0.2)
+    monkeypatch.setattr("atroposlib.rollouts.modes.API_SLOW_S", 0.2)
     _, sentence = await first_sentence(STALLS[key], tmp_path)
     assert sentence.startswith(STALLS[key].says)
 

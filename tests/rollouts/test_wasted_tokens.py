@@ -13,8 +13,8 @@ from atroposlib.rollouts.early_stop import Limits
 from atroposlib.rollouts.failures import FailureLog, TaskHealth
 from atroposlib.rollouts.ledger import Totals
 from atroposlib.rollouts.progress import Progress
+from atroposlib.rollouts.source import Work
 from atroposlib.rollouts.trace import EngineReply, current_trace
-from atroposlib.rollouts.work import Work
 
 CAUSES = {
     "a try that is repeated": (EngineFault("x"), False, {"retry": 7}),

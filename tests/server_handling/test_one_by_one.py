@@ -15,8 +15,8 @@ from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import EngineFault, RequestFault
 from atroposlib.rollouts import journal as journal_module
 from atroposlib.rollouts.journal import ResponseJournal
+from atroposlib.rollouts.source import Work, current_work
 from atroposlib.rollouts.trace import tracing
-from atroposlib.rollouts.work import Work, current_work
 from tests.fakes import EOS, FakeTokenizer
 
 PROMPT = {"input_ids": [10, 11, 12], "max_tokens": 64, "temperature": 1.0}

@@ -13,8 +13,8 @@ from atroposlib.envs.server_handling.server_manager import ServerManager, part_s
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.errors import ConfigError, EngineFault
 from atroposlib.rollouts.journal import ResponseJournal
+from atroposlib.rollouts.source import Work, current_work
 from atroposlib.rollouts.trace import tracing
-from atroposlib.rollouts.work import Work, current_work
 from tests.fake_engine import running_engine
 from tests.fakes import FakeServer, FakeTokenizer
 from tests.server_handling.conftest import sglang_server

@@ -22,8 +22,8 @@ from atroposlib.envs.server_handling.weight_versions import oldest_first
 from atroposlib.errors import RolloutFault
 from atroposlib.rollouts.earlier import EarlierRollouts
 from atroposlib.rollouts.journal import PLACE_BYTES, Draft, ResponseJournal
+from atroposlib.rollouts.source import Work, current_work
 from atroposlib.rollouts.trace import EngineReply, current_trace, finish_reason_of, held_replies, same_prompt
-from atroposlib.rollouts.work import Work, current_work
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion

@@ -1,7 +1,10 @@
-"""`serve`: roll out groups for a trainer through the trajectory API, at the pace the trainer needs them.
+"""The two ways to run an environment.
 
-Under back-pressure and during evaluations no new rollout starts; those that run are finished and sent. The run ends
-when the trainer's steps are served, when `total_groups` groups are stored and acknowledged, or when the items end.
+`process` rolls out exactly `total_steps` groups into a rollout file; no trajectory API, no trainer.
+
+`serve` rolls out groups for a trainer through the trajectory API, at the pace the trainer needs them. Under
+back-pressure and during evaluations no new rollout starts; those that run are finished and sent. The run ends when the
+trainer's steps are served, when `total_groups` groups are stored and acknowledged, or when the items end.
 """
 
 import asyncio
@@ -12,6 +15,7 @@ from atroposlib.rollouts.run import Environment, Outcome, Run
 
 if TYPE_CHECKING:
     from atroposlib.api.client import EnvClient
+
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +56,13 @@ async def run_serve(env: ServingEnvironment) -> Outcome:
     run = Run(env, mode="serve", total=env.config.total_groups, files=env.run_files(), sender=env.api)
     env.attach(run)
     try:
-        return await run.supervise(_work(env, run))
+        return await run.supervise(_serve(env, run))
     finally:
         await env.api.disconnect(deadline_s=GOODBYE_S)  # so that after a stop no trainer waits for this environment
         await env.api.close()
 
 
-async def _work(env: ServingEnvironment, run: Run) -> None:
+async def _serve(env: ServingEnvironment, run: Run) -> None:
     if run.sink.is_full and not run.sink.unsent:
         logger.info("already complete: groups=%d", run.sink.totals.groups)
         await run.report()
@@ -130,3 +134,49 @@ async def _status(env: ServingEnvironment, run: Run) -> None:
         run.progress.wait_for("api", None)
     finally:
         asking.cancel()
+
+
+LOG_EVERY_S = 10.0
+
+
+async def run_process(env: Environment) -> Outcome:
+    """Run until the asked number of groups is on disk (negative: until the items end).
+
+    The same call after any interruption goes on.
+
+    Raises:
+        LaunchError: another process writes this run.
+        AtroposError: nothing works any more.
+    """
+    wanted = env.config.total_steps
+    run = Run(env, mode="process", total=None if wanted < 0 else wanted, files=env.run_files(), sender=None)
+    env.attach(run)
+    if run.sink.is_full:
+        logger.info("already complete: groups=%d", run.sink.totals.groups)
+    return await run.supervise(_roll_out_all(env, run))
+
+
+async def _roll_out_all(env: Environment, run: Run) -> None:
+    if not run.sink.is_full:
+        await run.check_engines()
+        await env.setup()
+        await env.setup_wandb()
+        run.mark_running(run.pool.pace)
+        run.pool.pace(env.worker_count())
+        logging_task = asyncio.create_task(_log_regularly(env))
+        try:
+            await run.pool.run(lambda: run.sink.is_full)
+        finally:
+            logging_task.cancel()
+        await env.log_now()
+    await run.report()
+
+
+async def _log_regularly(env: Environment) -> None:
+    """Metrics now and then, when there is something new."""
+    logged = env.curr_step
+    while True:
+        await asyncio.sleep(LOG_EVERY_S)
+        if env.curr_step != logged:
+            logged = env.curr_step
+            await env.log_now()
