@@ -1,17 +1,17 @@
 """`SingleTurnEnv`: a problem, a prompt, a reply, a grade. `RowsEnv`: the same with problems from a data set.
 
-An author writes `problem`, `question`, `grade` and `gold`. What every such environment needs is here: thoughts are cut
-off before a reply is graded, one whose thought never ends has no answer, responses that the length limit cut off do
-not count as mistakes, a verifier that fails costs its response alone, and an evaluation gives mean@k, pass@k,
-distinct@k and coverage@k with confidence intervals.
+An author writes `make` (or `to_item`), `question`, `grade` and `gold`. What every such environment needs is here:
+thoughts are cut off before a reply is graded, one whose thought never ends has no answer, responses that the length
+limit cut off do not count as mistakes, a verifier that fails costs its response alone, and an evaluation gives mean@k,
+pass@k, distinct@k and coverage@k with confidence intervals.
 """
 
 import asyncio
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 Part = Literal["train", "test", "shot"]
 """shot: solved problems that are shown in prompts."""
 
+MOST_EVALUATED = 20_000
+"""Problems of an evaluation of all rows; of made ones there is no end."""
+
 THINK = "Think about the problem step by step inside <think> and </think>. After that, "
 
 
@@ -41,6 +44,9 @@ class SingleTurnConfig(BaseEnvConfig):
     """How problems are chosen, asked and evaluated."""
 
     seed: int = Field(default=0, description="Decides which problems come, and in which order.")
+    levels: list[PositiveInt] = Field(
+        default=[1], min_length=1, description="Made problems: difficulties from 1 on, each as often as the others."
+    )
     system_prompt: str | None = Field(default=None, description="null: the environment's own; empty: none.")
     few_shot: int = Field(default=0, ge=0, le=32, description="Solved problems shown before each problem.")
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of rollouts.")
@@ -57,13 +63,19 @@ class SingleTurnEnv(BaseEnv):
     env_config_cls: ClassVar[type[BaseEnvConfig]] = SingleTurnConfig
     config: SingleTurnConfig
     system: ClassVar[str] = ""  # the system prompt, unless the settings name another
+    guessing: ClassVar[float] = 0.05  # mean grade that the best constant reply may have
     opening = ""  # of a thought, where the chat template writes it
 
     # -- what an author writes -------------------------------------------------------------------------------------
 
+    def make(self, rng: random.Random, level: int) -> Item:
+        """Return a problem of a difficulty, drawn with `rng`. JSON-shaped."""
+        raise NotImplementedError(f"{type(self).__name__} must define make(rng, level), or problem(part, index)")
+
     async def problem(self, part: Part, index: int) -> Item | None:
-        """Return problem number `index`, the same at every call; None from the end on. JSON-shaped."""
-        raise NotImplementedError(f"{type(self).__name__} must define problem(part, index)")
+        """Optional: return problem number `index`, the same at every call; None from the end on. Default: `make`."""
+        rng = random.Random(f"{self.config.seed}/{part}/{index}")
+        return self.make(rng, rng.choice(self.config.levels))
 
     def question(self, item: Item) -> str:
         """Return the problem in words."""
@@ -193,7 +205,7 @@ class SingleTurnEnv(BaseEnv):
         """Ask `eval_problems` problems that are not trained on; those that fail are left out and counted."""
         started, config = time.time(), self.config
         at_once = asyncio.Semaphore(config.max_eval_workers)
-        numbers = count() if config.eval_problems is None else range(config.eval_problems)
+        numbers = range(config.eval_problems or MOST_EVALUATED)
         items: list[Item] = []
         for index in numbers:
             if (item := await self.problem("test", index)) is None:
@@ -272,8 +284,10 @@ class SingleTurnEnv(BaseEnv):
 class RowsConfig(SingleTurnConfig):
     """Where the problems come from."""
 
-    dataset: str = Field(
-        default="", description="A .jsonl or .parquet file, or a name on the model hub (needs the package datasets)."
+    dataset: str | None = Field(
+        default=None,
+        description="A .jsonl or .parquet file, or a name on the model hub (needs the package datasets). null: made, "
+        "where the environment can make problems.",
     )
     dataset_config: str | None = Field(default=None, description="hub: name of the configuration.")
     train_split: str = Field(default="train", description="hub: which split is trained on.")
@@ -283,12 +297,12 @@ class RowsConfig(SingleTurnConfig):
         description="Another file or name for evaluation. null: the hub's eval_split, or every tenth row of a file, "
         "which is then not trained on.",
     )
-    eval_problems: PositiveInt | None = Field(default=None, description="Problems of an evaluation; null: all.")
+    eval_problems: PositiveInt | None = Field(default=None, description="Problems of an evaluation; null: all rows.")
     epochs: PositiveInt | None = Field(default=1, description="How often all rows are rolled out; null: without end.")
 
 
 class RowsEnv(SingleTurnEnv):
-    """Problems from a data set; an author writes `to_item` in place of `problem`."""
+    """Problems from a data set, or made without one where `make` is defined; an author writes `to_item`."""
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = RowsConfig
     config: RowsConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -304,9 +318,15 @@ class RowsEnv(SingleTurnEnv):
         await super().setup()
         self.problems = await asyncio.to_thread(self.load)
 
-    def load(self) -> Split:
-        """Return the items of both parts."""
+    def load(self) -> Split | None:
+        """Return the items of both parts; None: they are made."""
         config = self.config
+        if config.dataset is None:
+            if type(self).make is SingleTurnEnv.make:
+                raise ConfigError(
+                    f"env.dataset is not set; name a .jsonl or .parquet file with rows like {self.wanted}"
+                )
+            return None
         return load_split(
             config.dataset,
             self.to_item,
@@ -317,6 +337,8 @@ class RowsEnv(SingleTurnEnv):
         )
 
     async def problem(self, part: Part, index: int) -> Item | None:
+        if self.problems is None:
+            return await super().problem(part, index)
         items = self.problems["test" if part == "test" else "train"]
         if part != "train":
             return items[index] if index < len(items) else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from atroposlib.envs.reward_fns.math_judge import judge, scores
 
 _THINKING = re.compile(r"(?is)<think>.*?</think>")
+_THINKING_BEGINS = re.compile(r"(?i)\s*<think>")
 _OPENING, _CLOSING = re.compile(r"(?i)<answer>"), re.compile(r"(?i)</answer>")
 _PARENTHESES = re.compile(r"\(((?:[-+]?\d+(?:\.\d+)?)|(?:\\?sqrt\{?\d+\}?))\)")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
@@ -22,8 +23,8 @@ def answer_tag_reward(text: str, gold: str, *, require_think: bool = True) -> fl
     1.0
     """
     thinking = _THINKING.match(text)
-    if require_think and not thinking:
-        return 0.0
+    if not thinking and (require_think or _THINKING_BEGINS.match(text)):
+        return 0.0  # a thought that never ends has no answer
     answer = _first_answer(text, thinking.end() if thinking else 0)
     return float(answer is not None and canonical(answer) == canonical(gold))
 

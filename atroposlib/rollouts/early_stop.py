@@ -77,7 +77,7 @@ async def sample_until(
     return scored
 
 
-def wilson_upper(accepted: int, tried: int, z: float = Z_95) -> float:
+def wilson_upper(accepted: float, tried: int, z: float = Z_95) -> float:
     """Upper end of Wilson's interval for the rate behind `accepted` of `tried`.
 
     Source: E. B. Wilson, Journal of the American Statistical Association 22 (1927), 209.

@@ -29,6 +29,10 @@ def test_answer_tag_reward(text, gold, reward):
     assert answer_tag_reward(text, gold) == reward
 
 
+def test_an_answer_inside_a_thought_that_never_ends_is_none():
+    assert answer_tag_reward(" <think>maybe <answer>3</answer>", "3", require_think=False) == 0.0
+
+
 def test_thinking_need_not_be_asked_for():
     assert answer_tag_reward("<answer>3</answer>", "3", require_think=False) == 1.0
 

@@ -82,13 +82,34 @@ def _same(left: Any, right: Any) -> bool:
     return left == right
 
 
+LEVEL = "level"
+"""Parameter of a reasoning-gym dataset: difficulty by its curriculum, from 1 on; 0 or left out: its own defaults."""
+
+
+def _at_level(name: str, level: int) -> dict[str, Any]:
+    """Return the parameters of a level of a dataset's curriculum; ValueError where it has none."""
+    import dataclasses
+
+    from reasoning_gym.factory import CURRICULA, create_curriculum
+
+    if name not in CURRICULA:
+        raise ValueError(f"reasoning-gym has no curriculum for {name!r}, so there is no level {level}")
+    curriculum = create_curriculum(name)
+    curriculum.set_global_level(level - 1)
+    config = curriculum.generate_configuration({})
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
 class ReasoningGymDataset:
     """A reasoning-gym dataset; its own `score_answer` judges what stands in the answer tags."""
 
     def __init__(self, spec: Spec) -> None:
         import reasoning_gym
 
-        self._create = lambda seed: reasoning_gym.create_dataset(spec["name"], seed=seed, size=1, **spec["params"])
+        params = dict(spec["params"])
+        if (level := params.pop(LEVEL, 0)) > 0:
+            params = {**_at_level(spec["name"], level), **params}
+        self._create = lambda seed: reasoning_gym.create_dataset(spec["name"], **{**params, "seed": seed, "size": 1})
         self._scorer = self._create(0)
 
     def draw(self, seed: int) -> tuple[Identity, str, str | None]:

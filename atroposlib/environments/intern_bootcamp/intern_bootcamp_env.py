@@ -13,6 +13,7 @@ from atroposlib.environments.sandboxed_env import SandboxedEnv
 from atroposlib.environments.single_turn import Part, SingleTurnEnv
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.cli import Settings
+from atroposlib.envs.reward_fns.math_answers import after_thinking
 from atroposlib.errors import EnvironmentFault
 from atroposlib.rollouts.failures import scored
 from atroposlib.type_definitions import Message
@@ -23,6 +24,7 @@ class InternBootcampEnv(SingleTurnEnv, SandboxedEnv):
 
     name = "intern_bootcamp"
     env_config_cls = InternBootcampEnvConfig
+    guessing = 0.15  # of the tasks that are not set aside
     config: InternBootcampEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @classmethod
@@ -74,7 +76,21 @@ class InternBootcampEnv(SingleTurnEnv, SandboxedEnv):
 
     async def grades(self, replies: Sequence[str], item: Problem) -> list[float]:
         """Return the verdicts of the task's own verifier: 1 right, between 0 and 1 partly right or only in form."""
-        return await asyncio.gather(*(scored(self.problems.verify(text, item[1])) for text in replies))
+
+        async def verdict(reply: str) -> float:
+            no_answer = after_thinking(reply) is None  # tags in a thought that never ends are none
+            return 0.0 if no_answer else await scored(self.problems.verify(reply, item[1]))
+
+        return await asyncio.gather(*map(verdict, replies))
+
+    def gold(self, item: Problem) -> str | None:
+        reply, config = item[1].get("demonstration"), self.config
+        thought = f"<think>{'I see. ' * (1 + config.min_reasoning_length // 7)}</think>"
+        return thought + reply if reply and config.require_reasoning else reply
+
+    def other_spelling(self, item: Problem) -> str | None:
+        reply = self.gold(item)
+        return reply and reply.replace("<answer>", "So:\n<answer> ").replace("</answer>", "\n</answer>")
 
     def reward(self, grade: float) -> float:
         config = self.config

@@ -1,7 +1,7 @@
 """From settings to items: the problem of an index, in the words in which the model gets it.
 
-An item is `(messages, {"task_name", "raw_prompt", "identity", "identity_format"})`; it depends on the settings and the
-index alone. A problem whose generator failed has `"fault"`, the reason, in place of an identity.
+An item is `(messages, {"task_name", "raw_prompt", "identity", "identity_format", "demonstration"})`; it depends on the
+settings and the index alone. A problem whose generator failed has `"fault"`, the reason, in place of an identity.
 """
 
 import logging
@@ -22,6 +22,7 @@ from atroposlib.environments.intern_bootcamp.checkout import module_faults, read
 from atroposlib.environments.intern_bootcamp.hosted import Drawn
 from atroposlib.environments.intern_bootcamp.own import OWN_BOOTCAMPS
 from atroposlib.environments.intern_bootcamp.seeds import Mixture, derive_seed
+from atroposlib.environments.intern_bootcamp.set_aside import SET_ASIDE
 from atroposlib.environments.intern_bootcamp.tasks import (
     REASONING_GYM,
     WAYS_OUT,
@@ -99,7 +100,7 @@ class ProblemSource:
             messages = await self._messages(name, drawn)
         except EnvironmentFault as fault:
             return [], {**meta, "raw_prompt": "", "fault": str(fault)}
-        identity = {"identity": drawn["identity"], "identity_format": drawn["identity_format"]}
+        identity = {name: drawn[name] for name in ("identity", "identity_format", "demonstration")}
         return messages, {**meta, "raw_prompt": drawn["prompt"], **identity}
 
     async def verify(self, output: str, meta: dict[str, Any]) -> float:
@@ -216,7 +217,9 @@ class ProblemSource:
     def _all_names(self) -> Iterable[str]:
         if self._config.task_name == ALL_DATASETS:
             return all_datasets()
-        return checkout_classes(self._checkout) if self._checkout else OWN_BOOTCAMPS
+        if self._checkout:
+            return checkout_classes(self._checkout)
+        return [name for name in OWN_BOOTCAMPS if name not in SET_ASIDE]
 
     def _params_of(self, name: str) -> dict[str, Any]:
         params = self._config.task_params

@@ -2,6 +2,7 @@
 
 addition                     one of our own
 reasoning_gym:chain_sum      a dataset of the reasoning-gym package
+reasoning_gym:chain_sum@3    the same at level 3 of its curriculum
 Game24bootcamp               a class of an InternBootcamp checkout
 """
 
@@ -14,8 +15,9 @@ from typing import Any, Protocol
 
 from atroposlib.environments.intern_bootcamp.bootcamp import Grading
 from atroposlib.environments.intern_bootcamp.checkout import discover
-from atroposlib.environments.intern_bootcamp.hosted import Drawn, Spec
+from atroposlib.environments.intern_bootcamp.hosted import LEVEL, Drawn, Spec
 from atroposlib.environments.intern_bootcamp.own import OWN_BOOTCAMPS, OwnBootcamp
+from atroposlib.environments.intern_bootcamp.set_aside import SET_ASIDE
 from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
 from atroposlib.sandbox.workers import SandboxError, WorkerPool, as_score
 
@@ -106,7 +108,11 @@ def make_task(name: str, params: dict[str, Any], sandbox: WorkerPool, checkout: 
     if name.startswith(REASONING_GYM):
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ConfigError(f"task {name!r} needs the package reasoning-gym; pip install 'atroposlib[envs]'")
-        dataset = name.removeprefix(REASONING_GYM)
+        dataset, marked, level = name.removeprefix(REASONING_GYM).partition("@")
+        if marked:
+            if not level.isdecimal():
+                raise ConfigError(f"task {name!r} names no level; write it as reasoning_gym:chain_sum@3")
+            params = {**params, LEVEL: int(level)}
         spec = Spec(provider="reasoning_gym", name=dataset, module="", checkout="", params=params)
         return HostedTask(name, spec, sandbox)
     classes = checkout_classes(checkout) if checkout else {}
@@ -128,14 +134,14 @@ def checkout_classes(checkout: str) -> dict[str, str]:
 
 
 def all_datasets() -> list[str]:
-    """Return a task name for every dataset of reasoning-gym; ConfigError where the package is missing."""
+    """Return a task name for every dataset of reasoning-gym that is not set aside; ConfigError without the package."""
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ConfigError(
             f"task_name 'reasoning_gym' needs the package reasoning-gym ({error}); pip install 'atroposlib[envs]'"
         ) from error
-    return [f"{REASONING_GYM}{name}" for name in DATASETS]
+    return [f"{REASONING_GYM}{name}" for name in DATASETS if name not in SET_ASIDE]
 
 
 def _unknown(name: str, known: Iterable[str], checkout: str | None) -> str:

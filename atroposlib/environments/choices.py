@@ -1,0 +1,91 @@
+"""Multiple choice: rows in the forms that the known sets have, and which choice a reply takes."""
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from string import ascii_uppercase as LETTERS
+from typing import Any, TypedDict
+
+from atroposlib.envs.reward_fns.math_answers import final_answer
+
+_QUESTION = ("question", "prompt", "input", "problem", "ctx", "query")
+_CHOICES = ("choices", "options", "endings", "answers")
+_GOLD = ("answer_index", "answer", "answerKey", "label", "gold", "target")
+_STATED = re.compile(r"(?i)\b(?:answer|choice|option)\b(?: is)?\s*:?\s*[*_($\[]*([A-Z])\b(?![a-z'])")
+_ALONE = re.compile(r"[*_($\[]*([A-Za-z])[*_)$\]]*(?:[.:)][ \n].*)?", re.DOTALL)
+
+
+class Choice(TypedDict):
+    """One question."""
+
+    question: str
+    choices: list[str]
+    gold: int  # index of the right one
+
+
+def to_choice(row: Mapping[str, Any]) -> Choice:
+    """Return the question of a row of MMLU, MMLU-Pro, ARC, OpenBookQA, CommonsenseQA, HellaSwag, AGIEval or the like.
+
+    >>> to_choice({"question": "6 * 7?", "choices": ["41", "42"], "answer": 1})
+    {'question': '6 * 7?', 'choices': ['41', '42'], 'gold': 1}
+    >>> to_choice({"question": "?", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"})["gold"]
+    1
+    """
+    question = row[next((name for name in _QUESTION if name in row), "question")]
+    choices: Any = row[next((name for name in _CHOICES if name in row), "choices")]
+    labels = list(LETTERS)
+    if isinstance(choices, Mapping):  # {"text": [...], "label": [...]}, or {"A": ..., "B": ...}
+        labels = [str(label) for label in choices.get("label", choices)]
+        choices = choices.get("text", list(choices.values()))
+    choices = [str(choice) for choice in choices]
+    named = row[next((name for name in _GOLD if name in row), "answer")]
+    gold = _index(named[0] if isinstance(named, list) else named, labels, choices)
+    if not isinstance(question, str) or not 2 <= len(choices) <= len(LETTERS) or not 0 <= gold < len(choices):
+        raise ValueError(f"{len(choices)} choices, the right one is number {gold}")
+    return Choice(question=question, choices=choices, gold=gold)
+
+
+def shuffled(item: Choice, seed: str) -> Choice:
+    """Return the question with its choices in another order, so that no letter is right more often than others."""
+    order = random.Random(f"{seed}/{item['question']}").sample(range(len(item["choices"])), len(item["choices"]))
+    choices = [item["choices"][i] for i in order]
+    return Choice(question=item["question"], choices=choices, gold=order.index(item["gold"]))
+
+
+def listed(choices: Sequence[str]) -> str:
+    """Return the choices as lines with letters."""
+    return "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
+
+
+def chosen(said: str, choices: Sequence[str]) -> int | None:
+    """Return which choice a reply takes: the last one that it marks, states or consists of; None when it takes none.
+
+    >>> chosen("B looks good, but the best answer is: C", ["x", "y", "z"])
+    2
+    """
+    marked = final_answer(said)
+    stated = _STATED.findall(said)
+    for text in (marked, stated[-1] if stated else None, said.strip()):
+        if text is not None and (index := _named(text, choices)) is not None:
+            return index
+    return None
+
+
+def _named(text: str, choices: Sequence[str]) -> int | None:
+    plain = [" ".join(choice.lower().split()) for choice in choices]
+    wanted = " ".join(text.lower().split()).strip(" .")
+    if plain.count(wanted) == 1:
+        return plain.index(wanted)
+    letter = _ALONE.fullmatch(text.strip())
+    index = LETTERS.index(letter[1].upper()) if letter else len(choices)
+    return index if index < len(choices) else None
+
+
+def _index(named: Any, labels: Sequence[str], choices: Sequence[str]) -> int:
+    if isinstance(named, bool):
+        return int(named)
+    if isinstance(named, str):
+        if named.strip("() ") in labels:
+            return labels.index(named.strip("() "))
+        return choices.index(named) if named in choices else int(named)
+    return int(named)

@@ -1,0 +1,231 @@
+"""Constraints on a reply that a program can check, by the ids and arguments of IFEval.
+
+Source: the instructions of arXiv:2311.07911, table 1. Words are runs of letters, digits and underscores; sentences end
+at `.`, `!` or `?` followed by white space, or at a line's end.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atroposlib.errors import VerifierFault
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One kind of constraint."""
+
+    words: str  # what is asked for, with the arguments in braces
+    holds: Callable[..., bool]  # of the reply's text and the arguments
+
+
+def all_hold(text: str, ids: Sequence[str], arguments: Sequence[Arguments]) -> list[bool]:
+    """Return which of the constraints hold.
+
+    Raises:
+        VerifierFault: one cannot be checked here.
+    """
+    return [
+        bool(text.strip()) and CONSTRAINTS[name].holds(text, **given)
+        for name, given in zip(ids, arguments, strict=True)
+    ]
+
+
+def in_words(name: str, arguments: Arguments) -> str:
+    """Return a constraint as a sentence."""
+    shown = {key: ", ".join(map(str, value)) if isinstance(value, list) else value for key, value in arguments.items()}
+    return CONSTRAINTS[name].words.format(**shown)
+
+
+def check_arguments(ids: Sequence[str], arguments: Sequence[Arguments]) -> None:
+    """Raise ValueError when a constraint is not known, or takes other arguments."""
+    for name, given in zip(ids, arguments, strict=True):
+        if name not in CONSTRAINTS:
+            raise ValueError(f"there is no constraint {name!r}")
+        code = CONSTRAINTS[name].holds.__code__  # pyright: ignore[reportFunctionMemberAccess]
+        takes = set(code.co_varnames[1 : code.co_argcount])
+        if takes != set(given):
+            raise ValueError(f"constraint {name!r} takes {sorted(takes)}, found {sorted(given)}")
+
+
+def _count(found: int, relation: str, wanted: int) -> bool:
+    return found < wanted if relation == "less than" else found >= wanted
+
+
+def _times(text: str, word: str) -> int:
+    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text)
+
+
+def _sentences(text: str) -> int:
+    return sum(bool(_words(part)) for part in re.split(r"(?<=[.!?])\s+|\n+", text))
+
+
+def _paragraphs(text: str, mark: str) -> list[str]:
+    return [part.strip() for part in re.split(mark, text) if part.strip()]
+
+
+def _keywords(text: str, keywords: list[str]) -> bool:
+    return all(re.search(re.escape(word), text, re.IGNORECASE) for word in keywords)
+
+
+def _keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
+    return _count(len(re.findall(re.escape(keyword), text, re.IGNORECASE)), relation, frequency)
+
+
+def _forbidden(text: str, forbidden_words: list[str]) -> bool:
+    return not any(_times(text, word) for word in forbidden_words)
+
+
+def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return _count(text.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def _language(text: str, language: str) -> bool:
+    try:
+        import langdetect  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise VerifierFault("telling languages apart needs langdetect; run: pip install langdetect") from None
+    try:
+        return langdetect.detect(text) == language
+    except langdetect.LangDetectException:
+        return False
+
+
+def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
+    return _count(_sentences(text), relation, num_sentences)
+
+
+def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
+    return len(_paragraphs(text, r"\s?\*\*\*\s?")) == num_paragraphs
+
+
+def _number_words(text: str, num_words: int, relation: str) -> bool:
+    return _count(len(_words(text)), relation, num_words)
+
+
+def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    parts = _paragraphs(text, r"\n\n")
+    if len(parts) != num_paragraphs or nth_paragraph > len(parts):
+        return False
+    words = parts[nth_paragraph - 1].split()
+    return bool(words) and words[0].strip("'\"").rstrip(".,?!'\"").lower() == first_word.lower()
+
+
+def _placeholders(text: str, num_placeholders: int) -> bool:
+    return len(re.findall(r"\[[^\[\]]*\]", text)) >= num_placeholders
+
+
+def _postscript(text: str, postscript_marker: str) -> bool:
+    mark = re.escape(postscript_marker).replace(r"\.", r"\.\s?")
+    return re.search(rf"(?m)^\s*{mark}.*\S", text, re.IGNORECASE) is not None
+
+
+def _bullets(text: str, num_bullets: int) -> bool:
+    return len(re.findall(r"(?m)^\s*(?:\*[^*\n].*|-.*)$", text)) == num_bullets
+
+
+def _one_of(text: str) -> bool:
+    return any(answer in text for answer in OPTIONS)
+
+
+def _highlights(text: str, num_highlights: int) -> bool:
+    found = [*re.findall(r"\*\*([^\n*]+)\*\*", text), *re.findall(r"(?<!\*)\*([^\n*]+)\*(?!\*)", text)]
+    return sum(bool(part.strip()) for part in found) >= num_highlights
+
+
+def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    return len(re.split(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", text)) - 1 >= num_sections
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _title(text: str) -> bool:
+    return any(title.strip("<> ") for title in re.findall(r"<<[^\n<>]+>>", text))
+
+
+def _two_responses(text: str) -> bool:
+    parts = text.split("******")
+    inner = [part.strip() for number, part in enumerate(parts) if part.strip() or 0 < number < len(parts) - 1]
+    return len(inner) == 2 and all(inner) and inner[0] != inner[1]
+
+
+def _repeats(text: str, prompt_to_repeat: str) -> bool:
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def _ends(text: str, end_phrase: str) -> bool:
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
+    return _count(sum(word.isupper() for word in _words(text)), capital_relation, capital_frequency)
+
+
+def _quoted(text: str) -> bool:
+    text = text.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+
+CONSTRAINTS: dict[str, Constraint] = {
+    "keywords:existence": Constraint("Use the words {keywords}.", _keywords),
+    "keywords:frequency": Constraint('Use the word "{keyword}" {relation} {frequency} times.', _keyword_frequency),
+    "keywords:forbidden_words": Constraint("Do not use the words {forbidden_words}.", _forbidden),
+    "keywords:letter_frequency": Constraint(
+        'Use the letter "{letter}" {let_relation} {let_frequency} times.', _letter_frequency
+    ),
+    "language:response_language": Constraint("Answer in the language {language} only.", _language),
+    "length_constraints:number_sentences": Constraint("Write {relation} {num_sentences} sentences.", _number_sentences),
+    "length_constraints:number_paragraphs": Constraint(
+        "Write {num_paragraphs} paragraphs, parted by ***.", _number_paragraphs
+    ),
+    "length_constraints:number_words": Constraint("Write {relation} {num_words} words.", _number_words),
+    "length_constraints:nth_paragraph_first_word": Constraint(
+        'Write {num_paragraphs} paragraphs parted by empty lines; number {nth_paragraph} starts with "{first_word}".',
+        _first_word,
+    ),
+    "detectable_content:number_placeholders": Constraint(
+        "Use at least {num_placeholders} placeholders in square brackets, such as [name].", _placeholders
+    ),
+    "detectable_content:postscript": Constraint(
+        "Add a postscript at the end that starts with {postscript_marker}", _postscript
+    ),
+    "detectable_format:number_bullet_lists": Constraint(
+        "Use exactly {num_bullets} bullet points that start with *.", _bullets
+    ),
+    "detectable_format:constrained_response": Constraint(f"Answer with one of: {' '.join(OPTIONS)}", _one_of),
+    "detectable_format:number_highlighted_sections": Constraint(
+        "Highlight at least {num_highlights} parts, as *this one*.", _highlights
+    ),
+    "detectable_format:multiple_sections": Constraint(
+        "Write at least {num_sections} sections, each marked as {section_spliter} 1, {section_spliter} 2 and so on.",
+        _sections,
+    ),
+    "detectable_format:json_format": Constraint("Write all of it as JSON.", _is_json),
+    "detectable_format:title": Constraint("Give it a title in double angle brackets, as <<title>>.", _title),
+    "combination:two_responses": Constraint("Give two different answers, parted by ******.", _two_responses),
+    "combination:repeat_prompt": Constraint("First repeat the request word for word: {prompt_to_repeat}", _repeats),
+    "startend:end_checker": Constraint('End with exactly these words: "{end_phrase}"; nothing follows them.', _ends),
+    "change_case:capital_word_frequency": Constraint(
+        "Use {capital_relation} {capital_frequency} words in capital letters.", _capital_words
+    ),
+    "change_case:english_capital": Constraint("Use only capital letters.", lambda text: text.isupper()),
+    "change_case:english_lowercase": Constraint("Use only small letters.", lambda text: text.islower()),
+    "punctuation:no_comma": Constraint("Use no commas.", lambda text: "," not in text),
+    "startend:quotation": Constraint("Put all of it in double quotation marks.", _quoted),
+}

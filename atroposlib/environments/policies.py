@@ -1,0 +1,127 @@
+"""Scripted policies that show whether rewards are honest: gold, junk, nothing, a constant, the question, no end.
+
+    rates = await measure(env, problems=32)
+
+A reward is honest when a right reply scores highest and above 0, and nothing that has not solved the problem scores.
+The constant is the best one of those tried: right replies to other problems, and usual guesses.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from string import ascii_lowercase
+from typing import Any
+
+from atroposlib.environments.single_turn import Part, SingleTurnEnv
+from atroposlib.envs.reward_fns.math_answers import after_thinking
+from atroposlib.rollouts.early_stop import wilson_upper
+from atroposlib.rollouts.failures import is_scored
+
+GUESSES = ("0", "1", "2", "10", "42", "yes", "no", "True", "False", "A", "B", "C", "D", "[]", "{}", "None")
+FORMS = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}")
+"""In which the guesses are said."""
+_MOST_CONSTANTS = 24
+JUNK = 3
+"""Junk replies to each problem."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Mean grades, 0 to 1, over the problems. None: the environment knows no such reply."""
+
+    gold: float | None  # a right reply
+    spelling: float | None  # the same, spelt otherwise
+    junk: float
+    empty: float
+    question: float  # the question repeated
+    unfinished: float  # a right reply inside a thought that never ends
+    constant: float  # the best constant
+    constant_reply: str
+    problems: int
+
+    def faults(self, *, guessing: float) -> list[str]:
+        """Return what is not honest about these rates.
+
+        Args:
+            guessing: what a constant may score, which is chance. The rate found is above it when the lower end of
+                Wilson's 95% interval is: few problems say little.
+        """
+        found = []
+        for name in ("gold", "spelling"):
+            rate = getattr(self, name)
+            if rate is not None and rate < 1:
+                found.append(f"a right reply ({name}) scores {rate:.2f} on average, expected 1")
+        for name in ("junk", "empty", "question", "unfinished"):
+            if (rate := getattr(self, name)) > 0:
+                found.append(f"{name} scores {rate:.2f} on average, expected 0")
+        if 1 - wilson_upper(self.problems * (1 - self.constant), self.problems) > guessing:
+            said = f"the constant reply {self.constant_reply!r}"
+            found.append(f"{said} scores {self.constant:.2f} on average, expected at most {guessing:.2f}")
+        return found
+
+    def cells(self) -> list[str]:
+        """Return the rates as cells of a table, in the order of the fields, the constant's text left out."""
+        names = [field.name for field in fields(self) if field.name not in ("constant_reply", "problems")]
+        return ["-" if getattr(self, name) is None else f"{getattr(self, name):.2f}" for name in names]
+
+
+async def measure(env: SingleTurnEnv, *, problems: int = 32) -> Rates:
+    """Grade the policies' replies to `problems` problems of an environment that is set up."""
+    items = await _items(env, "train", problems)
+    others = await _items(env, "test", problems)
+    golds = [env.gold(item) for item in items]
+    rates: dict[str, list[float]] = {
+        name: [] for name in ("gold", "spelling", "junk", "empty", "question", "unfinished")
+    }
+    for item, gold in zip(items, golds, strict=True):
+        said = {"gold": [gold], "spelling": [env.other_spelling(item)], "empty": ["", "  \n"]}
+        said |= {"question": [env.question(item)], "junk": junk(env.question(item))}
+        said |= {"unfinished": [gold and f"<think>So {after_thinking(gold)}"]}
+        for name, replies in said.items():
+            rates[name] += await grades(env, [reply for reply in replies if reply is not None], item)
+    replies = _constants([reply for reply in map(env.gold, others) if reply is not None])
+    best, rate = await best_constant(env, items, replies)
+    means = {name: sum(found) / len(found) if found else None for name, found in rates.items()}
+    known = {name: rate or 0.0 for name, rate in means.items() if name not in ("gold", "spelling")}
+    return Rates(
+        gold=means["gold"],
+        spelling=means["spelling"],
+        constant=rate,
+        constant_reply=best,
+        problems=len(items),
+        **known,
+    )
+
+
+async def best_constant(env: SingleTurnEnv, items: Sequence[Any], replies: Sequence[str]) -> tuple[str, float]:
+    """Return the reply with the highest mean grade over all items, and that grade."""
+    sums = dict.fromkeys(replies, 0.0)
+    for item in items:
+        for reply, grade in zip(sums, await grades(env, list(sums), item), strict=True):
+            sums[reply] += grade
+    best = max(sums, key=lambda reply: sums[reply])
+    return best, sums[best] / len(items)
+
+
+async def grades(env: SingleTurnEnv, replies: Sequence[str], item: Any) -> list[float]:
+    """Return the grades of replies; one that cannot be judged has none, so it counts as 0."""
+    return [grade if is_scored(grade) else 0.0 for grade in await env.grades(replies, item)]
+
+
+def junk(seed: str) -> list[str]:
+    """Return replies of random letters and words, in the usual marks or without."""
+    rng = random.Random(seed)
+    texts = ["".join(rng.choices(ascii_lowercase + "     ", k=rng.randint(5, 200))) for _ in range(JUNK)]
+    return [form.format(text.strip() or "x") for form, text in zip(FORMS, texts, strict=True)]
+
+
+def _constants(golds: Sequence[str]) -> list[str]:
+    """Return the most frequent right replies to other problems, then the usual guesses."""
+    frequent = [reply for reply, _ in Counter(golds).most_common(_MOST_CONSTANTS)]
+    return list(dict.fromkeys([*frequent, *(form.format(guess) for form in FORMS for guess in GUESSES)]))
+
+
+async def _items(env: SingleTurnEnv, part: Part, count: int) -> list[Any]:
+    found = [await env.problem(part, index) for index in range(count)]
+    return [item for item in found if item is not None]
