@@ -51,6 +51,7 @@ async def test_an_item_names_its_task_and_carries_what_its_verifier_needs():
         "raw_prompt": messages[0]["content"],
         "identity": {"word": word},
         "identity_format": "json",
+        "demonstration": f"<answer>{word.upper()}</answer>",
     }
 
 
@@ -89,13 +90,12 @@ async def test_system_prompt(settings, prompt):
     assert (messages[0]["content"] if messages[0]["role"] == "system" else None) == prompt
 
 
-async def test_the_default_mixture_is_every_task_of_our_own_or_every_class_of_a_checkout(tmp_path):
+async def test_the_default_mixture_is_every_task_of_our_own_but_those_set_aside_or_every_class_of_a_checkout(tmp_path):
     assert set(make_source().tasks) == {
         "addition",
         "larger_of_two",
         "first_letter",
         "capitals",
-        "letter_count",
         "sorting",
     }
     quarantine = tmp_path / "quarantine.json"
