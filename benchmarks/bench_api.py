@@ -2,9 +2,12 @@
 
     python benchmarks/bench_api.py                                   # this checkout
     PYTHONPATH=OTHER_CHECKOUT python benchmarks/bench_api.py         # another, in the same sitting
-    python benchmarks/bench_api.py --stored 100000 --tokens 1600     # fill, kill -9, first answer, drain, disk
+    python benchmarks/bench_api.py --upstream VENV/bin/python        # the server of atroposlib 0.4.0 there
+    python benchmarks/bench_api.py --stock                           # uvicorn's own protocol in place of ours
+    python benchmarks/bench_api.py --stored 100000 --tokens 1300     # fill, kill -9, first answer, drain, disk
 
-A group is 16 sequences; CPU is of all threads of the server, from the kernel. One line per measurement.
+A group is 16 sequences; CPU is of all threads of the server, from the kernel. One line per measurement. `/status-env`
+is asked 20 times a second from a process of its own.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import os
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -52,19 +56,43 @@ def make_group(tokens: int, seed: int) -> dict[str, Any]:
     }
 
 
+STOCK = """
+import atroposlib.api.protocol as protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+protocol.ConnectionProtocol = lambda connections, **settings: HttpToolsProtocol(**settings)
+from atroposlib.cli.run_api import main
+main()
+"""
+
+
 class Server:
-    """A `run-api` of the checkout that this runs from."""
+    """A `run-api` of the checkout that this runs from, or one that has the same routes."""
+
+    upstream: str | None = None
+    stock = False
 
     def __init__(self, folder: Path) -> None:
-        self._command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", "0", "--state-dir", str(folder)]
+        ours = ["-c", STOCK] if self.stock else ["-m", "atroposlib.cli.run_api"]
+        self._command = [sys.executable, *ours, "--port", "0", "--state-dir", str(folder)]
         self.folder = folder
         self.start()
 
     def start(self) -> None:
         """Return when it listens."""
+        if self.upstream is not None:
+            self._start_upstream(self.upstream)
+            return
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self._process.stdout is not None
         self.url = re.findall(r"http://\S+", self._process.stdout.readline())[0]
+
+    def _start_upstream(self, python: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [python, "-m", "uvicorn", "atroposlib.api:app", "--port", str(port), "--log-level", "error"]
+        self._process = subprocess.Popen(command, cwd=self.folder.parent, env={**os.environ, "PYTHONPATH": ""})
+        self.url = f"http://127.0.0.1:{port}"
 
     def cpu_s(self) -> float:
         """Return the seconds that its threads have run."""
@@ -110,13 +138,41 @@ async def run_on(api: Server) -> AsyncIterator[tuple[TrainerClient, list[EnvClie
             await env.close()
 
 
+PROBE = """
+import http.client, sys, time
+connection = http.client.HTTPConnection(sys.argv[1])
+while True:
+    began = time.perf_counter()
+    connection.request("GET", "/status-env?env_id=0", b'{"env_id": 0}', {"Content-Type": "application/json"})
+    connection.getresponse().read()
+    print(time.perf_counter() - began, flush=True)
+    time.sleep(0.05)
+"""
+
+
+@contextmanager
+def probe(url: str) -> Iterator[list[float]]:
+    """Ask for `/status-env` meanwhile; afterwards the list holds the seconds that each answer took."""
+    waits: list[float] = []
+    asking = subprocess.Popen(
+        [sys.executable, "-c", PROBE, url.removeprefix("http://")], stdout=subprocess.PIPE, text=True
+    )
+    assert asking.stdout is not None
+    asking.stdout.readline()  # it has begun
+    try:
+        yield waits
+    finally:
+        asking.kill()
+        waits += map(float, asking.communicate()[0].splitlines())
+
+
 async def ingest(tokens: int, count: int, *, own: bool, with_trainer: bool) -> None:
     """Post `count` groups from eight environments at once."""
     with server() as api:
         async with run_on(api) as (trainer, envs), aiohttp.ClientSession() as session:
             groups = [make_group(tokens, seed) for seed in range(4)]
             bodies = [[json.dumps({**g, "env_id": e}).encode() for g in groups] for e in range(ENVS)]
-            asked, left, waits = asyncio.Event(), count, list[float]()
+            left = count
 
             async def post(e: int) -> None:
                 nonlocal left
@@ -141,20 +197,10 @@ async def ingest(tokens: int, count: int, *, own: bool, with_trainer: bool) -> N
                     taken += batch is not None
                     await asyncio.sleep(0 if batch else 0.02)
 
-            async def probe() -> None:
-                while not asked.is_set():
-                    began = time.perf_counter()
-                    async with session.get(f"{api.url}/status-env?env_id=0") as r:
-                        await r.read()
-                    waits.append(time.perf_counter() - began)
-                    await asyncio.sleep(0.05)
-
-            probing = asyncio.create_task(probe())
-            cpu, began = api.cpu_s(), time.perf_counter()
-            await asyncio.gather(take(), *(post(e) for e in range(ENVS)))
-            spent, took = api.cpu_s() - cpu, time.perf_counter() - began
-            asked.set()
-            await probing
+            with probe(api.url) as waits:
+                cpu, began = api.cpu_s(), time.perf_counter()
+                await asyncio.gather(take(), *(post(e) for e in range(ENVS)))
+                spent, took = api.cpu_s() - cpu, time.perf_counter() - began
     kind = f"{'own clients' if own else 'JSON clients'}{', trainer' if with_trainer else ''}"
     p50, *_, p99 = statistics.quantiles(waits, n=100, method="inclusive")[49:]
     print(
@@ -164,28 +210,27 @@ async def ingest(tokens: int, count: int, *, own: bool, with_trainer: bool) -> N
     )
 
 
-async def one_batch(tokens: int) -> None:
-    """Read batches of 64 sequences, as JSON and by our own client."""
-    for own in (False, True):
-        with server() as api:
-            async with run_on(api) as (trainer, envs), aiohttp.ClientSession() as session:
-                for seed in range(12):
-                    await envs[0].submit([make_group(tokens, seed)])
-                took, cpu = [], api.cpu_s()
-                for _ in range(3):
-                    began = time.perf_counter()
-                    if own:
-                        await trainer.batch(binary=True)
-                    else:
-                        async with session.get(f"{api.url}/batch") as r:
-                            await r.read()
-                    took.append(time.perf_counter() - began)
-                spent = (api.cpu_s() - cpu) / 3
-        print(
-            f"batch of 64 x {tokens}, {'own' if own else 'JSON'}: {1e3 * statistics.median(took):.0f} ms, "
-            f"{1e3 * spent:.0f} ms CPU of the server, load {os.getloadavg()[0]:.0f}",
-            flush=True,
-        )
+async def one_batch(tokens: int, *, own: bool) -> None:
+    """Read batches of 64 sequences, by our own client or as JSON."""
+    with server() as api:
+        async with run_on(api) as (trainer, envs), aiohttp.ClientSession() as session:
+            for seed in range(20):
+                await envs[0].submit([make_group(tokens, seed)])
+            took, cpu = [], api.cpu_s()
+            for _ in range(5):
+                began = time.perf_counter()
+                if own:
+                    await trainer.batch(binary=True)
+                else:
+                    async with session.get(f"{api.url}/batch") as r:
+                        await r.read()
+                took.append(time.perf_counter() - began)
+            spent = (api.cpu_s() - cpu) / 5
+    print(
+        f"batch of 64 x {tokens}, {'own' if own else 'JSON'}: median {1e3 * statistics.median(took):.0f} ms, least "
+        f"{1e3 * min(took):.0f}, {1e3 * spent:.0f} ms CPU of the server, load {os.getloadavg()[0]:.0f}",
+        flush=True,
+    )
 
 
 async def stored(count: int, tokens: int) -> None:
@@ -216,18 +261,23 @@ async def stored(count: int, tokens: int) -> None:
 
 async def main(options: argparse.Namespace) -> None:
     """Run what was asked for."""
+    Server.upstream, Server.stock = options.upstream, options.stock
     if options.stored:
         await stored(options.stored, options.tokens)
         return
-    for own in (False, True):
+    kinds = (False,) if options.upstream else (False, True)
+    for own in kinds:
         for with_trainer in (False, True):
             await ingest(options.tokens, options.groups, own=own, with_trainer=with_trainer)
-    await one_batch(8192)
+    for own in kinds:
+        await one_batch(8192, own=own)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=120)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--upstream", help="python of an environment with atroposlib 0.4.0: measure its server")
+    parser.add_argument("--stock", action="store_true", help="measure with uvicorn's own HTTP protocol")
     parser.add_argument("--stored", type=int, help="measure a queue of so many groups instead")
     asyncio.run(main(parser.parse_args()))

@@ -54,37 +54,30 @@ class BatchResponse(Response):
         connection: Connection | None = scope.get(CONNECTION_KEY)
         request = connection.progress.requests if connection is not None else 0
         try:
-            end = self._send_end(connection) if await self._send_all_but_the_end(send, connection) else None
+            if not await self._send_all_but_the_end(send, connection):
+                await self._service.batches.not_sent(self._batch)
+                return
+            commit = self._service.batches.note_sent(self._batch)
         except BaseException:
             await asyncio.shield(self._service.batches.not_sent(self._batch))
             raise
-        if end is None:
-            await self._service.batches.not_sent(self._batch)
-            return
+        # A kill between the next two loses the batch. The other way round it would double it, and that gap is far
+        # longer: a send wakes the trainer, which the scheduler may run first. All else has left, so `send` does not
+        # wait, nor does the transport.
+        commit()
         try:
-            await send({"type": "http.response.body", "body": end, "more_body": False})
+            await send({"type": "http.response.body", "body": self._parts[-1][-1:], "more_body": False})
         finally:
+            if connection is not None:
+                connection.transport.set_write_buffer_limits()
             await asyncio.shield(self._service.batches.sent(self._batch, self._started_at))
             if self._batch.expires is None:
                 self._await_arrival(connection, request)
 
-    def _send_end(self, connection: Connection | None) -> bytes:
-        """Note that the batch is delivered and send its last byte at once; what is left to send.
-
-        A kill between the two would lose the batch. The other way round it would double it, and that gap is a thousand
-        times longer: a send wakes the trainer, which the scheduler may run first.
-        """
-        end, commit = self._parts[-1][-1:], self._service.batches.note_sent(self._batch)
-        if connection is None:
-            commit()
-            return end
-        connection.send_last(end, commit)
-        return b""
-
     async def _send_all_but_the_end(self, send: Send, connection: Connection | None) -> bool:
         """Whether the client still reads when everything before the last byte has left."""
         if connection is not None:
-            connection.transport.set_write_buffer_limits(high=0)  # now each send waits until the one before has left
+            connection.transport.set_write_buffer_limits(high=0)  # each send leaves at once, or is waited for
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for part in (*self._parts[:-1], self._parts[-1][:-1], b""):
             for start in range(0, len(part) or 1, CHUNK_BYTES):
@@ -92,8 +85,6 @@ class BatchResponse(Response):
                 if connection is not None and connection.is_leaving():
                     connection.progress.broken = True
                     return False
-        if connection is not None:
-            connection.transport.set_write_buffer_limits()
         return True
 
     def _await_arrival(self, connection: Connection | None, request: int) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
 import msgspec
-import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -22,7 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from atroposlib.api import auth
 from atroposlib.api.group_codec import GROUPS_TYPE
 from atroposlib.api.metrics import Metrics
-from atroposlib.api.protocol import Connection, Connections
+from atroposlib.api.protocol import Connections
 from atroposlib.api.schemas import Refused
 from atroposlib.api.store import StorageFull, Unreadable
 from atroposlib.errors import GroupError
@@ -33,7 +32,6 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
-Body: TypeAlias = bytes | memoryview
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 DISCARD_FACTOR = 16
@@ -117,7 +115,7 @@ class BodyReader:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        body = await self._read(receive, _declared_length(headers), scope.get(CONNECTION_KEY))
+        body = await self._read(receive)
         if body is None:
             return  # the client left
         answer = self._refusal(headers, body) if body else None
@@ -139,7 +137,7 @@ class BodyReader:
 
         await self._app(scope, receive_whole, send)
 
-    async def _read(self, receive: Receive, declared: int | None, connection: Connection | None) -> Body | None:
+    async def _read(self, receive: Receive) -> bytes | None:
         """The body; cut just over the limit when too long; None when the client left in the middle."""
         chunks, size = [], 0
         while True:
@@ -147,15 +145,13 @@ class BodyReader:
             if message["type"] == "http.disconnect":
                 return None
             chunk, more = message.get("body", b""), message.get("more_body", False)
-            if more and not chunks and connection is not None and len(chunk) < (declared or 0) <= self._max_bytes:
-                return await _receive_whole(connection, chunk, declared or 0)
             size += len(chunk)
             if size <= self._max_bytes or not chunks or size - len(chunk) <= self._max_bytes:
                 chunks.append(chunk)
             if not more or size > self._max_bytes * DISCARD_FACTOR:
                 return b"".join(chunks)
 
-    def _refusal(self, headers: Headers, body: Body) -> Response | None:
+    def _refusal(self, headers: Headers, body: bytes) -> Response | None:
         if len(body) > self._max_bytes:
             return self._too_large("the body")
         kind = _content_type(headers)
@@ -166,7 +162,7 @@ class BodyReader:
             return refuse(415, f"Content-Encoding is {encoding[:80]!r}; expected gzip or none")
         return None
 
-    async def _inflate(self, body: Body) -> bytes | Response:
+    async def _inflate(self, body: bytes) -> bytes | Response:
         try:
             if len(body) > INFLATE_INLINE_BYTES:
                 return await asyncio.to_thread(gunzip, body, self._max_bytes)
@@ -182,13 +178,6 @@ class BodyReader:
         return answer
 
 
-async def _receive_whole(connection: Connection, first: bytes, length: int) -> Body | None:
-    """A body of `length` bytes that begins with `first`; None when the client left in the middle."""
-    body = np.empty(length, np.uint8).data  # memory that is not touched before the bytes come
-    body[: len(first)] = first
-    return body if await connection.receive_into(body[len(first) :]) else None
-
-
 def is_binary(headers: Headers) -> bool:
     """Return True when the body is groups in binary form."""
     return _content_type(headers) == GROUPS_TYPE
@@ -198,13 +187,7 @@ def _content_type(headers: Headers) -> str:
     return headers.get("content-type", "application/json").partition(";")[0].strip().lower()
 
 
-def _declared_length(headers: Headers) -> int | None:
-    """Content-Length; None when absent (chunked)."""
-    text = headers.get("content-length", "")
-    return int(text) if text.isdecimal() and "transfer-encoding" not in headers else None
-
-
-def gunzip(body: Body, max_bytes: int) -> bytes:
+def gunzip(body: bytes, max_bytes: int) -> bytes:
     """Inflate all members of a gzip body.
 
     Raises:

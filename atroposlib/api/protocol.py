@@ -1,31 +1,17 @@
-"""TCP connections: how bytes come in, who may stay, and whether an answer really left.
+"""TCP connections: who may stay, how long a request may take to come, and whether an answer really left.
 
-uvicorn's HTTP protocol sits behind a buffer that lets a large body arrive in one piece. Through the HTTP parser a
-body of 1.1 MB comes in dozens of pieces, each copied four times, and the socket is stopped and started for most of
-them. Here the parser sees the head of a request and what came with it; when the application then asks for the rest
-(`receive_into`), the kernel writes it straight to where it will be used. The parser is told nothing of it: it is
-replaced by a fresh one, as the next byte begins a new request. Between a head and the application's question nothing
-is read, so strangers cannot make the server hold their bodies.
-
-ASGI does not tell an application what became of its last bytes: a `Connection` per socket does. The last bytes of a
-batch bypass uvicorn on their way out (`Connection.send_last`). Under another server, or a uvicorn that has changed,
+ASGI does not tell an application what became of its last bytes: a `Connection` per socket does. Under another server
 there are no connections, and a response counts as sent when the server took it.
 """
 
 import array
 import asyncio
-import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
-import httptools
-import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 18
 MAX_STRANGERS = 512
@@ -54,22 +40,11 @@ class Progress:
 
 
 class Connection:
-    """One client connection.
+    """One client connection."""
 
-    Attributes:
-        receive_into: fills a buffer with the unread part of a request's body; False when the client left.
-    """
-
-    def __init__(
-        self,
-        transport: asyncio.Transport,
-        receive_into: Callable[[memoryview], Awaitable[bool]],
-        count_sent: Callable[[int], None],
-    ) -> None:
+    def __init__(self, transport: asyncio.Transport) -> None:
         self.transport = transport
-        self.receive_into = receive_into
         self.progress = Progress()
-        self._count_sent = count_sent
         self._on_fate: Callable[[bool], None] | None = None
 
     def next_request(self) -> None:
@@ -95,16 +70,6 @@ class Connection:
     def is_leaving(self) -> bool:
         """Whether what is sent now would not go out any more."""
         return self.progress.closed or self.transport.is_closing()
-
-    def send_last(self, last: bytes, commit: Callable[[], None]) -> None:
-        """Note an answer and send its last bytes, with as little as can be between the two.
-
-        Everything before them must have left, and the connection must not be leaving.
-        """
-        write = self.transport.write
-        commit()
-        write(last)
-        self._count_sent(len(last))
 
     def when_known(self, request: int, callback: Callable[[bool], None]) -> None:
         """Call back once, with True when the answer to this request surely arrived, with False when it broke off."""
@@ -204,170 +169,68 @@ BODY_S = 60.0
 """Longest wait for the next byte of a body."""
 
 HEAD_BYTES = 1 << 16
-"""Read at once; and if so much comes without ending a head or being a body, its sender gets no further."""
+"""If so much comes without ending a head, its sender gets no further."""
 
 
-class _Http(HttpToolsProtocol):
-    """uvicorn's protocol, which can be told that the application took the rest of a body itself.
+class ConnectionProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol with deadlines for what comes in, which keeps `connections` up to date."""
 
-    Attributes:
-        pending: bytes that the parser has and nobody else yet, such as those of an unfinished head.
-    """
-
-    def __init__(self, **uvicorn_settings: Any) -> None:
+    def __init__(self, connections: Connections, **uvicorn_settings: Any) -> None:
         super().__init__(**uvicorn_settings)
-        self.pending = 0
-        self._answering = self.cycle
-
-    def data_received(self, data: bytes) -> None:
-        self.pending += len(data)
-        super().data_received(data)
-        if self.pending > HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The head of a request may have {HEAD_BYTES} bytes.")
-
-    def on_headers_complete(self) -> None:
-        self.pending = 0
-        super().on_headers_complete()
-        if not self.pipeline:  # else it waits there for its turn
-            self._answering = self.cycle
-
-    def on_body(self, body: bytes) -> None:
-        self.pending = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self.pending = 0
-        super().on_message_complete()
-
-    def on_response_complete(self) -> None:
-        if self.pipeline:
-            self._answering, _ = self.pipeline[-1]
-        super().on_response_complete()
-
-    def awaits_body(self) -> bool:
-        """Whether the current request's body is unfinished and somebody may want it."""
-        return self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete
-
-    def body_was_taken(self) -> None:
-        """The current request is complete; the next byte belongs to another one."""
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
-        self.cycle.more_body = False
-        self.cycle.message_event.set()
-
-    def answer_was_sent(self, nbytes: int) -> None:
-        """The application sent so many bytes of the current answer itself; `cycle` may be one that waits behind it."""
-        self._answering.expected_content_length -= nbytes
-
-
-class Intake(asyncio.BufferedProtocol):
-    """One client connection: bytes go to the HTTP parser, or into the buffer that the application gave."""
-
-    _head = memoryview(bytearray(HEAD_BYTES))  # of all connections: what it is filled with is copied out at once
-
-    def __init__(self, connections: Connections, http: _Http) -> None:
-        self._http = http
-        self._connections = connections
+        self._open = connections
         self._deadline: asyncio.TimerHandle | None = None
-        self._rest: memoryview | None = None
-        self._filled: asyncio.Future[bool] | None = None
+        self._in_head = False
+        self._head_bytes = 0
 
-    async def receive_into(self, rest: memoryview) -> bool:
-        """Fill `rest`, the unread part of the current request's body; False when the client left before it was full."""
-        self._rest, self._filled = rest, asyncio.get_running_loop().create_future()
-        self._http.flow.resume_reading()
-        return await self._filled
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, transport)
-        self._http.connection_made(transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
         self._peer = tuple(transport.get_extra_info("peername") or ())[:2]
-        self._connection = Connection(transport, self.receive_into, self._http.answer_was_sent)
-        self._connections.add(self._peer, self._connection)
+        self._connection = Connection(transport)
+        self._open.add(self._peer, self._connection)
         self._expect(HEAD_S)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._head if self._rest is None else self._rest
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head of a request may have {HEAD_BYTES} bytes.")
 
-    def buffer_updated(self, nbytes: int) -> None:
-        if self._rest is None:
-            self._http.data_received(bytes(self._head[:nbytes]))
-            if self._http.awaits_body():
-                self._http.flow.pause_reading()  # until the application asks
-                self._expect(BODY_S)
-            elif not self._http.pending:
-                self._expect(None)
-            elif self._deadline is None:
-                self._expect(HEAD_S)
-            return
-        self._rest = self._rest[nbytes:]
-        self._expect(BODY_S if self._rest else None)
-        if not self._rest:
-            self._http.body_was_taken()
-            self._finish(True)
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+        self._expect(HEAD_S)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._in_head = False
+        self._expect(BODY_S)
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._expect(BODY_S)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._expect(None)
 
     def eof_received(self) -> None:
         self._connection.peer_closed()
-        self._http.eof_received()
+        super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.remove(self._peer, self._connection)
+        self._open.remove(self._peer, self._connection)
         self._expect(None)
         self._connection.lost(exc)
-        self._http.connection_lost(exc)
-        self._finish(False)
-
-    def pause_writing(self) -> None:
-        self._http.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._http.resume_writing()
+        super().connection_lost(exc)
 
     def _expect(self, within_s: float | None) -> None:
-        """Close the connection unless its client sends more within so many seconds; None: expect nothing any more."""
+        """Close the connection unless its client sends more within this time; None: expect nothing any more."""
         if self._deadline is not None:
             self._deadline.cancel()
-        loop = self._http.loop
-        self._deadline = None if within_s is None else loop.call_later(within_s, self._too_slow, within_s)
+        self._deadline = None if within_s is None else self.loop.call_later(within_s, self._too_slow, within_s)
 
     def _too_slow(self, within_s: float) -> None:
-        self._deadline = None
-        if self._http.flow.read_paused:  # it is the application that lets the client wait
+        if self.flow.read_paused:  # it is the application that lets the client wait
             self._expect(within_s)
         else:
-            self._http.transport.close()
-
-    def _finish(self, complete: bool) -> None:
-        filled, self._rest, self._filled = self._filled, None, None
-        if filled is not None and not filled.done():
-            filled.set_result(complete)
-
-
-def protocol(connections: Connections) -> type[asyncio.Protocol]:
-    """For `uvicorn.Config(http=...)`, which only calls it: makes protocols that keep `connections` up to date.
-
-    Where this uvicorn lacks what they reach into, it is uvicorn's own protocol: slower, and without `connections`.
-    """
-
-    def make(**uvicorn_settings: Any) -> asyncio.BaseProtocol:
-        http = _Http(**uvicorn_settings)
-        missing = [name for name in _REACHED_INTO if not hasattr(http, name)]
-        if not missing:
-            return Intake(connections, http)
-        _warn_once(", ".join(missing))
-        return HttpToolsProtocol(**uvicorn_settings)
-
-    return cast(type[asyncio.Protocol], make)
-
-
-@cache
-def _warn_once(missing: str) -> None:
-    logger.warning(
-        "uvicorn %s has no %s in its HTTP protocol: large bodies cost more, broken deliveries are not noticed, idle "
-        "connections are not cut off; install a version from the range of this package",
-        uvicorn.__version__,
-        missing,
-    )
-
-
-_REACHED_INTO = ("cycle", "parser", "flow", "pipeline", "transport", "on_response_complete", "send_400_response")
+            self.transport.close()

@@ -36,7 +36,6 @@ from atroposlib.api.edge import (
     json_response,
     refuse,
 )
-from atroposlib.api.group_checks import Body as RequestBody
 from atroposlib.api.group_checks import EncodedGroup, read_binary, read_group, read_list
 from atroposlib.api.group_codec import GROUP_KEYS
 from atroposlib.api.group_intake import Receipt
@@ -323,9 +322,9 @@ def add_hot_routes(api: FastAPI) -> Sequence[BaseRoute]:
     return router.routes
 
 
-async def _in_turn(request: Request, read: Callable[[RequestBody], T]) -> T:
+async def _in_turn(request: Request, read: Callable[[bytes], T]) -> T:
     """`read` the body without keeping other requests waiting: one body between two looks at the sockets."""
-    body: RequestBody = request.scope[BODY_KEY]
+    body: bytes = request.scope[BODY_KEY]
     if len(body) < SMALL_BODY_BYTES:
         return read(body)
     async with request.app.state.reading:
@@ -347,7 +346,7 @@ def _asking_env(request: Request) -> int:
     body, query = request.scope[BODY_KEY], request.query_params
     try:
         if body:
-            return schemas.EnvIdentifier.model_validate_json(bytes(body)).env_id
+            return schemas.EnvIdentifier.model_validate_json(body).env_id
         if "env_id" in query:
             return schemas.EnvIdentifier.model_validate({"env_id": query["env_id"]}).env_id
     except ValidationError as error:

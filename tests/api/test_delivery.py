@@ -44,7 +44,7 @@ async def delivery(tmp_path):
     batch = await service.batches.next()
     response = BatchResponse(service, batch, [b"head", b"body", b"end"], {})
     wire = Wire(tmp_path / "state")
-    connection = Connection(wire, receive_into=None, count_sent=lambda nbytes: None)
+    connection = Connection(wire)
     connection.next_request()
 
     async def send(message):

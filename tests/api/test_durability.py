@@ -193,6 +193,9 @@ def other_database(path):
 def test_a_damaged_or_alien_state_is_refused_in_one_sentence(tmp_path, damage):
     state = tmp_path / "state"
     with server_process(state) as server:
+        assert (
+            httpx.get(f"{server.url}/health").status_code == 200
+        )  # stopped before that, its WAL would hold everything
         assert server.stop(signal.SIGTERM) == 0
     damage(state)
     assert "state.sqlite" in refusal(state)
