@@ -14,17 +14,14 @@ from rich.text import Text
 
 from atroposlib.cli.boundary import App, run
 from atroposlib.cli.reading import reading
-from atroposlib.data.card import dataset_card
 from atroposlib.data.chats import messages_of
-from atroposlib.data.index import open_table, read_group
-from atroposlib.data.merge import merge_rollouts
 from atroposlib.data.output import check_output, write_whole
 from atroposlib.data.policy import load_policy, select
-from atroposlib.data.report import require_groups
+from atroposlib.data.report import dataset_card, require_groups
 from atroposlib.data.set_aside import listed
-from atroposlib.data.split import split_rollouts
-from atroposlib.data.stats import Stats, TaskStats, describe
-from atroposlib.data.stats_page import stats_page
+from atroposlib.data.split_merge import merge_rollouts, split_rollouts
+from atroposlib.data.stats import Stats, TaskStats, describe, stats_page
+from atroposlib.data.table import open_table, read_group
 from atroposlib.data.tokenizers import load_tokenizer, padded_vocabulary
 from atroposlib.data.validate import Validation
 from atroposlib.errors import DataError

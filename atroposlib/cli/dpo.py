@@ -8,8 +8,7 @@ from atroposlib.cli.boundary import App, run
 from atroposlib.cli.reading import reading
 from atroposlib.cli.sft import OUTPUT_HELP, default_output, print_report
 from atroposlib.data.collect import Collection, is_live_call
-from atroposlib.data.dpo import DpoFormat, DpoOptions, collect_dpo, export_dpo
-from atroposlib.data.pairs import Negatives, PairRules
+from atroposlib.data.dpo import DpoFormat, DpoOptions, Negatives, PairRules, collect_dpo, export_dpo
 from atroposlib.data.policy import Policy, load_policy
 from atroposlib.errors import ConfigError
 

@@ -10,8 +10,8 @@ import typer
 import uvicorn
 
 from atroposlib.cli.boundary import App, run
-from atroposlib.data.index import table_of
 from atroposlib.data.rollout_files import find_rollout_files
+from atroposlib.data.table import table_of
 from atroposlib.data.tokenizers import load_tokenizer
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.frontend.live_rollouts import LiveRollouts

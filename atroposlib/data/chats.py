@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from atroposlib.data.lazy import LazyGroup, Raw
+from atroposlib.data.lazy_group import LazyGroup, Raw
 from atroposlib.errors import RowError
 
 Message: TypeAlias = Mapping[str, Any]

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from atroposlib.data.index import index_path
-from atroposlib.data.lazy import hash64
+from atroposlib.data.lazy_group import hash64
 from atroposlib.data.report import ExportReport, finished_report, is_dataset
 from atroposlib.data.rollout_files import expand_input, read_lines
-from atroposlib.data.table import Table, concatenate, scan_after
+from atroposlib.data.table import Table, concatenate, index_path, scan_after
 from atroposlib.errors import ApiError, ConfigError, PathError
 from atroposlib.json_lines import one_line
 from atroposlib.lock_files import HeldError, hold

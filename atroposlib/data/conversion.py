@@ -1,4 +1,4 @@
-"""One export's converters: the format, its tokenizer, and re-rendering where no ids were recorded."""
+"""One export's converters: the format, its tokenizer, and a chat template where no ids were recorded."""
 
 import logging
 from collections.abc import Iterator
@@ -22,7 +22,6 @@ from atroposlib.data.formats import (
     to_sharegpt,
     to_tokens,
 )
-from atroposlib.data.rerender import Rerenderer
 from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Chosen, Table
 from atroposlib.data.tokenizers import load_tokenizer
@@ -32,7 +31,57 @@ from atroposlib.type_definitions import Array
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from atroposlib.data.chats import read_chat
+from atroposlib.data.formats import token_record
+from atroposlib.data.templates import Segment, TemplateRenderer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
+
+
+class Rerenderer:
+    """Holds the self-tested template of one tokenizer."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._renderer = TemplateRenderer(tokenizer)
+
+    def tokens(self, chosen: Chosen) -> Iterator[Record]:
+        """`tokens` records of the chosen responses."""
+        conversations = [self._segments(chosen, index) for index in chosen.indices]
+        for index, (ids, labels) in zip(chosen.indices, self._renderer.encode(conversations), strict=True):
+            yield token_record(ids, labels, chosen.group.scores[index])
+
+    def prefixes(self, chosen: Chosen) -> Iterator[Record]:
+        """`prefix` records of the chosen responses: a record for each stretch that takes loss."""
+        for index in chosen.indices:
+            before = ""
+            segments = (segment for segment in self._segments(chosen, index) if segment.text)
+            for is_trained, stretch in groupby(segments, lambda segment: segment.is_trained):
+                text = "".join(segment.text for segment in stretch)
+                if is_trained:
+                    yield {"prefix": before, "completion": text, "score": chosen.group.scores[index]}
+                before += text
+
+    def _segments(self, chosen: Chosen, index: int) -> list[Segment]:
+        where = f"{chosen.line.where}[{index}]"
+        chat = read_chat(chosen.group, index, where, (0, 0))
+        try:
+            return self._renderer.segments(
+                chat.messages,
+                generated=chat.generated,
+                tools=msgspec.json.decode(chat.tools) if chat.tools else None,
+                is_cut=chosen.group.finish_reason(index) == "length",
+            )
+        except DataError as error:
+            raise RowError(where, "chat that the template does not render in full", str(error)) from error
+
 
 _CUT = {"messages": to_messages, "sharegpt": to_sharegpt}  # formats of whole conversations
 _SAMPLES = 8  # responses whose ids are compared with their recorded text

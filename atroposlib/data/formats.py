@@ -29,7 +29,7 @@ from atroposlib.data.chats import (
     read_chat,
     reasoning_of,
 )
-from atroposlib.data.lazy import Raw, hash64
+from atroposlib.data.lazy_group import Raw, hash64
 from atroposlib.data.table import Chosen, Table
 from atroposlib.data.tokenizers import check_ids
 from atroposlib.errors import RowError

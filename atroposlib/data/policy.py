@@ -10,20 +10,257 @@ In YAML:
       - {step: pass_rate, min: 0.1, max: 0.9}
       - {step: top_n, n: 2, by: shortest}
       - {step: target, count: 100000}
+
+Every choice by chance follows from the seed and the problem, not from file order: adding files or steps does not
+reshuffle what was chosen before.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
-from atroposlib.data.contents import Contamination, contaminated
+from atroposlib.data.duplicates import Contamination, contaminated, duplicates, near_duplicates
 from atroposlib.data.rollout_files import expand_input
-from atroposlib.data.steps import AnyStep, DecontaminateStep, GapStep, ScoreStep, TargetStep, TopStep
-from atroposlib.data.table import Table
-from atroposlib.errors import ConfigError
+from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
+from atroposlib.errors import ConfigError, DataError
 from atroposlib.type_definitions import Array
+
+
+class Step(BaseModel):
+    """One decision; `apply` returns which of the rows in `keep` stay."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """[responses] of bool, a subset of `keep`."""
+        raise NotImplementedError
+
+
+class ScoreStep(Step):
+    """Responses whose score lies in a range; the default keeps accepted ones."""
+
+    step: Literal["score"]
+    above: float | None = Field(default=None, description="Keep scores greater than this.")
+    at_least: float | None = Field(default=None, description="Keep scores of at least this.")
+    at_most: float | None = Field(default=None, description="Keep scores of at most this.")
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """Row by row."""
+        score = table.responses["score"]
+        if self.above is not None:
+            keep = keep & (score > self.above)
+        if self.at_least is not None:
+            keep = keep & (score >= self.at_least)
+        return keep if self.at_most is None else keep & (score <= self.at_most)
+
+
+class GapStep(Step):
+    """Responses better than the worst of their group by more than `above` (upstream's minimum score difference)."""
+
+    step: Literal["gap"]
+    above: float = Field(default=0.0, description="Score difference to the group's worst response.")
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """The group's worst counts whether it is kept or not."""
+        return keep & (table.responses["score"] - _group_minimum(table) > self.above)
+
+
+class FinishReasonStep(Step):
+    """Responses that ended in one of the given ways; `unknown` stands for files that do not record it."""
+
+    step: Literal["finish_reason"]
+    allow: list[Literal["stop", "length", "abort", "tool_calls", "unknown"]] = ["stop", "tool_calls", "unknown"]
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """Row by row."""
+        codes = [FINISH_REASONS.index(reason) for reason in self.allow]
+        return keep & np.isin(table.responses["finish"], codes)
+
+
+class LengthStep(Step):
+    """Responses of a length, in tokens."""
+
+    step: Literal["length"]
+    of: Literal["completion", "total"] = "completion"
+    min_tokens: NonNegativeInt = 0
+    max_tokens: PositiveInt | None = None
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """DataError where a length is unknown, because no token ids were recorded."""
+        length = _known_lengths(table, keep, self.of)
+        keep = keep & (length >= self.min_tokens)
+        return keep if self.max_tokens is None else keep & (length <= self.max_tokens)
+
+
+class PassRateStep(Step):
+    """Problems whose share of accepted responses lies in a band: drops the too hard and the too easy."""
+
+    step: Literal["pass_rate"]
+    min: float = Field(default=0.0, ge=0, le=1, description="Lowest share that stays.")
+    max: float = Field(default=1.0, ge=0, le=1, description="Highest share that stays.")
+    accept_score: float = Field(default=0.0, description="A response is accepted when its score is above this.")
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """The share is of all recorded responses of the problem, kept or not."""
+        rate = pass_rates(table, self.accept_score)
+        return keep & (rate >= self.min) & (rate <= self.max)
+
+
+class TopStep(Step):
+    """At most n responses of each group (or problem)."""
+
+    step: Literal["top_n"]
+    n: PositiveInt
+    by: Literal["score", "shortest", "longest", "random"] = "score"
+    per: Literal["group", "problem"] = "group"
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """Equal ones are told apart by chance, except for scores: there the earlier response wins."""
+        owner = table.responses["group"] if self.per == "group" else table.column("item")
+        return _first_n(keep, owner, self._order(table, keep, seed), self.n)
+
+    def _order(self, table: Table, keep: Array, seed: int) -> list[Array]:
+        if self.by == "random":
+            return [priorities(table, seed)]
+        if self.by == "score":
+            return [-table.responses["score"]]
+        length = _known_lengths(table, keep, "completion").astype("i8")
+        return [length if self.by == "shortest" else -length, priorities(table, seed)]
+
+
+class TaskCapStep(Step):
+    """At most `count` responses of each task, chosen by chance; `balance` caps all at the smallest task's count."""
+
+    step: Literal["task_cap"]
+    count: PositiveInt | None = None
+    balance: PositiveFloat | None = Field(
+        default=None, description="Cap in multiples of the smallest task's count, e.g. 1."
+    )
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """ConfigError when neither limit is set."""
+        if self.count is None and self.balance is None:
+            raise ConfigError("policy step task_cap needs count or balance")
+        task = table.column("task")
+        counts = np.bincount(task[keep])
+        cap = self.count or int(keep.sum())
+        if self.balance is not None and counts.any():
+            cap = min(cap, max(1, int(counts[counts > 0].min() * self.balance)))
+        return _first_n(keep, task, [priorities(table, seed)], cap)
+
+
+class UniqueStep(Step):
+    """One of each set of identical completions, or of nearly identical ones when `near` is set."""
+
+    step: Literal["unique"]
+    near: float | None = Field(
+        default=None, gt=0, lt=1, description="Jaccard similarity from which two are the same, e.g. 0.8"
+    )
+    ngram: PositiveInt = Field(default=5, description="Tokens per shingle for `near`.")
+    per: Literal["problem", "all"] = "all"
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """The earliest response of each set stays."""
+        found = duplicates(table, keep, per_item=self.per == "problem")
+        keep = keep & ~found
+        if self.near is None:
+            return keep
+        return keep & ~near_duplicates(
+            table, keep, threshold=self.near, ngram=self.ngram, per_item=self.per == "problem"
+        )
+
+
+class DecontaminateStep(Step):
+    """Drops problems and answers that share an n-gram of words with an evaluation set."""
+
+    step: Literal["decontaminate"]
+    against: list[str] = Field(min_length=1, description="Evaluation sets: .jsonl, .json or .txt files.")
+    ngram: PositiveInt = Field(default=13, description="Words in a row that count as the same text.")
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """The whole group goes when its prompt matches."""
+        return keep & ~contaminated(table, keep, self.against, self.ngram)[0]
+
+
+class TargetStep(Step):
+    """Exactly `count` responses, chosen by chance."""
+
+    step: Literal["target"]
+    count: PositiveInt
+    allow_fewer: bool = Field(default=False, description="Keep all when fewer are left, instead of failing.")
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """DataError when fewer are left."""
+        left = int(keep.sum())
+        if left < self.count and not self.allow_fewer:
+            raise DataError(
+                f"policy step target asks for {self.count} responses, but only {left} are left; "
+                "lower count, set allow_fewer: true or add rollouts"
+            )
+        return _first_n(keep, np.zeros(len(keep), "u1"), [priorities(table, seed)], self.count)
+
+
+AnyStep = Annotated[
+    ScoreStep
+    | GapStep
+    | FinishReasonStep
+    | LengthStep
+    | PassRateStep
+    | TopStep
+    | TaskCapStep
+    | UniqueStep
+    | DecontaminateStep
+    | TargetStep,
+    Field(discriminator="step"),
+]
+
+
+def pass_rates(table: Table, accept_score: float) -> Array:
+    """[responses] share of accepted responses of each response's problem, over all of its groups."""
+    _, problem = np.unique(table.column("item"), return_inverse=True)
+    total = np.maximum(np.bincount(problem, weights=~np.isnan(table.responses["score"])), 1)
+    accepted = np.bincount(problem, weights=table.responses["score"] > accept_score, minlength=len(total))
+    return (accepted / total)[problem] if len(total) else np.zeros(0)
+
+
+def priorities(table: Table, seed: int) -> Array:
+    """[responses] of pseudo-random u8, from seed, problem and index alone (splitmix64's finaliser)."""
+    with np.errstate(over="ignore"):
+        mixed = table.column("item") ^ (np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15))
+        mixed = mixed + table.responses["index"].astype("u8") * np.uint64(0xD1B54A32D192ED03)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _first_n(keep: Array, owner: Array, order: Sequence[Array], n: int) -> Array:
+    """Of the rows in `keep`, the first n of each owner in the given order (ties: earlier rows first)."""
+    rows = np.flatnonzero(keep)
+    ranked = rows[np.lexsort([rows, *(key[rows] for key in reversed(order)), owner[rows]])]
+    owners = owner[ranked]
+    starts = np.flatnonzero(np.r_[True, owners[1:] != owners[:-1]]) if len(owners) else np.zeros(0, int)
+    rank = np.arange(len(owners)) - np.repeat(starts, np.diff(np.r_[starts, len(owners)]))
+    after = np.zeros_like(keep)
+    after[ranked[rank < n]] = True
+    return after
+
+
+def _group_minimum(table: Table) -> Array:
+    lowest = np.full(len(table.groups), np.inf)
+    np.fmin.at(lowest, table.responses["group"], table.responses["score"])
+    return lowest[table.responses["group"]]
+
+
+def _known_lengths(table: Table, keep: Array, of: str) -> Array:
+    length = table.responses[of]
+    unknown = np.flatnonzero(keep & (length == UNKNOWN_LENGTH))
+    if len(unknown):
+        raise DataError(f"{table.where(int(unknown[0]))}: no token ids were recorded, so its length is unknown")
+    return length
 
 
 class Policy(BaseModel):

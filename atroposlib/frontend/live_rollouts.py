@@ -16,7 +16,7 @@ import orjson
 
 from atroposlib.api.auth import TOKEN_VARIABLE
 from atroposlib.api.client import EnvClient, TrainerClient
-from atroposlib.data.lazy import hash64
+from atroposlib.data.lazy_group import hash64
 from atroposlib.data.rollout_files import Line
 from atroposlib.data.table import Table, TableBuilder, concatenate
 from atroposlib.errors import AtroposError

@@ -17,8 +17,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from atroposlib.api.auth import names_this_machine
-from atroposlib.data.index import read_group
-from atroposlib.data.table import FINISH_REASONS, Table, concatenate
+from atroposlib.data.table import FINISH_REASONS, Table, concatenate, read_group
 from atroposlib.errors import AtroposError
 from atroposlib.json_lines import parse_anyhow
 from atroposlib.type_definitions import IGNORE_INDEX

@@ -34,8 +34,8 @@ def export_all(config: DatagenConfig, model: Model) -> list[Path]:
 
 def _export(entry: ExportConfig, config: DatagenConfig, model: Model) -> Path:
     """Write one dataset."""
+    from atroposlib.data.policy import TargetStep, UniqueStep
     from atroposlib.data.sft import SftOptions, export_sft, simple_policy
-    from atroposlib.data.steps import TargetStep, UniqueStep
 
     policy = simple_policy(above=entry.above_score, top_n=entry.top_n_per_problem)
     if entry.unique:

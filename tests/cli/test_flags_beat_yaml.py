@@ -15,8 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from atroposlib.cli.main import COMMANDS
-from atroposlib.data.policy import load_policy
-from atroposlib.data.steps import TargetStep
+from atroposlib.data.policy import TargetStep, load_policy
 from atroposlib.environments.intern_bootcamp.intern_bootcamp_env import InternBootcampEnv
 from atroposlib.envs.cli import MODES, Mode, main, namespaces, resolve
 from atroposlib.errors import AtroposError, ConfigError

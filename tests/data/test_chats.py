@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from atroposlib.data.chats import chat_fault, read_chat, written
-from atroposlib.data.lazy import LazyGroup
+from atroposlib.data.lazy_group import LazyGroup
 from atroposlib.errors import RowError
 
 

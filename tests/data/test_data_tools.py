@@ -8,16 +8,12 @@ import yaml
 from rollout_factory import make_group, write_groups
 
 from atroposlib.data import report
-from atroposlib.data.card import dataset_card
-from atroposlib.data.index import index_path, open_table, read_group, table_of
-from atroposlib.data.merge import merge_rollouts
-from atroposlib.data.packing import best_fit
+from atroposlib.data.report import dataset_card
 from atroposlib.data.rollout_files import read_rollouts
-from atroposlib.data.sft import export_sft
-from atroposlib.data.split import split_rollouts
-from atroposlib.data.stats import describe
-from atroposlib.data.stats_page import stats_page
-from atroposlib.data.table import scan_after
+from atroposlib.data.sft import best_fit, export_sft
+from atroposlib.data.split_merge import merge_rollouts, split_rollouts
+from atroposlib.data.stats import describe, stats_page
+from atroposlib.data.table import index_path, open_table, read_group, scan_after, table_of
 from atroposlib.data.validate import Validation, validate
 from atroposlib.errors import ConfigError, DataError, PathError
 

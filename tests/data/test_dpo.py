@@ -4,8 +4,7 @@ import pytest
 from rollout_factory import TOOLS, USER, chat_group, make_group, write_groups
 from transformers import AutoTokenizer
 
-from atroposlib.data.dpo import DpoOptions, export_dpo
-from atroposlib.data.pairs import PairRules, preference_pairs
+from atroposlib.data.dpo import DpoOptions, PairRules, export_dpo, preference_pairs
 from atroposlib.errors import ConfigError, DataError
 
 

@@ -17,8 +17,7 @@ from atroposlib.api.server import ApiSettings, create_app
 from atroposlib.data import sft
 from atroposlib.data.collect import Collection, Ledger, sole_collection
 from atroposlib.data.conversion import SftOptions
-from atroposlib.data.dpo import DpoOptions, collect_dpo
-from atroposlib.data.pairs import PairRules
+from atroposlib.data.dpo import DpoOptions, PairRules, collect_dpo
 from atroposlib.data.policy import simple_policy
 from atroposlib.data.sft import collect_sft
 from atroposlib.errors import ApiError, ConfigError, PathError

@@ -16,11 +16,10 @@ from rollout_factory import make_group, write_groups
 
 from atroposlib.cli import data, dpo, sft
 from atroposlib.cli.boundary import run
-from atroposlib.data.index import table_of
-from atroposlib.data.policy import Policy
+from atroposlib.data.policy import Policy, TargetStep
 from atroposlib.data.rollout_files import find_rollout_files
 from atroposlib.data.sft import SftOptions, export_sft
-from atroposlib.data.steps import TargetStep
+from atroposlib.data.table import table_of
 from atroposlib.errors import DataError, PathError
 from atroposlib.frontend import jsonl2html
 from atroposlib.frontend.run_view import FileRollouts, make_app

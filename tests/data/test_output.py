@@ -9,10 +9,10 @@ import pytest
 import zstandard
 from rollout_factory import make_group, write_groups
 
-from atroposlib.data.merge import merge_rollouts
 from atroposlib.data.output import check_output, write_whole, written_whole
 from atroposlib.data.rollout_files import read_lines
 from atroposlib.data.sft import SftOptions, export_sft
+from atroposlib.data.split_merge import merge_rollouts
 from atroposlib.errors import DataError, PathError
 from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.paths import write_text_atomic

@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 from rollout_factory import make_group, write_groups
 
-from atroposlib.data.index import open_table
-from atroposlib.data.policy import Policy, load_policy, select, simple_policy
-from atroposlib.data.steps import pass_rates
+from atroposlib.data.policy import Policy, load_policy, pass_rates, select, simple_policy
+from atroposlib.data.table import open_table
 from atroposlib.errors import AtroposError, ConfigError, DataError
 
 

@@ -6,11 +6,11 @@ import pytest
 import zstandard
 from rollout_factory import make_group, write_groups
 
-from atroposlib.data.index import open_table
-from atroposlib.data.merge import merge_rollouts
 from atroposlib.data.output import check_output
 from atroposlib.data.rollout_files import find_rollout_files, read_rollouts
 from atroposlib.data.sft import SftOptions, export_sft
+from atroposlib.data.split_merge import merge_rollouts
+from atroposlib.data.table import open_table
 from atroposlib.data.validate import validate
 from atroposlib.errors import DataError, PathError
 

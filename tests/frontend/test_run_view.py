@@ -3,8 +3,7 @@ import json
 import pytest
 from fastapi.testclient import TestClient
 
-from atroposlib.data.index import table_of
-from atroposlib.data.table import concatenate
+from atroposlib.data.table import concatenate, table_of
 from atroposlib.frontend import run_view
 from atroposlib.frontend.run_view import MAX_TOKENS, FileRollouts, make_app
 

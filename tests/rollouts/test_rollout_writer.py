@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from counting_env import make_group
 
-from atroposlib.data.index import open_table
+from atroposlib.data.table import open_table
 from atroposlib.errors import LaunchError, PathError
 from atroposlib.rollouts import files as files_module
 from atroposlib.rollouts import ledger as ledger_module

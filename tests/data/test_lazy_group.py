@@ -7,11 +7,10 @@ import pytest
 from rollout_factory import make_group, write_groups
 
 from atroposlib.data.conversion import SftOptions
-from atroposlib.data.index import open_table, table_of
-from atroposlib.data.lazy import LazyGroup, parse_lazily
+from atroposlib.data.lazy_group import LazyGroup, parse_lazily, skim, split_rows
 from atroposlib.data.rollout_files import Line
 from atroposlib.data.sft import export_sft
-from atroposlib.data.skim import skim, split_rows
+from atroposlib.data.table import open_table, table_of
 from atroposlib.errors import DataError
 
 GROUP = make_group([1.0, 0.0])

@@ -1,26 +1,87 @@
-"""Train, validation and test rollouts: by problem, stratified by task and difficulty, seeded.
+"""Rollout files made of others: several partial runs as one without duplicates; train, validation and test sets.
 
-Groups with the same item key or the same prompt are one problem and never part, also over files.
+A split is by problem, stratified by task and difficulty, seeded. Groups with the same item key or the same prompt are
+one problem and never part, also over files.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from atroposlib.data.index import index_path, open_table
-from atroposlib.data.lazy import hash64
-from atroposlib.data.output import JsonlWriter, check_output, written_whole
+from atroposlib.data.lazy_group import hash64, parse_lazily
+from atroposlib.data.output import ROLLOUTS, JsonlWriter, check_output, written_whole
+from atroposlib.data.policy import pass_rates
 from atroposlib.data.report import require_groups
-from atroposlib.data.rollout_files import Line, SpanReader, check_copied
+from atroposlib.data.rollout_files import Line, SpanReader, check_copied, find_rollout_files, sound_lines
 from atroposlib.data.set_aside import SetAside
-from atroposlib.data.steps import pass_rates
-from atroposlib.data.table import Advance, Table, ignore
-from atroposlib.errors import ConfigError, RowError
+from atroposlib.data.table import Advance, Table, ignore, index_path, open_table
+from atroposlib.errors import ConfigError, DataError, RowError
 from atroposlib.paths import writable_dir
 from atroposlib.type_definitions import Array
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge wrote."""
+
+    output: str
+    files: int
+    groups: int
+    duplicates: int
+    set_aside: SetAside
+
+
+def merge_rollouts(
+    paths: str | Path | Iterable[str | Path],
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    strict: bool = False,
+    advance: Advance = ignore,
+) -> Merged:
+    """Copy every group once, the earliest of duplicates, in reading order and byte by byte.
+
+    Groups are the same when their `group_id` is, or their recorded responses are (a resent group may have got
+    another id). Memory: 16 bytes and two set entries a group.
+
+    Raises:
+        PathError: an input is missing, or the output exists.
+        DataError: there is no group at all, or with `strict` a damaged line; nothing is written.
+    """
+    target = check_output(output, suffixes=ROLLOUTS, overwrite=overwrite)
+    files = find_rollout_files(paths)
+    seen: set[int] = set()
+    groups = duplicates = 0
+    odd = SetAside(strict=strict)
+    with written_whole(target) as writer:
+        assert isinstance(writer, JsonlWriter)
+        for path in files:
+            for line in sound_lines(path, odd):
+                advance(line.size)
+                try:
+                    group = parse_lazily(line)
+                    check_copied(line)
+                except RowError as error:
+                    odd.add(error)
+                    continue
+                keys = {hash64(b"".join(map(bytes, group.tokens or group.messages or [])) + str(group.scores).encode())}
+                if group.group_id is not None:
+                    keys.add(hash64(f"id {group.group_id}".encode()))
+                if keys & seen:
+                    duplicates += 1
+                else:
+                    groups += 1
+                    writer.write_line(line.data)
+                seen |= keys
+        if not groups:
+            raise DataError(f"there is no group to merge; nothing was written. Set aside: {odd}")
+    odd.warn()
+    return Merged(str(target), len(files), groups, duplicates, odd)
+
 
 NAMES = ("train", "val", "test")
 

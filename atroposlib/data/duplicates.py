@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from atroposlib.data.chats import WEIGHT, assistant_turns, content_texts, messages_of, written
-from atroposlib.data.lazy import LazyGroup, hash64
+from atroposlib.data.lazy_group import LazyGroup, hash64
 from atroposlib.data.rollout_files import expand_input
 from atroposlib.data.table import Table
 from atroposlib.errors import DataError
