@@ -29,11 +29,11 @@ import httpx
 
 from atroposlib.environments.countdown_env import Countdown, make_problem, prompt, right_answer
 from atroposlib.errors import AtroposError, LaunchError
-from atroposlib.example_trainer.engine_plan import engine_command
 from atroposlib.example_trainer.exports import CURRENT_GGUF, exports_folder
 from atroposlib.example_trainer.recipe import check, read_recipe, require_torch
 from atroposlib.example_trainer.run import run
 from atroposlib.example_trainer.run_config import RunConfig
+from atroposlib.example_trainer.run_plan import engine_command
 from atroposlib.launch.probes import free_ports
 
 logger = logging.getLogger(__name__)

@@ -1,23 +1,165 @@
-"""One optimizer step: plan, forward and backward per micro-batch, clip, update, metrics."""
+"""One optimizer step: plan, forward and backward per micro-batch, clip, update, metrics.
 
+Several processes may train the same weights, each on its share of a step's micro-batches:
+
+    accelerate launch --num_processes 4 -m atroposlib.example_trainer.grpo --config RECIPE
+
+Every process holds the whole model. The first one talks to API, engine and disk; the others get its batches. Alone, all
+of this does nothing.
+"""
+
+import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.data import Row
 from atroposlib.example_trainer.layout import MicroBatch, collate, micro_batches
 from atroposlib.example_trainer.losses.controllers import KLController, TauController
+from atroposlib.example_trainer.losses.policy import clip_counts, ratio
 from atroposlib.example_trainer.objective import StepPlan, micro_loss, plan
 from atroposlib.example_trainer.policy import Policy, shares_prompts
-from atroposlib.example_trainer.ranks import Ranks
-from atroposlib.example_trainer.stats import StepStats
+
+T = TypeVar("T")
+
+_PATIENCE = timedelta(days=1)
+"""How long a process waits for the others. They wait while the first one waits for a batch, so torch's 10 minutes are
+too short; a process that died ends the others at once, through the launcher."""
+
+
+class Ranks:
+    """This process among `size`; `is_first` is the one that talks to the world."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0")) if self.size > 1 else 0
+        if self.size > 1:
+            from accelerate import PartialState
+
+            PartialState(cpu=device.type == "cpu", timeout=_PATIENCE)
+
+    @property
+    def is_first(self) -> bool:
+        """True alone, too."""
+        return self.rank == 0
+
+    def mine(self, index: int) -> bool:
+        """Is the micro-batch with this number ours?"""
+        return index % self.size == self.rank
+
+    def share(self, value: T) -> T:
+        """The first process's value, in every process; must be called by all."""
+        if self.size == 1:
+            return value
+        from accelerate.utils import broadcast_object_list
+
+        holder = [value]
+        broadcast_object_list(holder, from_process=0)
+        return holder[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every process's value, in order of rank."""
+        if self.size == 1:
+            return [value]
+        from accelerate.utils import gather_object
+
+        return gather_object([value])
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up the gradients of all processes; a process without one counts as zeros."""
+        if self.size == 1:
+            return
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            torch.distributed.all_reduce(parameter.grad)
+
+
+@dataclass
+class StepStats:
+    """Sums over trained tokens of a step."""
+
+    sums: Counter[str] = field(default_factory=Counter)
+    tops: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+
+    @classmethod
+    def merged(cls, parts: "Iterable[StepStats]") -> "StepStats":
+        """The whole of parts that were counted apart."""
+        whole = cls()
+        for part in parts:
+            whole.tokens += part.tokens
+            for name, value in part.sums.items():
+                whole.sums[name] += value
+            for name, value in part.tops.items():
+                whole.tops[name] = max(whole.tops.get(name, 0.0), value)
+        return whole
+
+    @torch.no_grad()
+    def add(
+        self,
+        *,
+        logp: Tensor,
+        old_logp: Tensor,
+        infer_logp: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        entropy: Tensor | None,
+        kl: Tensor | None,
+        eps: tuple[float, float],
+    ) -> None:
+        """Count one micro-batch; all [B,T], advantages also [B,1]."""
+        trained = mask > 0
+        known = trained & infer_logp.isfinite()
+        gaps = (logp - torch.where(known, infer_logp, logp)).abs()
+        ratios = torch.where(trained, ratio(logp, old_logp), 0.0)
+        clipped = clip_counts(logp, old_logp, advantages, mask, eps_low=eps[0], eps_high=eps[1])
+        self.tokens += clipped.tokens
+        values = {
+            "logprob_diff": gaps.sum(),
+            "compared": known.sum(),
+            "ratio": ratios.sum(),
+            "clip_low": clipped.low,
+            "clip_high": clipped.high,
+            "entropy": 0.0 if entropy is None else entropy.sum(),
+            "kl": 0.0 if kl is None else kl.masked_fill(~trained, 0.0).sum(),
+        }
+        for name, value in values.items():
+            self.sums[name] += float(value)  # pyright: ignore[reportArgumentType] - a Counter of floats
+        for name, value in {"logprob_diff": gaps.max(), "ratio": ratios.max()}.items():
+            self.tops[name] = max(self.tops.get(name, 0.0), float(value))
+
+    def metrics(self, *, entropy: bool, kl: bool) -> dict[str, float]:
+        """Means and maxima by metric name; empty when nothing was trained."""
+        if not self.tokens:
+            return {}
+        mean = {name: value / self.tokens for name, value in self.sums.items()}
+        found = {
+            "train/ratio_mean": mean["ratio"],
+            "train/ratio_max": self.tops["ratio"],
+            "train/clip_low": mean["clip_low"],
+            "train/clip_high": mean["clip_high"],
+            "train/clip_fraction": mean["clip_low"] + mean["clip_high"],
+            "train/logprob_unknown": 1 - mean["compared"],
+        }
+        if self.sums["compared"]:
+            found["train/logprob_diff_mean"] = self.sums["logprob_diff"] / self.sums["compared"]
+            found["train/logprob_diff_max"] = self.tops["logprob_diff"]
+        if entropy:
+            found["train/entropy"] = mean["entropy"]
+        if kl:
+            found["train/kl"] = mean["kl"]
+        return found
+
 
 _PARTS = ("reference", "forward", "backward", "optimizer")
 

@@ -15,11 +15,15 @@ from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.data import Row
 from atroposlib.example_trainer.layout import MicroBatch, token_advantages
 from atroposlib.example_trainer.losses import maxent, policy
-from atroposlib.example_trainer.losses.advantages import overlong_penalty, row_advantages
-from atroposlib.example_trainer.losses.aggregate import StepTotals, aggregate
-from atroposlib.example_trainer.losses.groups import Groups
-from atroposlib.example_trainer.losses.kl import kl_in_reward, kl_per_token
-from atroposlib.example_trainer.losses.mismatch import mismatch_weights, off_policy_sequence_mask
+from atroposlib.example_trainer.losses.advantages import Groups, overlong_penalty, row_advantages
+from atroposlib.example_trainer.losses.policy import (
+    StepTotals,
+    aggregate,
+    kl_in_reward,
+    kl_per_token,
+    mismatch_weights,
+    off_policy_sequence_mask,
+)
 
 
 @dataclass(frozen=True)

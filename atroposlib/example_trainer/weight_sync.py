@@ -2,11 +2,14 @@
 
 A push returns when the engine answers with the new weights, and raises WeightSyncError when it does not: training
 against an engine of unknown weights is worse than stopping. Only processes that `RestartSync` started are ended.
+A reload of vLLM's CPU build leaves an output layer that is tied to the embedding as it was.
 """
 
 import contextlib
+import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import time
@@ -18,9 +21,12 @@ from typing import Any, Protocol
 
 import httpx
 
+from atroposlib.errors import AtroposError
 from atroposlib.example_trainer.config import TrainingConfig
-from atroposlib.example_trainer.engine_requests import Engine, Engines, WeightSyncError
 from atroposlib.example_trainer.exports import (
+    ADAPTER_NAME,
+    ADAPTERS,
+    CURRENT_ADAPTER,
     CURRENT_GGUF,
     FOLDERS,
     GGUF_FILES,
@@ -28,11 +34,174 @@ from atroposlib.example_trainer.exports import (
     keep_newest,
     replace_link,
     save_folder,
+    write_whole,
 )
 from atroposlib.example_trainer.policy import Policy
-from atroposlib.example_trainer.vllm_sync import VLLMLoraSync, VLLMSync
 
 logger = logging.getLogger(__name__)
+
+_NOT_FOUND = 404
+
+
+class WeightSyncError(AtroposError, RuntimeError):
+    """An engine did not take the weights."""
+
+
+class Engine:
+    """One engine, by its address."""
+
+    def __init__(self, url: str, client: httpx.Client) -> None:
+        self.url = url
+        self._client = client
+
+    def post(self, path: str, body: dict[str, Any] | None = None, *, optional: bool = False) -> None:
+        """WeightSyncError unless the engine answers 2xx and does not say `success: false`.
+
+        Args:
+            optional: the engine may lack the route.
+        """
+        reply = self._ask("POST", path, body)
+        if optional and reply.status_code == _NOT_FOUND:
+            return
+        if not _is_success(reply):
+            raise WeightSyncError(f"POST {self.url}{path} answered {reply.status_code}: {reply.text[:500]}")
+
+    def did(self, path: str) -> bool:
+        """Whether a POST to this path was a success."""
+        with contextlib.suppress(WeightSyncError):
+            return _is_success(self._ask("POST", path, None))
+        return False
+
+    def get(self, path: str) -> dict[str, Any]:
+        """What the engine answers; WeightSyncError unless it is 200 with JSON."""
+        try:
+            return self._ask("GET", path, None).raise_for_status().json()
+        except (httpx.HTTPStatusError, json.JSONDecodeError) as error:
+            raise WeightSyncError(f"GET {self.url}{path} failed: {type(error).__name__} {error}") from error
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+        try:
+            return self._client.request(method, self.url + path, json=body)
+        except httpx.HTTPError as error:
+            raise WeightSyncError(f"{method} {self.url}{path} failed: {type(error).__name__} {error}") from error
+
+
+class Engines:
+    """All engines at once: none waits until another has finished its requests."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._client = httpx.Client(timeout=config.engine_timeout_s)
+        self._engines = [Engine(url.rstrip("/").removesuffix("/v1"), self._client) for url in config.sync_urls]
+        self._threads = ThreadPoolExecutor(max(1, len(self._engines)))
+
+    def each(self, action: Callable[[Engine], object]) -> None:
+        """Do something to every engine, and raise the first error once all are through."""
+        tasks = [self._threads.submit(action, engine) for engine in self._engines]
+        errors = [error for task in tasks if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def post(self, path: str, body: dict[str, Any] | None = None, *, optional: bool = False) -> None:
+        """`Engine.post` for every engine."""
+        self.each(lambda engine: engine.post(path, body, optional=optional))
+
+    def get(self, path: str) -> dict[str, dict[str, Any]]:
+        """What each engine answers, by its URL."""
+        return {engine.url: engine.get(path) for engine in self._engines}
+
+    def close(self) -> None:
+        """Let go of threads and connections."""
+        self._threads.shutdown()
+        self._client.close()
+
+
+def _is_success(reply: httpx.Response) -> bool:
+    if not reply.is_success:
+        return False
+    try:
+        content = reply.json()
+    except json.JSONDecodeError:
+        return True
+    return not (isinstance(content, dict) and content.get("success") is False)
+
+
+_PAUSE = {"drain": "wait", "abort": "abort", "keep": "keep"}
+"""vLLM's names of our `sync_mode`."""
+_PAUSES_SINCE = (0, 16)
+"""Older versions cannot say what becomes of running requests."""
+
+
+class VLLMSync:
+    """vLLM 0.16 or later with VLLM_SERVER_DEV_MODE=1.
+
+    Requests in flight are finished, aborted, or kept and recomputed under the new weights (`sync_mode`); its prefix
+    cache is dropped with the old weights.
+    """
+
+    def __init__(self, config: TrainingConfig, folder: Path) -> None:
+        self._engines = Engines(config)
+        self._folder = folder
+        self._pause = _PAUSE[config.sync_mode]
+
+    def push(self, policy: Policy, version: int) -> None:
+        """Save and reload."""
+        for url, reply in self._engines.get("/version").items():
+            require_pausing(url, str(reply.get("version")))
+        written = save_folder(policy, self._folder, version)
+        self._engines.each(partial(_reload, pause=self._pause, weights=str(written.resolve()), version=str(version)))
+        keep_newest(self._folder, FOLDERS)
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._engines.close()
+
+
+def _reload(engine: Engine, *, pause: str, weights: str, version: str) -> None:
+    """Pause, reload, drop what was computed with the old weights, name the version; resume also when that failed."""
+    engine.post(f"/pause?mode={pause}")
+    try:
+        engine.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}})
+        engine.post("/reset_prefix_cache?reset_running_requests=true")
+        engine.post("/update_weight_version", {"new_version": version}, optional=True)
+    finally:
+        engine.post("/resume")
+
+
+class VLLMLoraSync:
+    """vLLM with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: swap the adapter called `policy`.
+
+    Running requests go on with the new adapter. Each version has a path of its own, as vLLM keeps the prefix cache of
+    an adapter by its path.
+    """
+
+    def __init__(self, config: TrainingConfig, folder: Path) -> None:
+        self._engines = Engines(config)
+        self._folder = folder
+
+    def push(self, policy: Policy, version: int) -> None:
+        """Save the adapter and load it over the old one."""
+        target = self._folder / f"adapter_{version:08d}"
+        write_whole(target, lambda folder: policy.model.save_pretrained(folder))  # pyright: ignore
+        replace_link(self._folder / CURRENT_ADAPTER, target)
+        body = {"lora_name": ADAPTER_NAME, "lora_path": str(target.resolve()), "load_inplace": True}
+        self._engines.post("/v1/load_lora_adapter", body)
+        self._engines.post("/update_weight_version", {"new_version": str(version)}, optional=True)
+        keep_newest(self._folder, ADAPTERS)
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._engines.close()
+
+
+def require_pausing(url: str, version: str) -> None:
+    """WeightSyncError for a release of vLLM that cannot pause as asked; development builds pass."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and "dev" not in version and (int(numbers[1]), int(numbers[2])) < _PAUSES_SINCE:
+        raise WeightSyncError(
+            f"{url} is vLLM {version}, which cannot take weights while requests run; install 0.16 or later, or set "
+            "weight_sync to 'restart'"
+        )
+
 
 _UPDATE = "/update_weights_from_disk"
 _FLUSH = "/flush_cache?timeout=1"  # seconds that SGLang waits for a moment without requests

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atroposlib.example_trainer.losses import advantages as adv
-from atroposlib.example_trainer.losses.groups import Groups
+from atroposlib.example_trainer.losses.advantages import Groups
 from atroposlib.example_trainer.losses.names import AdvantageKind
 
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from atroposlib.example_trainer.losses import maxent
+from atroposlib.example_trainer.losses.advantages import Groups
 from atroposlib.example_trainer.losses.controllers import (
     KLController,
     TauController,
     controller_state,
     restore_controllers,
 )
-from atroposlib.example_trainer.losses.groups import Groups
 
 ONE_GROUP = Groups.contiguous(4, 4)
 

@@ -4,9 +4,14 @@ import pytest
 import torch
 
 from atroposlib.example_trainer.losses import policy
-from atroposlib.example_trainer.losses.aggregate import StepTotals, aggregate
-from atroposlib.example_trainer.losses.kl import kl_in_reward, kl_per_token
-from atroposlib.example_trainer.losses.mismatch import mismatch_weights, off_policy_sequence_mask
+from atroposlib.example_trainer.losses.policy import (
+    StepTotals,
+    aggregate,
+    kl_in_reward,
+    kl_per_token,
+    mismatch_weights,
+    off_policy_sequence_mask,
+)
 
 F64 = torch.float64
 PAD = 7.0  # must not matter

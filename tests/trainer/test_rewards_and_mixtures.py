@@ -3,9 +3,14 @@ import json
 import pytest
 
 from atroposlib.errors import ConfigError, DataError
-from atroposlib.example_trainer.dataset_env import DatasetEnv, DatasetEnvConfig
+from atroposlib.example_trainer.dataset_env import (
+    DatasetEnv,
+    DatasetEnvConfig,
+    answer_tag_reward,
+    canonical,
+    math_rewards,
+)
 from atroposlib.example_trainer.mixture import Source, mix, split
-from atroposlib.example_trainer.rewards import answer_tag_reward, canonical, math_rewards
 
 REWARDS = {
     "3.0 is 3": ("<think>x</think><answer> 3.0 </answer>", "3", 1.0),

@@ -13,13 +13,13 @@ from aiohttp.test_utils import TestServer
 
 from atroposlib.errors import ConfigError
 from atroposlib.example_trainer.config import TrainingConfig
-from atroposlib.example_trainer.engine_plan import engine_command
 from atroposlib.example_trainer.engine_start import newest_flags
 from atroposlib.example_trainer.exports import CURRENT, CURRENT_ADAPTER, CURRENT_GGUF, first_link, replace_link
 from atroposlib.example_trainer.recipe import build, check, read_recipe
 from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.example_trainer.run_plan import (
     TRAINER_GRACE_S,
+    engine_command,
     environment_settings,
     make_plan,
     trainer_launcher,

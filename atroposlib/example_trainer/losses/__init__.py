@@ -4,6 +4,6 @@ Shapes everywhere: B rows (sequences), T completion positions (padded), n groups
 is trained and 0 elsewhere: prompt, tool output, padding. Log-probabilities are natural logs, of the distribution
 after temperature. Every loss is minimised. No function keeps state and none needs a trainer.
 
-One step reads: `advantages` or `maxent` turn rewards into row weights, `policy` gives a loss per token,
-`mismatch` and `kl` change it per token, `aggregate` makes one number of it, `controllers` move beta and tau.
+One step reads: `advantages` or `maxent` turn rewards into row weights, `policy` gives a loss per token and makes one
+number of it, `controllers` move beta and tau.
 """

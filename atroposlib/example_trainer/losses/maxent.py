@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from atroposlib.example_trainer.losses.groups import Groups
+from atroposlib.example_trainer.losses.advantages import Groups
 from atroposlib.example_trainer.losses.names import MaxEntNLL
 
 

@@ -1,14 +1,30 @@
-"""Policy-gradient losses per token, before aggregation.
+"""Losses per token: policy gradient, KL to a reference, weights for the engine's mismatch; and one number of them all.
 
 `logp` [B,T] is the policy being trained and carries the gradient; `old_logp` [B,T] the policy that the ratio is taken
 against; r = exp(logp - old_logp). `advantages` are [B,1] or [B,T], without gradient. Returned [B,T]; values where
 mask = 0 are meaningless.
+
+KL(policy || reference) per token, from log-probabilities of the sampled tokens. d = ref_logp - logp. As *estimators* k1
+is unbiased with high variance and k3 unbiased with low variance. As *losses* they differ: k2 has the gradient of the
+reverse KL (the same as k1 in the reward, on-policy), k3 its first-order approximation, k1 none in expectation. Sources:
+joschu.net/blog/kl-approx, arXiv:2510.01555.
+
+Mismatch: the engine that sampled the tokens and the trainer that scores them hold the same weights, yet kernels,
+precision and quantisation differ; rho = exp(old_logp - infer_logp) says by how much, per token. The weight is
+multiplied onto the loss per token and carries no gradient. A NaN log-probability of the engine gives rho = 1. Where the
+ratio of the loss is already taken against the engine (old_logp = infer_logp) there is no separate rho.
+
+Aggregation does not depend on how the step is cut into micro-batches. Each way is a weight per token, and the weights
+use the counts of the *whole* optimizer step (all micro-batches, all ranks): the sum over micro-batches is then the loss
+of the step, and so are the gradients.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from atroposlib.example_trainer.losses.names import Aggregation, KLKind, MismatchKind
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before exp, so that no ratio overflows."""
@@ -116,3 +132,112 @@ def sequence_log_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
     """[B,1] mean log-ratio over the trained tokens."""
     total = ((logp - old_logp).masked_fill(mask == 0, 0.0)).sum(-1, keepdim=True)
     return (total / mask.sum(-1, keepdim=True).clamp(min=1)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def kl_per_token(kind: KLKind, logp: Tensor, ref_logp: Tensor) -> Tensor:
+    """[B,T], in nats: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 with d clamped to +-20."""
+    difference = ref_logp - logp
+    if kind == "k1":
+        return -difference
+    if kind == "k2":
+        return difference**2 / 2
+    difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return difference.exp() - difference - 1
+
+
+def kl_in_reward(advantages: Tensor, logp: Tensor, ref_logp: Tensor, beta: float) -> Tensor:
+    """[B,T] advantages A - beta k1, without gradient. On-policy its gradient is that of beta k2 in the loss."""
+    return advantages - beta * kl_per_token("k1", logp.detach(), ref_logp)
+
+
+@torch.no_grad()
+def mismatch_weights(
+    kind: MismatchKind,
+    old_logp: Tensor,
+    infer_logp: Tensor,
+    mask: Tensor,
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Tensor:
+    """[B,T] weights.
+
+    tis: min(rho, high) (truncated importance sampling, Yao et al. 2025).
+    icepop: rho where low <= rho <= high, else 0 (Ant Ling team 2025; 0.5 and 5).
+    seq_truncate: min(rho_seq, high) with rho_seq = exp(sum_t(old - infer)), for all tokens of the sequence.
+    seq_mask: rho_seq where rho_seq <= high, else 0 (TRL's default, 3).
+    """
+    if kind == "none":
+        return torch.ones_like(old_logp)
+    log_rho = torch.nan_to_num(old_logp - infer_logp, nan=0.0).masked_fill(mask == 0, 0.0)
+    if kind.startswith("seq_"):
+        log_rho = log_rho.sum(-1, keepdim=True).expand_as(log_rho)
+    rho = log_rho.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if kind in ("tis", "seq_truncate"):
+        return rho.clamp(max=high)
+    inside = rho <= high if kind == "seq_mask" else (rho >= low) & (rho <= high)
+    return rho * inside
+
+
+@torch.no_grad()
+def off_policy_sequence_mask(
+    advantages: Tensor, old_logp: Tensor, infer_logp: Tensor, mask: Tensor, delta: float
+) -> Tensor:
+    """[B,1] 0 for sequences with A < 0 that the policy has left: mean_t(infer - old) > delta; 1 for the others.
+
+    Args:
+        advantages: [B,1].
+
+    Source: DeepSeek-V3.2, arXiv:2512.02556.
+    """
+    gap = torch.nan_to_num(infer_logp - old_logp, nan=0.0).masked_fill(mask == 0, 0.0).sum(-1, keepdim=True)
+    left = gap / mask.sum(-1, keepdim=True).clamp(min=1) > delta
+    return 1.0 - ((advantages < 0) & left).to(old_logp.dtype)
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Counts over one optimizer step."""
+
+    rows: int
+    sequences: int  # rows with at least one trained token
+    tokens: int  # trained tokens
+
+    @classmethod
+    def of(cls, mask: Tensor) -> "StepTotals":
+        """Counts of one mask [B,T]."""
+        lengths = mask.sum(-1)
+        return cls(len(mask), int((lengths > 0).sum()), int(lengths.sum()))
+
+    def __add__(self, other: "StepTotals") -> "StepTotals":
+        return StepTotals(self.rows + other.rows, self.sequences + other.sequences, self.tokens + other.tokens)
+
+
+def token_weights(how: Aggregation, mask: Tensor, totals: StepTotals, max_tokens: int | None = None) -> Tensor:
+    """[B,T] weights w with loss = sum(w * per_token).
+
+    seq_mean_token_mean: mean over sequences of the mean over their tokens (GRPO, GSPO); empty rows are left out.
+    token_mean: mean over all tokens of the step (DAPO, CISPO).
+    seq_sum_const: sum / (rows * max_tokens), `max_tokens` being the configured completion limit (Dr. GRPO).
+    """
+    mask = mask.float() if not mask.is_floating_point() else mask
+    if how == "seq_mean_token_mean":
+        return mask / mask.sum(-1, keepdim=True).clamp(min=1) / max(totals.sequences, 1)
+    if how == "token_mean":
+        return mask / max(totals.tokens, 1)
+    if max_tokens is None:
+        raise ValueError("seq_sum_const divides by the completion limit: max_tokens must be given")
+    return mask / (totals.rows * max_tokens)
+
+
+def aggregate(
+    per_token: Tensor,
+    mask: Tensor,
+    how: Aggregation,
+    *,
+    totals: StepTotals | None = None,
+    max_tokens: int | None = None,
+) -> Tensor:
+    """The scalar loss of `per_token` [B,T]; without `totals` the given rows are the whole step."""
+    weights = token_weights(how, mask.to(per_token.dtype), totals or StepTotals.of(mask), max_tokens)
+    return (per_token.masked_fill(mask == 0, 0.0) * weights).sum()
