@@ -51,6 +51,7 @@ from atroposlib.envs.server_handling.sequence import (
     prefix_of,
     without_repeated,
 )
+from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.errors import ConfigError, ModelError, RequestFault
 from atroposlib.rollouts.trace import finish_reason_of
 from atroposlib.type_definitions import PROMPT_LOGPROB
@@ -136,6 +137,8 @@ class ManagedServer:
         reasoning_parser: any name takes thoughts out of `message.content` into `message.reasoning_content`.
         keeps_thoughts: a turn that comes back without its thoughts continues its sequence, thoughts included; False:
             it is an edit, and begins a branch.
+        for_agents: replies as agents expect them: without the stop string that ended them, and `length` where the
+            context has no room (left for as much as was asked).
     """
 
     def __init__(
@@ -147,6 +150,7 @@ class ManagedServer:
         preserve_think_blocks: bool = False,
         reasoning_parser: str | None = None,
         keeps_thoughts: bool = True,
+        for_agents: bool = False,
     ) -> None:
         self.server = server
         self.tokenizer: Any = tokenizer
@@ -157,6 +161,7 @@ class ManagedServer:
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         self._keeps_thoughts = keeps_thoughts
+        self._for_agents = for_agents
         self._translator: ToolCallTranslator | None = None
         self._preserve_think_blocks = preserve_think_blocks
         if tokenizer is None:
@@ -219,7 +224,7 @@ class ManagedServer:
 
     def _message(self, output: Output, request: ChatRequest, opening: str) -> tuple[Message, Message]:
         """The assistant's message as the caller gets it, and as it is recorded."""
-        text = output.text
+        text = before_stop(output.text, request.sampling.get("stop")) if self._for_agents else output.text
         translator = self._get_translator() if request.tools or self._tool_parser else None
         if translator is None:
             message = record = {"role": "assistant", "content": text}
@@ -298,6 +303,10 @@ class ManagedServer:
         replies = await self.complete(kwargs.pop("prompt"), kwargs)
         return completion_of([reply.made for reply in replies], self.server.config.model_name)
 
+    def prompt_of(self, request: ChatRequest) -> Prompt:
+        """The prompt that a request would send; nothing is generated or tracked."""
+        return self._chat_prompt(self._conversation(request))
+
     async def complete(self, text: str, sampling: Mapping[str, Any]) -> list[Reply]:
         """The choices of one text completion, tracked; faults as of `completion`."""
         prompt = self._text_prompt(text)
@@ -309,7 +318,8 @@ class ManagedServer:
         finally:
             if base is not None:
                 base.extensions -= 1
-        messages = [({"role": "assistant", "content": output.text},) * 2 for output in outputs]
+        texts = [before_stop(each.text, sampling.get("stop")) if self._for_agents else each.text for each in outputs]
+        messages = [({"role": "assistant", "content": text},) * 2 for text in texts]
         return self._tracked(prompt, prompt_ids, outputs, messages, "")
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
@@ -380,6 +390,12 @@ class ManagedServer:
         """The prompt's ids as the engine saw them, and what it generated."""
         if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
             logger.info("request: prompt=%r ids=%d options=%s", text, len(ids), dict(sampling))
+        if self._for_agents:
+            room = await self._room(len(ids))
+            if room == 0:
+                return ids, [Output([], [], "length", [], "", ())] * (sampling.get("n") or 1)
+            if room is not None:
+                sampling = {**sampling, "max_tokens": min(sampling.get("max_tokens") or room, room)}
         reply = await self.server.tokens_and_logprobs_completion(prompt=text, input_ids=ids, **sampling)
         prompt_ids, outputs, logprobs, reasons = reply
         codec = codec_of(self.tokenizer)
@@ -397,6 +413,15 @@ class ManagedServer:
                 )
             )
         return prompt_ids, given
+
+    async def _room(self, prompt_tokens: int) -> int | None:
+        """New tokens that fit behind the prompt; None where the server does not tell."""
+        length = await self.context_length()
+        return None if length is None else max(0, length - prompt_tokens - 1)
+
+    async def context_length(self) -> int | None:
+        """Tokens of the engine's context; None where the server does not tell."""
+        return await self.server.context_length() if isinstance(self.server, TokenServer) else None
 
     def _tracked(
         self,
@@ -420,6 +445,8 @@ class ManagedServer:
                 rest=prompt.rest if is_extended else prompt.text,
                 text=output.text,
                 tail=output.tail,
+                finish_reason=output.reason,
+                turns=prompt.turns if is_extended else 0,
                 chat=None if prompt.chat is None else prompt.chat.answered(record, output.text),
             )
             call.node = grow(
@@ -432,7 +459,7 @@ class ManagedServer:
             )
             nodes.append(call.node)
             if call.chat is not None:
-                self.lineage.add(call, prompt.turns, message)
+                self.lineage.add(call, message)
             reason = (
                 "tool_calls" if message.get("tool_calls") else "stop" if output.reason == "unknown" else output.reason
             )
@@ -475,6 +502,17 @@ class ManagedServer:
             self.tokenizer = load_tokenizer(self.server.config.model_name)
         except (ModelError, AttributeError) as error:
             logger.warning("managed server without a tokenizer: %s", error)
+
+
+def before_stop(text: str, stop: Any) -> str:
+    r"""The text up to the first of the stop strings.
+
+    >>> before_stop("Thought: a\nObservation:", ["Observation:"])
+    'Thought: a\n'
+    """
+    stops = [stop] if isinstance(stop, str) else stop or ()
+    ends = [at for one in stops if one and (at := text.find(one)) >= 0]
+    return text[: min(ends)] if ends else text
 
 
 def _called(translator: "ToolCallTranslator", output: Output, request: ChatRequest) -> list[str]:

@@ -10,8 +10,6 @@ session's nodes: token ids, masks and log-probabilities of everything the model 
 import argparse
 import logging
 import os
-import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,16 @@ from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 
-from atroposlib.api.auth import TOKEN_VARIABLE, is_authorized, is_loopback, read_token
-from atroposlib.envs.server_handling.chat_prompt import render
+from atroposlib.api.auth import TOKEN_VARIABLE, is_loopback, read_token
+from atroposlib.envs.server_handling.agents.chat import openai_error
+from atroposlib.envs.server_handling.agents.dialect import checked_messages
+from atroposlib.envs.server_handling.agents.gateway import Gateway
+from atroposlib.envs.server_handling.agents.record import CallLog
+from atroposlib.envs.server_handling.agents.rollouts import Rollouts, RolloutSettings
+from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer
 from atroposlib.envs.server_handling.proxy_schemas import (
     UNKNOWN_SESSION,
     ChatCompletionProxyRequest,
-    CompletionProxyRequest,
     RenderResponse,
     ServersConfig,
     SessionCreateRequest,
@@ -35,22 +37,22 @@ from atroposlib.envs.server_handling.proxy_schemas import (
 from atroposlib.envs.server_handling.proxy_sessions import (
     SESSION_TIMEOUT_S,
     Sessions,
-    SessionState,
     UnknownSessionError,
     base_url_of,
     choose_server,
 )
 from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import AtroposError, ConfigError, RequestFault, RolloutFault
+from atroposlib.paths import expand_path
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9100
 
 
-def openai_error(status_code: int, message: str, error_type: str = "invalid_request_error") -> JSONResponse:
-    """An error as OpenAI's clients read it."""
-    return JSONResponse({"error": {"message": message, "type": error_type, "code": status_code}}, status_code)
+def _error(status_code: int, message: str, error_type: str = "invalid_request_error") -> JSONResponse:
+    return JSONResponse(openai_error(status_code, message, error_type), status_code)
 
 
 def create_app(
@@ -60,6 +62,7 @@ def create_app(
     *,
     session_timeout_s: float = SESSION_TIMEOUT_S,
     token: str | None = None,
+    log: CallLog | None = None,
 ) -> FastAPI:
     """The proxy application.
 
@@ -68,26 +71,32 @@ def create_app(
         tokenizer: of the served model.
         model_name: in every reply.
         session_timeout_s: a session unused for so long is dropped.
-        token: asked of every request (Bearer, or Basic password); None asks for nothing.
+        token: asked of every request that is none of an agent's to its model (Bearer, or Basic password); None asks
+            for nothing.
+        log: where the records of rollouts are kept.
     """
-    app = FastAPI(title="Managed server proxy", dependencies=[Depends(_token_check(token))] if token else [])
     proxy = _Proxy(server_manager, tokenizer, model_name, Sessions(session_timeout_s))
+    gateway = Gateway(
+        Rollouts(proxy.managed_server, log),
+        token=token,
+        other=proxy.sessions.rollout,
+        model=lambda: proxy.model_name,
+    )
+    app = FastAPI(title="Managed server proxy", dependencies=[Depends(_access_check(gateway))])
     routes: list[tuple[str, str, Any]] = [
         ("GET", "/health", proxy.health),
-        ("GET", "/v1/models", proxy.models),
         ("POST", "/setup", proxy.setup),
         ("GET", "/servers", proxy.servers),
         ("POST", "/sessions/create", proxy.create_session),
         ("GET", "/sessions", proxy.list_sessions),
-        ("POST", "/{session_uuid}/v1/chat/completions", proxy.chat_completions),
         ("POST", "/{session_uuid}/v1/chat/completions/render", proxy.render),
-        ("POST", "/{session_uuid}/v1/completions", proxy.completions),
         ("GET", "/{session_uuid}/nodes", proxy.nodes),
         ("POST", "/{session_uuid}/reset", proxy.reset),
         ("DELETE", "/{session_uuid}", proxy.delete_session),
     ]
     for method, path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=[method])
+    app.router.routes += [*gateway.model_routes(), *gateway.control_routes()]
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(UnknownSessionError, _unknown_session)
     app.add_exception_handler(RolloutFault, _rollout_fault)
@@ -115,9 +124,6 @@ class _Proxy:
             "servers": len(servers),
             "healthy_servers": sum(bool(server.server_healthy) for server in servers),
         }
-
-    async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": self.model_name, "object": "model", "owned_by": "atropos"}]}
 
     async def setup(self, config: ServersConfig) -> dict[str, Any]:
         """Replace the servers; sessions that exist stay where they are. The tokenizer follows a new model."""
@@ -148,6 +154,7 @@ class _Proxy:
             model_name=self.model_name,
             tool_parser=request.tool_parser,
             track_tree=request.track_tree,
+            reasoning_parser=request.reasoning_parser,
         )
         return SessionCreateResponse(
             uuid=session.uuid,
@@ -172,26 +179,23 @@ class _Proxy:
             ]
         }
 
-    async def chat_completions(self, session_uuid: str, request: ChatCompletionProxyRequest) -> dict[str, Any]:
-        with self.sessions.using(session_uuid) as session:
-            _check_chat(request)
-            reply = await session.managed_server.chat_completion(
-                messages=request.messages, tools=request.tools, tool_choice=request.tool_choice, **request.sampling()
-            )
-            return _as_openai(reply, session, prefix="chatcmpl")
-
-    async def completions(self, session_uuid: str, request: CompletionProxyRequest) -> dict[str, Any]:
-        with self.sessions.using(session_uuid) as session:
-            reply = await session.managed_server.completion(prompt=request.prompt, **request.sampling())
-            return _as_openai(reply, session, prefix="cmpl")
-
     async def render(self, session_uuid: str, request: ChatCompletionProxyRequest) -> RenderResponse:
         with self.sessions.using(session_uuid) as session:
-            _check_chat(request)
-            messages = session.translator.convert_messages_for_template(request.messages)
-            text = render(session.managed_server.tokenizer, messages, request.tools)
-            ids = session.managed_server.tokenizer.encode(text, add_special_tokens=True)
-            return RenderResponse(prompt_text=text, token_ids=ids, num_tokens=len(ids))
+            messages = checked_messages(request.messages)
+            prompt = session.managed_server.prompt_of(ChatRequest(messages, request.tools, request.tool_choice))
+            return RenderResponse(prompt_text=prompt.text, token_ids=prompt.ids, num_tokens=len(prompt.ids))
+
+    def managed_server(self, settings: RolloutSettings) -> ManagedServer:
+        """For a rollout."""
+        tool_format(settings.tool_parser)
+        return ManagedServer(
+            choose_server(self.manager.servers, settings.base_url),
+            self.tokenizer,
+            tool_parser=settings.tool_parser,
+            reasoning_parser=settings.reasoning_parser,
+            keeps_thoughts=settings.history == "keep",
+            for_agents=True,
+        )
 
     async def nodes(self, session_uuid: str) -> dict[str, Any]:
         with self.sessions.using(session_uuid) as session:
@@ -217,6 +221,9 @@ def main() -> None:
     parser.add_argument("--insecure", action="store_true", help="Listen on any address without a token.")
     parser.add_argument(
         "--session-timeout-s", type=float, default=SESSION_TIMEOUT_S, help="Unused sessions are dropped after this."
+    )
+    parser.add_argument(
+        "--records", type=Path, help="File for the records of rollouts; what is in it is there again after a restart."
     )
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -244,60 +251,42 @@ def _app_from(args: argparse.Namespace, token: str | None) -> FastAPI:
         config.model_name,
         session_timeout_s=args.session_timeout_s,
         token=token,
+        log=CallLog(expand_path(str(args.records), what="--records")) if args.records else None,
     )
 
 
-def _check_chat(request: ChatCompletionProxyRequest) -> None:
-    if not request.messages:
-        raise RequestFault("messages must not be empty")
-    for index, message in enumerate(request.messages):
-        if not isinstance(message.get("role"), str):
-            raise RequestFault(f"messages[{index}] has no role; give each message one, such as 'user'")
-    if request.stream:
-        raise RequestFault("stream=true is not supported: a tracked reply is complete; leave it out")
-
-
-def _as_openai(reply: Any, session: SessionState, *, prefix: str) -> dict[str, Any]:
-    return {
-        **reply.model_dump(exclude_none=True, warnings=False),
-        "id": f"{prefix}-{uuid.uuid4().hex}",
-        "created": int(time.time()),
-        "model": session.model_name,
-    }
-
-
-def _token_check(token: str) -> Any:
+def _access_check(gateway: Gateway) -> Any:
     async def check(request: Request) -> None:
-        if not is_authorized(request.headers.get("authorization"), token):
-            raise HTTPException(401, "this proxy needs a token: send it as 'Authorization: Bearer TOKEN'")
+        if (refusal := gateway.refusal(request)) is not None:
+            raise HTTPException(*refusal)
 
     return check
 
 
 async def _http_error(_: Request, error: Any) -> JSONResponse:
-    return openai_error(error.status_code, str(error.detail))
+    return _error(error.status_code, str(error.detail))
 
 
 async def _unknown_session(_: Request, error: Exception) -> JSONResponse:
-    return openai_error(404, str(error), UNKNOWN_SESSION)
+    return _error(404, str(error), UNKNOWN_SESSION)
 
 
 async def _rollout_fault(_: Request, error: Any) -> JSONResponse:
     if isinstance(error, RequestFault):
-        return openai_error(400, str(error))
-    return openai_error(500, str(error), f"{error.failure_class}_error")
+        return _error(400, str(error))
+    return _error(500, str(error), f"{error.failure_class}_error")
 
 
 async def _bad_request(_: Request, error: Exception) -> JSONResponse:
-    return openai_error(400, str(error))
+    return _error(400, str(error))
 
 
 async def _template_error(_: Request, error: Exception) -> JSONResponse:
-    return openai_error(400, f"the chat template refused the messages: {error}")
+    return _error(400, f"the chat template refused the messages: {error}")
 
 
 async def _server_error(_: Request, error: Exception) -> JSONResponse:
-    return openai_error(500, f"{type(error).__name__}: {error}", "server_error")
+    return _error(500, f"{type(error).__name__}: {error}", "server_error")
 
 
 if __name__ == "__main__":

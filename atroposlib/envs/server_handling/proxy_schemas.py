@@ -36,27 +36,6 @@ class ChatCompletionProxyRequest(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
 
-    def sampling(self) -> dict[str, Any]:
-        """What the engine is told beside the prompt."""
-        given = known_options(self.model_dump(exclude=_NOT_FOR_THE_ENGINE, exclude_none=True))
-        return {**given, "max_tokens": self.max_completion_tokens or self.max_tokens}
-
-
-class CompletionProxyRequest(BaseModel):
-    """OpenAI's completion request, for one prompt. Further fields that an engine knows go there as they are."""
-
-    model_config = ConfigDict(extra="allow")
-
-    prompt: str
-    max_tokens: PositiveInt = 1024
-    temperature: float = 1.0
-    n: PositiveInt = 1
-    stop: list[str] | str | None = None
-
-    def sampling(self) -> dict[str, Any]:
-        """What the engine is told beside the prompt."""
-        return known_options(self.model_dump(exclude={"prompt", *_NOT_FOR_THE_ENGINE}, exclude_none=True))
-
 
 def known_options(given: dict[str, Any]) -> dict[str, Any]:
     """`given` without what no engine knows: OpenAI's clients send much that is meant for OpenAI only."""
@@ -76,6 +55,7 @@ class SessionCreateRequest(BaseModel):
     """How a session tracks, and on which server."""
 
     tool_parser: str = "hermes"
+    reasoning_parser: str | None = None
     track_tree: bool = False
     base_url: str | None = None
 

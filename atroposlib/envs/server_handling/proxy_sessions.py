@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from atroposlib.envs.server_handling.agents.rollouts import Rollout, RolloutSettings
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
-from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
+from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import RequestFault
 
 SESSION_TIMEOUT_S = 3600.0
@@ -25,13 +26,13 @@ class SessionState:
 
     uuid: str
     managed_server: ManagedServer
-    translator: ToolCallTranslator
     model_name: str
     tool_parser: str
     base_url: str | None
     created_at: float
     last_accessed: float
-    requests: int = 0  # being answered now
+    rollout: Rollout
+    requests: int = 0  # being answered now, except for those of the model
 
     def num_nodes(self) -> int:
         """Sequences tracked so far."""
@@ -55,15 +56,27 @@ class Sessions:
         self._sessions: dict[str, SessionState] = {}
 
     def create(
-        self, server: Any, tokenizer: Any, *, model_name: str, tool_parser: str, track_tree: bool
+        self,
+        server: Any,
+        tokenizer: Any,
+        *,
+        model_name: str,
+        tool_parser: str,
+        track_tree: bool,
+        reasoning_parser: str | None = None,
     ) -> SessionState:
         """A new session on `server`; ConfigError for an unknown tool parser."""
         self._expire()
-        now = self._clock()
+        now, name = self._clock(), str(uuid.uuid4())
+        tool_format(tool_parser)
+        managed = ManagedServer(
+            server, tokenizer, track_tree=track_tree, tool_parser=tool_parser, reasoning_parser=reasoning_parser
+        )
+        settings = RolloutSettings(rollout_id=name, tool_parser=tool_parser, locked=False)
         session = SessionState(
-            uuid=str(uuid.uuid4()),
-            managed_server=ManagedServer(server, tokenizer, track_tree=track_tree, tool_parser=tool_parser),
-            translator=ToolCallTranslator(tokenizer, tool_parser),
+            uuid=name,
+            managed_server=managed,
+            rollout=Rollout(settings, managed, key=name, session_model=model_name),
             model_name=model_name,
             tool_parser=tool_parser,
             base_url=base_url_of(server),
@@ -90,6 +103,15 @@ class Sessions:
             session.requests -= 1
             session.last_accessed = self._clock()
 
+    def rollout(self, session_uuid: str) -> Rollout:
+        """The rollout of a session, which does not expire while a request of it runs.
+
+        Raises:
+            UnknownSessionError: there is none of that id.
+        """
+        with self.using(session_uuid) as session:
+            return session.rollout
+
     def delete(self, session_uuid: str) -> None:
         """Forget a session; UnknownSessionError when there is none of that id."""
         managed_server = self._find(session_uuid).managed_server
@@ -112,7 +134,7 @@ class Sessions:
     def _expire(self) -> None:
         oldest = self._clock() - self.timeout_s
         for session in list(self._sessions.values()):
-            if session.requests == 0 and session.last_accessed < oldest:
+            if session.requests == 0 and not session.rollout.is_busy and session.last_accessed < oldest:
                 self.delete(session.uuid)
 
 

@@ -11,16 +11,17 @@ from typing import Any
 from atroposlib.errors import RequestFault
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
     return frozenset(text.split())
 
 
-SGLANG_SAMPLING = _words(
+SGLANG_SAMPLING = words(
     """max_new_tokens min_new_tokens n temperature top_p top_k min_p frequency_penalty presence_penalty
     repetition_penalty stop stop_token_ids stop_regex ignore_eos skip_special_tokens spaces_between_special_tokens
     no_stop_trim json_schema regex ebnf structural_tag custom_params stream_interval logit_bias sampling_seed"""
 )
-SGLANG_REQUEST = _words(
+SGLANG_REQUEST = words(
     """rid image_data video_data audio_data logprob_start_len top_logprobs_num token_ids_logprob lora_path lora_id
     session_params custom_logit_processor return_hidden_states priority extra_key routing_key data_parallel_rank
     return_routed_experts"""
@@ -35,7 +36,7 @@ SGLANG_NAMES = {
     "guided_json": "json_schema",
 }
 
-VLLM_SAMPLING = _words(
+VLLM_SAMPLING = words(
     """n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop
     stop_token_ids bad_words include_stop_str_in_output ignore_eos max_tokens min_tokens logprobs prompt_logprobs
     detokenize skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens guided_decoding
@@ -43,7 +44,7 @@ VLLM_SAMPLING = _words(
 )
 VLLM_NAMES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
-_CLIENT_ONLY = _words(
+_CLIENT_ONLY = words(
     """model messages prompt input_ids timeout extra_headers extra_body stream user logprobs tools tool_choice
     skip_reasoning"""
 )

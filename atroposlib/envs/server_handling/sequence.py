@@ -31,7 +31,9 @@ class Call:
     rest: str  # text of `inserted`
     text: str  # of `output`, without the end tokens
     tail: tuple[str, ...]  # the end tokens
+    finish_reason: str
     chat: Conversation | None  # None for text completions
+    turns: int = 0  # of the chat that are those of the parent
     after: "Fork" = field(default_factory=lambda: Fork())
     node: "SequenceNode | None" = None  # while it ends a sequence
     is_continued: bool = False
@@ -111,16 +113,11 @@ class Lineage:
         self.differences += best[2]
         return best[1], best[0][0]
 
-    def add(self, call: Call, turns: int, *others: dict[str, Any]) -> None:
-        """Put a call at its place.
-
-        Args:
-            turns: how many turns of its conversation are those of its parent.
-            others: further forms in which its turn may come back.
-        """
+    def add(self, call: Call, *others: dict[str, Any]) -> None:
+        """Put a call at its place; its turn may also come back in the form of `others`."""
         assert call.chat is not None
-        fork = self._root(call.chat) if call.parent is None else call.parent.after
-        for turn in call.chat.turns[turns if call.parent is not None else 0 : -1]:
+        fork = self._root(call.chat) if call.parent is None or not call.turns else call.parent.after
+        for turn in call.chat.turns[call.turns : -1]:
             fork = fork.given.setdefault(turn.keys[0], Fork())
         last = call.chat.turns[-1]
         keys = (

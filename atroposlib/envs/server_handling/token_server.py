@@ -133,6 +133,11 @@ class TokenServer(HttpServer):
 
     async def _room_for(self, prompt_tokens: int) -> int | None:
         """New tokens that fit behind the prompt; None when the server does not tell its context length."""
+        length = await self.context_length()
+        return None if length is None else max(1, length - prompt_tokens - 1)
+
+    async def context_length(self) -> int | None:
+        """Tokens of the engine's context; None when the server does not tell."""
         if self._context is None:
             try:
                 status, body = await self.transport.get(f"{self.openai_url}/models", timeout_s=30)
@@ -144,7 +149,7 @@ class TokenServer(HttpServer):
                 self._context = orjson.loads(body)["data"][0]["max_model_len"]
             except (ValueError, LookupError, TypeError):  # a page of a gateway, or a list of another kind
                 return None
-        return None if self._context is None else max(1, self._context - prompt_tokens - 1)
+        return self._context
 
     def _health_url(self) -> str:
         return f"{self.root_url}/health"

@@ -1,0 +1,337 @@
+"""The routes of rollouts: those of the model, opened by a rollout's key, and those of the environment.
+
+A reply is generated and recorded whole; a stream is replayed from it. For `QUIET_S` nothing is sent, so that a fault
+keeps its status; then an agent that waits is kept awake with events (blanks in front of JSON) that say nothing.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+import orjson
+from jinja2 import TemplateError
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from atroposlib.api.auth import is_authorized
+from atroposlib.envs.server_handling.agents.chat import CHAT, COMPLETIONS, openai_error
+from atroposlib.envs.server_handling.agents.dialect import Body, Dialect
+from atroposlib.envs.server_handling.agents.messages import MESSAGES
+from atroposlib.envs.server_handling.agents.responses import RESPONSES
+from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, RolloutSettings, SealedError
+from atroposlib.envs.server_handling.proxy_schemas import UNKNOWN_SESSION
+from atroposlib.envs.server_handling.proxy_sessions import UnknownSessionError
+from atroposlib.errors import AtroposError, ConfigError, KilledFault, RequestFault, RolloutFault
+
+logger = logging.getLogger(__name__)
+
+QUIET_S = 20.0
+QUIET_JSON_S = 60.0
+AWAKE_S = 10.0  # between two signs of life
+LONGEST_POLL_S = 60.0
+RETRY_AFTER_S = 2
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class ScoreRequest(BaseModel):
+    """A score of a rollout, or of one of its calls."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    score: float
+    name: str | None = None
+    call_id: str | None = None
+    final: bool = False
+
+
+class EndRequest(BaseModel):
+    """Why a rollout ends, and how long requests that run may take."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reason: str = "ended"
+    grace_s: float = 0.0
+
+
+class Gateway:
+    """Serves rollouts over HTTP.
+
+    Args:
+        rollouts: that it creates and knows.
+        token: of the environment, for what is no route of the model; None: those routes are open to all but the
+            holders of a rollout's key.
+        other: finds a rollout by the first part of a path that is no key, such as a session; raises what there is to
+            say where there is none.
+    """
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        *,
+        token: str | None = None,
+        other: Callable[[str], Rollout | None] | None = None,
+        model: Callable[[], str] | None = None,
+    ) -> None:
+        self.rollouts, self._token, self._other, self._model = rollouts, token, other, model
+
+    def model_routes(self) -> list[Route]:
+        """What an agent may call, with the key in a header or as the first part of the path."""
+        endpoints: list[tuple[str, str, Endpoint]] = [
+            ("POST", "/v1/chat/completions", self._speaking(CHAT)),
+            ("POST", "/v1/completions", self._speaking(COMPLETIONS)),
+            ("POST", "/v1/responses", self._speaking(RESPONSES)),
+            ("POST", "/v1/messages", self._speaking(MESSAGES)),
+            ("POST", "/v1/messages/count_tokens", self._count_tokens),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{model:path}", self._models),
+        ]
+        paths = [(method, prefix + path, endpoint) for method, path, endpoint in endpoints for prefix in ("", "/{key}")]
+        return [Route(path, endpoint, methods=[method]) for method, path, endpoint in paths]
+
+    def control_routes(self) -> list[Route]:
+        """What the environment calls."""
+        return [
+            Route("/rollouts", self._controlling(self._create), methods=["POST"]),
+            Route("/rollouts/{id}", self._controlling(self._record), methods=["GET"]),
+            Route("/rollouts/{id}", self._controlling(self._forget), methods=["DELETE"]),
+            Route("/rollouts/{id}/end", self._controlling(self._end), methods=["POST"]),
+            Route("/rollouts/{id}/score", self._score, methods=["POST"]),
+        ]
+
+    # -- the model -----------------------------------------------------------------------------------------------
+
+    def _speaking(self, dialect: Dialect) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            try:
+                rollout = self._agents_rollout(request)
+                data = await request.body()
+                body = _object_of(data)
+                asked = dialect.parse(body, rollout)
+            except Exception as error:
+                return _failure(dialect, error)
+            tries = request.headers.get("x-stainless-retry-count", "0")
+            key = request.headers.get("idempotency-key", "")
+            digest = hashlib.blake2b(f"{dialect.name}/{key}/".encode() + data, digest_size=16).digest()
+            exchange = rollout.exchange(asked, digest, is_retry=bool(key) or tries not in ("", "0"))
+            return await self._replied(dialect, body, rollout, exchange)
+
+        return answer
+
+    async def _replied(
+        self, dialect: Dialect, body: Body, rollout: Rollout, exchange: Coroutine[Any, Any, Any]
+    ) -> Response:
+        is_stream = bool(body.get("stream"))
+
+        async def whole() -> bytes:
+            reply = dialect.reply(await exchange, body, rollout)
+            return b"".join(dialect.events(reply, body)) if is_stream else orjson.dumps(reply)
+
+        task = asyncio.ensure_future(whole())
+        await asyncio.wait([task], timeout=QUIET_S if is_stream else QUIET_JSON_S)
+        kind = "text/event-stream" if is_stream else "application/json"
+        if not task.done():
+            return StreamingResponse(_kept_awake(dialect, task, is_stream), media_type=kind)
+        if (error := task.exception()) is not None:
+            return _failure(dialect, error, is_session=rollout.is_session)
+        return Response(task.result(), media_type=kind)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        try:
+            rollout = self._agents_rollout(request)
+            asked = MESSAGES.parse(_object_of(await request.body()), rollout)
+            assert asked.chat is not None
+            return _json({"input_tokens": len(rollout.managed.prompt_of(asked.chat).ids)})
+        except Exception as error:
+            return _failure(MESSAGES, error)
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            if self._model is not None and "key" not in request.path_params and self._rollout_of(request) is None:
+                listed = {"id": self._model(), "object": "model", "owned_by": "atropos"}
+                return self._refusal(request) or _json({"object": "list", "data": [listed]})
+            rollout = self._agents_rollout(request)
+        except Exception as error:
+            return _failure(CHAT, error)
+        name = request.path_params.get("model") or rollout.model_name
+        model = {"id": name, "object": "model", "created": int(rollout.created), "owned_by": "atropos"}
+        model |= {"type": "model", "display_name": name, "max_model_len": await rollout.managed.context_length()}
+        return _json(model if "model" in request.path_params else {"object": "list", "data": [model]})
+
+    def _agents_rollout(self, request: Request) -> Rollout:
+        rollout = self._rollout_of(request)
+        if rollout is None:
+            raise UnknownKeyError("no rollout has this key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+        return rollout
+
+    def _rollout_of(self, request: Request) -> Rollout | None:
+        if (in_path := request.path_params.get("key")) is not None:
+            return self.rollouts.of_key(in_path) or (self._other(in_path) if self._other is not None else None)
+        return self._key_holder(request)
+
+    def _key_holder(self, request: Request) -> Rollout | None:
+        """The rollout whose key is in a header."""
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        keys = [bearer.strip() if scheme.lower() == "bearer" else ""]
+        keys += [request.headers.get(name, "") for name in ("x-api-key", "x-goog-api-key")]
+        return next((found for key in keys if key and (found := self.rollouts.of_key(key)) is not None), None)
+
+    # -- the environment -----------------------------------------------------------------------------------------
+
+    def _controlling(self, endpoint: Endpoint) -> Endpoint:
+        async def checked(request: Request) -> Response:
+            if (refusal := self._refusal(request)) is not None:
+                return refusal
+            try:
+                return await endpoint(request)
+            except (AtroposError, ValidationError) as error:
+                return _failure(CHAT, error)
+
+        return checked
+
+    def refusal(self, request: Request) -> tuple[int, str] | None:
+        """Status and sentence for one who may not use a route of the environment; None for one who may."""
+        if self._key_holder(request) is not None:
+            return 403, "the key of a rollout opens the routes of its model only"
+        if self._token is not None and not is_authorized(request.headers.get("authorization"), self._token):
+            return 401, "this route needs the gateway's token: send it as 'Authorization: Bearer TOKEN'"
+        return None
+
+    def _refusal(self, request: Request) -> Response | None:
+        refusal = self.refusal(request)
+        return None if refusal is None else _refused(CHAT, *refusal)
+
+    async def _create(self, request: Request) -> Response:
+        rollout = self.rollouts.create(RolloutSettings.model_validate(_object_of(await request.body() or b"{}")))
+        return _json({**created(rollout, str(request.base_url).rstrip("/"))})
+
+    async def _record(self, request: Request) -> Response:
+        rollout = self._wanted(request)
+        try:
+            until_s = min(float(request.query_params.get("wait", 0)), LONGEST_POLL_S)
+        except ValueError as error:
+            raise RequestFault(f"wait must be a number of seconds: {error}") from error
+        await rollout.wait_for_end(until_s)
+        return _json(rollout.record())
+
+    async def _end(self, request: Request) -> Response:
+        rollout = self._wanted(request)
+        asked = EndRequest.model_validate(_object_of(await request.body() or b"{}"))
+        await rollout.end(asked.reason, grace_s=asked.grace_s)
+        return _json({"id": rollout.id, "end_reason": rollout.end_reason})
+
+    async def _forget(self, request: Request) -> Response:
+        rollout = self._wanted(request)
+        await rollout.end("deleted")
+        self.rollouts.forget(rollout)
+        return _json({"id": rollout.id, "status": "deleted"})
+
+    async def _score(self, request: Request) -> Response:
+        """Open to the environment and to the rollout's own verifier."""
+        rollout = self.rollouts.of_id(request.path_params["id"])
+        is_verifier = rollout is not None and is_authorized(request.headers.get("authorization"), rollout.score_key)
+        if not is_verifier and (refusal := self._refusal(request)) is not None:
+            return refusal
+        try:
+            rollout = self._wanted(request)
+            asked = ScoreRequest.model_validate(_object_of(await request.body()))
+        except (AtroposError, ValidationError) as error:
+            return _failure(CHAT, error)
+        rollout.add_score(asked.score, name=asked.name, call_id=asked.call_id, final=asked.final)
+        return _json({"id": rollout.id, "score": rollout.score})
+
+    def _wanted(self, request: Request) -> Rollout:
+        rollout = self.rollouts.of_id(request.path_params["id"])
+        if rollout is None:
+            raise UnknownRolloutError(f"no rollout {request.path_params['id']!r}; create it with POST /rollouts")
+        return rollout
+
+
+class UnknownKeyError(AtroposError, LookupError):
+    """No rollout has this key."""
+
+
+class UnknownRolloutError(AtroposError, LookupError):
+    """There is no rollout of this id."""
+
+
+def created(rollout: Rollout, root: str) -> dict[str, Any]:
+    """What whoever creates a rollout is told."""
+    return {
+        "id": rollout.id,
+        "key": rollout.key,
+        "score_key": rollout.score_key,
+        "model": rollout.model_name,
+        "openai_base_url": f"{root}/v1",
+        "anthropic_base_url": root,
+        "keyed_base_url": f"{root}/{rollout.key}/v1",
+    }
+
+
+async def _kept_awake(dialect: Dialect, task: "asyncio.Future[bytes]", is_stream: bool) -> AsyncIterator[bytes]:
+    while not task.done():
+        yield dialect.keep_alive if is_stream else b" "
+        await asyncio.wait([task], timeout=AWAKE_S)
+    if (error := task.exception()) is None:
+        yield task.result()
+        return
+    status, sentence, kind = _reason(error)
+    fault = orjson.dumps(dialect.error(status, sentence, kind))
+    if not is_stream:
+        raise RuntimeError(f"the reply had begun when its generation failed: {sentence}")  # cuts the connection
+    yield b"event: error\ndata: " + fault + b"\n\n"
+
+
+def _object_of(data: bytes) -> dict[str, Any]:
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise RequestFault(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestFault(f"the body must be a JSON object, not {type(body).__name__}")
+    return body
+
+
+def _reason(error: BaseException) -> tuple[int, str, str]:
+    """Status, sentence and kind of a failure; never 5xx for what cannot work when it is sent again."""
+    if isinstance(error, TemplateError):
+        return 400, f"the chat template refused the messages: {error}", "invalid_request_error"
+    if isinstance(error, SealedError):
+        return 409, str(error), "invalid_request_error"
+    if isinstance(error, UnknownKeyError):
+        return 401, str(error), "invalid_request_error"
+    if isinstance(error, UnknownSessionError):
+        return 404, str(error), UNKNOWN_SESSION
+    if isinstance(error, UnknownRolloutError):
+        return 404, str(error), "not_found_error"
+    if isinstance(error, RequestFault | ConfigError | ValidationError):
+        return 400, str(error), "invalid_request_error"
+    if isinstance(error, KilledFault):
+        return 429, str(error), f"{error.failure_class}_error"
+    if isinstance(error, RolloutFault):
+        return 503, str(error), f"{error.failure_class}_error"
+    logger.error("a request of an agent failed", exc_info=error)
+    return 500, f"{type(error).__name__}: {error}", "server_error"
+
+
+def _failure(dialect: Dialect, error: BaseException, *, is_session: bool = False) -> Response:
+    status, sentence, kind = _reason(error)
+    if is_session and isinstance(error, RolloutFault) and status > 400:
+        status = 500  # clients of sessions know no other
+    return _refused(dialect, status, sentence, kind)
+
+
+def _refused(dialect: Dialect, status: int, sentence: str, kind: str = "invalid_request_error") -> Response:
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status == 429 else None
+    return Response(orjson.dumps(dialect.error(status, sentence, kind)), status, headers, "application/json")
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS), media_type="application/json")
+
+
+__all__ = ["Gateway", "created", "openai_error"]

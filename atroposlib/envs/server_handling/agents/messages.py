@@ -1,0 +1,164 @@
+"""Anthropic's Messages, and the count of a request's tokens.
+
+Blocks of an assistant's turn (thinking, text, tool_use) are one message inside; results of tools come before the text
+of the turn that they stand in, each as a message of its own. Tools that Anthropic would run itself are left out.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from atroposlib.envs.server_handling.agents.dialect import Body, Dialect, name_of, objects, sampling_of, sse
+from atroposlib.envs.server_handling.agents.record import Exchange
+from atroposlib.envs.server_handling.agents.rollouts import Asked, Rollout
+from atroposlib.envs.server_handling.conversation import Message, joined_text
+from atroposlib.envs.server_handling.managed_server import ChatRequest
+from atroposlib.envs.server_handling.sampling import words
+from atroposlib.errors import RequestFault
+
+_NAMES = {"stop_sequences": "stop"}
+_OTHER = words("messages system tools tool_choice model stream metadata")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_ERRORS |= {409: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error"}
+
+
+def _parse(body: Body, rollout: Rollout) -> Asked:
+    notes: list[str] = []
+    messages: list[Message] = []
+    system = body.get("system")
+    if system:
+        text = system if isinstance(system, str) else "\n\n".join(str(part.get("text")) for part in system)
+        messages.append({"role": "system", "content": text})
+    given = objects(body.get("messages"), "messages")
+    if not given:
+        raise RequestFault("messages must not be empty")
+    for index, message in enumerate(given):
+        messages += _turns(message, f"messages[{index}]")
+    choice = body.get("tool_choice") or {"type": "auto"}
+    wanted: Any = {"type": "function", "function": {"name": choice.get("name")}}
+    wanted = wanted if choice.get("type") == "tool" else _CHOICES.get(choice.get("type"), "auto")
+    tools = _tools(objects(body.get("tools") or [], "tools"), notes)
+    sampling = sampling_of(body, _NAMES, _OTHER)
+    chat = ChatRequest(messages, tools or None, wanted, sampling)
+    return Asked("messages", chat, None, sampling, str(body.get("model")), notes)
+
+
+def _tools(given: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+    tools = []
+    for tool in given:
+        if tool.get("type") not in (None, "custom"):
+            notes.append(f"the tool {tool['type']!r} was left out: it would run at Anthropic")
+            continue
+        function = {
+            "name": tool.get("name"),
+            "description": tool.get("description") or "",
+            "parameters": tool.get("input_schema") or {},
+        }
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _turns(message: dict[str, Any], where: str) -> list[Message]:
+    """One message of Anthropic's as one or several of OpenAI's."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise RequestFault(f"{where} has no role; give each message one, such as 'user'")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    blocks = objects(content, f"content of {where}")
+    if role == "assistant":
+        return [_answer(blocks, where)]
+    turns: list[Message] = []
+    texts: list[str] = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            inner = block.get("content") or ""
+            text = inner if isinstance(inner, str) else joined_text(inner, where)
+            turns.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        else:
+            texts.append(joined_text([block], where))
+    return [*turns, {"role": role, "content": "\n".join(texts)}] if texts else turns
+
+
+def _answer(blocks: Sequence[dict[str, Any]], where: str) -> Message:
+    message: Message = {"role": "assistant", "content": None}
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "tool_use":
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            function = {"name": block.get("name"), "arguments": arguments}
+            call = {"id": block.get("id"), "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        elif kind == "thinking":
+            message["reasoning_content"] = message.get("reasoning_content", "") + str(block.get("thinking") or "")
+        elif kind != "redacted_thinking":
+            message["content"] = (message["content"] or "") + joined_text([block], where)
+    return message
+
+
+def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
+    answer = exchange.answers[0]
+    message, name = answer.message, name_of("msg_", rollout, exchange)
+    content: list[dict[str, Any]] = []
+    if thoughts := message.get("reasoning_content"):
+        content.append({"type": "thinking", "thinking": thoughts, "signature": name})
+    calls = message.get("tool_calls") or ()
+    if message.get("content") or not (calls or thoughts):
+        content.append({"type": "text", "text": message.get("content") or ""})
+    for call in calls:
+        given = _object(call["function"]["arguments"])
+        content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
+    return {
+        "id": name,
+        "type": "message",
+        "role": "assistant",
+        "model": rollout.model_name,
+        "content": content,
+        "stop_reason": _STOPS.get(answer.finish_reason, "end_turn"),
+        "stop_sequence": None,
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
+    }
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        value = arguments
+    return value if isinstance(value, dict) else {"value": value}
+
+
+def _events(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
+    def event(kind: str, **fields: Any) -> bytes:
+        return sse({"type": kind, **fields}, kind)
+
+    usage = reply["usage"]
+    begun = {**reply, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
+    yield event("message_start", message=begun)
+    for index, block in enumerate(reply["content"]):
+        kind = block["type"]
+        if kind == "text":
+            empty, deltas = {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+        elif kind == "thinking":
+            empty = {**block, "thinking": "", "signature": ""}
+            deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
+            deltas.append({"type": "signature_delta", "signature": block["signature"]})
+        else:
+            empty = {**block, "input": {}}
+            deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}]
+        yield event("content_block_start", index=index, content_block=empty)
+        for delta in deltas:
+            yield event("content_block_delta", index=index, delta=delta)
+        yield event("content_block_stop", index=index)
+    delta = {"stop_reason": reply["stop_reason"], "stop_sequence": reply["stop_sequence"]}
+    yield event("message_delta", delta=delta, usage=usage)
+    yield event("message_stop")
+
+
+def _error(status: int, message: str, kind: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": message}}
+
+
+MESSAGES = Dialect("messages", _parse, _reply, _events, _error, sse({"type": "ping"}, "ping"))

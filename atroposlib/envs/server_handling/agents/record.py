@@ -1,0 +1,166 @@
+"""The record of a rollout, and its place on disk: one JSON line for each event, so that nothing is lost by a kill.
+
+A call is written as what it adds to the call before it: ids, log-probabilities, and the messages that are new. Lines
+are whole or cut off: a torn end is what a kill left, and nobody was told of it.
+"""
+
+import logging
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from atroposlib.envs.server_handling.conversation import Conversation, Message, Turn, keys_of
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.sequence import Call
+from atroposlib.errors import PathError
+from atroposlib.lock_files import HeldError, hold
+from atroposlib.rollouts.append_file import AppendFile
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One choice of a reply, whatever dialect it is written in."""
+
+    message: Message  # of the assistant, in OpenAI's chat form, thoughts as `reasoning_content`
+    finish_reason: str  # stop, length, tool_calls
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request of the agent and what was replied."""
+
+    number: int
+    digest: bytes  # of the request
+    dialect: str
+    asked: dict[str, Any]  # sampling parameters as the agent sent them, with its name for the model
+    used: dict[str, Any]  # sampling parameters as the engine got them
+    started: float  # seconds since the epoch
+    ended: float = 0.0
+    answers: list[Answer] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)  # empty for a text of our own
+    versions: list[str | None] = field(default_factory=list)  # of the weights, in the order of the engine's replies
+    notes: list[str] = field(default_factory=list)  # of what was left out or overridden
+
+
+class CallLog:
+    """One file, with one process that writes it.
+
+    Raises:
+        PathError: another process writes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = hold(path.with_suffix(".lock"), mode=0o600)
+        except HeldError as error:
+            raise PathError(
+                f"{path} is written by process {error.pid}; give every gateway a file of its own"
+            ) from error
+        self._path = path
+        data = path.read_bytes() if path.exists() else b""
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            logger.warning("a line that a kill cut off is dropped: file=%s bytes=%d", path, len(data) - whole)
+            with path.open("r+b") as file:
+                file.truncate(whole)
+        self._file = AppendFile(path)
+
+    def append(self, event: dict[str, Any]) -> None:
+        """Write one event; OSError: it is not in the file, and nobody may be told of it."""
+        self._file.write(orjson.dumps(event, default=repr, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """What is in the file, in order."""
+        with self._path.open("rb") as file:
+            yield from map(orjson.loads, file)
+
+    def close(self) -> None:
+        """Close the file and leave it to others."""
+        self._file.close()
+        os.close(self._lock)
+
+
+def written(exchange: Exchange, earlier: Sequence[Exchange]) -> dict[str, Any]:
+    """An exchange as JSON values; `earlier` holds the calls that its own continue."""
+    places = {id(call): [one.number, index] for one in earlier for index, call in enumerate(one.calls)}
+    return {
+        "number": exchange.number,
+        "digest": exchange.digest.hex(),
+        "dialect": exchange.dialect,
+        "asked": exchange.asked,
+        "used": exchange.used,
+        "started": exchange.started,
+        "ended": exchange.ended,
+        "versions": exchange.versions,
+        "notes": exchange.notes,
+        "answers": [asdict(answer) for answer in exchange.answers],
+        "calls": [_call(call, places.get(id(call.parent))) for call in exchange.calls],
+    }
+
+
+def _call(call: Call, parent: list[int] | None) -> dict[str, Any]:
+    chat = call.chat
+    new = () if chat is None else chat.turns[call.turns :]
+    return {
+        "parent": parent,
+        "inserted": call.inserted.tolist(),
+        "output": call.output.tolist(),
+        "logprobs": call.logprobs.tolist(),
+        "rest": call.rest,
+        "text": call.text,
+        "tail": call.tail,
+        "finish_reason": call.finish_reason,
+        "turns": call.turns,
+        "new": None if chat is None else [[turn.said, turn.shown] for turn in new],
+        "tools": None if chat is None else chat.tools,
+    }
+
+
+def restored(line: dict[str, Any], earlier: Sequence[Exchange], managed: ManagedServer) -> Exchange:
+    """The exchange that was written; its calls take their places in the lineage of `managed`."""
+    answers = [Answer(**answer) for answer in line["answers"]]
+    exchange = Exchange(
+        **{key: line[key] for key in ("number", "dialect", "asked", "used", "started", "ended", "versions", "notes")},
+        digest=bytes.fromhex(line["digest"]),
+        answers=answers,
+    )
+    for entry, answer in zip(line["calls"], answers, strict=False):
+        place = entry["parent"]
+        parent = earlier[place[0]].calls[place[1]] if place is not None else None
+        chat = None
+        if entry["new"] is not None:
+            kept = parent.chat.turns[: entry["turns"]] if parent is not None and parent.chat is not None else ()
+            turns = [Turn(said, shown, _keys(said, shown)) for said, shown in entry["new"]]
+            chat = Conversation((*kept, *turns), entry["tools"])
+        call = Call(
+            parent=parent,
+            inserted=array("i", entry["inserted"]),
+            output=array("i", entry["output"]),
+            logprobs=array("d", entry["logprobs"]),
+            rest=entry["rest"],
+            text=entry["text"],
+            tail=tuple(entry["tail"]),
+            finish_reason=entry["finish_reason"],
+            chat=chat,
+            turns=entry["turns"],
+        )
+        exchange.calls.append(call)
+        if parent is not None:
+            parent.is_continued = True
+        if chat is not None:
+            managed.lineage.add(call, answer.message)
+    return exchange
+
+
+def _keys(said: dict[str, Any], shown: dict[str, Any] | None) -> tuple[Any, ...]:
+    return keys_of(said if shown is None or said.get("role") == "assistant" else shown)

@@ -1,0 +1,230 @@
+"""OpenAI's Responses: items in, items out. Stateless, or by `previous_response_id` of the same rollout.
+
+Items of one assistant's turn (reasoning, message, calls) are one message inside. Custom tools are functions with one
+text, `input`; tools that OpenAI would run itself are left out, and the record says so.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from atroposlib.envs.server_handling.agents.chat import openai_error
+from atroposlib.envs.server_handling.agents.dialect import Body, Dialect, name_of, objects, sampling_of, sse
+from atroposlib.envs.server_handling.agents.record import Exchange
+from atroposlib.envs.server_handling.agents.rollouts import Asked, Rollout
+from atroposlib.envs.server_handling.conversation import Message, joined_text
+from atroposlib.envs.server_handling.managed_server import ChatRequest
+from atroposlib.envs.server_handling.sampling import words
+from atroposlib.errors import RequestFault
+
+_NAMES = {"max_output_tokens": "max_tokens"}
+_OTHER = words(
+    """input instructions tools tool_choice model stream stream_options previous_response_id text user prompt
+    top_logprobs n max_tool_calls metadata"""
+)
+_CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def _parse(body: Body, rollout: Rollout) -> Asked:
+    notes: list[str] = []
+    messages = _history(body.get("previous_response_id"), rollout)
+    if body.get("instructions"):
+        messages = [message for message in messages if message["role"] != "system"]
+        messages.insert(0, {"role": "system", "content": str(body["instructions"])})
+    given = body.get("input")
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+    else:
+        messages += _messages(objects(given, "input"))
+    if not messages:
+        raise RequestFault("input must not be empty")
+    tools = _tools(objects(body.get("tools") or [], "tools"), notes)
+    choice = body.get("tool_choice") or "auto"
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    kind = ((body.get("text") or {}).get("format") or {}).get("type", "text")
+    if kind != "text":
+        notes.append(f"text.format {kind!r} was not used")
+    sampling = sampling_of(body, _NAMES, _OTHER)
+    chat = ChatRequest(messages, tools or None, choice, sampling)
+    return Asked("responses", chat, None, sampling, str(body.get("model")), notes)
+
+
+def _history(previous: Any, rollout: Rollout) -> list[Message]:
+    if previous is None:
+        return []
+    for exchange in reversed(rollout.exchanges):
+        if name_of("resp_", rollout, exchange) == previous and exchange.calls and exchange.calls[0].chat is not None:
+            return [*(turn.said for turn in exchange.calls[0].chat.turns[:-1]), exchange.answers[0].message]
+    raise RequestFault(f"previous_response_id {previous!r} is no response of this rollout; send the whole input")
+
+
+def _tools(given: Sequence[dict[str, Any]], notes: list[str], prefix: str = "") -> list[dict[str, Any]]:
+    """The tools in the form of chat completions."""
+    tools: list[dict[str, Any]] = []
+    for tool in given:
+        kind, name = tool.get("type"), f"{prefix}{tool.get('name')}"
+        if kind == "namespace":
+            tools += _tools(objects(tool.get("tools") or [], "tools of a namespace"), notes, f"{name}.")
+            continue
+        if kind not in ("function", "custom"):
+            notes.append(f"the tool {kind!r} was left out: it would run at OpenAI")
+            continue
+        parameters = _CUSTOM if kind == "custom" else tool.get("parameters") or {}
+        function = {"name": name, "description": tool.get("description") or "", "parameters": parameters}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
+    """Items as messages of chat completions."""
+    messages: list[Message] = []
+
+    def answer(*, new: bool) -> Message:
+        """The assistant's message that an item belongs to."""
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if last is None or (new and ("tool_calls" in last or last["content"] is not None)):
+            messages.append(last := {"role": "assistant", "content": None})
+        return last
+
+    for index, item in enumerate(items):
+        kind = item.get("type") or "message"
+        if kind == "message" and item.get("role") != "assistant":
+            content = item.get("content")
+            text = content if isinstance(content, str) else joined_text(content or [], f"input[{index}]")
+            messages.append({"role": str(item.get("role")), "content": text})
+        elif kind == "message":
+            content = item.get("content")
+            text = content if isinstance(content, str) else joined_text(content or [], f"input[{index}]")
+            message = answer(new=True)
+            message["content"] = (message["content"] or "") + text
+        elif kind == "reasoning":
+            parts = [*(item.get("content") or ()), *(() if item.get("content") else item.get("summary") or ())]
+            if text := "".join(str(part.get("text") or "") for part in parts):
+                answer(new=True)["reasoning_content"] = text
+        elif kind in ("function_call", "custom_tool_call"):
+            arguments = item.get("arguments") if kind == "function_call" else json.dumps({"input": item.get("input")})
+            name = f"{item['namespace']}.{item.get('name')}" if item.get("namespace") else item.get("name")
+            call = {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+            answer(new=False).setdefault("tool_calls", []).append(call)
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            output = item.get("output")
+            text = output if isinstance(output, str) else joined_text(output or [], f"input[{index}]")
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        else:
+            raise RequestFault(f"input[{index}] is a {kind!r}; the model takes messages, reasoning, calls and outputs")
+    return messages
+
+
+def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
+    answer = exchange.answers[0]
+    message, custom = answer.message, {t.get("name") for t in body.get("tools") or () if t.get("type") == "custom"}
+    output: list[dict[str, Any]] = []
+    if thoughts := message.get("reasoning_content"):
+        summary = [{"type": "summary_text", "text": thoughts}]
+        name = name_of("rs_", rollout, exchange)
+        output.append({"id": name, "type": "reasoning", "summary": summary, "encrypted_content": name})
+    calls = message.get("tool_calls") or ()
+    if message.get("content") or not calls:
+        part = {"type": "output_text", "text": message.get("content") or "", "annotations": [], "logprobs": []}
+        output.append(
+            {
+                "id": name_of("msg_", rollout, exchange),
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [part],
+            }
+        )
+    for index, call in enumerate(calls):
+        output.append(_call_item(call, name_of("fc_", rollout, exchange, str(index)), custom))
+    is_cut = answer.finish_reason == "length"
+    tokens = answer.prompt_tokens, answer.completion_tokens
+    name = name_of("resp_", rollout, exchange)
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": int(exchange.ended),
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "instructions": body.get("instructions"),
+        "model": rollout.model_name,
+        "output": output,
+        "parallel_tool_calls": bool(body.get("parallel_tool_calls", True)),
+        "previous_response_id": body.get("previous_response_id"),
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "temperature": exchange.used.get("temperature"),
+        "top_p": exchange.used.get("top_p"),
+        "metadata": body.get("metadata") or {},
+        "usage": {
+            "input_tokens": tokens[0],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": tokens[1],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": sum(tokens),
+        },
+    }
+
+
+def _call_item(call: dict[str, Any], item_id: str, custom: set[Any]) -> dict[str, Any]:
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    base = {"id": item_id, "call_id": call["id"], "name": name, "status": "completed"}
+    if name not in custom:
+        return {**base, "type": "function_call", "arguments": arguments}
+    try:
+        text = json.loads(arguments)["input"]
+    except (ValueError, LookupError, TypeError):
+        text = arguments
+    return {**base, "type": "custom_tool_call", "input": text if isinstance(text, str) else json.dumps(text)}
+
+
+def _events(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
+    number = -1
+
+    def event(kind: str, **fields: Any) -> bytes:
+        nonlocal number
+        number += 1
+        return sse({"type": kind, "sequence_number": number, **fields}, kind)
+
+    begun = {**reply, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield event("response.created", response=begun)
+    yield event("response.in_progress", response=begun)
+    for index, item in enumerate(reply["output"]):
+        place = {"output_index": index}
+        yield event("response.output_item.added", item=_empty(item), **place)
+        place |= {"item_id": item["id"]}
+        if item["type"] == "message":
+            part = item["content"][0]
+            text = {**place, "content_index": 0}
+            yield event("response.content_part.added", part={**part, "text": ""}, **text)
+            yield event("response.output_text.delta", delta=part["text"], logprobs=[], **text)
+            yield event("response.output_text.done", text=part["text"], logprobs=[], **text)
+            yield event("response.content_part.done", part=part, **text)
+        elif item["type"] == "reasoning":
+            part = item["summary"][0]
+            text = {**place, "summary_index": 0}
+            yield event("response.reasoning_summary_part.added", part={**part, "text": ""}, **text)
+            yield event("response.reasoning_summary_text.delta", delta=part["text"], **text)
+            yield event("response.reasoning_summary_text.done", text=part["text"], **text)
+            yield event("response.reasoning_summary_part.done", part=part, **text)
+        elif item["type"] == "custom_tool_call":
+            yield event("response.custom_tool_call_input.delta", delta=item["input"], **place)
+            yield event("response.custom_tool_call_input.done", input=item["input"], **place)
+        else:
+            arguments = item["arguments"]
+            yield event("response.function_call_arguments.delta", delta=arguments, **place)
+            yield event("response.function_call_arguments.done", arguments=arguments, name=item["name"], **place)
+        yield event("response.output_item.done", item=item, output_index=index)
+    yield event(f"response.{reply['status']}", response=reply)
+
+
+def _empty(item: dict[str, Any]) -> dict[str, Any]:
+    """An item before its first delta."""
+    nothing = {"content": [], "summary": [], "arguments": "", "input": ""}
+    started = {key: nothing.get(key, value) for key, value in item.items()}
+    return {**started, "status": "in_progress"} if "status" in item else started
+
+
+RESPONSES = Dialect("responses", _parse, _reply, _events, openai_error, b": still generating\n\n")

@@ -1,0 +1,356 @@
+"""A rollout is an API key: whatever program holds it talks to the model, and every call goes into the rollout's record.
+
+The order of one request: key, end and budget, retry, generation, record (durable where there is a log), reply. Nothing
+is replied that is not recorded, and a request that is sent again gets the reply of the first.
+"""
+
+import asyncio
+import contextvars
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+from atroposlib.envs.server_handling.agents.record import Answer, CallLog, Exchange, restored, written
+from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, Reply
+from atroposlib.envs.server_handling.sampling import words
+from atroposlib.errors import RolloutFault
+from atroposlib.rollouts.trace import current_trace, held_replies
+
+logger = logging.getLogger(__name__)
+
+BUDGET_TEXT = "The budget of this conversation is used up."
+"""Said to an agent that asks once more; an empty reply would be asked for again. No part of the record's tokens."""
+
+_SHAPES = words(
+    """temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias regex
+    json_schema ebnf structural_tag min_new_tokens min_tokens ignore_eos"""
+)
+"""What changes the distribution that tokens are drawn from."""
+
+
+class SealedError(Exception):
+    """The rollout has ended; nothing is generated for it any more."""
+
+
+class RolloutSettings(BaseModel):
+    """How a rollout samples, what it may use, and what it belongs to."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rollout_id: str | None = Field(None, description="Name of the rollout; asked for again, the same one is given.")
+    item_id: str | None = Field(None, description="What is rolled out.")
+    group_id: str | None = Field(None, description="Rollouts of one item that are compared.")
+    base_url: str | None = Field(None, description="Generate on the server with this address; null: the least used.")
+    tool_parser: str = Field("hermes", description="How the model writes tool calls; names as SGLang's.")
+    reasoning_parser: str | None = Field("think", description="Take <think> blocks out of replies; null: leave them.")
+    history: Literal["keep", "template"] = Field(
+        "keep", description="A turn sent back without its thoughts: keep its tokens, or let the template render it."
+    )
+    sampling: dict[str, Any] = Field(default_factory=dict, description="Sampling parameters, named as engines do.")
+    locked: bool = Field(True, description="The agent's own parameters that change the distribution have no effect.")
+    max_calls: PositiveInt | None = Field(None, description="Most requests.")
+    max_tokens: PositiveInt | None = Field(None, description="Most generated tokens.")
+    timeout_s: PositiveFloat | None = Field(None, description="Seconds from its creation to the last request.")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request as a dialect understood it: a chat, or a text to complete."""
+
+    dialect: str
+    chat: ChatRequest | None
+    prompt: str | None
+    sampling: Mapping[str, Any]
+    model: str
+    notes: Sequence[str] = ()
+
+
+class Rollout:
+    """One rollout: its settings, its record, and what runs for it now."""
+
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        managed: ManagedServer,
+        *,
+        log: CallLog | None = None,
+        key: str | None = None,
+        score_key: str | None = None,
+        created: float | None = None,
+        session_model: str | None = None,
+    ) -> None:
+        """`session_model` makes it the rollout of a proxy session, with the name of its model in replies."""
+        self.settings, self.managed = settings, managed
+        self.id = settings.rollout_id or f"rollout-{secrets.token_hex(8)}"
+        self.key = key or f"sk-rollout-{secrets.token_urlsafe(32)}"
+        self.score_key = score_key or f"sk-score-{secrets.token_urlsafe(32)}"
+        self.is_session = session_model is not None
+        self.model_name = session_model or managed.server.config.model_name
+        self.created = time.time() if created is None else created
+        self.last_used = self.created
+        self.exchanges: list[Exchange] = []
+        self.scores: list[dict[str, Any]] = []
+        self.end_reason: str | None = None
+        self.faults: Counter[str] = Counter()  # of requests that got no reply, by class
+        self._running: dict[bytes, asyncio.Task[Exchange]] = {}
+        self._log = log
+        self._ended = asyncio.Event()
+        self._context = contextvars.copy_context()  # of whoever rolls out: its trace, and its journal of responses
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    async def exchange(self, asked: Asked, digest: bytes, *, is_retry: bool = False) -> Exchange:
+        """The reply to a request, once it is recorded.
+
+        Args:
+            digest: of the request; a retry joins the running request of the same digest, or gets its reply again.
+
+        Raises:
+            SealedError: the rollout has ended, or its budget was used up before.
+            RolloutFault: as `ManagedServer.answer`.
+        """
+        self.last_used = time.time()
+        if is_retry:
+            if (running := self._running.get(digest)) is not None:
+                return await self._joined(running)
+            earlier = next((one for one in reversed(self.exchanges) if one.digest == digest), None)
+            if earlier is not None:
+                return earlier
+        if self.end_reason is not None:
+            raise SealedError(f"rollout {self.id} has ended ({self.end_reason}); start another one")
+        if spent := self.spent():
+            self._end(f"budget: {spent}")
+            return self._said(asked, digest, BUDGET_TEXT)
+        task = asyncio.get_running_loop().create_task(self._generate(asked, digest), context=self._context.copy())
+        self._running[digest] = task
+        try:
+            return await self._joined(task)
+        finally:
+            if task.done() and self._running.get(digest) is task:
+                del self._running[digest]
+
+    async def _joined(self, task: "asyncio.Task[Exchange]") -> Exchange:
+        """What a running request gives. Who asks may go away: it is recorded all the same, for a retry."""
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise SealedError(f"rollout {self.id} ended while this request ran") from None
+            raise
+
+    @property
+    def is_busy(self) -> bool:
+        """Tell if a request runs."""
+        return any(not task.done() for task in self._running.values())
+
+    def spent(self) -> str | None:
+        """Which budget is used up; None while none is."""
+        settings, calls = self.settings, len(self.exchanges) + len(self._running)
+        if settings.max_calls is not None and calls >= settings.max_calls:
+            return f"{calls} of {settings.max_calls} calls"
+        if settings.max_tokens is not None and (tokens := self.generated_tokens()) >= settings.max_tokens:
+            return f"{tokens} of {settings.max_tokens} tokens"
+        if settings.timeout_s is not None and (seconds := time.time() - self.created) >= settings.timeout_s:
+            return f"{seconds:.0f} of {settings.timeout_s:.0f} s"
+        return None
+
+    def generated_tokens(self) -> int:
+        """Tokens that the model wrote for this rollout."""
+        return sum(answer.completion_tokens for exchange in self.exchanges for answer in exchange.answers)
+
+    async def _generate(self, asked: Asked, digest: bytes) -> Exchange:
+        used, notes = self._sampling(asked.sampling)
+        started = time.time()
+        try:
+            with held_replies() as engine:
+                if asked.chat is not None:
+                    chat = asked.chat
+                    replies = await self.managed.answer(ChatRequest(chat.messages, chat.tools, chat.tool_choice, used))
+                else:
+                    replies = await self.managed.complete(asked.prompt or "", used)
+        except RolloutFault as fault:
+            self.faults[fault.failure_class] += 1
+            raise
+        if (trace := current_trace()) is not None:
+            for reply in engine:
+                trace.record(reply)
+        exchange = Exchange(
+            number=len(self.exchanges),
+            digest=digest,
+            dialect=asked.dialect,
+            asked={**asked.sampling, "model": asked.model},
+            used=used,
+            started=started,
+            ended=time.time(),
+            answers=[answer_of(reply) for reply in replies],
+            calls=[reply.call for reply in replies],
+            versions=[reply.weight_version for reply in engine],
+            notes=[*asked.notes, *notes],
+        )
+        return self._recorded(exchange)
+
+    def _sampling(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The parameters that count, and what was overridden."""
+        settings = self.settings
+        kept = {key: value for key, value in asked.items() if not (settings.locked and key in _SHAPES)}
+        used = {"temperature": 1.0, **settings.sampling, **kept}
+        if settings.locked:
+            used |= settings.sampling
+        if self.is_session:
+            used.setdefault("max_tokens", 1024)
+        for limit in (settings.sampling.get("max_tokens"), self._tokens_left()):
+            if limit is not None:
+                used["max_tokens"] = min(used.get("max_tokens") or limit, limit)
+        given = [key for key in asked if key in _SHAPES and asked[key] != used.get(key)]
+        return used, [f"sampling is locked: {key}={asked[key]!r} was not used" for key in given]
+
+    def _tokens_left(self) -> int | None:
+        most = self.settings.max_tokens
+        return None if most is None else max(1, most - self.generated_tokens())
+
+    def _said(self, asked: Asked, digest: bytes, text: str) -> Exchange:
+        now = time.time()
+        answer = Answer({"role": "assistant", "content": text}, "stop", 0, 0)
+        number = len(self.exchanges)
+        return self._recorded(
+            Exchange(number, digest, asked.dialect, {}, {}, now, now, [answer], notes=["a text of the harness"])
+        )
+
+    def _recorded(self, exchange: Exchange) -> Exchange:
+        exchange.number = len(self.exchanges)
+        self.exchanges.append(exchange)
+        if self._log is not None:
+            self._log.append({"exchange": written(exchange, self.exchanges), "rollout": self.id})
+        return exchange
+
+    # -- what the environment says -------------------------------------------------------------------------------
+
+    def add_score(
+        self, score: float, *, name: str | None = None, call_id: str | None = None, final: bool = False
+    ) -> None:
+        """Add a score of the rollout, or of one call; never changed afterwards."""
+        entry = {"score": score, "name": name, "call_id": call_id, "final": final, "at": time.time()}
+        self.scores.append(entry)
+        if self._log is not None:
+            self._log.append({"score": entry, "rollout": self.id})
+
+    @property
+    def score(self) -> float | None:
+        """The last final score, else the last of the rollout as a whole; None without any."""
+        whole = [entry for entry in self.scores if entry["call_id"] is None]
+        return next((float(entry["score"]) for entry in [*whole, *(e for e in whole if e["final"])][::-1]), None)
+
+    async def end(self, reason: str = "ended", *, grace_s: float = 0.0) -> None:
+        """Seal the rollout: requests that run get `grace_s` seconds more, later ones are refused."""
+        self._end(reason)
+        running = [task for task in self._running.values() if not task.done()]
+        if running:
+            await asyncio.wait(running, timeout=grace_s)
+            for task in running:
+                if task.cancel():
+                    self.faults["abandoned"] += 1
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def _end(self, reason: str) -> None:
+        self._ended.set()
+        if self.end_reason is None:
+            self.end_reason = reason
+            if self._log is not None:
+                self._log.append({"end": reason, "rollout": self.id})
+
+    async def wait_for_end(self, timeout_s: float) -> bool:
+        """Wait until the rollout is sealed, at most so long; tell if it is."""
+        if self.end_reason is None and timeout_s > 0:
+            try:
+                await asyncio.wait_for(self._ended.wait(), timeout_s)
+            except TimeoutError:
+                return False
+        return self.end_reason is not None
+
+    def record(self) -> dict[str, Any]:
+        """Everything that is known of the rollout, as JSON values."""
+        return {
+            "id": self.id,
+            "settings": self.settings.model_dump(),
+            "created": self.created,
+            "end_reason": self.end_reason,
+            "score": self.score,
+            "scores": self.scores,
+            "faults": dict(self.faults),
+            "running": len(self._running),
+            "generated_tokens": self.generated_tokens(),
+            "differences": self.managed.lineage.differences,
+            "calls": [written(exchange, self.exchanges) for exchange in self.exchanges],
+        }
+
+
+def answer_of(reply: Reply) -> Answer:
+    """A reply of the managed server as an answer."""
+    return Answer(reply.message, reply.finish_reason, reply.prompt_tokens, len(reply.call.output))
+
+
+class Rollouts:
+    """All rollouts of a gateway, by id and by key.
+
+    Args:
+        make: a managed server for the settings of a rollout; ConfigError or RequestFault where there can be none.
+        log: where their records are kept; what is in it is there again.
+    """
+
+    def __init__(self, make: Callable[[RolloutSettings], ManagedServer], log: CallLog | None = None) -> None:
+        self._make, self._log = make, log
+        self._by_id: dict[str, Rollout] = {}
+        self._by_key: dict[str, Rollout] = {}
+        for event in log.events() if log is not None else ():
+            self._replay(event)
+
+    def create(self, settings: RolloutSettings) -> Rollout:
+        """A new rollout; the same one for an id that is there."""
+        if settings.rollout_id in self._by_id:
+            return self._by_id[settings.rollout_id]
+        rollout = Rollout(settings, self._make(settings), log=self._log)
+        if self._log is not None:
+            made = {"id": rollout.id, "key": rollout.key, "score_key": rollout.score_key, "created": rollout.created}
+            self._log.append({"created": {**made, "settings": settings.model_dump()}, "rollout": rollout.id})
+        return self._added(rollout)
+
+    def of_key(self, key: str | None) -> Rollout | None:
+        """The rollout whose key this is."""
+        return self._by_key.get(key) if key else None
+
+    def of_id(self, rollout_id: str) -> Rollout | None:
+        """The rollout of this id."""
+        return self._by_id.get(rollout_id)
+
+    def forget(self, rollout: Rollout) -> None:
+        """Its rows were taken: it is not needed any more."""
+        self._by_id.pop(rollout.id, None)
+        self._by_key.pop(rollout.key, None)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(list(self._by_id.values()))
+
+    def _added(self, rollout: Rollout) -> Rollout:
+        self._by_id[rollout.id] = rollout
+        self._by_key[rollout.key] = rollout
+        return rollout
+
+    def _replay(self, event: dict[str, Any]) -> None:
+        if (made := event.get("created")) is not None:
+            settings = RolloutSettings.model_validate(made["settings"]).model_copy(update={"rollout_id": made["id"]})
+            keys = {name: made[name] for name in ("key", "score_key", "created")}
+            self._added(Rollout(settings, self._make(settings), log=self._log, **keys))
+            return
+        rollout = self._by_id[event["rollout"]]
+        if (exchange := event.get("exchange")) is not None:
+            rollout.exchanges.append(restored(exchange, rollout.exchanges, rollout.managed))
+        elif (score := event.get("score")) is not None:
+            rollout.scores.append(score)
+        else:
+            rollout.end_reason = rollout.end_reason or event.get("end")

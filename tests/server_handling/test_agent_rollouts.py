@@ -1,0 +1,580 @@
+"""A rollout's key: what it opens, how dialects are recorded, budgets, ends, retries, and the rows that come of it."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+import pytest
+
+from atroposlib.envs.server_handling.agents import gateway as gateway_module
+from atroposlib.envs.server_handling.agents.record import CallLog
+from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, RolloutSettings
+from atroposlib.envs.server_handling.agents.rows import advantages, group_of, rows_of
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.managed_server_proxy import create_app
+from atroposlib.errors import EngineFault, GroupError, KilledFault, PathError, RequestFault
+from atroposlib.type_definitions import IGNORE_INDEX
+from tests.fakes import FakeServer, FakeTokenizer
+
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+FUNCTION = {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+HELLO = [{"role": "user", "content": "hi"}]
+ADMIN = {"Authorization": "Bearer admin"}
+
+
+class Tokenizer(FakeTokenizer):
+    def apply_chat_template(self, conversation, tokenize=True, add_generation_prompt=False, tools=None):
+        turns = [{**turn, "content": turn.get("content") or ""} for turn in conversation]
+        return f"{tools or ''}" + super().apply_chat_template(turns, False, add_generation_prompt)
+
+
+class SlowServer(FakeServer):
+    """Answers when it is told to."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.may_answer = asyncio.Event()
+
+    async def tokens_and_logprobs_completion(self, **kwargs):
+        await self.may_answer.wait()
+        return await super().tokens_and_logprobs_completion(**kwargs)
+
+
+def app_of(server, **options):
+    from tests.server_handling.test_managed_server_proxy import manager_of
+
+    return create_app(manager_of(server), server.tokenizer, "fake", token="admin", **options)
+
+
+@asynccontextmanager
+async def client_of(*texts, server=None, **options):
+    server = server or FakeServer(list(texts), tokenizer=Tokenizer())
+    transport = httpx.ASGITransport(app=app_of(server, **options), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        client.engine = server
+        yield client
+
+
+async def new_rollout(client, **settings):
+    reply = await client.post("/rollouts", json=settings, headers=ADMIN)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+async def ask(client, made, path="chat/completions", headers=None, **body):
+    body = {"model": "any", **({"messages": HELLO} if "completions" in path and "prompt" not in body else {}), **body}
+    sent = {"Authorization": f"Bearer {made['key']}", **(headers or {})}
+    return await client.post(f"/v1/{path}", json=body, headers=sent)
+
+
+async def record_of(client, made):
+    return (await client.get(f"/rollouts/{made['id']}", headers=ADMIN)).json()
+
+
+# -- the key ------------------------------------------------------------------------------------------------------
+
+PLACES = {
+    "bearer": lambda key: ("/v1/chat/completions", {"Authorization": f"Bearer {key}"}),
+    "anthropic's header": lambda key: ("/v1/chat/completions", {"x-api-key": key}),
+    "google's header": lambda key: ("/v1/chat/completions", {"x-goog-api-key": key}),
+    "path": lambda key: (f"/{key}/v1/chat/completions", {"Authorization": "Bearer whatever"}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+async def test_the_key_of_a_rollout_is_known_wherever_a_client_can_put_it(place):
+    async with client_of("ok") as client:
+        path, headers = place((await new_rollout(client))["key"])
+        reply = await client.post(path, json={"messages": HELLO}, headers=headers)
+    assert reply.json()["choices"][0]["message"]["content"] == "ok"
+
+
+CONTROL = [
+    ("POST", "/rollouts"),
+    ("GET", "/rollouts/{id}"),
+    ("POST", "/rollouts/{id}/end"),
+    ("POST", "/rollouts/{id}/score"),
+    ("DELETE", "/rollouts/{id}"),
+    ("GET", "/sessions"),
+    ("POST", "/sessions/create"),
+    ("POST", "/setup"),
+    ("GET", "/servers"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), CONTROL, ids=str)
+@pytest.mark.parametrize("token", ["admin", None], ids=["with a token", "without a token"])
+async def test_the_key_of_a_rollout_opens_no_route_of_the_environment(method, path, token):
+    server = FakeServer(tokenizer=Tokenizer())
+    from tests.server_handling.test_managed_server_proxy import manager_of
+
+    app = create_app(manager_of(server), server.tokenizer, "fake", token=token)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as client:
+        made = await new_rollout(client)
+        headers = {"Authorization": f"Bearer {made['key']}"}
+        reply = await client.request(method, path.format(id=made["id"]), json={}, headers=headers)
+        other = await client.get("/sk-rollout-nobody/v1/models")
+    assert reply.status_code in (401, 403)
+    assert other.status_code == 404
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages", "messages/count_tokens"])
+async def test_an_unknown_key_is_refused_in_the_form_of_the_dialect(path):
+    async with client_of("ok") as client:
+        reply = await ask(client, {"key": "sk-rollout-nobody"}, path)
+    assert reply.status_code == 401
+    assert "no rollout has this key" in reply.json()["error"]["message"]
+    assert ("type" in reply.json()) == path.startswith("messages")
+
+
+async def test_the_same_rollout_is_given_for_the_same_id():
+    async with client_of("ok") as client:
+        assert await new_rollout(client, rollout_id="r") == await new_rollout(client, rollout_id="r")
+        assert (await new_rollout(client))["key"] != (await new_rollout(client))["key"]
+
+
+# -- the dialects -------------------------------------------------------------------------------------------------
+
+SAID = f"<think>so</think>Let me.{ADD}"
+
+
+async def test_chat_completions_answer_with_thoughts_calls_and_usage():
+    async with client_of(SAID) as client:
+        reply = (await ask(client, await new_rollout(client), tools=TOOLS)).json()
+    (choice,) = reply["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning_content"] == "so"
+    assert choice["message"]["content"] == "Let me."
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"a": 1, "b": 2}
+    assert reply["usage"]["completion_tokens"] == len(SAID) + 1
+
+
+@asynccontextmanager
+async def sdk_of(*texts):
+    from tests.server_handling.test_managed_server_proxy import serving
+
+    server = FakeServer(list(texts), tokenizer=Tokenizer())
+    async with serving(app_of(server)) as url, httpx.AsyncClient(base_url=url) as client:
+        made = await new_rollout(client)
+        async with openai.AsyncOpenAI(base_url=made["openai_base_url"], api_key=made["key"], max_retries=0) as sdk:
+            yield sdk, client, made
+
+
+async def test_a_stream_of_chat_chunks_adds_up_to_the_whole_reply_in_openais_client():
+    async with sdk_of(SAID, "done") as (sdk, client, made):
+        chunks = await sdk.chat.completions.create(
+            model="m", messages=HELLO, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+        )
+        parts = [chunk async for chunk in chunks]
+        deltas = [chunk.choices[0].delta for chunk in parts if chunk.choices]
+        calls = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert "".join(delta.content or "" for delta in deltas) == "Let me."
+        assert calls[0].function.name == "add"
+        assert json.loads("".join(call.function.arguments for call in calls)) == {"a": 1, "b": 2}
+        assert parts[-1].usage.completion_tokens == len(SAID) + 1
+        echo = {
+            "role": "assistant",
+            "content": "Let me.",
+            "tool_calls": [
+                {"id": calls[0].id, "type": "function", "function": {"name": "add", "arguments": '{"a":1,"b":2}'}}
+            ],
+        }
+        result = {"role": "tool", "tool_call_id": calls[0].id, "content": "3"}
+        last = await sdk.chat.completions.create(model="m", messages=[*HELLO, echo, result], tools=TOOLS)
+        assert last.choices[0].message.content == "done"
+        (row,) = [call["parent"] for call in (await record_of(client, made))["calls"][1]["calls"]]
+    assert row == [0, 0]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["json", "stream"])
+async def test_responses_are_read_by_openais_client_and_their_items_continue_the_sequence(is_stream):
+    async with sdk_of(SAID, "done") as (sdk, client, made):
+        tools = [{"type": "function", **FUNCTION, "strict": False}]
+        asked = {"model": "m", "instructions": "Add.", "tools": tools}
+        given = [{"role": "user", "content": "hi"}]
+        if is_stream:
+            async with sdk.responses.stream(input=given, **asked) as stream:
+                kinds = [event.type async for event in stream]
+                first = await stream.get_final_response()
+            assert kinds[0] == "response.created"
+            assert kinds[-1] == "response.completed"
+        else:
+            first = await sdk.responses.create(input=given, **asked)
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        output = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "3"}
+        items = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in first.output]
+        last = await sdk.responses.create(input=[*given, *items, output], **asked)
+        chained = await sdk.responses.create(input="more", previous_response_id=last.id, **asked)
+        calls = (await record_of(client, made))["calls"]
+        with pytest.raises(openai.BadRequestError, match="no response of this rollout"):
+            await sdk.responses.create(input="x", previous_response_id="resp_nobody", **asked)
+    assert last.output_text == "done"
+    assert chained.status == "completed"
+    assert [call["calls"][0]["parent"] for call in calls] == [None, [0, 0], [1, 0]]
+
+
+async def test_custom_and_namespaced_tools_of_responses_come_back_as_such_and_hosted_ones_are_noted():
+    call = '<tool_call>{"name": "apply_patch", "arguments": {"input": "*** Begin"}}</tool_call>'
+    custom = {"type": "custom", "name": "apply_patch"}
+    namespace = {"type": "namespace", "name": "fs", "tools": [{"type": "function", "name": "read", "parameters": {}}]}
+    async with client_of(call) as client:
+        made = await new_rollout(client)
+        tools = [custom, namespace, {"type": "web_search"}]
+        reply = (await ask(client, made, "responses", input="hi", tools=tools)).json()
+        prompt = client.engine.tokenizer.decode(client.engine.requests[0]["input_ids"])
+        (entry,) = (await record_of(client, made))["calls"]
+    assert reply["output"][0]["type"] == "custom_tool_call"
+    assert reply["output"][0]["input"] == "*** Begin"
+    assert "fs.read" in prompt
+    assert entry["notes"] == ["the tool 'web_search' was left out: it would run at OpenAI"]
+
+
+async def test_messages_answer_in_blocks_and_their_echo_continues_the_sequence():
+    tools = [{"name": "add", "input_schema": {"type": "object"}}, {"type": "web_search_20250305", "name": "web_search"}]
+    async with client_of(SAID, "done") as client:
+        made = await new_rollout(client)
+        asked = {"max_tokens": 99, "system": [{"type": "text", "text": "Add."}], "tools": tools}
+        first = (await ask(client, made, "messages", messages=HELLO, **asked)).json()
+        result = {
+            "type": "tool_result",
+            "tool_use_id": first["content"][2]["id"],
+            "content": [{"type": "text", "text": "3"}],
+        }
+        history = [*HELLO, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
+        counted = (await ask(client, made, "messages/count_tokens", messages=history, **asked)).json()
+        last = (await ask(client, made, "messages", messages=history, **asked)).json()
+        calls = (await record_of(client, made))["calls"]
+    assert [block["type"] for block in first["content"]] == ["thinking", "text", "tool_use"]
+    assert first["content"][2]["input"] == {"a": 1, "b": 2}
+    assert (first["stop_reason"], last["stop_reason"]) == ("tool_use", "end_turn")
+    assert last["usage"]["input_tokens"] == counted["input_tokens"]
+    assert [call["calls"][0]["parent"] for call in calls] == [None, [0, 0]]
+
+
+async def test_messages_stream_every_block_as_deltas_that_add_up():
+    async with client_of(SAID) as client:
+        tools = [{"name": "add", "input_schema": {"type": "object"}}]
+        reply = await ask(
+            client, await new_rollout(client), "messages", messages=HELLO, max_tokens=9, tools=tools, stream=True
+        )
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert events[0]["type"] == "message_start"
+    assert [event["type"] for event in events][-2:] == ["message_delta", "message_stop"]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert [delta.get("thinking") or delta.get("text") for delta in deltas if "signature" not in delta][:2] == [
+        "so",
+        "Let me.",
+    ]
+    assert json.loads(deltas[-1]["partial_json"]) == {"a": 1, "b": 2}
+
+
+async def test_a_text_completion_is_answered_at_once_and_as_a_stream():
+    async with client_of("world") as client:
+        made = await new_rollout(client)
+        whole = (await ask(client, made, "completions", prompt="hello ")).json()
+        stream = await ask(client, made, "completions", prompt="hello ", stream=True)
+    assert whole["choices"][0]["text"] == "world"
+    assert '"text":"world"' in stream.text
+    assert stream.text.endswith("data: [DONE]\n\n")
+
+
+async def test_models_tell_the_one_model_and_take_any_name():
+    async with client_of("ok") as client:
+        headers = {"x-api-key": (await new_rollout(client))["key"]}
+        listed = (await client.get("/v1/models", headers=headers)).json()
+        one = (await client.get("/v1/models/openai/any-name", headers=headers)).json()
+    assert [model["id"] for model in listed["data"]] == ["fake"]
+    assert one["id"] == "openai/any-name"
+
+
+# -- time, retries, budgets, ends -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_stream", "alive"), [(True, ": still generating"), (False, "  {")], ids=["stream", "json"])
+async def test_an_agent_that_waits_long_is_kept_awake(monkeypatch, is_stream, alive):
+    for name in ("QUIET_S", "QUIET_JSON_S", "AWAKE_S"):
+        monkeypatch.setattr(gateway_module, name, 0.001)
+    server = SlowServer("slow", tokenizer=Tokenizer())
+    async with client_of(server=server) as client:
+        made = await new_rollout(client)
+        asking = asyncio.create_task(ask(client, made, stream=is_stream))
+        await asyncio.sleep(0.05)
+        server.may_answer.set()
+        reply = await asking
+    assert alive in reply.text
+    assert "slow" in reply.text
+
+
+FAULTS = {
+    "engine": (EngineFault("down"), 503),
+    "killed": (KilledFault("weights"), 429),
+    "refused": (RequestFault("x"), 400),
+}
+
+
+@pytest.mark.parametrize(("fault", "status"), FAULTS.values(), ids=FAULTS)
+async def test_a_fault_keeps_its_class_and_is_counted_but_is_no_call(fault, status):
+    async with client_of(server=FakeServer("ok", tokenizer=Tokenizer(), faults=[fault])) as client:
+        made = await new_rollout(client)
+        reply = await ask(client, made, stream=True)
+        record = await record_of(client, made)
+        again = await ask(client, made, headers={"x-stainless-retry-count": "1"}, stream=True)
+    assert reply.status_code == status
+    assert ("retry-after" in reply.headers) == (status == 429)
+    assert record["calls"] == []
+    assert record["faults"] == {fault.failure_class: 1}
+    assert again.status_code == 200
+
+
+RETRIES = {"retry count": ({}, {"x-stainless-retry-count": "1"}), "idempotency key": ({"idempotency-key": "k"},) * 2}
+
+
+@pytest.mark.parametrize(("first", "second"), RETRIES.values(), ids=RETRIES)
+async def test_a_retry_gets_the_reply_of_the_first_request(first, second):
+    async with client_of("one", "two") as client:
+        made = await new_rollout(client)
+        replies = [(await ask(client, made, headers=headers)).json() for headers in (first, second)]
+    assert replies[0] == replies[1]
+    assert client.engine.answered == 1
+
+
+async def test_a_retry_joins_the_request_that_runs_after_its_client_went_away():
+    server = SlowServer(["one", "two"], tokenizer=Tokenizer())
+    async with client_of(server=server) as client:
+        made = await new_rollout(client)
+        lost = asyncio.create_task(ask(client, made))
+        await asyncio.sleep(0.01)
+        retry = asyncio.create_task(ask(client, made, headers={"x-stainless-retry-count": "1"}))
+        await asyncio.sleep(0.01)
+        lost.cancel()
+        server.may_answer.set()
+        reply = await retry
+    assert reply.json()["choices"][0]["message"]["content"] == "one"
+    assert server.answered == 1
+
+
+async def test_equal_requests_without_a_sign_of_a_retry_are_new_samples():
+    async with client_of("one", "two") as client:
+        made = await new_rollout(client)
+        texts = [(await ask(client, made)).json()["choices"][0]["message"]["content"] for _ in range(2)]
+    assert texts == ["one", "two"]
+
+
+BUDGETS = {"calls": {"max_calls": 1}, "tokens": {"max_tokens": 3}, "seconds": {"timeout_s": 1e-9}}
+
+
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+async def test_a_used_up_budget_ends_with_one_normal_reply_and_then_409(budget):
+    async with client_of("one") as client:
+        made = await new_rollout(client, **budget)
+        replies = [await ask(client, made) for _ in range(3)]
+        record = await record_of(client, made)
+    texts = [reply.json()["choices"][0]["message"]["content"] for reply in replies if reply.status_code == 200]
+    assert texts[-1] == BUDGET_TEXT
+    assert replies[-1].status_code == 409
+    assert record["end_reason"].startswith("budget")
+    assert [bool(call["calls"]) for call in record["calls"]][-1] is False
+
+
+async def test_what_is_left_of_the_token_budget_limits_each_request():
+    async with client_of("a") as client:
+        made = await new_rollout(client, max_tokens=20, sampling={"max_tokens": 19})
+        await ask(client, made, max_tokens=64000)
+        await ask(client, made)
+    assert [request["max_tokens"] for request in client.engine.requests] == [19, 18]
+
+
+async def test_locked_sampling_overrides_the_agents_and_says_so():
+    async with client_of("a") as client:
+        locked, free = [await new_rollout(client, sampling={"top_p": 0.9}, locked=lock) for lock in (True, False)]
+        for made in (locked, free):
+            await ask(client, made, temperature=0.1, stop=["x"])
+        (entry,) = (await record_of(client, locked))["calls"]
+    used = [{key: request.get(key) for key in ("temperature", "top_p", "stop")} for request in client.engine.requests]
+    assert used == [
+        {"temperature": 1.0, "top_p": 0.9, "stop": ["x"]},
+        {"temperature": 0.1, "top_p": 0.9, "stop": ["x"]},
+    ]
+    assert entry["notes"] == ["sampling is locked: temperature=0.1 was not used"]
+    assert entry["asked"]["temperature"] == 0.1
+
+
+async def test_an_ended_rollout_is_sealed_and_running_requests_get_their_grace():
+    server = SlowServer("late", tokenizer=Tokenizer())
+    async with client_of(server=server) as client:
+        made = await new_rollout(client)
+        running = asyncio.create_task(ask(client, made))
+        await asyncio.sleep(0.01)
+        ended = (await client.post(f"/rollouts/{made['id']}/end", json={"reason": "done"}, headers=ADMIN)).json()
+        late, aborted = await ask(client, made), await running
+        again = (await client.post(f"/rollouts/{made['id']}/end", json={"reason": "x"}, headers=ADMIN)).json()
+        record = await record_of(client, made)
+    assert ended == again == {"id": made["id"], "end_reason": "done"}
+    assert (late.status_code, aborted.status_code) == (409, 409)
+    assert record["calls"] == []
+    assert record["faults"] == {"abandoned": 1}
+
+
+async def test_scores_come_from_the_environment_or_the_rollouts_verifier_and_are_only_added():
+    async with client_of("ok") as client:
+        made = await new_rollout(client)
+        path, verifier = f"/rollouts/{made['id']}/score", {"Authorization": f"Bearer {made['score_key']}"}
+        assert (await client.post(path, json={"score": 0.5}, headers=verifier)).status_code == 200
+        assert (await client.post(path, json={"score": 1, "final": True}, headers=ADMIN)).json()["score"] == 1.0
+        assert (await client.post(path, json={"score": 0.2}, headers=verifier)).json()["score"] == 1.0
+        assert (await client.post(path, json={"score": "x"}, headers=ADMIN)).status_code == 400
+        assert (await client.get(f"/rollouts/{made['id']}", headers=verifier)).status_code == 401
+        assert len((await record_of(client, made))["scores"]) == 3
+
+
+async def test_a_stop_string_ends_the_text_but_its_tokens_stay():
+    async with client_of("Thought.\nObservation: x") as client:
+        made = await new_rollout(client)
+        reply = (await ask(client, made, stop=["Observation:"])).json()
+        (entry,) = (await record_of(client, made))["calls"]
+    assert reply["choices"][0]["message"]["content"] == "Thought.\n"
+    assert len(entry["calls"][0]["output"]) == len("Thought.\nObservation: x") + 1
+
+
+async def test_rollouts_at_the_same_time_never_see_each_others_conversations():
+    def answer(prompt):
+        return prompt.rpartition("user\n")[2].partition("<|im_end|>")[0]
+
+    async with client_of(server=FakeServer(answer, tokenizer=Tokenizer())) as client:
+        made = [await new_rollout(client) for _ in range(64)]
+
+        async def converse(one, name):
+            history = []
+            for turn in range(3):
+                history.append({"role": "user", "content": f"{name}/{turn}"})
+                reply = (await ask(client, one, messages=history)).json()["choices"][0]["message"]
+                assert reply["content"] == f"{name}/{turn}"
+                history.append(reply)
+
+        await asyncio.gather(*(converse(one, f"r{index}") for index, one in enumerate(made)))
+        records = [await record_of(client, one) for one in made]
+    for index, record in enumerate(records):
+        assert [entry["answers"][0]["message"]["content"] for entry in record["calls"]] == [
+            f"r{index}/{t}" for t in range(3)
+        ]
+
+
+# -- the record on disk ---------------------------------------------------------------------------------------------
+
+
+async def test_after_a_kill_a_retry_gets_the_recorded_reply_and_the_conversation_continues_its_ids(tmp_path):
+    log = CallLog(tmp_path / "records.jsonl")
+    async with client_of(SAID, "lost", log=log) as client:
+        made = await new_rollout(client, rollout_id="r", sampling={"max_tokens": 500})
+        first = (await ask(client, made, tools=TOOLS)).json()
+        await client.post("/rollouts/r/score", json={"score": 0.5}, headers=ADMIN)
+        before = await record_of(client, made)
+    log.close()
+    with (tmp_path / "records.jsonl").open("ab") as file:
+        file.write(b'{"exchange": {"torn')
+
+    log = CallLog(tmp_path / "records.jsonl")
+    async with client_of("done", log=log) as client:
+        assert await record_of(client, made) == before
+        retry = await ask(client, made, tools=TOOLS, headers={"x-stainless-retry-count": "1"})
+        assert retry.json() == first
+        assert client.engine.answered == 0
+        history = [*HELLO, first["choices"][0]["message"], {"role": "user", "content": "more"}]
+        await ask(client, made, messages=history, tools=TOOLS)
+        calls = (await record_of(client, made))["calls"]
+    log.close()
+    sent = client.engine.requests[0]["input_ids"]
+    known = calls[0]["calls"][0]["inserted"] + calls[0]["calls"][0]["output"]
+    assert sent[: len(known)] == known
+    assert calls[1]["calls"][0]["parent"] == [0, 0]
+
+
+async def test_two_gateways_do_not_write_one_file(tmp_path):
+    log = CallLog(tmp_path / "records.jsonl")
+    with pytest.raises(PathError, match="give every gateway a file of its own"):
+        CallLog(tmp_path / "records.jsonl")
+    log.close()
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------
+
+
+def rollouts_of(*texts):
+    server = FakeServer(list(texts), tokenizer=Tokenizer())
+
+    def make(settings):
+        return ManagedServer(server, server.tokenizer, tool_parser="hermes", reasoning_parser="think", for_agents=True)
+
+    return Rollouts(make)
+
+
+async def talk(rollout, messages, tools=TOOLS):
+    from atroposlib.envs.server_handling.agents.chat import CHAT
+
+    body = {"messages": messages, "tools": tools}
+    asked = CHAT.parse(body, rollout)
+    exchange = await rollout.exchange(asked, json.dumps(body).encode())
+    return exchange.answers[0].message
+
+
+def learned(row):
+    return Tokenizer().decode([token for token in row.masks if token != IGNORE_INDEX])
+
+
+async def test_branches_of_a_rollout_train_each_generated_token_once():
+    rollout = rollouts_of("one", "two", "three", "four").create(RolloutSettings())
+    first = await talk(rollout, HELLO)
+    more = {"role": "user", "content": "more"}
+    second = await talk(rollout, [*HELLO, first, more])
+    await talk(rollout, [*HELLO, first, {"role": "user", "content": "else"}])
+    await talk(rollout, [*HELLO, first, more, {**second, "content": "edited"}, more])
+
+    rows = rows_of(rollout)
+
+    assert sorted(learned(row) for row in rows) == ["four<|im_end|>", "one<|im_end|>two<|im_end|>", "three<|im_end|>"]
+    assert all(len(row.tokens) == len(row.masks) == len(row.logprobs) for row in rows)
+    assert {row.role for row in rows} == {"main"}
+
+
+async def test_paths_get_their_roles_by_their_form_and_only_some_take_loss():
+    texts = ["title", "main 1", "sub 1", "retried", "main 2", "again"]
+    rollout = rollouts_of(*texts).create(RolloutSettings())
+    system = {"role": "system", "content": "You are the main agent."}
+    helper = {"role": "system", "content": "You search."}
+    await talk(rollout, [{"role": "user", "content": "Give a title."}], tools=None)
+    first = await talk(rollout, [system, *HELLO])
+    await talk(rollout, [helper, *HELLO])
+    await talk(rollout, [system, *HELLO, first, {"role": "user", "content": "more"}])
+    await talk(rollout, [system, *HELLO, first, {"role": "user", "content": "more"}])
+    await talk(rollout, [system, {"role": "user", "content": "Summary so far: hi"}])
+
+    roles = {row.messages[-1]["content"]: (row.role, bool(learned(row))) for row in rows_of(rollout)}
+
+    assert roles == {
+        "title": ("auxiliary", False),
+        "sub 1": ("subagent", True),
+        "retried": ("retry", False),
+        "main 2": ("compaction", True),
+        "again": ("main", True),
+    }
+
+
+async def test_a_group_compares_rollouts_not_rows():
+    rollouts = rollouts_of("one", "two", "three")
+    good, bad = rollouts.create(RolloutSettings()), rollouts.create(RolloutSettings())
+    first = await talk(good, HELLO)
+    await talk(good, [*HELLO, {**first, "content": "edited"}, *HELLO])
+    await talk(bad, HELLO)
+    with pytest.raises(GroupError, match="2 of 2 rollouts have no score"):
+        group_of([good, bad])
+
+    group = group_of([good, bad], [1.0, 0.0])
+
+    assert group["scores"] == [1.0, 1.0, 0.0]
+    assert [row[0] for row in group["advantages"]] == [1.0, 1.0, -1.0]
+    assert group["group_overrides"] == {"group_size": 3}
+    assert advantages([2.0, 2.0]) == [0.0, 0.0]
