@@ -19,7 +19,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.sequence import Call
 from atroposlib.errors import PathError
 from atroposlib.lock_files import HeldError, hold
-from atroposlib.rollouts.append_file import AppendFile
+from atroposlib.rollouts.files import AppendFile
 
 logger = logging.getLogger(__name__)
 
