@@ -38,7 +38,7 @@ SHORTEST_TRY_S = 1.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """A response, whole."""
 
     status: int
@@ -86,7 +86,7 @@ class RepeatingClient:
 
     async def info(self, *, deadline_s: float | None = None) -> dict[str, int]:
         """`batch_size` and `max_token_len`; -1 before a trainer registered."""
-        return (await self.call("GET", "/info", deadline_s=deadline_s)).json()
+        return (await self.request("GET", "/info", deadline_s=deadline_s)).json()
 
     async def __aenter__(self) -> Self:
         return self
@@ -96,7 +96,7 @@ class RepeatingClient:
     ) -> None:
         await self.close()
 
-    async def call(
+    async def request(
         self,
         method: str,
         path: str,
@@ -105,7 +105,7 @@ class RepeatingClient:
         headers: Mapping[str, str] | None = None,
         deadline_s: float | None = None,
         expected: Sequence[str] = (),
-    ) -> Answer:
+    ) -> Response:
         """One request, repeated until it is answered below 500.
 
         Raises:
@@ -114,22 +114,22 @@ class RepeatingClient:
         patience = Patience(f"{method} {self.url}{path}", deadline_s)
         while True:
             try:
-                answer = await self._try(method, path, body, headers, patience.left_s())
+                response = await self._try(method, path, body, headers, patience.left_s())
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 await patience.wait(f"{type(error).__name__}: {error}")
                 continue
-            if answer.status >= 500:
-                await patience.wait(f"{answer.status}: {answer.sentence()}", _retry_after(answer))
+            if response.status >= 500:
+                await patience.wait(f"{response.status}: {response.sentence()}", _retry_after(response))
                 continue
-            if answer.status >= 400 and answer.code() not in expected:
-                sentence = f"{method} {self.url}{path} answered {answer.status}: {answer.sentence()}"
-                raise ApiError(sentence, answer.status)
-            return answer
+            if response.status >= 400 and response.code() not in expected:
+                sentence = f"{method} {self.url}{path} answered {response.status}: {response.sentence()}"
+                raise ApiError(sentence, response.status)
+            return response
 
     async def _try(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None, left_s: float | None
-    ) -> Answer:
-        """One request, of at most `timeout_s` or what is left until the deadline, but long enough for an answer."""
+    ) -> Response:
+        """One request, of at most `timeout_s` or what is left until the deadline, but long enough for a response."""
         if self._session is None:
             self._session = aiohttp.ClientSession(auto_decompress=True)
         timeout_s = self._timeout_s if left_s is None else min(self._timeout_s, max(left_s, SHORTEST_TRY_S))
@@ -141,7 +141,7 @@ class RepeatingClient:
             sent["Authorization"] = f"Bearer {self._token}"
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with self._session.request(method, self.url + path, data=body, headers=sent, timeout=timeout) as response:
-            return Answer(response.status, await response.read(), response.headers)
+            return Response(response.status, await response.read(), response.headers)
 
 
 class Patience:
@@ -177,9 +177,9 @@ class Patience:
         await asyncio.sleep(pause)
 
 
-def _retry_after(answer: Answer) -> float:
+def _retry_after(response: Response) -> float:
     try:
-        return max(0.0, float(answer.headers.get("Retry-After", 0)))
+        return max(0.0, float(response.headers.get("Retry-After", 0)))
     except ValueError:
         return 0.0
 
@@ -246,10 +246,10 @@ class EnvClient(RepeatingClient):
         self._registration = registration
         patience = Patience(f"the trainer to start at {self.url}", deadline_s)
         while True:
-            answer = await self.call(
+            response = await self.request(
                 "POST", "/register-env", body=orjson.dumps(registration), deadline_s=patience.left_s()
             )
-            data = answer.json()
+            data = response.json()
             if data.get("status") == "success":
                 self.registered = RegisteredEnv(**{key: data.get(key) for key in RegisteredEnv.__dataclass_fields__})
                 return self.registered
@@ -257,16 +257,16 @@ class EnvClient(RepeatingClient):
 
     async def wandb_info(self, *, deadline_s: float | None = None) -> dict[str, str | None]:
         """`group` and `project`; None before a trainer registered."""
-        return (await self.call("GET", "/wandb_info", deadline_s=deadline_s)).json()
+        return (await self.request("GET", "/wandb_info", deadline_s=deadline_s)).json()
 
     async def status_env(self, *, deadline_s: float | None = None) -> dict[str, Any]:
         """current_step, queue_size, unallocated_fraction, self_queue_size, max_group_size, env_weight."""
         while True:
             env = await self._env(deadline_s)
             path, body = f"/status-env?env_id={env.env_id}", orjson.dumps({"env_id": env.env_id})
-            answer = await self.call("GET", path, body=body, deadline_s=deadline_s, expected=("unknown_env",))
-            if answer.status < 400:
-                return answer.json()
+            response = await self.request("GET", path, body=body, deadline_s=deadline_s, expected=("unknown_env",))
+            if response.status < 400:
+                return response.json()
             await self._register_again(env, deadline_s)
 
     async def submit(self, groups: Sequence[Mapping[str, Any]], *, deadline_s: float | None = None) -> None:
@@ -285,10 +285,10 @@ class EnvClient(RepeatingClient):
             body, count = _post_body(waiting, env)
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             headers = {"X-Atropos-Run": env.run_id, "Content-Type": GROUPS_TYPE} if env.run_id else {}
-            answer = await self.call(
+            response = await self.request(
                 "POST", "/scored_data_list", body=body, headers=headers, deadline_s=left, expected=("unknown_env",)
             )
-            if answer.status < 400:
+            if response.status < 400:
                 del waiting[:count]
             else:
                 env = await self._register_again(env, left)
@@ -299,7 +299,7 @@ class EnvClient(RepeatingClient):
             body = orjson.dumps({"env_id": self.registered.env_id})
             self.registered = None
             try:
-                await self.call("POST", "/disconnect-env", body=body, deadline_s=deadline_s)
+                await self.request("POST", "/disconnect-env", body=body, deadline_s=deadline_s)
             except ApiError as error:
                 logger.info("disconnect was not taken: %s", error)
 
@@ -330,9 +330,9 @@ class TrainerClient(RepeatingClient):
     async def register(self, registration: dict[str, Any], *, deadline_s: float | None = None) -> int:
         """Announce or take over a run; see `Registration` for the keys. Returns the trainer's number."""
         body = orjson.dumps(registration)
-        answer = await self.call("POST", "/register", body=body, deadline_s=deadline_s)
+        response = await self.request("POST", "/register", body=body, deadline_s=deadline_s)
         self._registration = registration
-        return answer.json()["uuid"]
+        return response.json()["uuid"]
 
     async def batch(
         self, lease_s: float | None = None, binary: bool = False, *, deadline_s: float | None = None
@@ -346,9 +346,9 @@ class TrainerClient(RepeatingClient):
         """
         path = "/batch" if lease_s is None else f"/batch?lease_s={lease_s}"
         headers = {"Accept": f"{GROUPS_TYPE}, application/json"}
-        answer = await self.call("GET", path, headers=headers, deadline_s=deadline_s)
-        is_binary = answer.headers.get("Content-Type") == GROUPS_TYPE
-        data = decode_batch(answer.body, arrays=binary) if is_binary else answer.json()
+        response = await self.request("GET", path, headers=headers, deadline_s=deadline_s)
+        is_binary = response.headers.get("Content-Type") == GROUPS_TYPE
+        data = decode_batch(response.body, arrays=binary) if is_binary else response.json()
         if data.get("code") == "not_registered":
             if self._registration is None:
                 raise ApiError(f"GET {self.url}{path}: {data['message']}")
@@ -359,11 +359,11 @@ class TrainerClient(RepeatingClient):
 
     async def ack(self, batch_id: str, *, deadline_s: float | None = None) -> None:
         """Confirm a leased batch."""
-        await self.call("POST", "/batch/ack", body=orjson.dumps({"batch_id": batch_id}), deadline_s=deadline_s)
+        await self.request("POST", "/batch/ack", body=orjson.dumps({"batch_id": batch_id}), deadline_s=deadline_s)
 
     async def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
         """current_step, queue_size, and `waiting_for`: why no batch is ready."""
-        return (await self.call("GET", "/status", deadline_s=deadline_s)).json()
+        return (await self.request("GET", "/status", deadline_s=deadline_s)).json()
 
 
 def _post_body(groups: Sequence[Mapping[str, Any]], env: RegisteredEnv) -> tuple[bytes, int]:

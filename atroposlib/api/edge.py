@@ -69,18 +69,18 @@ class Gate:
         scope[CONNECTION_KEY] = connection
         started, status = time.perf_counter(), 500
 
-        async def send_and_note(message: Message) -> None:
+        async def send_and_watch(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             elif connection is not None and not message.get("more_body"):
-                connection.note_answer()
+                connection.count_response()
             await send(message)
 
         refusal = self._refusal(scope)
         if refusal is None and (self._token is None or scope["path"] not in OPEN_PATHS):
             self._connections.let_in(peer)
-        await (refusal or self._app)(scope, receive, send_and_note)
+        await (refusal or self._app)(scope, receive, send_and_watch)
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.request_done(route, status, time.perf_counter() - started)
 
@@ -96,11 +96,11 @@ class Gate:
             return None
         if auth.is_authorized(headers.get("authorization"), self._token):
             return None
-        answer = refuse(
+        response = refuse(
             401, f"this server needs a token: Authorization: Bearer TOKEN, http://:TOKEN@host, or {auth.TOKEN_VARIABLE}"
         )
-        answer.headers["WWW-Authenticate"] = 'Bearer, Basic realm="atropos"'
-        return answer
+        response.headers["WWW-Authenticate"] = 'Bearer, Basic realm="atropos"'
+        return response
 
 
 class BodyReader:
@@ -118,12 +118,12 @@ class BodyReader:
         body = await self._read(receive)
         if body is None:
             return  # the client left
-        answer = self._refusal(headers, body) if body else None
-        if answer is None and body and "gzip" in headers.get("content-encoding", "").lower():
+        response = self._refusal(headers, body) if body else None
+        if response is None and body and "gzip" in headers.get("content-encoding", "").lower():
             inflated = await self._inflate(body)
-            body, answer = (inflated, None) if isinstance(inflated, bytes) else (b"", inflated)
-        if answer is not None:
-            await answer(scope, receive, send)
+            body, response = (inflated, None) if isinstance(inflated, bytes) else (b"", inflated)
+        if response is not None:
+            await response(scope, receive, send)
             return
         scope[BODY_KEY] = body
         delivered = False
@@ -173,9 +173,9 @@ class BodyReader:
             return PlainTextResponse("Invalid gzip payload", status_code=400)
 
     def _too_large(self, what: str) -> Response:
-        answer = refuse(413, f"{what} is above {self._max_bytes} bytes; send smaller groups or raise --max-body-mb")
-        answer.headers["Connection"] = "close"
-        return answer
+        response = refuse(413, f"{what} is above {self._max_bytes} bytes; send smaller groups or raise --max-body-mb")
+        response.headers["Connection"] = "close"
+        return response
 
 
 def is_binary(headers: Headers) -> bool:
@@ -214,12 +214,12 @@ def gunzip(body: bytes, max_bytes: int) -> bytes:
 
 
 def json_response(content: dict[str, Any]) -> Response:
-    """A small JSON answer, without FastAPI's serialisation."""
+    """A small JSON response, without FastAPI's serialisation."""
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def refuse(status: int, sentence: str, code: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
-    """An error answer; clients read `detail`, programs may read `code`."""
+    """An error response; clients read `detail`, programs may read `code`."""
     content = {"detail": sentence} if code is None else {"detail": sentence, "code": code}
     return _PlainJson(content, status_code=status, headers=headers)
 
@@ -229,21 +229,21 @@ class _PlainJson(JSONResponse):
         return json.dumps(content, separators=(",", ":")).encode()
 
 
-def add_error_answers(api: FastAPI) -> None:
-    def handler(answer: Callable[[Any], Response]):
+def add_error_responses(api: FastAPI) -> None:
+    def handler(respond: Callable[[Any], Response]):
         async def handle(request: Request, error: Exception) -> Response:
-            return answer(error)
+            return respond(error)
 
         return handle
 
-    for kind, answer in ERROR_ANSWERS.items():
-        api.exception_handler(kind)(handler(answer))
+    for kind, respond in ERROR_RESPONSES.items():
+        api.exception_handler(kind)(handler(respond))
 
 
 def _refused(error: Refused) -> Response:
     if error.code == "not_registered":  # no failure to trainers of 0.4.0; null, as they take a list for a batch
-        answer = {"status": "error", "message": str(error), "batch": None, "code": error.code}
-        return JSONResponse(answer, status_code=error.status)
+        response = {"status": "error", "message": str(error), "batch": None, "code": error.code}
+        return JSONResponse(response, status_code=error.status)
     return refuse(error.status, str(error), error.code)
 
 
@@ -274,7 +274,7 @@ def _invalid(error: RequestValidationError) -> Response:
     return JSONResponse({"detail": details}, status_code=422)
 
 
-ERROR_ANSWERS: dict[type[Exception], Callable[[Any], Response]] = {
+ERROR_RESPONSES: dict[type[Exception], Callable[[Any], Response]] = {
     Refused: _refused,
     GroupError: _bad_group,
     StorageFull: _storage_full,

@@ -71,7 +71,7 @@ class GroupIntake:
             i: self._number(group, buffered[i]) for i, group in enumerate(groups) if not self._repeats(group, repeats)
         }
         receipts = dict(zip(new, await self._keep(list(new.values()), connection), strict=True))
-        self._retries.answer_again(repeats, connection)
+        self._retries.respond_again(repeats, connection)
         return [receipts.get(i, Receipt(duplicate=True)) for i in range(len(groups))]
 
     async def latest(self) -> bytes | None:
@@ -91,7 +91,7 @@ class GroupIntake:
 
     def _repeats(self, group: EncodedGroup, repeats: Counter[bytes]) -> bool:
         """Return True (and count it) if a group without id repeats one whose answer got lost."""
-        if group.group_id is not None or repeats[group.digest] == self._retries.lost_answers(group.digest):
+        if group.group_id is not None or repeats[group.digest] == self._retries.lost_responses(group.digest):
             return False
         repeats[group.digest] += 1
         return True
@@ -225,11 +225,11 @@ class RetryFinder:
             until = time.monotonic() + WINDOW_S
             self._add(group.digest, _Open(connection.progress, connection.progress.requests, until))
 
-    def lost_answers(self, content: bytes) -> int:
+    def lost_responses(self, content: bytes) -> int:
         """Return how many stored groups of that content have a sender who was not told."""
         return sum(self._is_lost(entry) for entry in self._open.get(content, ()))
 
-    def answer_again(self, repeats: Counter[bytes], connection: Connection | None) -> None:
+    def respond_again(self, repeats: Counter[bytes], connection: Connection | None) -> None:
         """Let the current request of `connection` carry the answers that got lost, which may get lost again."""
         for content, count in repeats.items():
             lost = [entry for entry in self._open.get(content, ()) if self._is_lost(entry)]
@@ -255,13 +255,13 @@ class RetryFinder:
 
     @staticmethod
     def _is_lost(entry: _Open) -> bool:
-        lost = entry.progress is None or entry.progress.lost_answer(entry.request)
+        lost = entry.progress is None or entry.progress.lost_response(entry.request)
         return lost and time.monotonic() < entry.until
 
     @staticmethod
     def _may_be_lost(entry: _Open) -> bool:
         progress = entry.progress
         arrived = progress is not None and (
-            progress.requests > entry.request or (progress.closed and not progress.lost_answer(entry.request))
+            progress.requests > entry.request or (progress.closed and not progress.lost_response(entry.request))
         )
         return not arrived and time.monotonic() < entry.until

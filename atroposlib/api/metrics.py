@@ -1,16 +1,12 @@
 """Numbers for Prometheus: what came in, what went out, what waits, how long requests took."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from atroposlib.api.queue import Group
-
-if TYPE_CHECKING:
-    from atroposlib.api.service import TrajectoryService
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -34,9 +30,9 @@ class Metrics:
             registry=self.registry,
         )
 
-    def watch(self, service: "TrajectoryService") -> None:
-        """Report the state of this service at every scrape."""
-        self.registry.register(_State(service))
+    def watch(self, read: Callable[[], Iterable[Metric]]) -> None:
+        """Report the gauges that `read` gives at every scrape."""
+        self.registry.register(_Gauges(read))
 
     def group_stored(self, group: Group) -> None:
         """A group is on disk."""
@@ -60,43 +56,19 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _State(Collector):
-    """Gauges read from the service when asked."""
-
-    def __init__(self, service: "TrajectoryService") -> None:
-        self._service = service
+class _Gauges(Collector):
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        return self._gauges()
+        return self._read()
 
     def describe(self) -> Iterable[Metric]:
         return []
 
-    def _gauges(self) -> Iterator[Metric]:
-        service = self._service
-        queue = service.queue
-        yield _gauge("atropos_step", "Batches delivered, from the trainer's starting step on.", service.run.step)
-        yield _gauge("atropos_queue_groups", "Groups that wait.", len(queue.pool))
-        yield _gauge("atropos_queue_sequences", "Sequences that wait.", queue.pool.sequences)
-        yield _gauge("atropos_leased_batches", "Batches on lease.", len(queue.leased))
-        yield _gauge("atropos_returned_batches", "Formed batches that came back.", len(queue.returned))
-        yield _gauge("atropos_store_bytes", "Bytes that stored groups take.", service.store.bytes_used())
-        full = service.store.why_full() is not None
-        yield _gauge("atropos_storage_full", "1 while groups are refused for want of room.", full)
-        per_env = GaugeMetricFamily(
-            "atropos_env_queue_sequences", "Sequences that wait, per environment.", labels=["env"]
-        )
-        silent = GaugeMetricFamily("atropos_env_silent_seconds", "Since the environment was heard of.", labels=["env"])
-        for env_id, sequences in queue.pool.sequences_by_env().items():
-            per_env.add_metric([str(env_id)], sequences)
-        for env in service.run.envs:
-            if env.connected:
-                silent.add_metric([str(env.env_id)], service.liveness.silent_s(env.env_id))
-        yield per_env
-        yield silent
 
-
-def _gauge(name: str, text: str, value: float) -> Metric:
+def gauge(name: str, text: str, value: float) -> Metric:
+    """Return a gauge of one value."""
     return GaugeMetricFamily(name, text, value=value)
 
 

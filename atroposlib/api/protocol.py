@@ -34,7 +34,7 @@ class Progress:
     broken: bool = False
     closed: bool = False
 
-    def lost_answer(self, request: int) -> bool:
+    def lost_response(self, request: int) -> bool:
         """Return True once it is certain that the answer to this request did not arrive."""
         return self.closed and self.requests == request and (self.broken or self.answered < request)
 
@@ -52,7 +52,7 @@ class Connection:
         self.progress.requests += 1
         self._decide(True)
 
-    def note_answer(self) -> None:
+    def count_response(self) -> None:
         """Count the current request as answered, unless its client has left."""
         if not self.is_leaving():
             self.progress.answered = self.progress.requests

@@ -260,7 +260,7 @@ class ReceivedList(BaseModel):
     duplicates: int | None = None
 
 
-class BatchAnswer(BaseModel):
+class NextBatch(BaseModel):
     """`batch` is null while none can be formed; before a trainer registered, `status` is `error` too."""
 
     batch: list[dict[str, Any]] | None = Field(description="Groups, each with all 14 keys of ScoredData.")

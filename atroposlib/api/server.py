@@ -20,18 +20,18 @@ from pydantic import ValidationError
 from starlette.routing import BaseRoute
 
 from atroposlib.api import schemas
-from atroposlib.api.batch_response import BatchResponse
+from atroposlib.api.batches import BatchResponse
 from atroposlib.api.edge import (
     BODY_KEY,
     CONNECTION_KEY,
-    ERROR_ANSWERS,
+    ERROR_RESPONSES,
     App,
     BodyReader,
     Gate,
     Receive,
     Scope,
     Send,
-    add_error_answers,
+    add_error_responses,
     is_binary,
     json_response,
     refuse,
@@ -89,7 +89,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     api.state.reading = asyncio.Lock()
     add_routes(api)
     api.add_middleware(DirectRoutes, routes=add_hot_routes(api))
-    add_error_answers(api)
+    add_error_responses(api)
     api.add_middleware(BodyReader, max_bytes=int(settings.max_body_mb * MEGABYTE))
     api.add_middleware(
         Gate, token=settings.token, check_host=settings.check_host, metrics=service.metrics, connections=connections
@@ -119,9 +119,9 @@ def _add_trainer_routes(api: FastAPI) -> None:
 
     @api.get(
         "/batch",
-        response_model=schemas.BatchAnswer,
+        response_model=schemas.NextBatch,
         responses={
-            503: {"model": schemas.BatchAnswer, "description": "Groups cannot be read now; they stay queued."},
+            503: {"model": schemas.NextBatch, "description": "Groups cannot be read now; they stay queued."},
         },
     )
     async def batch(
@@ -137,7 +137,7 @@ def _add_trainer_routes(api: FastAPI) -> None:
         The step advances by one. A batch whose response breaks off is delivered again. The first call tells
         environments that the trainer is ready.
         """
-        return await BatchResponse.of_next(service, request, lease_s)
+        return await BatchResponse.of_next(service.batches, request, lease_s)
 
     @api.post("/batch/ack", response_model=schemas.Outcome, response_model_exclude_none=True)
     async def acknowledge(body: schemas.BatchAck, service: Service) -> dict[str, str]:
@@ -286,10 +286,10 @@ class DirectRoutes:
             return
         scope["route"] = route
         try:
-            answer = await route.endpoint(Request(scope, receive))
-        except tuple(ERROR_ANSWERS) as error:
-            answer = ERROR_ANSWERS[type(error)](error)
-        await answer(scope, receive, send)
+            response = await route.endpoint(Request(scope, receive))
+        except tuple(ERROR_RESPONSES) as error:
+            response = ERROR_RESPONSES[type(error)](error)
+        await response(scope, receive, send)
 
 
 def add_hot_routes(api: FastAPI) -> Sequence[BaseRoute]:
@@ -399,19 +399,19 @@ _REFUSALS = {
 
 
 def _received(receipt: Receipt) -> dict[str, Any]:
-    answer: dict[str, Any] = {"status": "received"}
+    response: dict[str, Any] = {"status": "received"}
     if receipt.buffered is not None:
-        answer = {"status": "buffered", "buffer_size": receipt.buffered}
-    return {**answer, "duplicate": True} if receipt.duplicate else answer
+        response = {"status": "buffered", "buffer_size": receipt.buffered}
+    return {**response, "duplicate": True} if receipt.duplicate else response
 
 
 def _received_list(receipts: list[Receipt]) -> dict[str, Any]:
-    answer: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
+    response: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
     buffered = [receipt.buffered for receipt in receipts if receipt.buffered is not None]
     if buffered:
-        answer |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
+        response |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
     duplicates = sum(receipt.duplicate for receipt in receipts)
-    return {**answer, "duplicates": duplicates} if duplicates else answer
+    return {**response, "duplicates": duplicates} if duplicates else response
 
 
 app = create_app(

@@ -6,11 +6,14 @@ the order they were made. The life of a group: checked -> stored -> queue (or bu
 
 import logging
 import secrets
+from collections.abc import Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from atroposlib.api.batches import Batches
 from atroposlib.api.batching import env_status
 from atroposlib.api.group_intake import GroupIntake, refuse_unfit
-from atroposlib.api.metrics import Metrics
+from atroposlib.api.metrics import Metrics, gauge
 from atroposlib.api.queue import TrajectoryQueue
 from atroposlib.api.run import EnvRecord, Liveness, LiveRun, RunState, waiting_for
 from atroposlib.api.schemas import RegisterEnv, Registration
@@ -29,7 +32,7 @@ class TrajectoryService:
         self._live = LiveRun(found, env_timeout_s)
         self.groups = GroupIntake(self._live, store, self.metrics, found)
         self.batches = Batches(self._live, store, self.metrics)
-        self.metrics.watch(self)
+        self.metrics.watch(self._gauges)
 
     @property
     def run(self) -> RunState:
@@ -98,3 +101,25 @@ class TrajectoryService:
         """Why no batch is ready, in words; None when one is."""
         self.batches.expire_leases()
         return waiting_for(self.run, self.queue, self._live.minimums(), self.liveness)
+
+    def _gauges(self) -> Iterator[Metric]:
+        queue = self.queue
+        yield gauge("atropos_step", "Batches delivered, from the trainer's starting step on.", self.run.step)
+        yield gauge("atropos_queue_groups", "Groups that wait.", len(queue.pool))
+        yield gauge("atropos_queue_sequences", "Sequences that wait.", queue.pool.sequences)
+        yield gauge("atropos_leased_batches", "Batches on lease.", len(queue.leased))
+        yield gauge("atropos_returned_batches", "Formed batches that came back.", len(queue.returned))
+        yield gauge("atropos_store_bytes", "Bytes that stored groups take.", self.store.bytes_used())
+        full = self.store.why_full() is not None
+        yield gauge("atropos_storage_full", "1 while groups are refused for want of room.", full)
+        per_env = GaugeMetricFamily(
+            "atropos_env_queue_sequences", "Sequences that wait, by environment.", labels=["env"]
+        )
+        for env_id, sequences in queue.pool.sequences_by_env().items():
+            per_env.add_metric([str(env_id)], sequences)
+        silent = GaugeMetricFamily("atropos_env_silent_seconds", "Since the environment was heard of.", labels=["env"])
+        for env in self.run.envs:
+            if env.connected:
+                silent.add_metric([str(env.env_id)], self.liveness.silent_s(env.env_id))
+        yield per_env
+        yield silent

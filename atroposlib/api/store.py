@@ -2,7 +2,7 @@
 
 What is asked while a commit is being synced goes into the next one together; each answer comes after the synced commit.
 `groups` says what waits and is all that a start reads; `contents` holds the binary groups, in pages of their own.
-A delivered batch is noted in `DeliveryLog` first, because that takes no more than a store to memory.
+A delivered batch enters the `DeliveryLog` first, because that takes no more than a store to memory.
 """
 
 import asyncio
@@ -20,26 +20,13 @@ from typing import Any
 
 import msgspec
 
-from atroposlib.api.delivery_log import Commit, DeliveryLog, LogEntry
 from atroposlib.api.group_checks import EncodedGroup, content_digest
 from atroposlib.api.queue import Batch, Group
 from atroposlib.api.schemas import Refused
-from atroposlib.errors import AtroposError, ConfigError, PathError
-from atroposlib.lock_files import HeldError, hold
-from atroposlib.paths import expand_path
+from atroposlib.api.state_folder import FILE, PAGE_BYTES, ROOM_BYTES, Commit, LogEntry, StateFolder, StorageFull
+from atroposlib.errors import AtroposError
 
 logger = logging.getLogger(__name__)
-
-FILE = "state.sqlite"
-PAGE_BYTES = 32768
-"""A group of 0.5 MB takes 1.2 ms to insert, read and delete with pages of 32 kB, 2.0 ms with SQLite's 4 kB."""
-
-WAL_PAGES = 128
-RESERVE_BYTES = 4 << 20
-"""Kept free for changes, so that a full disk stops new groups but never the delivery of old ones."""
-
-ROOM_BYTES = 1 << 20
-"""A disk with less room than this is called full before a group meets its end."""
 
 SLACK_BYTES = 64 << 20
 """Free pages may hold so much of the disk, or as much as the groups, before they are given back."""
@@ -47,20 +34,6 @@ SLACK_BYTES = 64 << 20
 _VACUUM_PAGES = 32  # a full disk must have room for them in the WAL
 _DELETED_AT_ONCE = 64
 _QUEUED, _BUFFERED, _CONSUMED = range(3)  # groups.state; what is consumed waits to be deleted
-_VERSION = 10
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE groups (number INTEGER PRIMARY KEY, env_id INTEGER, sequences INTEGER, size INTEGER, digest BLOB,
-                     state INTEGER);
-CREATE TABLE contents (number INTEGER PRIMARY KEY, content BLOB);
-CREATE TABLE group_ids (group_id TEXT PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE leases (number INTEGER PRIMARY KEY, batch_id TEXT, lease_s REAL, groups TEXT);
-INSERT INTO meta VALUES ('run', NULL), ('logged', 0), ('changes', 0);
-"""
-
-
-class StorageFull(AtroposError, OSError):
-    """No room for more groups, or for a change, now; it passes by itself when there is."""
 
 
 class GroupLost(AtroposError, OSError):
@@ -92,7 +65,7 @@ class Change:
         run: the new `RunState.to_json`, when it changed.
         consumed: groups that have reached a trainer.
         restored: consumed groups whose delivery turned out to have failed.
-        noted: `note_delivered` or `note_restored` was called for these groups.
+        logged: `log_delivered` or `log_restored` was called for these groups.
         completed: numbers of groups that left a buffer for the queue.
         leased / ended: leases that began; numbers of the batches whose lease ended.
     """
@@ -100,7 +73,7 @@ class Change:
     run: bytes | None = None
     consumed: Sequence[Group] = ()
     restored: Sequence[Group] = ()
-    noted: bool = False
+    logged: bool = False
     completed: Sequence[int] = ()
     leased: Sequence[Batch] = ()
     ended: Sequence[int] = ()
@@ -130,48 +103,19 @@ class _Job:
 
 
 class Store:
-    """Keeps a run in a folder that only one server may use at a time, or in memory.
-
-    Raises:
-        PathError: the folder cannot be created or written.
-        ConfigError: another server uses it, it was written by another version, it is damaged, or older than the
-            server that used it last left it (unless `accept_older`).
-    """
+    """Keeps a run in a folder that only one server may use at a time, or in memory; raises as `StateFolder`."""
 
     def __init__(self, folder: Path | None, max_bytes: int | None = None, *, accept_older: bool = False) -> None:
-        self.folder = None if folder is None else _private_folder(folder)
+        self._folder = StateFolder(folder, accept_older=accept_older)
+        self._db, self._log = self._folder.db, self._folder.log
         self._max_bytes = max_bytes
         self._slack = SLACK_BYTES if max_bytes is None else min(SLACK_BYTES, max_bytes // 4)
-        self._lock = None if self.folder is None else _lock_folder(self.folder)
-        self._reserve = None if self.folder is None else self.folder / "reserve"
-        try:
-            self._log = None if self.folder is None else DeliveryLog(self.folder / "deliveries")
-            self._db = self._open()
-            self._changes = self._get("changes")
-            if self._log is not None and self._changes < self._log.changes and not accept_older:
-                raise ConfigError(
-                    f"--state-dir {self.folder} is {self._log.changes - self._changes} changes older than what the "
-                    f"server that used it last had written: {FILE}-wal was lost, or an older copy put back. Groups "
-                    "delivered since would come again, groups stored since are gone. Put the newer files back, or "
-                    "start once with --accept-older"
-                )
-        except (sqlite3.OperationalError, OSError) as error:
-            self._unlock()
-            raise PathError(f"--state-dir {self.folder} cannot be used now: {error}") from error
-        except sqlite3.DatabaseError as error:
-            self._unlock()
-            raise ConfigError(
-                f"--state-dir {self.folder} cannot be used: {FILE} is damaged or no state of this API ({error}); put a "
-                "copy back, or choose another --state-dir"
-            ) from error
-        except BaseException:
-            self._unlock()
-            raise
+        self._changes = self._get("changes")
         self._used = 0  # bytes of groups that are still needed
         self._refused_bytes = 0  # of the groups that met StorageFull last
         self._dead: list[int] = []  # numbers of groups to delete
         self._unwritten: list[tuple[Change, int]] = []  # that there was no room for; in order
-        self._written = 0  # how many noted changes are in the database; counts as the log's entries do
+        self._written = 0  # how many logged changes are in the database; counts as the log's entries do
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="atropos-store", daemon=True)
 
@@ -196,28 +140,31 @@ class Store:
     async def change(self, change: Change) -> None:
         """Apply a state change.
 
-        StorageFull when there is no room for it now: it follows with the next one. Never for a noted change.
+        StorageFull when there is no room for it now: it follows with the next one. Never for a logged change.
         """
-        noted = 0 if self._log is None else self._log.last
+        last = self._last_entry()
         try:
-            await self._ask(lambda: self._apply(change, noted), change=(change, noted))
+            await self._ask(lambda: self._apply(change, last), change=(change, last))
         finally:
             if self._log is not None:
                 self._log.clear_if_written(self._written)
 
-    def note_delivered(self, groups: Sequence[Group], step: int) -> Commit:
+    def log_delivered(self, groups: Sequence[Group], step: int) -> Commit:
         """Prepare it; once the commit is called, no death of the process delivers these groups again.
 
         The `change` that consumes the groups follows.
         """
-        return self._note(LogEntry(step, delivered=[group.number for group in groups]))
+        return self._prepare(LogEntry(step, delivered=[group.number for group in groups]))
 
-    def note_restored(self, groups: Sequence[Group], step: int) -> None:
+    def log_restored(self, groups: Sequence[Group], step: int) -> None:
         """From now on no death of the process loses these groups; the `change` that restores them follows."""
-        self._note(LogEntry(step, restored=[group.number for group in groups]))()
+        self._prepare(LogEntry(step, restored=[group.number for group in groups]))()
 
-    def _note(self, entry: LogEntry) -> Commit:
+    def _prepare(self, entry: LogEntry) -> Commit:
         return (lambda: None) if self._log is None else self._log.prepare(entry)
+
+    def _last_entry(self) -> int:
+        return 0 if self._log is None else self._log.last
 
     async def read(self, groups: Sequence[Group]) -> list[bytes]:
         """Return the stored contents. GroupLost when one is gone for good, Unreadable when reading fails now."""
@@ -236,13 +183,13 @@ class Store:
 
     async def reset(self, run: bytes) -> None:
         """Forget everything and begin with `run`."""
-        noted = 0 if self._log is None else self._log.last
+        last = self._last_entry()
 
         def forget() -> list[int]:
             for table in ("group_ids", "leases"):
                 self._db.execute(f"DELETE FROM {table}")
             self._db.execute("UPDATE groups SET state = ?", (_CONSUMED,))
-            self._set_run(run, noted)
+            self._set_run(run, last)
             self._used = 0
             return [number for (number,) in self._db.execute("SELECT number FROM groups")]
 
@@ -255,7 +202,7 @@ class Store:
 
     def why_full(self) -> str | None:
         """Say why a group that came now would meet StorageFull; None when there is room. Cheap."""
-        return self._over_limit(max(1, self._refused_bytes)) or self._no_room(ROOM_BYTES)
+        return self._over_limit(max(1, self._refused_bytes)) or self._folder.no_room(ROOM_BYTES)
 
     def is_stuck(self) -> bool:
         """Return True when nothing can be written any more until the process starts again."""
@@ -263,16 +210,13 @@ class Store:
 
     async def close(self) -> None:
         """Return when all that was asked for is done and the files are closed; what is in memory stays usable."""
-        if self.folder is None:
+        if self._folder.path is None:
             await self._ask(lambda: None, is_read=True)
             return
         self._start()
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
-        self._db.close()
-        if self._log is not None:
-            self._log.close()
-        self._unlock()
+        self._folder.close()
 
     async def _ask(self, work: Callable[[], Any], **job: Any) -> Any:
         loop = asyncio.get_running_loop()
@@ -296,7 +240,8 @@ class Store:
         """Return everything that waits; called once, before anything else."""
         if self._log is not None:
             if entries := self._log.read():
-                self._repeat(self._log, entries)
+                self._repeat(entries)
+                self._log.clear()
             self._log.last = self._written = self._get("logged")
         groups: dict[int, tuple[Group, int]] = {}
         for *values, state in self._db.execute("SELECT * FROM groups ORDER BY number"):
@@ -322,8 +267,8 @@ class Store:
             next_number=(last or 0) + 1,
         )
 
-    def _repeat(self, log: DeliveryLog, entries: Sequence[LogEntry]) -> None:
-        """Do what was noted before the process died and perhaps not written; its step is the run's if `run` is
+    def _repeat(self, entries: Sequence[LogEntry]) -> None:
+        """Do what was logged before the process died and perhaps not written; its step is the run's if `run` is
         older."""
 
         def repeat() -> None:
@@ -339,25 +284,8 @@ class Store:
         try:
             self._transact([repeat])
         except sqlite3.OperationalError:
-            self._free_reserve()
+            self._folder.free_reserve()
             self._transact([repeat])
-        log.clear()
-
-    def _open(self) -> sqlite3.Connection:
-        if self.folder is None:
-            return _connect(":memory:")
-        path = self.folder / FILE
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-        try:
-            return _connect(path)
-        except sqlite3.OperationalError:  # no room, and opening may have to write
-            self._free_reserve()
-            return _connect(path)
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -389,7 +317,7 @@ class Store:
             else:
                 self._write_with_reserve(jobs[0], error)
             return
-        self._written += sum(job.change[0].noted for job in jobs if job.change is not None)
+        self._written += sum(job.change[0].logged for job in jobs if job.change is not None)
         for job, result in zip(jobs, results, strict=True):
             failed = isinstance(result, AtroposError)
             _finish(job, None if failed else result, result if failed else None)
@@ -397,7 +325,7 @@ class Store:
     def _write_with_reserve(self, job: _Job, error: Exception) -> None:
         """Write a change on a full disk with the help of the reserve; keep it for the next one when that is gone
         too."""
-        if isinstance(error, sqlite3.OperationalError) and job.change is not None and self._free_reserve():
+        if isinstance(error, sqlite3.OperationalError) and job.change is not None and self._folder.free_reserve():
             logger.warning("%s cannot grow (%s); using the reserve", FILE, error)
             self._write([job])
             return
@@ -405,22 +333,22 @@ class Store:
             _finish(job, None, error)
             return
         what = "no space left in" if "full" in str(error) else f"{FILE} cannot be written in"
-        full = StorageFull(f"{what} {self.folder} ({error}); this passes by itself when it can be")
+        full = StorageFull(f"{what} {self._folder.path} ({error}); this passes by itself when it can be")
         if job.change is None:
             _finish(job, None, full)
             return
         self._unwritten.append(job.change)
-        if job.change[0].noted:
-            logger.warning("a delivery stays noted until the database can take it: %s", full)
-        _finish(job, None, None if job.change[0].noted else full)
+        if job.change[0].logged:
+            logger.warning("a delivery stays in the log until the database can take it: %s", full)
+        _finish(job, None, None if job.change[0].logged else full)
 
     def _transact(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
         """Do all in one commit; an AtroposError of one, raised before it wrote anything, is its result."""
         used = self._used
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            for change, noted in self._unwritten:
-                self._apply(change, noted)
+            for change, entry in self._unwritten:
+                self._apply(change, entry)
             results = []
             for work in works:
                 try:
@@ -437,7 +365,7 @@ class Store:
         self._changes += 1
         if self._log is not None:
             self._log.changes = self._changes
-        self._written += sum(change.noted for change, _ in self._unwritten)
+        self._written += sum(change.logged for change, _ in self._unwritten)
         self._unwritten.clear()
         return results
 
@@ -451,11 +379,11 @@ class Store:
                 seen.add(group_id)
         adding = [new for new, is_fresh in zip(groups, fresh, strict=True) if is_fresh]
         size = sum(new.group.size for new in adding)
-        if (reason := self._over_limit(size) or self._no_room(size)) is not None:
+        if (reason := self._over_limit(size) or self._folder.no_room(size)) is not None:
             self._refused_bytes = size
             raise StorageFull(reason)
         self._refused_bytes = 0
-        self._hold_reserve()
+        self._folder.hold_reserve()
         self._db.executemany(
             "INSERT INTO group_ids VALUES (?)", [(group_id,) for group_id in seen if not self._knows(group_id)]
         )
@@ -470,9 +398,9 @@ class Store:
     def _knows(self, group_id: str) -> bool:
         return self._db.execute("SELECT 1 FROM group_ids WHERE group_id = ?", (group_id,)).fetchone() is not None
 
-    def _apply(self, change: Change, noted: int) -> None:
+    def _apply(self, change: Change, entry: int) -> None:
         if change.run is not None:
-            self._set_run(change.run, noted)
+            self._set_run(change.run, entry)
         self._set_state([group.number for group in change.consumed], _CONSUMED)
         self._set_state([group.number for group in change.restored], _QUEUED)
         self._set_state(change.completed, _QUEUED)
@@ -500,9 +428,9 @@ class Store:
     def _get(self, key: str) -> Any:
         return self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0]
 
-    def _set_run(self, run: bytes, noted: int) -> None:
+    def _set_run(self, run: bytes, entry: int) -> None:
         self._db.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run,))
-        self._db.execute("UPDATE meta SET value = ? WHERE key = 'logged'", (noted,))
+        self._db.execute("UPDATE meta SET value = ? WHERE key = 'logged'", (entry,))
 
     # -- room -----------------------------------------------------------------------------------------------------
 
@@ -515,42 +443,10 @@ class Store:
             "they are taken again when the trainer has taken batches"
         )
 
-    def _no_room(self, size: int, wal: int = 0) -> str | None:
-        """Say that the disk is too full for groups of so many bytes: in the WAL, and with all of it in the database."""
-        if self.folder is None or self._reserve is None:
-            return None
-        disk = os.statvfs(self.folder)
-        missing_reserve = 0 if self._reserve.exists() else RESERVE_BYTES
-        if disk.f_bavail * disk.f_frsize >= 2 * size + wal + ROOM_BYTES + missing_reserve:
-            return None
-        return f"no space left in {self.folder}; groups are taken again when there is"
-
     def _make_room(self, size: int) -> None:
         """Empty the WAL before a commit that might not find room with it."""
-        if size and self.folder is not None:
-            wal = self.folder / f"{FILE}-wal"
-            if self._no_room(size, wal.stat().st_size if wal.exists() else 0):
-                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-    def _hold_reserve(self) -> None:
-        """Make sure that the reserve exists; StorageFull when there is no room for it."""
-        if self._reserve is None or self._reserve.exists():
-            return
-        fd = os.open(self._reserve, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, RESERVE_BYTES)
-        except OSError as error:
-            self._reserve.unlink()
-            raise StorageFull(f"no space left in {self.folder} ({error.strerror}); groups are taken again") from error
-        finally:
-            os.close(fd)
-
-    def _free_reserve(self) -> bool:
-        """Give the reserve's room back; False when it is gone already."""
-        if self._reserve is None or not self._reserve.exists():
-            return False
-        self._reserve.unlink()
-        return True
+        if size and self._folder.no_room(size, self._folder.wal_bytes()):
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _tidy(self) -> None:
         """Delete what was consumed and give free pages back, a piece at a time, while nobody waits."""
@@ -571,9 +467,9 @@ class Store:
 
     def _has_spare_pages(self) -> bool:
         """Return True while free pages take more than the slack, or than the groups, or than is free on the disk."""
-        if self.folder is None:
+        if self._folder.path is None:
             return False
-        disk = os.statvfs(self.folder)
+        disk = os.statvfs(self._folder.path)
         return self._free_bytes() > min(max(self._slack, self._used), disk.f_bavail * disk.f_frsize)
 
     def _free_bytes(self) -> int:
@@ -582,68 +478,9 @@ class Store:
     def _close_tidily(self) -> None:
         """Give back free pages if that is quick, and end the log."""
         with contextlib.suppress(sqlite3.Error):
-            if self.folder is not None and self._free_bytes() <= SLACK_BYTES:
+            if self._folder.path is not None and self._free_bytes() <= SLACK_BYTES:
                 self._db.executescript("PRAGMA incremental_vacuum")
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-
-def _connect(path: Path | str) -> sqlite3.Connection:
-    """Open the database, and make it when it is empty."""
-    db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-    try:
-        for pragma in (
-            f"page_size = {PAGE_BYTES}",
-            "auto_vacuum = INCREMENTAL",
-            "locking_mode = EXCLUSIVE",  # so there is no shared memory, which needs room of its own
-            "journal_mode = WAL",
-            "synchronous = FULL",
-            "secure_delete = OFF",
-            f"wal_autocheckpoint = {WAL_PAGES}",
-            f"journal_size_limit = {4 * WAL_PAGES * PAGE_BYTES}",
-            "cache_size = -8000",
-        ):
-            db.execute(f"PRAGMA {pragma}")
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
-        elif version != _VERSION:
-            raise ConfigError(f"{path} has format {version}, this version reads {_VERSION}; choose another --state-dir")
-    except BaseException:
-        db.close()
-        raise
-    return db
-
-
-def _private_folder(folder: Path) -> Path:
-    """Return the folder, made for this user alone when it is missing."""
-    path = expand_path(folder, what="--state-dir")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-        older = (path / "index.sqlite").exists() or (path / "segments").exists()
-    except OSError as error:
-        raise PathError(f"--state-dir {path} cannot be made: {error.strerror or error}; choose another") from error
-    if older:
-        raise ConfigError(
-            f"--state-dir {path} was written by an earlier version, which kept groups as text; end its run with that "
-            "version, or choose another --state-dir"
-        )
-    return path
-
-
-def _lock_folder(folder: Path) -> int:
-    """Hold the folder for this process; the lock goes with the process however it ends."""
-    try:
-        return hold(folder / "lock", mode=0o600)
-    except HeldError as held:
-        raise ConfigError(
-            f"--state-dir {folder} is in use by the server with process id {held.pid}; stop it or choose another folder"
-        ) from None
-    except OSError as error:
-        raise PathError(
-            f"--state-dir {folder} cannot be locked or written: {error.strerror}; mount this disk with locks or choose "
-            "another folder"
-        ) from error
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -48,7 +48,7 @@ async def test_integers_of_more_than_64_bits_come_through(server):
         await trainer.batch()
         await env.register(ENV)
         body = json.dumps(make_group(1, generation_params={"seed": 2**70})).encode()
-        await env.call("POST", "/scored_data", body=body)
+        await env.request("POST", "/scored_data", body=body)
         batch = await trainer.batch(binary=True)
         assert batch.groups[0]["generation_params"] == {"seed": 2**70}
         np.testing.assert_array_equal(batch.groups[0]["tokens"], make_group(1)["tokens"])
@@ -59,7 +59,7 @@ async def test_clients_register_again_by_themselves_after_a_reset(server):
         await trainer.register({**REGISTRATION, "batch_size": 4})
         await trainer.batch()
         await env.register(ENV)
-        await trainer.call("GET", "/reset_data")
+        await trainer.request("GET", "/reset_data")
         submitting = asyncio.create_task(env.submit([make_group(5)]))
         batch = None
         while batch is None:

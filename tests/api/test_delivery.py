@@ -7,12 +7,12 @@ import time
 import pytest
 from api_testing import ENV, client_of, make_group, needs_root, small_disk, started, uids
 
-from atroposlib.api import delivery_log
-from atroposlib.api.batch_response import BatchResponse
-from atroposlib.api.delivery_log import DeliveryLog, LogEntry
+from atroposlib.api import state_folder
+from atroposlib.api.batches import BatchResponse
 from atroposlib.api.edge import CONNECTION_KEY
 from atroposlib.api.protocol import Connection
 from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.api.state_folder import DeliveryLog, LogEntry
 
 
 class Wire:
@@ -42,7 +42,7 @@ async def delivery(tmp_path):
     await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
     service = app.state.service
     batch = await service.batches.next()
-    response = BatchResponse(service, batch, [b"head", b"body", b"end"], {})
+    response = BatchResponse(service.batches, batch, [b"head", b"body", b"end"], {})
     wire = Wire(tmp_path / "state")
     connection = Connection(wire)
     connection.next_request()
@@ -145,7 +145,7 @@ def test_entries_count_from_their_commit_until_all_are_written(tmp_path):
 
 
 def test_entries_that_outgrow_their_room_are_kept_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(delivery_log, "ROOM_BYTES", 4096)
+    monkeypatch.setattr(state_folder, "LOG_BYTES", 4096)
     written = DeliveryLog(tmp_path / "delivered")
     many = [LogEntry(step, delivered=[step] * 30) for step in range(100)]
     for note in many:

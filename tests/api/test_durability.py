@@ -361,7 +361,7 @@ async def test_a_batch_whose_connection_broke_is_there_after_a_death_at_any_mome
     await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
     service = app.state.service
     batch = await service.batches.next()
-    service.batches.note_sent(batch)()
+    service.batches.log_sent(batch)()
     await service.batches.sent(batch, time.monotonic())
     assert service.run.step == 1
     taking_back = service.batches.recall(batch)
@@ -384,7 +384,7 @@ async def test_a_batch_is_logged_as_delivered_by_one_store_to_memory(tmp_path):
     await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
     service = app.state.service
     batch = await service.batches.next()
-    service.batches.note_sent(batch)()
+    service.batches.log_sent(batch)()
     shutil.copytree(tmp_path / "state", tmp_path / "died")
     await service.batches.sent(batch, time.monotonic())
     await service.store.close()

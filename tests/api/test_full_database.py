@@ -69,8 +69,8 @@ async def test_deliveries_that_are_written_in_another_order_count_both(run, tmp_
     app, _ = run
     batches = app.state.service.batches
     first, second = await batches.next(), await batches.next()
-    batches.note_sent(first)()
-    batches.note_sent(second)()
+    batches.log_sent(first)()
+    batches.log_sent(second)()
     await batches.sent(second, time.monotonic())
     assert await restarted(tmp_path / "state", tmp_path / "died") == (2, 2, [2, 3, 4, 5])
     await batches.sent(first, time.monotonic())
@@ -80,7 +80,7 @@ async def test_a_trainer_that_registers_after_a_delivery_sets_the_step_whatever_
     app, client = run
     batches = app.state.service.batches
     batch = await batches.next()
-    batches.note_sent(batch)()
+    batches.log_sent(batch)()
     assert (await client.post("/register", json={**REGISTRATION, "batch_size": 4, "starting_step": 70})).is_success
     assert await restarted(tmp_path / "state", tmp_path / "died") == (70, 70, [1, 2, 3, 4, 5])
     await batches.sent(batch, time.monotonic())

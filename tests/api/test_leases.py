@@ -5,7 +5,7 @@ import time
 import pytest
 from api_testing import REGISTRATION, client_of, make_group, memory_app, started, uids
 
-from atroposlib.api.batch_response import BatchResponse
+from atroposlib.api.batches import BatchResponse
 from atroposlib.api.server import ApiSettings, create_app
 
 
@@ -27,7 +27,7 @@ async def deliver(app, batch):
     async def send(message):
         pass
 
-    await BatchResponse(app.state.service, batch, [b"text"], {})({}, None, send)
+    await BatchResponse(app.state.service.batches, batch, [b"text"], {})({}, None, send)
 
 
 async def take_all(client):
@@ -120,7 +120,7 @@ async def test_a_batch_given_up_after_a_trainer_registered_does_not_take_from_it
     await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
     batches = app.state.service.batches
     batch = await batches.next()
-    batches.note_sent(batch)()
+    batches.log_sent(batch)()
     await batches.sent(batch, time.monotonic())
     await client.post("/register", json={**REGISTRATION, "starting_step": 5})
     await batches.recall(batch)

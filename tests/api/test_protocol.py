@@ -258,4 +258,4 @@ def test_what_may_be_a_lost_answer_keeps_no_connection_and_no_body_alive():
     del connection
     gc.collect()
     assert alive() is None
-    assert retries.lost_answers(b"digest") == 1
+    assert retries.lost_responses(b"digest") == 1

@@ -49,7 +49,7 @@ async def end_delivery(app, batch, how):
     if how == "broken off":
         await service.batches.not_sent(batch)
     else:
-        service.batches.note_sent(batch)()
+        service.batches.log_sent(batch)()
         await service.batches.sent(batch, time.monotonic())
         if how == "recalled":
             await service.batches.recall(batch)
