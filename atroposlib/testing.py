@@ -58,7 +58,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 class ScriptedEngine:
-    """An engine with SGLang's `/generate` on a free loopback port whose answers a function gives.
+    """An engine whose answers a function gives: `/generate` as SGLang has it, and chat, on a free loopback port.
 
     Attributes:
         url: without /v1.
@@ -101,6 +101,7 @@ class ScriptedEngine:
     async def _start(self) -> web.AppRunner:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/generate", self._generate)
+        app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -117,12 +118,27 @@ class ScriptedEngine:
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         ids, sampling = body["input_ids"], body.get("sampling_params") or {}
-        self.prompts.append(self._tokenizer.decode(ids, skip_special_tokens=False))
-        said = self._answer(self.prompts[-1])
+        texts = self._answers(self._tokenizer.decode(ids, skip_special_tokens=False), sampling.get("n") or 1)
+        replies = [self._reply(text, len(ids), sampling.get("max_new_tokens")) for text in texts]
+        return web.json_response(replies[0] if len(replies) == 1 else replies)
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        from jinja2 import Template
+
+        body = await request.json()
+        given = {"messages": body["messages"], "tools": body.get("tools"), "add_generation_prompt": True}
+        texts = self._answers(Template(_TEMPLATE).render(given), body.get("n") or 1)
+        messages = [{"role": "assistant", "content": text} for text in texts]
+        choices = [{"index": n, "message": said, "finish_reason": "stop"} for n, said in enumerate(messages)]
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        facts = {"id": "scripted", "object": "chat.completion", "created": 0, "model": "scripted", "usage": usage}
+        return web.json_response({**facts, "choices": choices})
+
+    def _answers(self, prompt: str, count: int) -> list[str]:
+        self.prompts.append(prompt)
+        said = self._answer(prompt)
         texts = [said] if isinstance(said, str) else list(said)
-        count = sampling.get("n") or 1
-        replies = [self._reply(texts[n % len(texts)], len(ids), sampling.get("max_new_tokens")) for n in range(count)]
-        return web.json_response(replies[0] if count == 1 else replies)
+        return [texts[n % len(texts)] for n in range(count)]
 
     def _reply(self, text: str, prompt_tokens: int, most: int | None) -> dict[str, Any]:
         end = self._tokenizer.token_to_id("<|im_end|>")

@@ -34,6 +34,7 @@ SECTIONS: dict[str, dict[str, Word]] = {
             "Train a model: engine, API, environment and trainer in one command.",
             "atropos-grpo-run",
         ),
+        "env": Word("atroposlib.environments.command", "List, show, run and check environments by name."),
         "status": Word("atroposlib.cli.status", "Show the progress of a run, running or not."),
         "runs": Word("atroposlib.cli.runs", "List the runs below a folder, with state and size."),
         "cluster": Word(

@@ -7,6 +7,7 @@ import asyncio
 import importlib.util
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar, TypedDict
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -61,6 +62,14 @@ class MathEnv(RowsEnv):
         engine = local_engine()
         config = cls.env_config_cls(group_size=8, tokenizer_name=engine[0].model_name)
         return config, engine
+
+    @classmethod
+    def sample_rows(cls) -> list[dict[str, str]]:
+        return [{"question": f"What is {1000 + n} + {3 * n}?", "answer": str(1000 + 4 * n)} for n in range(80)]
+
+    @classmethod
+    def check_flags(cls, folder: Path) -> list[str]:
+        return [*super().check_flags(folder), "--env.verifier_workers", "1"]
 
     @classmethod
     def to_item(cls, row: Row) -> Question:

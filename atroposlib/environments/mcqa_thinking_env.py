@@ -3,6 +3,8 @@
 python environments/mcqa_thinking_env.py process --env.dataset my_questions.jsonl
 """
 
+from typing import Any
+
 from pydantic import Field
 
 from atroposlib.environments.choices import LETTERS, Choice, chosen, listed, shuffled, to_choice
@@ -39,6 +41,13 @@ class MCQAThinkingEnv(RowsEnv):
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
         engine = local_engine()
         return MCQAConfig(group_size=8, tokenizer_name=engine[0].model_name), engine
+
+    @classmethod
+    def sample_rows(cls) -> list[dict[str, Any]]:
+        return [
+            {"question": f"Which is {n} doubled?", "choices": [f"{3 * n}", f"{2 * n}", f"{n + 1}", f"{n}"], "answer": 1}
+            for n in range(5, 85)
+        ]
 
     def to_item(self, row: Row) -> Choice:
         item = to_choice(row)

@@ -84,6 +84,12 @@ def read_rows(dataset: str, *, name: str | None = None, split: str = "train") ->
     return _fetch(dataset, name, split)
 
 
+def write_rows(path: Path, rows: Iterable[Row]) -> str:
+    """Write a .jsonl file of rows; returns its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
 @lru_cache(maxsize=2)  # both sides of the end of an epoch; a shuffle of 100,000 rows takes 0.1 s
 def order(count: int, seed: str) -> Sequence[int]:
     """Return a shuffled order of `count` items, the same for the same seed."""

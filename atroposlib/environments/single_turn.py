@@ -12,12 +12,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
 from atroposlib.environments.cut_off import overrides_of
-from atroposlib.environments.rows import Row, Split, load_split, order
+from atroposlib.environments.rows import Row, Split, load_split, order, write_rows
 from atroposlib.environments.thoughts import opening_of, text_of
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
 from atroposlib.envs.eval import evaluate_items
@@ -111,6 +112,11 @@ class SingleTurnEnv(BaseEnv):
     def reward(self, grade: float) -> float:
         """Optional: the score of a grade."""
         return grade
+
+    @classmethod
+    def check_flags(cls, folder: Path) -> list[str]:
+        """Optional: flags for checks of the environment, which may write data to `folder`."""
+        return []
 
     # -- a group -----------------------------------------------------------------------------------------------------
 
@@ -312,6 +318,17 @@ class RowsEnv(SingleTurnEnv):
     def to_item(cls, row: Row) -> Item:
         """Return the item of a row; ValueError, KeyError or TypeError when it is none."""
         raise NotImplementedError(f"{cls.__name__} must define to_item(row)")
+
+    @classmethod
+    def sample_rows(cls) -> list[dict[str, Any]]:
+        """Optional: rows such as a data set has, 20 or more, for checks of the environment; none where it can make."""
+        return []
+
+    @classmethod
+    def check_flags(cls, folder: Path) -> list[str]:
+        if not (rows := cls.sample_rows()):
+            return []
+        return ["--env.dataset", write_rows(folder / "sample.jsonl", rows), "--env.eval_dataset", "null"]
 
     async def setup(self) -> None:
         """Load the rows; ConfigError or DataError when they cannot be used."""

@@ -1,13 +1,15 @@
 """An environment over problem sets: each row's `problem` is the prompt, its `answer` the right answer."""
 
 import asyncio
+import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, TypedDict
 
 from pydantic import Field, PositiveInt
 
-from atroposlib.environments.rows import Row, Split
+from atroposlib.environments.rows import Row, Split, write_rows
 from atroposlib.environments.single_turn import RowsConfig, RowsEnv, local_engine
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.envs.reward_fns.math_judge import judge, scores
@@ -117,6 +119,14 @@ class DatasetEnv(RowsEnv):
             raise DataError(f"datasets give {found}; expected rows with problem and answer, see `columns`")
         train, test = split([self.to_item(row) for row in rows], self.config.test_split_size)
         return Split(train=train, test=test)
+
+    @classmethod
+    def sample_rows(cls) -> list[dict[str, str]]:
+        return [{"problem": f"What is {1000 + n} + {3 * n}?", "answer": str(1000 + 4 * n)} for n in range(80)]
+
+    @classmethod
+    def check_flags(cls, folder: Path) -> list[str]:
+        return ["--env.datasets", json.dumps([{"id": write_rows(folder / "sample.jsonl", cls.sample_rows())}])]
 
     @classmethod
     def to_item(cls, row: Row) -> Problem:

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import yaml
 
+from atroposlib.envs.catalog import file_of
 from atroposlib.errors import ConfigError
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.exports import ADAPTER_NAME, exports_folder, first_link
@@ -270,7 +271,7 @@ def _script(config: RunConfig) -> Path:
     """The environment's file; ConfigError when it is not there."""
     if config.environment is None:
         return _DATASET_ENV
-    return _existing(config.environment, "environment", "a Python file")
+    return file_of(config.environment) or _existing(config.environment, "environment", "a name or a Python file")
 
 
 def _require_files(config: RunConfig) -> None:

@@ -52,7 +52,7 @@ class EngineConfig(Section):
 class EnvironmentConfig(Section):
     """Which environment makes the problems and scores the answers."""
 
-    script: str = Field(description="The environment's Python file, relative to this YAML file.")
+    script: str = Field(description="Name of an environment, or its Python file relative to this YAML file.")
     config: str | None = Field(
         None, description="The environment's own YAML; its `env:` and first `openai:` entry lie below the fields here."
     )

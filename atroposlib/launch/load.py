@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from atroposlib.envs.catalog import file_of
 from atroposlib.errors import ConfigError
 from atroposlib.launch.config import DatagenConfig, EnvironmentConfig
 from atroposlib.paths import expand_path
@@ -93,7 +94,8 @@ def _environment(section: EnvironmentConfig, path: Path, given: Collection[str])
                     f"environment.{name}.{key} would have no effect: the run decides it; set {_DECIDED[key]} instead"
                 )
     beside = path.absolute().parent
-    script = beside / expand_path(section.script, what=f"{path}: environment.script")
+    named = file_of(section.script)  # an environment's name, as `atropos env list` shows it
+    script = named or beside / expand_path(section.script, what=f"{path}: environment.script")
     own: dict[str, Any] = {}
     if section.config:
         config = beside / expand_path(section.config, what=f"{path}: environment.config")

@@ -5,6 +5,7 @@ python environments/intern_bootcamp/intern_bootcamp_env.py process --config conf
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 from atroposlib.environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
 from atroposlib.environments.intern_bootcamp.problems import Problem, ProblemSource, require_chosen_tasks
@@ -91,6 +92,10 @@ class InternBootcampEnv(SingleTurnEnv, SandboxedEnv):
     def other_spelling(self, item: Problem) -> str | None:
         reply = self.gold(item)
         return reply and reply.replace("<answer>", "So:\n<answer> ").replace("</answer>", "\n</answer>")
+
+    @classmethod
+    def check_flags(cls, folder: Path) -> list[str]:
+        return ["--env.task_name", "capitals", "--env.format_bonus", "0"]
 
     def reward(self, grade: float) -> float:
         config = self.config

@@ -8,6 +8,7 @@ these are. Datasets that are slow, do not work or reward a constant guess are le
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -72,6 +73,10 @@ class ReasoningGymEnv(InternBootcampEnv):
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
         engine = local_engine()
         return ReasoningGymEnvConfig(group_size=8, max_token_length=4096, tokenizer_name=engine[0].model_name), engine
+
+    @classmethod
+    def check_flags(cls, folder: Path) -> list[str]:
+        return ["--env.tasks", '["products"]', "--env.levels", "[2]", "--env.verifier_workers", "1"]
 
     async def grades(self, replies: Sequence[str], item: Problem) -> list[float]:
         """Return what the dataset says of the answers; what is not right counts only with `partial_credit`."""

@@ -1,0 +1,228 @@
+"""Check one environment: docs, config, all three modes against a scripted engine, and honest rewards.
+
+for finding in check(env_cls, folder):
+    print(finding)
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from atroposlib.environments.policies import Rates, measure
+from atroposlib.environments.single_turn import SingleTurnEnv
+from atroposlib.envs.base import APIServerConfig, BaseEnv
+from atroposlib.envs.cli import MODES, Mode, resolve
+from atroposlib.envs.cli import main as run_environment
+from atroposlib.errors import AtroposError, DataError
+from atroposlib.testing import Answer, ScriptedEngine, write_tokenizer
+
+GROUPS, GROUP_SIZE = 2, 2
+DEADLINE_S = 60.0
+ANSWERS = ("I do not know.", "<answer>1</answer>", "The answer is \\boxed{2}.")
+"""What the scripted engine says where the environment knows no right replies."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked."""
+
+    what: str
+    fault: str | None = None  # None: fine
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.fault is None:
+            return f"ok    {self.what}" + (f": {self.note}" if self.note else "")
+        return f"FAIL  {self.what}: {self.fault}"
+
+
+def check(
+    env_cls: type[BaseEnv],
+    folder: Path,
+    flags: Sequence[str] = (),
+    *,
+    modes: Sequence[Mode] = tuple(MODES),
+    problems: int = 32,
+) -> Iterator[Finding]:
+    """Check an environment; what one check finds does not keep the others from being done.
+
+    Args:
+        folder: for what the modes write.
+        flags: of its command line, such as `"--env.dataset", "my.jsonl"`; none: its own `check_flags`.
+        modes: which of the three are tried.
+        problems: how many the scripted policies answer.
+    """
+    yield _finding("documentation", lambda: _documented(env_cls))
+    yield _finding("config_init", lambda: type(env_cls.config_init()[0]).__name__)
+    tokenizer = write_tokenizer(folder / "tokenizer")
+    flags = [*flags] if flags or not issubclass(env_cls, SingleTurnEnv) else env_cls.check_flags(folder)
+    noting, answer = _knowing(env_cls)
+    common = ["--env.group_size", str(GROUP_SIZE), "--env.ensure_scores_are_not_same", "false", *flags]
+    with ScriptedEngine(answer, tokenizer) as engine:
+
+        def process() -> str:
+            groups = folder / "groups.jsonl"
+            limits = ["--env.total_steps", str(GROUPS), "--env.data_path_to_save_groups", str(groups)]
+            _ended(run_environment(noting, ["process", *engine.flags, *limits, *common]), "process")
+            lines = [json.loads(line) for line in groups.read_text("utf-8").splitlines()]
+            return f"{len(lines)} groups, scores {[line['scores'] for line in lines]}"
+
+        def serve() -> str:
+            with trajectory_api() as url, _Trainer(url, GROUP_SIZE) as trainer:
+                limits = ["--env.total_groups", str(GROUPS), "--env.rollouts_dir", str(folder / "served")]
+                address = ["--env.rollout_server_url", url]
+                _ended(run_environment(noting, ["serve", *engine.flags, *limits, *address, *common]), "serve")
+                return f"{trainer.wait_for(GROUPS)} batches reached a trainer"
+
+        def evaluate() -> str:
+            limits = ["--env.data_dir_to_save_evals", str(folder / "evals")]
+            if issubclass(env_cls, SingleTurnEnv):
+                limits += ["--env.eval_problems", "4"]
+            _ended(run_environment(noting, ["evaluate", *engine.flags, *limits, *common]), "evaluate")
+            if env_cls.evaluate is BaseEnv.evaluate:
+                return "none is defined"
+            metrics = folder / "evals" / "metrics.json"
+            found = json.loads(metrics.read_text())["results"]["all"] if metrics.exists() else {}
+            return ", ".join(f"{name} {value}" for name, value in found.items() if "_ci_" not in name) or "no metrics"
+
+        runs = {"serve": serve, "process": process, "evaluate": evaluate}
+        for mode in modes:
+            yield _finding(mode, runs[mode])
+    if issubclass(env_cls, SingleTurnEnv):
+        yield _finding("honest rewards", lambda: _honest(env_cls, tokenizer, flags, problems))
+    else:
+        yield Finding("honest rewards", note="not tried: the environment is no SingleTurnEnv")
+
+
+def rates_of(env_cls: type[SingleTurnEnv], tokenizer: Path, flags: Sequence[str], *, problems: int = 32) -> Rates:
+    """Measure the scripted policies on an environment with these flags."""
+    address = ["--openai.base_url", "http://127.0.0.1:1/v1", "--env.tokenizer_name", str(tokenizer)]
+    settings = resolve(env_cls, "process", [*address, "--env.use_wandb", "false", *flags])
+
+    async def measured() -> Rates:
+        env = env_cls(settings.env, [APIServerConfig(base_url="http://127.0.0.1:1/v1", health_check=False)])
+        try:
+            await env.setup()
+            return await measure(env, problems=problems)
+        finally:
+            await env.teardown()
+
+    return asyncio.run(measured())
+
+
+@contextlib.contextmanager
+def trajectory_api() -> Iterator[str]:
+    """Serve a trajectory API in memory on a free loopback port; gives its address."""
+    import uvicorn
+
+    from atroposlib.api.server import ApiSettings, create_app
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(create_app(ApiSettings(state_dir=None)), log_config=None))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(DEADLINE_S)
+
+
+class _Trainer:
+    """Takes batches of one group each until it is left."""
+
+    def __init__(self, url: str, batch_size: int) -> None:
+        self._client = httpx.Client(base_url=url, timeout=10)
+        self._batch_size, self._batches, self._is_left = batch_size, 0, threading.Event()
+        self._thread = threading.Thread(target=self._train, daemon=True)
+
+    def __enter__(self) -> "_Trainer":
+        run = {"wandb_group": "g", "wandb_project": "p", "batch_size": self._batch_size, "max_token_len": -1}
+        rest = {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 1000}
+        self._client.post("/register", json={**run, **rest}).raise_for_status()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_left.set()
+        self._thread.join(DEADLINE_S)
+        self._client.close()
+
+    def _train(self) -> None:
+        while not self._is_left.wait(0.02):
+            if self._client.get("/batch").json()["batch"]:
+                self._batches += 1
+
+    def wait_for(self, batches: int) -> int:
+        """Wait until so many batches came; DataError when they do not."""
+        ends = time.monotonic() + DEADLINE_S
+        while self._batches < batches:
+            if time.monotonic() > ends:
+                raise DataError(f"{self._batches} of {batches} batches reached the trainer in {DEADLINE_S:.0f} s")
+            self._is_left.wait(0.02)
+        return self._batches
+
+
+def _finding(what: str, does: Callable[[], str]) -> Finding:
+    """Run one check; whatever it raises is its fault."""
+    try:
+        return Finding(what, note=does())
+    except (Exception, SystemExit) as error:
+        logging.getLogger(__name__).debug("check failed: %s", what, exc_info=error)
+        text = str(error) if isinstance(error, AtroposError) else f"{type(error).__name__}: {error}"
+        return Finding(what, fault=text)
+
+
+def _documented(env_cls: type[BaseEnv]) -> str:
+    module = inspect.getmodule(env_cls)
+    source = Path(inspect.getfile(env_cls)).read_text("utf-8")
+    if not (module and module.__doc__):
+        raise DataError("the file has no docstring; say in one sentence what is asked and how it is started")
+    if not env_cls.__dict__.get("__doc__"):
+        raise DataError(f"{env_cls.__name__} has no docstring; say what scores how much")
+    if env_cls.name is None:
+        raise DataError(f"{env_cls.__name__} has no `name`; it names files and runs")
+    if not re.search(r"__name__ == .__main__.:\s+\w+\.cli\(\)", source):
+        raise DataError(f"the file does not end with `if __name__ == '__main__': {env_cls.__name__}.cli()`")
+    return module.__doc__.strip().splitlines()[0]
+
+
+def _honest(env_cls: type[SingleTurnEnv], tokenizer: Path, flags: Sequence[str], problems: int) -> str:
+    rates = rates_of(env_cls, tokenizer, flags, problems=problems)
+    if faults := rates.faults(guessing=env_cls.guessing):
+        raise DataError("; ".join(faults))
+    return f"{rates.problems} problems, best constant {rates.constant:.2f}"
+
+
+def _knowing(env_cls: type[BaseEnv]) -> tuple[type[BaseEnv], Answer]:
+    """Return the environment, and a function that answers its prompts: right replies and wrong ones take turns."""
+    if not issubclass(env_cls, SingleTurnEnv):
+        return env_cls, lambda prompt: ANSWERS
+    golds: dict[str, str] = {}
+
+    async def messages(self: SingleTurnEnv, item: Any) -> Any:
+        golds[self.question(item)] = self.gold(item) or ANSWERS[1]
+        return await env_cls.messages(self, item)
+
+    def answer(prompt: str) -> Sequence[str]:
+        asked = max((question for question in list(golds) if question in prompt), key=prompt.rfind, default="")
+        return [golds.get(asked, ANSWERS[1]), ANSWERS[0]]
+
+    return type(env_cls.__name__, (env_cls,), {"messages": messages, "__doc__": env_cls.__doc__}), answer
+
+
+def _ended(code: int, mode: str) -> None:
+    if code != 0:
+        raise DataError(f"{mode} ended with exit code {code}; its log says why")

@@ -1,0 +1,123 @@
+"""Environments by name, and the check that every one of ours passes."""
+
+import json
+from importlib.metadata import EntryPoint
+
+import pytest
+from typer.testing import CliRunner
+
+from atroposlib.environments.check import check
+from atroposlib.environments.command import app
+from atroposlib.envs import catalog
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.cli import MODES
+from atroposlib.errors import ConfigError
+from atroposlib.launch.load import load_config
+
+OURS = [name for name, entry in catalog.entries().items() if entry.package == "atroposlib"]
+WHOLE = ("countdown", "intern_bootcamp", "mcqa_thinking")
+"""Those that are tried in all modes here, one for each kind; `atropos env check --all` tries all."""
+TRIED_ELSEWHERE = ("gsm8k",)
+"""Its code is that of math, its modes are run in test_gsm8k."""
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name not in TRIED_ELSEWHERE])
+def test_every_environment_of_ours_passes_its_check(name, tmp_path):
+    modes = tuple(MODES) if name in WHOLE else ("process",) if name != "reasoning_gym" else ()  # it loads much
+    findings = list(check(catalog.load(name), tmp_path, modes=modes, problems=12))
+    assert [str(finding) for finding in findings if finding.fault] == []
+    assert [finding.what for finding in findings if finding.what in MODES] == list(modes)
+
+
+DISHONEST = '''"""Asks for a number."""
+
+from atroposlib.environments.single_turn import SingleTurnEnv, local_engine, SingleTurnConfig
+
+
+class PleasedEnv(SingleTurnEnv):
+    """Is pleased with whatever it gets."""
+
+    name = "pleased"
+
+    @classmethod
+    def config_init(cls):
+        return SingleTurnConfig(), local_engine()
+
+    def make(self, rng, level):
+        return {"question": f"Say {rng.random()}."}
+
+    def gold(self, item):
+        return item["question"]
+
+    def grade(self, said, item):
+        return 1.0
+'''
+
+
+def test_a_check_finds_rewards_that_are_not_honest_and_files_that_cannot_be_started(tmp_path):
+    file = tmp_path / "pleased.py"
+    file.write_text(DISHONEST)
+    faults = {each.what: each.fault for each in check(catalog.load(str(file)), tmp_path, modes=()) if each.fault}
+    assert faults.keys() == {"documentation", "honest rewards"}
+    assert "does not end with `if __name__" in faults["documentation"]
+    assert "junk scores 1.00" in faults["honest rewards"]
+    assert "the constant reply" in faults["honest rewards"]
+
+
+BAD_FILES = {
+    "no environment": ("x = 1\n", "found none"),
+    "two of them": ("from atroposlib.envs.base import BaseEnv\nclass A(BaseEnv): ...\nclass B(BaseEnv): ...\n", "A, B"),
+    "a package that is not there": ("import no_such_package\n", "No module named 'no_such_package'"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_file_that_is_no_environment_is_refused(tmp_path, text, said):
+    (tmp_path / "odd.py").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        catalog.load(str(tmp_path / "odd.py"))
+
+
+def test_a_name_that_nobody_declared_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'countdown'"):
+        catalog.load("countdwon")
+
+
+def declare(monkeypatch, *points):
+    made = [EntryPoint(name, value, catalog.GROUP) for name, value in points]
+    monkeypatch.setattr(catalog, "entry_points", lambda group: made)
+
+
+def test_what_a_package_declares_and_cannot_load_costs_itself(monkeypatch):
+    declare(
+        monkeypatch, ("broken", "no_such_module:Env"), ("odd", "json:dumps"), ("base", "atroposlib.envs.base:BaseEnv")
+    )
+    assert list(catalog.entries()) == ["base", "broken", "odd"]
+    assert catalog.load("base") is BaseEnv
+    for name, said in {"broken": "cannot be imported", "odd": "no subclass of BaseEnv"}.items():
+        with pytest.raises(ConfigError, match=said):
+            catalog.load(name)
+
+
+def test_two_packages_with_one_name_are_told_apart_by_neither(monkeypatch):
+    declare(monkeypatch, ("twice", "a:A"), ("twice", "b:B"))
+    with pytest.raises(ConfigError, match="both declare an environment 'twice'"):
+        catalog.entries()
+
+
+def test_datagen_takes_a_name_where_it_takes_a_file(tmp_path):
+    config = {"name": "x", "run_dir": str(tmp_path), "problems": 1, "responses": 2}
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({**config, "environment": {"script": "countdown"}}))
+    assert load_config(path).environment.script.endswith("atroposlib/environments/countdown_env.py")
+
+
+def test_one_is_listed_shown_and_run_by_its_name():
+    def said(*words):
+        return CliRunner().invoke(app, words)
+
+    assert "Score 1.0 for an expression that is right" in said("list").stdout
+    assert "Numbers lie between 1 and this." in said("info", "countdown").stdout
+    shown = said("run", "countdown", "process", "--help")
+    assert (shown.exit_code, "--env.largest" in shown.stdout) == (0, True)
+    assert said("run", "countdown", "dance").exit_code == 2
