@@ -14,6 +14,14 @@ from atroposlib.errors import ConfigError
 HELP = """List environments by name, show, run and check them. A .py file stands for the environment that it defines.
 
 Other packages add names by the entry-point group atroposlib.environments; `atropos new env NAME --package` writes one.
+
+Examples:
+
+  atropos env list
+
+  atropos env run countdown process --env.total_steps 20
+
+  atropos env check my_env.py
 """
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
