@@ -5,7 +5,7 @@ one problem and never part, also over files.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,11 +95,13 @@ def split_rollouts(
     overwrite: bool = False,
     strict: bool = False,
     advance: Advance = ignore,
+    assign: Callable[[Table, Sequence[float], int], Array] | None = None,
 ) -> dict[str, int]:
     """Write `train.jsonl`, `val.jsonl` and `test.jsonl` of unchanged rollout lines; returns groups by split.
 
     Args:
         shares: of problems, adding up to 1; a share of 0 leaves that file out, and an earlier one is removed.
+        assign: gives the split of each group; None: `assign_splits`.
 
     Raises:
         ConfigError: shares do not add up.
@@ -113,13 +115,13 @@ def split_rollouts(
     table = open_table(paths, advance, strict=strict, with_doubles=True)
     require_groups(table)
     odd = SetAside(strict=strict)
-    parts = assign_splits(table, shares, seed)
+    parts = (assign or assign_splits)(table, shares, seed)
     with ExitStack() as stack:
         writers = [
             stack.enter_context(written_whole(path)) if share else None
             for path, share in zip(outputs, shares, strict=True)
         ]
-        for row, line in _lines(table, advance):
+        for row, line in lines_of(table, advance):
             try:
                 check_copied(line)
             except RowError as error:
@@ -143,7 +145,7 @@ def assign_splits(table: Table, shares: Sequence[float], seed: int) -> Array:
     Within a stratum (task and difficulty) problems are ordered by chance and dealt out by cumulated share; the
     rounding runs on over the strata, so small strata do not all lose their test problem.
     """
-    problems = _problems(table)
+    problems = problems_of(table)
     rate = pass_rates(table, 0.0)
     strata: dict[tuple[str, int], list[int]] = {}
     for group in np.unique(problems, return_index=True)[1].tolist():
@@ -153,7 +155,7 @@ def assign_splits(table: Table, shares: Sequence[float], seed: int) -> Array:
     split_of: dict[int, int] = {}
     counts = np.zeros(len(shares))
     for stratum in sorted(strata):
-        for group in sorted(strata[stratum], key=lambda each: _chance(table, each, seed)):
+        for group in sorted(strata[stratum], key=lambda each: chance(table, each, seed)):
             part = int(np.argmax(np.array(shares) * (len(split_of) + 1) - counts))
             counts[part] += 1
             split_of[int(problems[group])] = part
@@ -165,7 +167,7 @@ def _difficulty(rate: float) -> int:
     return 0 if rate == 0 else 3 if rate == 1 else 1 if rate < 0.5 else 2
 
 
-def _problems(table: Table) -> Array:
+def problems_of(table: Table) -> Array:
     """[groups] a number per problem: the smallest row reachable over shared item keys and shared prompts."""
     parent = list(range(len(table.groups)))
 
@@ -187,11 +189,12 @@ def _problems(table: Table) -> Array:
     return np.array([root(row) for row in range(len(parent))])
 
 
-def _chance(table: Table, group: int, seed: int) -> int:
+def chance(table: Table, group: int, seed: int) -> int:
+    """Return what orders the groups of a stratum; it follows from the item and the seed."""
     return hash64(f"{seed}:{table.groups['item'][group]}".encode())
 
 
-def _lines(table: Table, advance: Advance) -> Iterable[tuple[int, Line]]:
+def lines_of(table: Table, advance: Advance) -> Iterable[tuple[int, Line]]:
     """Row and line of every group."""
     for file, path in enumerate(table.files):
         rows = np.flatnonzero(table.groups["file"] == file).tolist()

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from atroposlib.environments.causal.demonstration import ENV, DemonstrationConfig
+from atroposlib.environments.causal.demonstration import ENV, DemonstrationConfig, demo_name, run_name
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.paths import writable_dir, write_text_atomic
 from atroposlib.rollouts.early_stop import Limits
@@ -80,11 +80,11 @@ class Levels:
         target = self.plan.target_accepted
         return self.attempts[level] < self.plan.most(level) and (target is None or self.accepted[level] < target)
 
-    def order(self, done: Callable[[str], bool]) -> Iterator[tuple[str, int]]:
+    def order(self, is_done: Callable[[str, int], bool]) -> Iterator[tuple[str, int]]:
         """Give the attempts that are not done: the first of every level, the second, ...; without closed levels."""
         for index in range(max(map(self.plan.most, self.plan.levels))):
             for level in self.plan.levels:
-                if index < self.plan.most(level) and self.is_open(level) and not done(f"{level}/{index}"):
+                if index < self.plan.most(level) and self.is_open(level) and not is_done(level, index):
                     yield level, index
 
     def add(self, level: str, is_accepted: bool) -> None:
@@ -129,6 +129,7 @@ class Collection:
             sends=False,
         )
         self.config = config.model_dump()
+        self.run_name = run_name(self.config)
         try:
             self._same_settings(where.beside("config.yaml"))
             write_text_atomic(where.beside("plan.yaml"), yaml.safe_dump(asdict(plan), sort_keys=False))
@@ -149,6 +150,9 @@ class Collection:
         )
         self.failed = self._in_a_row = 0
         self.files.on_wait = lambda what: self.progress.wait_for("disk", what)
+
+    def _key(self, level: str, index: int) -> str:
+        return demo_name(self.config["problem"]["seed"], level, index)
 
     def _same_settings(self, path: Path) -> None:
         if not path.exists():
@@ -187,7 +191,7 @@ class Collection:
         Raises:
             DataError: nothing but failures. OSError: the disk stayed full.
         """
-        order = self.levels.order(self.files.ledger.done.__contains__)
+        order = self.levels.order(lambda level, index: self._key(level, index) in self.files.ledger.done)
         running: deque[tuple[str, int, asyncio.Task[dict[str, Any] | None]]] = deque()
         writing: asyncio.Task[None] | None = None
         stop = StopSignals()
@@ -234,7 +238,7 @@ class Collection:
             self.progress.write()
 
     async def _record(self, level: str, record: Mapping[str, Any]) -> None:
-        await self.files.append([{"schema_version": 1, "env": ENV, "run": RUN, **record}])
+        await self.files.append([{"schema_version": 1, "env": ENV, "run": self.run_name, **record}])
         self.levels.add(level, record["demonstration"]["accepted"])
 
     async def _tried(self, make: Make, level: str, index: int) -> dict[str, Any] | None:
@@ -253,7 +257,7 @@ class Collection:
             self.failed += 1
             self._in_a_row += 1
             item = {"level": level, "index": index}
-            self.failures.add(Work(item=item, key=f"{level}/{index}", task=level), error, is_final=True)
+            self.failures.add(Work(item=item, key=self._key(level, index), task=level), error, is_final=True)
             if self._in_a_row >= _FAILURES_IN_A_ROW:
                 raise DataError(
                     f"{self._in_a_row} attempts in a row failed, the last with: {error}. What is recorded stays; the "

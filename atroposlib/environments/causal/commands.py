@@ -1,4 +1,4 @@
-"""The commands of this room: `atropos collect causal`, and what `atropos data` does with demonstrations."""
+"""`atropos collect`: demonstrations of experts that need no language model."""
 
 import asyncio
 import logging

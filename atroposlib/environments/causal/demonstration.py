@@ -6,6 +6,7 @@ demonstrations have lies under `demonstration`. `posterior_history` has T + 1 st
 believed after t interventions.
 """
 
+import hashlib
 import itertools
 import math
 from collections.abc import Mapping
@@ -70,11 +71,10 @@ def demonstrate(config: Mapping[str, Any], difficulty: str, index: int) -> dict[
     confidence = expert.confidence
     task = settings.expert.task
     improved = sum(after != before for before, after in itertools.pairwise(best))
-    number = list(DIFFICULTIES).index(difficulty) + 1
-    name = f"{settings.problem.seed}-{number}-{index}"
+    name = demo_name(settings.problem.seed, difficulty, index)
     return {
-        "item_key": f"{difficulty}/{index}",
-        "group_id": f"{ENV}/{name}",
+        "item_key": name,
+        "group_id": f"{ENV}/{run_name(config)}/{name}",
         "task": difficulty,
         "scores": [accuracy],
         "tokens": [],
@@ -127,6 +127,21 @@ def demonstrate(config: Mapping[str, Any], difficulty: str, index: int) -> dict[
             },
         },
     }
+
+
+def run_name(config: Mapping[str, Any]) -> str:
+    """Return the name of a set, which follows from its settings."""
+    settings = DemonstrationConfig.model_validate(config).model_dump_json()
+    return hashlib.blake2b(settings.encode(), digest_size=5).hexdigest()
+
+
+def demo_name(seed: int, difficulty: str, index: int) -> str:
+    """Return the name of an attempt, `seed-level-index`; equal names have the same model.
+
+    >>> demo_name(7, "difficulty_3", 12)
+    '7-3-12'
+    """
+    return f"{seed}-{list(DIFFICULTIES).index(difficulty) + 1}-{index}"
 
 
 def chat(
