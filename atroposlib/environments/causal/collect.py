@@ -12,7 +12,7 @@ import importlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -359,23 +359,6 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
             yield from _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
     elif before != now:
         yield f"{name} was {before!r}, is {now!r}"
-
-
-def levels_of(text: str, known: Iterable[str]) -> list[str]:
-    """Return the levels that `--difficulty` names.
-
-    Raises:
-        ConfigError: there is no such level.
-
-    >>> levels_of("difficulty_1,2", ["difficulty_1", "difficulty_2"])
-    ['difficulty_1', 'difficulty_2']
-    """
-    if text == "all":
-        return list(known)
-    named = [f"difficulty_{part.strip().removeprefix('difficulty_')}" for part in text.split(",")]
-    if unknown := [name for name in named if name not in known]:
-        raise ConfigError(f"--difficulty {text!r}: there is no {unknown[0]!r}; levels are {', '.join(known)}, or all")
-    return list(dict.fromkeys(named))
 
 
 def begun(folder: Path) -> tuple[DemonstrationConfig, Plan]:

@@ -67,7 +67,7 @@ def collect_causal(
     """
     from atroposlib.environments.causal import collect as collecting
     from atroposlib.environments.causal.demonstration import DemonstrationConfig
-    from atroposlib.environments.causal.scm import DIFFICULTIES
+    from atroposlib.environments.causal.scm import levels_of
 
     if (output is None) == (resume is None):
         raise typer.BadParameter("give --output, or --resume with the folder of an earlier one", param_hint="--output")
@@ -84,7 +84,7 @@ def collect_causal(
             {"problem": problem, "expert": expert, "min_accuracy": min_accuracy}
         )
         plan = collecting.Plan(
-            collecting.levels_of(difficulty, DIFFICULTIES),
+            levels_of(difficulty),
             target or collecting.SIZES[size],
             target_accepted,
             max_attempts,

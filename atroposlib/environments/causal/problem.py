@@ -160,7 +160,7 @@ def row_text(row: Sequence[float]) -> str:
 
 _NUMBER = r"[-+]?(?:\d{1,12}(?:\.\d{0,12})?|\.\d{1,12})(?:[eE][-+]?\d{1,2})?"
 _ACTION = re.compile(
-    rf"<intervene>\s*X(\d{{1,3}})\s*=\s*({_NUMBER})\s*</intervene>"
+    rf"(?a)<intervene>\s*X(\d{{1,3}})\s*=\s*({_NUMBER})\s*</intervene>"
     r"|<answer>\s*(none|X\d{1,3}(?:\s*,\s*X\d{1,3}){0,99})\s*</answer>"
 )
 

@@ -158,6 +158,25 @@ class Scm:
             raise ConfigError(f"no causal model: {type(error).__name__}: {error}") from None
 
 
+def levels_of(text: str) -> list[str]:
+    """Return the levels that a setting names.
+
+    Raises:
+        ConfigError: there is no such level.
+
+    >>> levels_of("difficulty_1,2")
+    ['difficulty_1', 'difficulty_2']
+    """
+    if text == "all":
+        return list(DIFFICULTIES)
+    named = [f"difficulty_{part.strip().removeprefix('difficulty_')}" for part in text.split(",")]
+    if unDIFFICULTIES := [name for name in named if name not in DIFFICULTIES]:
+        raise ConfigError(
+            f"difficulty {text!r}: there is no {unDIFFICULTIES[0]!r}; levels are {', '.join(DIFFICULTIES)}, or all"
+        )
+    return list(dict.fromkeys(named))
+
+
 def draw_scm(
     rng: Rng,
     difficulty: str,
