@@ -30,8 +30,8 @@ from atroposlib.rollouts.ledger import Totals, open_rollouts
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.progress import Progress, duration
 from atroposlib.rollouts.reports import compress
+from atroposlib.rollouts.source import Work
 from atroposlib.rollouts.stop import StopSignals
-from atroposlib.rollouts.work import Work
 from atroposlib.sandbox.workers import SandboxError, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class Collection:
             DataError: nothing but failures. OSError: the disk stayed full.
         """
         order = self.levels.order(lambda level, index: self._key(level, index) in self.files.ledger.done)
-        running: deque[tuple[str, int, asyncio.Task[dict[str, Any] | None]]] = deque()
+        running: deque[tuple[str, int, asyncio.Task[dict[str, Any] | SandboxError]]] = deque()
         writing: asyncio.Task[None] | None = None
         stop = StopSignals()
         stop.catch()
@@ -205,14 +205,18 @@ class Collection:
                     running.append((*following, asyncio.create_task(self._tried(make, *following))))
                 if not running:
                     break
-                level, _, task = running[0]
+                level, index, task = running[0]
                 self.progress.in_flight = len(running)
                 await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
                 if not task.done():
                     break
                 running.popleft()
-                if (record := task.result()) is None or not self.levels.is_open(level):
-                    continue  # failed; or begun ahead of the one that closed the level, and no attempt
+                if not self.levels.is_open(level):
+                    continue  # begun ahead of the one that closed the level: no attempt
+                if isinstance(record := task.result(), SandboxError):
+                    self._fail(level, index, record)
+                    continue
+                self._in_a_row = 0
                 writing = asyncio.create_task(self._record(level, record))
                 await asyncio.wait([writing, stopped], return_when=asyncio.FIRST_COMPLETED)
                 if writing.done():
@@ -241,31 +245,32 @@ class Collection:
         await self.files.append([{"schema_version": 1, "env": ENV, "run": self.run_name, **record}])
         self.levels.add(level, record["demonstration"]["accepted"])
 
-    async def _tried(self, make: Make, level: str, index: int) -> dict[str, Any] | None:
-        """Return an attempt's record; None where it failed twice, since a worker may have been killed once.
-
-        Raises:
-            DataError: that was one failure too many with nothing in between.
-        """
+    async def _tried(self, make: Make, level: str, index: int) -> dict[str, Any] | SandboxError:
+        """Return an attempt's record, or why there is none; tried twice, as a worker may have been killed once."""
         try:
             return await make(level, index)
         except SandboxError as error:
             logger.warning("attempt %d of %s is made again: %s", index, level, error)
         try:
-            record = await make(level, index)
+            return await make(level, index)
         except SandboxError as error:
-            self.failed += 1
-            self._in_a_row += 1
-            item = {"level": level, "index": index}
-            self.failures.add(Work(item=item, key=self._key(level, index), task=level), error, is_final=True)
-            if self._in_a_row >= _FAILURES_IN_A_ROW:
-                raise DataError(
-                    f"{self._in_a_row} attempts in a row failed, the last with: {error}. What is recorded stays; the "
-                    "same command continues once the cause is gone (out of memory: a larger --memory-limit)"
-                ) from None
-            return None
-        self._in_a_row = 0
-        return record
+            return error
+
+    def _fail(self, level: str, index: int, error: SandboxError) -> None:
+        """Note that an attempt has no record.
+
+        Raises:
+            DataError: that was one failure too many with nothing in between.
+        """
+        self.failed += 1
+        self._in_a_row += 1
+        item = {"level": level, "index": index}
+        self.failures.add(Work(item=item, key=self._key(level, index), task=level), error, is_final=True)
+        if self._in_a_row >= _FAILURES_IN_A_ROW:
+            raise DataError(
+                f"{self._in_a_row} attempts in a row failed, the last with: {error}. What is recorded stays; the same "
+                "command continues once the cause is gone (out of memory: a larger --memory-limit)"
+            )
 
     async def _tick(self) -> None:
         said = time.monotonic()

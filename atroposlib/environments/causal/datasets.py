@@ -15,7 +15,7 @@ from atroposlib.data.output import check_output, write_whole, written_whole
 from atroposlib.data.report import our_version
 from atroposlib.data.rollout_files import CUT_SHORT, find_rollout_files
 from atroposlib.data.set_aside import SetAside
-from atroposlib.data.split import NAMES, split_rollouts
+from atroposlib.data.split_merge import NAMES, split_rollouts
 from atroposlib.data.validate import Validation
 from atroposlib.environments.causal.report import LEAST_MEAN_ACCURACY, Report, read_demonstrations
 from atroposlib.environments.causal.strata import assign_splits

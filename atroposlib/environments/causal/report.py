@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from atroposlib.data.rollout_files import find_rollout_files, parse_line, read_lines
-from atroposlib.data.stats import Histogram
-from atroposlib.data.stats_page import bar_chart
+from atroposlib.data.stats import Histogram, bar_chart
 from atroposlib.data.table import Advance, ignore
 from atroposlib.environments.causal.demonstration import Demonstration
 from atroposlib.errors import DataError, RowError

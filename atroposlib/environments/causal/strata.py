@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from atroposlib.data.split import chance, lines_of, problems_of
+from atroposlib.data.split_merge import chance, lines_of, problems_of
 from atroposlib.data.table import Table, ignore
 from atroposlib.type_definitions import Array
 

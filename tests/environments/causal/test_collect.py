@@ -21,7 +21,7 @@ from atroposlib.environments.causal.commands import collect_app
 from atroposlib.environments.causal.demonstration import DemonstrationConfig
 from atroposlib.environments.causal.scm import DIFFICULTIES, levels_of
 from atroposlib.errors import ConfigError, DataError, LaunchError
-from atroposlib.rollouts import append_file, files
+from atroposlib.rollouts import files
 from atroposlib.status.runs import read_status
 
 STUB = "tests.environments.causal.stub_expert"
@@ -104,7 +104,7 @@ def test_a_full_disk_is_waited_for_and_costs_nothing(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, data)
 
-    monkeypatch.setattr(append_file.os, "write", full)
+    monkeypatch.setattr(files.os, "write", full)
     make(tmp_path / "full", Plan(LEVELS, 30))
     monkeypatch.undo()
     make(tmp_path / "whole", Plan(LEVELS, 30))
@@ -153,7 +153,7 @@ def test_a_folder_has_one_kind_of_demonstration_and_one_writer(tmp_path):
     make(tmp_path, Plan(LEVELS, 5))
     with pytest.raises(ConfigError, match=r"other settings \(min_accuracy was 0.7, is 0.9\)"):
         make(tmp_path, Plan(LEVELS, 5), config=DemonstrationConfig(min_accuracy=0.9))
-    from atroposlib.rollouts.lock import take_lock
+    from atroposlib.lock_files import take_lock
 
     lock = take_lock(next(tmp_path.glob("*.lock")), otherwise="")
     with pytest.raises(LaunchError, match="is being written by process"):
