@@ -139,7 +139,7 @@ class BatchSettings(Settings):
 
 
 class LossSettings(Settings):
-    """The objective. A null takes the value of the objective's row in the table of README.md."""
+    """The objective. A null takes the value of the objective's row in the table of docs/trainer.md."""
 
     objective: Literal[
         "grpo",
