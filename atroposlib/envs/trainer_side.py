@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,6 +169,11 @@ class TrainerSide(WandbSide):
     def engine_down(self) -> str | None:
         """What is missing while no inference server is up and takes requests, else None."""
         return missing_engine(self.server.servers)
+
+    def outage_timeout_s(self) -> float:
+        """Seconds for which a run waits while `engine_down` says something."""
+        configs = [getattr(server, "config", None) for server in self.server.servers]  # an author's own may have none
+        return max((getattr(config, "outage_timeout_s", math.inf) for config in configs), default=math.inf)
 
     def evaluating(self) -> str | None:
         """How far the evaluation is that runs now; None: none does."""

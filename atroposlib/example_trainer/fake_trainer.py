@@ -33,6 +33,7 @@ Examples:
 _LEASE_S = 600.0
 _POLL_S = 0.25
 _LOG_EVERY_S = 10.0
+_FIRST_WORD_S, _SAY_AGAIN_S = 8.0, 60.0
 
 
 class FakeTrainer:
@@ -51,6 +52,8 @@ class FakeTrainer:
         self.steps = 0
         self.sequences = 0
         self._next_line = 0.0
+        self._idle_since: float | None = None
+        self._say_idle_at = _FIRST_WORD_S
 
     async def run(self) -> None:
         """Pull until `num_steps`; cancel it to stop.
@@ -64,10 +67,12 @@ class FakeTrainer:
             if batch is None:
                 if (await self._client.info())["batch_size"] != self._batch_size:
                     await self._register()  # the API was reset
+                await self._say_idle()
                 await asyncio.sleep(_POLL_S)
                 continue
             if batch.batch_id is not None:
                 await self._client.ack(batch.batch_id)
+            self._idle_since, self._say_idle_at = None, _FIRST_WORD_S
             self.steps += 1
             self.sequences += batch.sequences
             self._log_now_and_then()
@@ -89,6 +94,16 @@ class FakeTrainer:
         )
         logger.info("registered: url=%s batch_size=%d step=%d", self._client.url, self._batch_size, step)
         return step
+
+    async def _say_idle(self) -> None:
+        """Say what the API waits for, after some seconds without a batch and every minute from then on."""
+        self._idle_since = time.monotonic() if self._idle_since is None else self._idle_since
+        idle_s = time.monotonic() - self._idle_since
+        if idle_s >= self._say_idle_at:
+            self._say_idle_at = idle_s + _SAY_AGAIN_S
+            status = await self._client.status()
+            missing = status.get("waiting_for") or f"more than the {status.get('queue_size')} groups that it has"
+            logger.warning("no batch for %.0f s: %s waits for %s", idle_s, self._client.url, missing)
 
     def _log_now_and_then(self) -> None:
         if time.monotonic() >= self._next_line:

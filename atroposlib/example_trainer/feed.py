@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _POLL_S = 0.25
-_REMIND_S = 30.0
+_REMIND_S = 8.0
 _REGISTER_DEADLINE_S = 300.0
 _ACK_DEADLINE_S = 60.0
 _ARRIVING_S = 5.0  # for an answer on its way when the wait ends

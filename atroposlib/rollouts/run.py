@@ -81,6 +81,8 @@ class Environment(Protocol):
 
     def engine_down(self) -> str | None: ...
 
+    def outage_timeout_s(self) -> float: ...
+
     def evaluating(self) -> str | None: ...
 
     def held_back(self) -> str | None: ...
@@ -363,6 +365,8 @@ class Run:
         return Facts(
             is_set_up=is_set_up,
             is_told=progress.is_parked,
+            engine_down=self._env.engine_down(),
+            patience_s=self._env.outage_timeout_s(),
             held_back=self._env.held_back() if is_set_up and progress.mode == "serve" else None,
             no_items=self._no_items(),
             in_flight=progress.in_flight,

@@ -4,6 +4,7 @@ One object looks at each run, several times a second. Nothing here waits or coun
 counted, so each decision is a function of two looks.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class Facts:
 
     is_set_up: bool = True
     is_told: bool = False  # something else says already what it waits for
+    engine_down: str | None = None  # no engine is up and takes requests, in a sentence
+    patience_s: float = math.inf  # for which that may last
     held_back: str | None = None  # why no rollout may start, where that is the trainer's or an evaluation's doing
     no_items: str | None = None  # the environment has had nothing to roll out for some seconds
     in_flight: int = 0  # groups
@@ -70,6 +73,7 @@ class Standstill:
 
     def __init__(self, now: float) -> None:
         self._moved, self._sent = (now, Facts()), (now, Facts())
+        self._engine_up = now
 
     def look(self, facts: Facts, now: float) -> str | None:
         """Return the sentence about this moment, None while all is well.
@@ -77,6 +81,13 @@ class Standstill:
         Raises:
             AtroposError: going on is pointless.
         """
+        if not facts.engine_down:
+            self._engine_up = now
+        elif now - self._engine_up >= facts.patience_s:
+            raise AtroposError(
+                f"the run ends, as no engine has taken a request for {facts.patience_s:g} s (outage_timeout_s); the "
+                f"same command continues. It waited for {facts.engine_down}"
+            )
         if facts.is_told or facts.signs != self._moved[1].signs:
             self._moved = (now, facts)
         if facts.stored - facts.withheld != self._sent[1].stored - self._sent[1].withheld:

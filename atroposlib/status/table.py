@@ -86,6 +86,9 @@ def facts_of(status: RunStatus) -> list[tuple[str, str]]:
         facts.append(("last failure", f"{at} {what}: {status.last_failure.get('error')}"))
     if status.last_error:
         facts.append(("last error", status.last_error))
+    if status.state == "done" and status.share_done < 1 and status.problems and not status.training:
+        asked = f"{status.groups_done} of {status.problems} problems are recorded"
+        facts.append(("short", f"{asked}; where there are more items, the same command adds the rest"))
     return facts
 
 

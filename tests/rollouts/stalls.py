@@ -6,7 +6,10 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
+import signal
 import sys
 import tempfile
 import time
@@ -18,10 +21,13 @@ from typing import Any
 from counting_env import CountingEnv, StreamingEnv, make_env, make_group
 from memory_api import MemoryApi
 
+from atroposlib.api.client import TrainerClient
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.server_handling.loads import EngineLoad
 from atroposlib.errors import AtroposError
+from atroposlib.launch.probes import free_ports
 from atroposlib.rollouts.trace import EngineReply, current_trace
+from tests.data.small_tokenizer import write_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "when-it-waits.md"
 NOWHERE = "http://127.0.0.1:1/v1"
@@ -117,12 +123,23 @@ class Asking(CountingEnv):
         raise AssertionError
 
     @classmethod
-    def at(cls, url: str, folder: Path) -> tuple[CountingEnv, str]:
+    def at(cls, url: str, folder: Path, **server_settings: Any) -> tuple[CountingEnv, str]:
         config = cls.config_init()[0].model_copy(
             update={"data_path_to_save_groups": str(folder / "groups.jsonl"), "total_steps": 4}
         )
-        server = APIServerConfig(model_name="m", base_url=url, server_type="sglang", tokenizer_name="smollm2-135m")
+        server = APIServerConfig(
+            model_name="m", base_url=url, server_type="sglang", tokenizer_name="smollm2-135m", **server_settings
+        )
         return cls(config, [server]), "process"
+
+
+class FullDisk(CountingEnv):
+    def attach(self, run: Any) -> None:
+        def write(piece: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        super().attach(run)
+        run.files._shards.write = write
 
 
 class EvaluatesForEver(CountingEnv):
@@ -174,6 +191,13 @@ STALLS: dict[str, Stall] = {
         "the end of an evaluation",
     ),
     "no engine": Stall("the engine is never reached", lambda f: Asking.at(NOWHERE, f), "the inference server"),
+    "never an engine": Stall(
+        "the same for `outage_timeout_s`, here 2 s (default: 3600 s)",
+        lambda f: Asking.at(NOWHERE, f, outage_timeout_s=2.0),
+        "the run ends, as no engine has taken a request for 2 s",
+        ends=True,
+    ),
+    "full disk": Stall("a disk without room", lambda f: writing(f, FullDisk), "/"),
     "verifier": Stall(
         "a verifier or tool hangs", lambda f: writing(f, HangingVerifier), "the environment's own code: 8 groups"
     ),
@@ -244,56 +268,207 @@ async def first_sentence(stall: Stall, folder: Path) -> tuple[float, str]:
             await task
 
 
-async def _table() -> str:
-    with tempfile.TemporaryDirectory() as name:
-        folders = {key: Path(name, key) for key in STALLS}
-        for folder in folders.values():
-            folder.mkdir()
-        await first_sentence(STALLS["items used up"], Path(name))  # imports what the others would wait for
-        async with asyncio.timeout(60):
-            said = await asyncio.gather(*(first_sentence(stall, folders[key]) for key, stall in STALLS.items()))
-    rows = [
-        f"| {stall.why} | {seconds:.1f}{' (ends)' if stall.ends else ''} | {sentence} |"
+def cell(sentence: str, folder: Path) -> str:
+    """Return it for a table of Markdown, without the folder of this run."""
+    return sentence.replace(str(folder), "...").replace("|", "\\|")
+
+
+async def _stalls(folder: Path) -> list[str]:
+    folders = {key: folder / key for key in STALLS}
+    for each in folders.values():
+        each.mkdir()
+    await first_sentence(STALLS["items used up"], folder)  # imports what the others would wait for
+    async with asyncio.timeout(60):
+        said = await asyncio.gather(*(first_sentence(stall, folders[key]) for key, stall in STALLS.items()))
+    return [
+        f"| {stall.why} | {seconds:.1f}{' (ends)' if stall.ends else ''} | {cell(sentence, folder)} |"
         for stall, (seconds, sentence) in zip(STALLS.values(), said, strict=True)
     ]
-    return "\n".join(rows)
+
+
+# -- commands, each a process of its own ------------------------------------------------------------------------------
+
+RUN = """\
+name: t
+run_dir: run
+problems: 4
+responses: 2
+engine: {kind: sglang, model: model}
+environment: {script: SCRIPT, env: {max_token_length: 64}}
+"""
+COUNTING = Path(__file__).with_name("counting_env.py")
+PROCESS = [str(COUNTING), "process", "--testing", "--env.data_path_to_save_groups", "g.jsonl"]
+ATROPOS = ["-m", "atroposlib.cli.main"]
+
+
+@dataclass(frozen=True)
+class Called:
+    """A command that waits (`code` None), or ends; `says` begins what is due of a line of its output."""
+
+    what: str
+    words: list[str]
+    says: str
+    code: int | None = None
+    sends: tuple[int, str] | None = None  # a signal, and the part of a line after which it is sent
+
+
+WAITING = [
+    Called(
+        "`atropos datagen`, while an engine loads",
+        [*ATROPOS, "datagen", "run.yaml"],
+        "waiting for engine",
+    ),
+    Called(
+        "`atropos sft new.jsonl`, live, without an API",
+        [*ATROPOS, "sft", "new.jsonl", "--api-url", NOWHERE.removesuffix("/v1")],
+        "no trajectory API answers at",
+    ),
+    Called(
+        "the same, when no batch comes",
+        [*ATROPOS, "sft", "new.jsonl", "--api-url", "API"],
+        "no batch for 10 s",
+    ),
+    Called(
+        "`atropos fake-trainer`, when no batch comes",
+        [*ATROPOS, "fake-trainer", "--api-url", "API"],
+        "no batch for 8 s",
+    ),
+]
+ENDING = [
+    Called("all groups that were asked for are recorded", [*PROCESS, "--env.total_steps", "4"], "done: groups 4/4", 0),
+    Called(
+        "the items are used up before",
+        [*PROCESS, "--env.total_steps", "9", "--env.items", "4"],
+        "the items are used up: groups=4 asked=9",
+        0,
+    ),
+    Called(
+        "every item failed",
+        [*PROCESS, "--env.total_steps", "9", "--env.items", "4", "--env.fail_every", "1"],
+        "error: no item gave a group; the last failure",
+        1,
+    ),
+    Called("a setting is wrong", [*PROCESS, "--env.total_step", "9"], "error: unknown flag", 2),
+    Called(
+        "SIGTERM, SIGINT or SIGUSR1 came, and work is left",
+        [*PROCESS, "--env.total_steps", "9", "--env.seconds", "60"],
+        "stopped: groups",
+        75,
+        sends=(signal.SIGTERM, "waiting for answers"),
+    ),
+]
+
+
+async def called(command: Called, folder: Path, api: str) -> tuple[float, str, int | None]:
+    """Seconds until the line came, the line from its sentence on, and the exit code (None: it was stopped)."""
+    words = [api if word == "API" else word for word in command.words]
+    tests = Path(__file__).parents[1]
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (tests / "slurm" / "stand_in", tests, tests.parent))),
+        "CUDA_VISIBLE_DEVICES": "0",
+        "STAND_IN_LOAD_S": "600",
+        "WANDB_MODE": "disabled",
+    }
+    began = time.monotonic()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *words,
+        cwd=folder,
+        env=environ,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    assert process.stdout
+    output = []
+    try:
+        while line := (await asyncio.wait_for(process.stdout.readline(), 60)).decode():
+            output.append(line)
+            if command.says not in line and command.sends and command.sends[1] in line:
+                process.send_signal(command.sends[0])
+            if command.says in line:
+                seconds, said = time.monotonic() - began, line[line.index(command.says) :].strip()
+                await process.stdout.read() if command.code is not None else process.terminate()
+                code = await process.wait()
+                return seconds, said, None if command.code is None else code
+        raise AssertionError(f"{command.what}: {command.says!r} never came:\n{''.join(output)}")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _commands(folder: Path) -> tuple[list[str], list[str]]:
+    """The rows of the commands that wait, and of those that end."""
+    model = write_tokenizer(folder / "model")
+    (model / "config.json").write_text('{"vocab_size": 512, "max_position_embeddings": 4096}')
+    (folder / "run.yaml").write_text(RUN.replace("SCRIPT", str(COUNTING)))
+    port = free_ports(1)[0]
+    api = await asyncio.create_subprocess_exec(
+        sys.executable, *ATROPOS, "api", "--port", str(port), cwd=folder, stderr=asyncio.subprocess.DEVNULL
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with TrainerClient(url) as client:
+            await client.status()
+        waits = [
+            f"| {each.what} | {seconds:.1f} | {cell(said, folder).replace(url, 'http://...')} |"
+            for each in WAITING
+            for seconds, said, _ in [await called(each, folder, url)]
+        ]
+    finally:
+        api.terminate()
+        await api.wait()
+    ends = []
+    for number, each in enumerate(ENDING):
+        (alone := folder / str(number)).mkdir()
+        _, said, code = await called(each, alone, url)
+        assert code == each.code, (each.what, code)
+        ends.append(f"| {each.what} | {code} | {cell(said, alone)} |")
+    return waits, ends
 
 
 HEAD = """\
 # When a run waits
 
 A run that stands still says so within ten seconds: as `waiting for ...` in its log, its live display, its progress
-file and `atropos status`. Where going on is pointless it ends with the sentence and exit code 1. Written by
-`python tests/rollouts/stalls.py`, which brings each about for real:
+file and `atropos status`. Where going on is pointless it ends with the sentence and exit code 1 ("ends" below).
+Written by `python tests/rollouts/stalls.py`, which brings each about for real:
 
 | what is wrong | after s | what it says |
 |---|---|---|
-"""
+{stalls}
 
-ELSEWHERE = {
-    ("`atropos datagen`, while an engine loads", 10): "waiting for engine to get ready (logs: ...)",
-    ("`atropos sft new.jsonl` without an API", 5): "no trajectory API answers at ...: without --output this command "
-    "collects live from one",
-    ("the same, when no batch comes", 10): "no batch for 10 s: no environment has sent enough groups yet",
-    ("a disk without room", 0): "waiting for ... cannot be written (No space left on device); free some space",
-}
-
-TAIL = """
-
-Other commands and causes:
+Commands, from the start of their process on:
 
 | who | after s | what it says |
 |---|---|---|
-{rows}
+{waits}
 
 What unfinished groups have so far is counted: `in flight 8 (96 answers, 412,345 tokens; engines 5,200 tokens/s)`, and
 `tokens/s` includes it. Groups withheld from the trainer for their length stand as `withheld N`, those of no use as
 `rejected N`; both are in the progress file.
+
+# How a run ends
+
+An environment, `serve` or `process`:
+
+| why | exit code | what it says |
+|---|---|---|
+{ends}
+
+A run ends with 1 also in the rows above that end. With 0 there is nothing left that the same command could do; that
+fewer groups are recorded than were asked for stands in the log and in `atropos status`. After 75 the same command
+continues; after 1, too, once what it says is mended. `atropos datagen` has the same codes; it also ends with 1 when a
+dataset would be empty, when a service fails for good, and when nothing was recorded. In a SLURM job they are the job's:
+after 0 it is COMPLETED, so that `afterok` jobs start, after 75 it is queued again where SLURM asked it to stop.
 """
 
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
-    PAGE.parent.mkdir(exist_ok=True)
-    others = [f"| {who} | {seconds} | {sentence} |" for (who, seconds), sentence in ELSEWHERE.items()]
-    PAGE.write_text(HEAD + asyncio.run(_table()) + TAIL.format(rows="\n".join(others)))
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "stalls").mkdir()
+        stalls = asyncio.run(_stalls(Path(name) / "stalls"))
+        waits, ends = asyncio.run(_commands(Path(name)))
+    PAGE.write_text(HEAD.format(stalls="\n".join(stalls), waits="\n".join(waits), ends="\n".join(ends)))
     sys.stdout.write(PAGE.read_text())

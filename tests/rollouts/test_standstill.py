@@ -2,11 +2,14 @@
 
 import json
 import logging
+import math
 from collections.abc import Iterable
 
 import pytest
-from stalls import STALLS, first_sentence
+from counting_env import CountingEnv
+from stalls import ENDING, STALLS, first_sentence
 
+from atroposlib.envs.cli import main
 from atroposlib.errors import AtroposError
 from atroposlib.rollouts import run, standstill
 from atroposlib.rollouts.early_stop import Limits
@@ -27,6 +30,14 @@ async def test_a_run_that_stands_still_says_what_it_waits_for(tmp_path, monkeypa
     monkeypatch.setattr("atroposlib.rollouts.modes.API_SLOW_S", 0.2)
     _, sentence = await first_sentence(STALLS[key], tmp_path)
     assert sentence.startswith(STALLS[key].says)
+
+
+@pytest.mark.parametrize("each", [each for each in ENDING if not each.sends], ids=lambda each: each.what)
+def test_a_run_that_ends_says_how_and_has_its_exit_code(tmp_path, monkeypatch, capsys, caplog, each):
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO)
+    assert main(CountingEnv, each.words[1:]) == each.code
+    assert each.says in capsys.readouterr().err + caplog.text
 
 
 def looks(*facts: Facts, every_s: float = 5.0) -> list[str | None]:
@@ -55,6 +66,19 @@ def test_after_an_outage_the_clock_starts_again():
     told, quiet = Facts(is_told=True, in_flight=2), Facts(in_flight=2)
     assert looks(told, told, quiet)[-1] is None
     assert "answers: 2 groups are in the making" in (looks(told, told, quiet, quiet)[-1] or "")
+
+
+def test_a_run_ends_once_no_engine_has_answered_for_long_enough_and_an_answer_starts_the_clock_again():
+    down, up = Facts(is_told=True, engine_down="the server", patience_s=12.0), Facts(patience_s=12.0)
+    assert looks(up, down, down, up, down, down) == [None] * 6
+    with pytest.raises(AtroposError, match=r"no engine has taken a request for 12 s .* It waited for the server"):
+        looks(up, down, down, down, down)
+
+
+def test_an_environment_whose_servers_have_no_settings_waits_for_ever():
+    env, _ = serving()
+    env.server.servers = [object()]
+    assert env.outage_timeout_s() == math.inf
 
 
 SAID = "a group to keep: ..."

@@ -25,7 +25,7 @@ LOCAL_SLURM = str(HERE / "local-slurm.sh")
 REPOSITORY = HERE.parents[1]
 FORM = os.environ.get("ATROPOS_SLURM", "")
 PROBLEMS, RESPONSES = 24, 4
-DEADLINE_S = 240
+DEADLINE_S = 480
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

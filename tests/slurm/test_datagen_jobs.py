@@ -108,7 +108,7 @@ def test_usr1_while_the_job_starts_does_not_break_the_chain(run: SlurmRun, secon
 
 
 def test_a_time_limit_chains_the_job(run: SlurmRun):
-    job = run.submit("--time=1", "--signal=B:USR1@40", STAND_IN_SECONDS="2")
+    job = run.submit("--time=2", "--signal=B:USR1@15", STAND_IN_SECONDS="10")  # which SLURM may send 60 s earlier
     run.until(lambda: int(run.job(job)["Restarts"]) >= 1, lambda: run.output(job))
     assert "stopped by SIGUSR1" in run.output(job)
     run.wait(job, "COMPLETED")

@@ -28,7 +28,7 @@ class ServerBaseline(BaseModel):
         "null: they refuse tools=.",
     )
     outage_timeout_s: PositiveFloat = Field(
-        default=3600.0, description="Seconds a request waits for a server that is down before the rollout fails."
+        default=3600.0, description="Seconds for which a request, and a run, waits while no server is up."
     )
 
 

@@ -318,8 +318,8 @@ def missing_engine(servers: Sequence[Any]) -> str | None:
     which = f"the inference server{'s' if len(addresses) > 1 else ''} {', '.join(addresses)}"
     patience_s = max(server.config.outage_timeout_s for server in servers)
     return (
-        f"{which}: no answer comes; start it, or correct openai.base_url. A request waits for it for "
-        f"{patience_s:.0f} s (outage_timeout_s)"
+        f"{which}: no answer comes; start it, or correct openai.base_url. After {patience_s:g} s without one "
+        "(outage_timeout_s) all ends"
     )
 
 
