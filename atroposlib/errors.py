@@ -48,7 +48,7 @@ class ApiError(AtroposError, RuntimeError):
 
 
 class LaunchError(AtroposError, RuntimeError):
-    """A supervised run cannot start or go on."""
+    """A supervised run cannot start or resume."""
 
 
 class ModelError(AtroposError, RuntimeError):

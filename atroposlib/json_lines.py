@@ -51,7 +51,7 @@ def read_leniently(data: bytes) -> Any:
 
 
 def strict_json(value: Any) -> bytes:
-    """What `read_leniently` gave as JSON that every parser takes: U+FFFD in place of broken text."""
+    """Return what `read_leniently` gave as JSON that every parser takes: U+FFFD in place of broken text."""
     return LONE_SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False)).encode()
 
 

@@ -92,7 +92,7 @@ class ScriptedEngine:
 
     @property
     def flags(self) -> list[str]:
-        """What an environment's command line needs to use this engine."""
+        """Return the flags with which an environment uses this engine."""
         server = {"server_type": "sglang", "model_name": "scripted", "api_key": "x", "base_url": f"{self.url}/v1"}
         named = {**server, "tokenizer_name": str(self._folder)}
         flags = [text for name, value in named.items() for text in (f"--openai.{name}", value)]

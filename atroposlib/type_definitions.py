@@ -48,7 +48,7 @@ AgentHistory: TypeAlias = dict[str, list[AgentStep]]
 
 
 class Observation(TypedDict):
-    """What a game shows an agent."""
+    """An observation: what a game shows an agent."""
 
     raw: dict[str, Any]
     rendered: Content

@@ -72,7 +72,7 @@ class Generation:
         return len(self.tokens) - len(self.prompt)
 
     def so_far(self) -> "Generation":
-        """A copy to read while the engine's thread goes on: as many ids as log-probabilities, or all and `finish`."""
+        """A copy to read while the engine's thread continues: as many ids as log-probabilities, or all and `finish`."""
         seen = copy.copy(self)
         count = len(self.logprobs)  # of a token the last that is written
         seen.tokens, seen.logprobs = self.tokens[: len(self.prompt) + count], self.logprobs[:count]

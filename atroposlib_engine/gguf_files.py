@@ -1,4 +1,4 @@
-"""What is made from a GGUF file once: its Q8_0 twin, and a Hugging Face tokenizer folder.
+"""Files made from a GGUF file once: its Q8_0 twin, and a Hugging Face tokenizer folder.
 
 Nothing here needs torch. `gguf` is imported inside the functions, so that a cached model starts without it.
 """

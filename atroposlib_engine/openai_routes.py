@@ -81,7 +81,7 @@ async def _stream(
 
 @dataclass
 class _Sent:
-    """How much of one choice has gone out."""
+    """The part of one choice that has gone out."""
 
     index: int
     text: str = ""
@@ -90,7 +90,7 @@ class _Sent:
 
 
 class _Shape(ABC):
-    """What differs between the two routes."""
+    """The differences between the two routes."""
 
     whole: str
     part: str
@@ -110,7 +110,7 @@ class _Shape(ABC):
         return self._vocabulary.decode([token], special=True)
 
     def _new_text(self, sent: _Sent, generation: Generation) -> str:
-        """What was added since the last call; a stop string that appears late cannot be taken back."""
+        """Return what was added since the last call; a stop string that appears late cannot be taken back."""
         text = visible_text(generation, self._vocabulary)
         new = text[len(sent.text) :]
         sent.text = text if len(text) > len(sent.text) else sent.text

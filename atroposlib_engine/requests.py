@@ -107,7 +107,7 @@ def encode_prompts(source: object, engine: Engine) -> tuple[list[list[int]], boo
 
 
 def check_length(prompt_tokens: int, max_new_tokens: int | None, context: int) -> int:
-    """How many tokens may be generated; RequestFault when prompt and completion do not fit in the context."""
+    """Return how many tokens may be generated; RequestFault when prompt and completion do not fit in the context."""
     if prompt_tokens == 0:
         raise RequestFault("The input is empty; at least one token is needed.")
     if prompt_tokens >= context:

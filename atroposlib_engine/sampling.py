@@ -53,12 +53,12 @@ class SamplingParams:
 
     @property
     def effective_temperature(self) -> float:
-        """What log-probabilities are divided by; a greedy request's are those of temperature 1."""
+        """The temperature of log-probabilities; a greedy request's are those of temperature 1."""
         return 1.0 if self.temperature < SMALLEST_TEMPERATURE else self.temperature
 
     @property
     def reshapes(self) -> bool:
-        """Whether more than temperature decides what is drawn."""
+        """True when more than temperature decides what is drawn."""
         return self.top_p < 1 or self.top_k > 1 or self.min_p > 0
 
     @property

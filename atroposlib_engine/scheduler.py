@@ -112,7 +112,7 @@ class Scheduler:
         return True
 
     def swap_weights(self, gguf: Path, version: str | None, done: Future[None]) -> None:
-        """Load `gguf` once the running sequences have ended (at once while paused: they go on with the new weights)."""
+        """Load `gguf` once the running sequences have ended (at once while paused: they resume with new weights)."""
         if self._swap is not None:
             done.set_exception(ModelError("another weight update is waiting; send one at a time"))
             return
@@ -305,7 +305,7 @@ class Scheduler:
 
 
 def common_prefix(left: list[int], right: list[int], limit: int) -> int:
-    """How many tokens both begin with, at most `limit`.
+    """Count the tokens that both begin with, at most `limit`.
 
     >>> common_prefix([1, 2, 3], [1, 2, 4, 5], limit=3)
     2

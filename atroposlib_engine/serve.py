@@ -25,7 +25,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What `atropos engine` was asked for."""
+    """Options of `atropos engine`."""
 
     model: str
     host: str

@@ -1,4 +1,4 @@
-"""What the engine says about itself: models, server state, load, Prometheus metrics."""
+"""The engine's state for others to read: models, server state, load, Prometheus metrics."""
 
 import time
 from collections.abc import Awaitable, Callable

@@ -110,7 +110,7 @@ def part_text(part: object) -> str:
 
 
 def reasoning_of(message: Message) -> str:
-    """What the model thought before it answered, of whichever key holds it; "" when none does."""
+    """Return the model's thoughts before its answer, of whichever key holds it; "" when none does."""
     return next((text for key in REASONING_KEYS if isinstance(text := message.get(key), str) and text), "")
 
 
@@ -226,7 +226,7 @@ def _matched(messages: list[dict[str, Any]], turns: list[int], texts: list[str],
 
 
 def _is_turn(text: str, message: Message) -> bool:
-    """Whether `text`, decoded, is what `message` says; calls are written in the model's own way, so names must do."""
+    """True when `text`, decoded, is what `message` says; calls are written in the model's own way, so names must do."""
     rest = squash(text)
     pieces = [reasoning_of(message), *content_texts(message.get("content")), *(name for name, _ in calls_of(message))]
     for piece in map(squash, pieces):

@@ -1,8 +1,8 @@
 """Datasets live from a running trajectory API: register as its trainer, pull batches, keep them, convert.
 
 Groups go to `<output>.collecting.jsonl` first and are acknowledged once they are on disk there, so a stopped or
-killed collection goes on with the same command. When there are enough, they are converted like any rollout file and
-the raw groups are kept beside the output as `<output>.rollouts.jsonl`.
+killed collection resumes with the same command. When there are enough, they are converted like any rollout file and
+the raw groups are kept next to the output as `<output>.rollouts.jsonl`.
 """
 
 import logging
@@ -42,7 +42,7 @@ _MANY_STEPS = 1_000_000  # an upper limit that environments only report; the tar
 
 @dataclass(frozen=True)
 class Collection:
-    """What to collect, from where."""
+    """A live collection: source, size and output."""
 
     api_url: str
     batch_size: int  # sequences per batch
@@ -53,7 +53,7 @@ class Collection:
 
 
 def is_live_call(rollouts: list[str], output: str | None, *, append: bool) -> bool:
-    """Whether a command line asks to collect live: one path that does not exist yet (or is appended to), no output.
+    """True when a command line asks to collect live: one path that does not exist yet (or is appended to), no output.
 
     Raises:
         ConfigError: one path that is a dataset already, or several and no output.
@@ -102,7 +102,7 @@ def collect(output: Path, plan: Collection, have: Callable[[Table], int]) -> Pat
     """Pull batches until `have` of the collected table reaches the target; returns the file of raw groups.
 
     Args:
-        output: the dataset's path; the groups are collected beside it.
+        output: the dataset's path; the groups are collected next to it.
         have: how many records the groups so far would give.
 
     To be called inside `sole_collection`.
@@ -116,7 +116,7 @@ def collect(output: Path, plan: Collection, have: Callable[[Table], int]) -> Pat
     try:
         asyncio.run(_collect(ledger, plan, have))
     except KeyboardInterrupt:
-        logger.warning("stopped; the groups so far are in %s, the same command goes on", ledger)
+        logger.warning("stopped; the groups so far are in %s, the same command resumes", ledger)
         raise
     return ledger
 
@@ -257,7 +257,7 @@ _MARK = re.compile(rb',"acked_bytes":(\d+)}\n$')
 
 
 class _Sufficiency:
-    """Whether the groups so far give the target; a check takes time that grows with them, so it is made seldom."""
+    """Decides if the groups so far give the target; a check takes time that grows with them, so it is made rarely."""
 
     def __init__(self, target: int, have: Callable[[Table], int]) -> None:
         self._target, self._have = target, have

@@ -88,7 +88,7 @@ _SAMPLES = 8  # responses whose ids are compared with their recorded text
 
 
 class SftOptions(BaseModel):
-    """How chosen responses are written."""
+    """Options of writing chosen responses."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -109,7 +109,7 @@ class SftOptions(BaseModel):
 
 
 class Conversion:
-    """Converters of one export; loads the tokenizer once, makes ids anew where none were recorded.
+    """Converters of one export; loads the tokenizer once, makes ids again where none were recorded.
 
     `set_aside` holds the responses that could not be converted.
     """
@@ -130,7 +130,7 @@ class Conversion:
         self._rerenderer: Rerenderer | None = None
 
     def needs_ids(self, table: Table, keep: Array) -> bool:
-        """Whether the ids must be read: of whole conversations, only where they may tell which turns were generated."""
+        """True when ids must be read: of whole conversations, only where they may tell which turns were generated."""
         if not self.is_chat:
             return True
         facts = table.responses[keep]

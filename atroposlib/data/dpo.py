@@ -60,7 +60,7 @@ Negatives: TypeAlias = Literal["worst", "near_length", "random"]
 
 
 class PairRules(BaseModel):
-    """What a good pair is."""
+    """Rules that make a good pair."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -142,7 +142,7 @@ _SEVERAL = (
 
 
 class DpoOptions(BaseModel):
-    """How pairs are written."""
+    """Options of writing pairs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -228,7 +228,7 @@ def export_dpo(
 def collect_dpo(
     output: str | Path, rules: PairRules, options: DpoOptions, plan: Collection, policy: Policy | None = None
 ) -> ExportReport:
-    """Collect groups from a running API until they give `plan.target` pairs, then write exactly so many."""
+    """Collect groups from a running API until they give `plan.target` pairs, then write exactly that many."""
     with sole_collection(output):
         if done := finish_earlier(output):
             return done
@@ -276,7 +276,7 @@ def choose_pairs(table: Table, keep: Array, rules: PairRules, seed: int) -> dict
 def _count_writable(
     table: Table, pairs: dict[int, list[Pair]], convert: PairConverter, is_writable: dict[Pair, bool]
 ) -> int:
-    """How many pairs can be written; `is_writable` gets what the files had to be read for."""
+    """Count the pairs that can be written; `is_writable` gets what the files had to be read for."""
     keep = np.zeros(len(table.responses), bool)
     keep[[row for each in pairs.values() for pair in each if pair not in is_writable for row in pair]] = True
     for chosen in table.read(keep):

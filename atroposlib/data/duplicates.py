@@ -120,7 +120,7 @@ def rolling(ids: Array, ngram: int) -> Array:
 
 
 def completion_key(group: LazyGroup, index: int) -> bytes:
-    """What the model wrote, exactly: its token ids, or where none were recorded its turns with all their calls."""
+    """Return what the model wrote, exactly: its token ids, or if none were recorded its turns with all their calls."""
     if group.tokens and group.masks:
         return trained_ids(group, index).tobytes()
     return json.dumps([written(message) for message in _generated(group, index)]).encode()

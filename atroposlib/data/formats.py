@@ -222,7 +222,7 @@ class Copies:
 
     @property
     def count(self) -> int:
-        """How many there were so far."""
+        """The number of them so far."""
         return len(self._seen) - len(set(self._seen))
 
 
@@ -264,7 +264,7 @@ def ids_and_labels(chosen: Chosen, index: int, vocabulary_size: int | None) -> t
 
 
 def prefix_length(labels: list[int]) -> int:
-    """How many positions come before the first that takes loss."""
+    """Count the positions before the first that takes loss."""
     return next((at for at, label in enumerate(labels) if label != IGNORE_INDEX), len(labels))
 
 

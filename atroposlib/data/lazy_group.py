@@ -140,7 +140,7 @@ class LazyGroup(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether token ids were recorded for every response."""
+        """True when token ids were recorded for every response."""
         return bool(self.tokens) and bool(self.masks)
 
     def finish_reason(self, index: int) -> str:
@@ -157,7 +157,7 @@ class LazyGroup(msgspec.Struct):
         return total, total - mask.count(b"-", 0, mask.rfind(b"-") + 1)  # only -100 is negative, mostly in front
 
     def stretches(self, index: int) -> tuple[int, int]:
-        """How many runs of positions take loss in one response's mask, and how many positions follow the last run.
+        """Count the runs of positions that take loss in one response's mask, and the positions behind the last run.
 
         (0, 0) when no mask was recorded, or none that can be read.
         """

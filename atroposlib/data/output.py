@@ -1,4 +1,4 @@
-"""Dataset files: written beside, then renamed, so that a half-written output never exists.
+"""Dataset files: written under another name, then renamed, so that a half-written output never exists.
 
 The name chooses: `.parquet` (needs `pyarrow`), `.jsonl.zst` (compressed), else JSON lines; names of kinds that are not
 written, such as `.csv`, are refused.
@@ -38,7 +38,7 @@ _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Shape:
-    """What a place of a record holds over all records."""
+    """The kinds of values at one place of a record, over all records."""
 
     kind: str  # null, bool, int, float, text, list, object; json: objects or lists, written as text
     fields: "dict[str, Shape]" = field(default_factory=dict)  # of an object
@@ -175,7 +175,7 @@ class RecordWriter(Protocol):
 
 
 class Adding(Protocol):
-    """How a dataset's options treat a file that is there already."""
+    """Options that say what becomes of a file that is there already."""
 
     @property
     def append(self) -> bool: ...
@@ -272,7 +272,7 @@ def written_whole(
 
 
 def _ends_inside_a_line(path: Path) -> bool:
-    """Whether the last line of a JSON lines file, a whole record, lacks its newline.
+    """Return True when the last line of a JSON lines file, a whole record, lacks its newline.
 
     Raises:
         PathError: that line is not a whole record, so what is appended would not be found again.
@@ -378,7 +378,7 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def _new_part(path: Path) -> tuple[Path, int]:
-    """A new file beside `path`, and the descriptor that holds its lock (where the disk knows locks)."""
+    """A new file next to `path`, and the descriptor that holds its lock (where the disk knows locks)."""
     while True:
         part = path.with_name(f".{path.name}.{_HOST}.{secrets.token_hex(4)}.part")
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -388,7 +388,7 @@ def _new_part(path: Path) -> tuple[Path, int]:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Delete what killed processes of this host left half-written beside `path`.
+    """Delete what killed processes of this host left half-written next to `path`.
 
     Who can take a part's lock knows that its writer is gone; a process id means nothing in another container. The
     locks of some disks reach no further than one host.
@@ -406,7 +406,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _take_lock(descriptor: int) -> bool | None:
-    """Whether the file's lock is ours now; None when this disk knows no locks."""
+    """Return True when the file's lock is ours now; None when this disk knows no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -274,7 +274,7 @@ class Policy(BaseModel):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step left."""
+    """The result of one step."""
 
     step: str
     kept: int

@@ -1,4 +1,4 @@
-"""What an export did: returned to the caller, recorded as `<output>.meta.json`, and summed up in a dataset card."""
+"""Reports of exports: returned to the caller, recorded as `<output>.meta.json`, and summed up in a dataset card."""
 
 import hashlib
 import time
@@ -38,7 +38,7 @@ def our_version() -> str:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export did; also written beside the output as `<output>.meta.json`."""
+    """The report of an export, also written next to the output as `<output>.meta.json`."""
 
     output: str
     format: str
@@ -46,7 +46,7 @@ class ExportReport:
     responses: int  # of the rollout files
     kept: int  # responses chosen
     groups: int
-    rerendered: int  # responses whose ids were made anew from messages
+    rerendered: int  # responses whose ids were made again from messages
     steps: list[StepResult]
     policy: dict[str, Any]
     inputs: list[dict[str, Any]]
@@ -107,7 +107,7 @@ def describe_export(
 
 
 def write_meta(output: Path, report: ExportReport) -> Path:
-    """Record beside the output how it was made; returns the path.
+    """Record next to the output how it was made; returns the path.
 
     What a decontamination step found goes to `<output>.contamination.jsonl`, one response a line; when it found
     nothing, an earlier export's is removed.
@@ -125,7 +125,7 @@ def write_meta(output: Path, report: ExportReport) -> Path:
 
 
 def finished_report(output: Path, rollouts: Path) -> ExportReport | None:
-    """What is recorded of the export of `rollouts` to `output`; None unless it was carried out to its end."""
+    """Return what is recorded of the export of `rollouts` to `output`; None unless it was carried out to its end."""
     try:
         report = msgspec.json.decode(_meta_path(output).read_bytes(), type=ExportReport)
         (source,) = report.inputs
@@ -137,7 +137,7 @@ def finished_report(output: Path, rollouts: Path) -> ExportReport | None:
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether `path` is an output of ours: beside it lies how it was made."""
+    """Return True when `path` is an output of ours: next to it lies how it was made."""
     return _meta_path(path).exists()
 
 
@@ -188,7 +188,7 @@ def dataset_card(dataset: str | Path, *, name: str | None = None, license_id: st
     """The README.md of a dataset made by `atropos-sft-gen` or `atropos-dpo-gen`.
 
     Args:
-        dataset: the output; its `.meta.json` must lie beside it.
+        dataset: the output; its `.meta.json` must lie next to it.
         name: title; default the file's name.
         license_id: Hugging Face licence id of the data.
 

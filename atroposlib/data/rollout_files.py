@@ -248,7 +248,7 @@ def row_error(line: Line, error: Exception) -> RowError:
     """Why a line is not JSON."""
     if not line.is_complete:
         return RowError(
-            line.where, CUT_SHORT, f"the last line is cut short after {line.size} bytes; a run that goes on removes it"
+            line.where, CUT_SHORT, f"the last line is cut short after {line.size} bytes; a resumed run removes it"
         )
     return RowError(line.where, *_why_not_json(line.data, error))
 
@@ -334,7 +334,7 @@ def _looks_like_rollouts(path: Path) -> bool:
         and name.endswith(SUFFIXES)
         and not name.startswith((".", "failures"))
         and not name.endswith(".contamination.jsonl")
-        and not path.with_name(f"{name}.meta.json").exists()  # lies beside a dataset
+        and not path.with_name(f"{name}.meta.json").exists()  # lies next to a dataset
     )
 
 

@@ -193,7 +193,7 @@ def warn_of_cut(table: Table, keep: Array) -> None:
 
 
 def collect_sft(output: str | Path, policy: Policy, options: SftOptions, plan: Collection) -> ExportReport:
-    """Collect groups from a running API until `policy` keeps `plan.target` responses, then write exactly so many.
+    """Collect groups from a running API until `policy` keeps `plan.target` responses, then write exactly that many.
 
     Raises:
         PathError: the output exists; found before the API is asked for anything.

@@ -26,7 +26,7 @@ from atroposlib.type_definitions import Array
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merge wrote."""
+    """Counts of a merge."""
 
     output: str
     files: int
@@ -163,7 +163,7 @@ def assign_splits(table: Table, shares: Sequence[float], seed: int) -> Array:
 
 
 def _difficulty(rate: float) -> int:
-    """0 never solved, 1 seldom, 2 often, 3 always."""
+    """0 never solved, 1 rarely, 2 often, 3 always."""
     return 0 if rate == 0 else 3 if rate == 1 else 1 if rate < 0.5 else 2
 
 

@@ -58,7 +58,7 @@ class Stats:
     total: TaskStats
     tasks: list[TaskStats]
     finish_reasons: dict[str, int]
-    failures: dict[str, int]  # from failures.jsonl beside the rollouts
+    failures: dict[str, int]  # from failures.jsonl next to the rollouts
     scores: Histogram
     pass_rate: Histogram  # problems
     completion_tokens: Histogram
@@ -97,7 +97,7 @@ def describe(table: Table, *, accept_score: float = 0.0, retention: list[StepRes
 
 
 def count_failures(files: Iterable[Path]) -> dict[str, int]:
-    """Failed tries by class, from the `failures.jsonl` beside the rollout files; {} without one."""
+    """Failed tries by class, from the `failures.jsonl` next to the rollout files; {} without one."""
     counts: Counter[str] = Counter()
     for folder in sorted({path.parent for path in files}):
         path = folder / "failures.jsonl"

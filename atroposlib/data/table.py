@@ -1,4 +1,4 @@
-"""What selection knows about a set of rollout files: two arrays, one row per group and one per response.
+"""The table that selection works on, of a set of rollout files: two arrays, one row per group and one per response.
 
 About 50 bytes a response, so 800,000 responses are 40 MB. Policies choose rows of `responses`; the files are then
 read again, but only lines with a chosen row, and where no ids are asked for, only what is left without the lists.

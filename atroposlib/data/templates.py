@@ -246,7 +246,7 @@ class TemplateRenderer:
     def _behind(
         self, turn: _Turn, whole: str, given: Sequence[Message], tools: list[Any] | None, *, generation: bool
     ) -> str:
-        """What follows a turn in `whole`, its end included."""
+        """Return what follows a turn in `whole`, its end included."""
         mark = _TEXT.format(turn.at)
         if turn.rendered is None:
             return _after(whole, mark)
@@ -338,7 +338,7 @@ def _as_text(arguments: Any) -> Any:
 
 
 def _holds(body: str, form: Message) -> bool:
-    """Whether the placeholders of `form` stand once in a rendered turn, and its calls in full."""
+    """Return True when the placeholders of `form` stand once in a rendered turn, and its calls in full."""
     marks = [form.get("content") or "", *(form[key] for key in REASONING_KEYS if form.get(key))]
     return all(body.count(mark) == 1 for mark in marks if mark) and _holds_calls(body, form)
 
@@ -375,7 +375,7 @@ def _body(rendered: str, head: str) -> str:
 
 
 def _opened(text: str, head: str, is_cut: bool) -> str:
-    """What the model wrote after `head`: `text` less an opening `<think>` that the generation prompt already gave."""
+    """Return what the model wrote after `head`: `text` less an opening `<think>` that the prompt already gave."""
     if not head.rstrip().endswith(OPENING):
         return text
     if text.lstrip().startswith(OPENING):

@@ -121,7 +121,7 @@ class Validation:
                 yield from self._unusual_ids(record, index, f"{line.where}[{index}]")
 
     def _unusual_ids(self, record: RolloutRecord, index: int, where: str) -> Iterator[Problem]:
-        """What the ids of a sound response say."""
+        """Return what is unusual about the ids of a sound response."""
         ids, masks = (np.array((record.get(key) or [])[index], np.int64) for key in ("tokens", "masks"))
         if (masks == IGNORE_INDEX).all():
             text = "nothing was generated: every position is masked; datasets leave it out"

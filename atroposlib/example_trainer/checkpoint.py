@@ -1,7 +1,7 @@
-"""Checkpoints: everything a run needs to go on, written whole or not at all.
+"""Checkpoints: everything a run needs to resume, written whole or not at all.
 
 `<save_path>/step_00000012/` holds the weights as a Hugging Face (or PEFT) folder, `training_state.pt` (optimizer,
-scheduler, random numbers) and `trainer.json` (step, controllers, batches). A folder is built beside its place and
+scheduler, random numbers) and `trainer.json` (step, controllers, batches). A folder is built next to its place and
 renamed, so one with this name is complete.
 """
 

@@ -84,7 +84,7 @@ class Settings(BaseModel):
 
 
 class ModelSettings(Settings):
-    """What is trained, and in which precision."""
+    """The model that is trained, and its precision."""
 
     model_name: str = Field(description="Model folder, hub name, or smollm2-135m, which pip can fetch.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
@@ -102,7 +102,7 @@ class ModelSettings(Settings):
 
 
 class OptimizerSettings(Settings):
-    """How weights move."""
+    """The optimizer and its schedule."""
 
     lr: PositiveFloat = 1e-5
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
@@ -117,7 +117,7 @@ class OptimizerSettings(Settings):
 
 
 class BatchSettings(Settings):
-    """How much is taken per step, and how it is cut."""
+    """The size of a step, and its cut into micro-batches."""
 
     training_steps: PositiveInt = Field(10, description="The run ends at this step, also after a resume.")
     batch_size: PositiveInt = Field(2, description="Sequences; times gradient_accumulation_steps gives one step's.")
@@ -133,7 +133,7 @@ class BatchSettings(Settings):
     max_completion_length: PositiveInt = Field(512, description="Tokens of the longest response.")
     temperature: PositiveFloat = Field(1.0, description="Of the rollouts, where a group does not tell its own.")
     max_staleness: NonNegativeInt | None = Field(
-        None, description="Drop groups whose first token is more than so many weight updates old; null: keep all."
+        None, description="Drop groups whose first token is more than this many weight updates old; null: keep all."
     )
     seed: int = 0
 
@@ -175,7 +175,7 @@ class LossSettings(Settings):
         None, description="Drop rows with A < 0 whose mean log-probability fell by more than this (nats per token)."
     )
     mask_truncated: bool = Field(False, description="No loss on responses that reached max_completion_length.")
-    overlong_cache: NonNegativeInt = Field(0, description="DAPO's soft penalty over the last so many tokens; 0: none.")
+    overlong_cache: NonNegativeInt = Field(0, description="DAPO's soft penalty over this many last tokens; 0: none.")
     entropy_metric: bool = Field(True, description="Log the entropy of the policy; one more pass over the logits.")
 
 
@@ -220,7 +220,7 @@ class ConnectionSettings(Settings):
     )
     weight_sync: Literal["none", "embedded", "sglang", "vllm", "vllm_lora", "restart"] = "none"
     sync_mode: Literal["drain", "abort", "keep"] = Field(
-        "drain", description="sglang, vllm: running requests are finished, aborted, or go on with the new weights."
+        "drain", description="sglang, vllm: running requests are finished, aborted, or continue with the new weights."
     )
     sync_interval: PositiveInt = Field(1, description="Steps between weight updates of the engine.")
     engine_urls: list[str] = Field([], description="Engines to update, e.g. http://localhost:9000.")
@@ -234,7 +234,7 @@ class ConnectionSettings(Settings):
 
 
 class OutputSettings(Settings):
-    """What is written."""
+    """Outputs of the trainer."""
 
     save_path: str = Field("trained_model_checkpoints", description="Checkpoints; the same folder resumes.")
     checkpoint_interval: PositiveInt = Field(3, description="Steps between checkpoints.")

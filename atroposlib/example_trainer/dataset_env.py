@@ -50,7 +50,7 @@ def math_rewards(texts: Sequence[str], gold: str) -> list[float]:
 
 
 def _first_answer(text: str, start: int) -> str | None:
-    """What the first `<answer>` holds. One pattern for both takes hours over a reply that repeats only the first."""
+    """Return the first `<answer>`. One pattern for both takes hours over a reply that repeats only the first."""
     opening = _OPENING.search(text, start)
     closing = _CLOSING.search(text, opening.end()) if opening else None
     return text[opening.end() : closing.start()] if opening and closing else None

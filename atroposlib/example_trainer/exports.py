@@ -18,7 +18,7 @@ CURRENT = "current"
 CURRENT_GGUF = "current.gguf"
 CURRENT_ADAPTER = "current_adapter"
 FOLDERS, GGUF_FILES, ADAPTERS = r"weights_(\d+)", r"weights_(\d+)\.gguf", r"adapter_(\d+)"
-"""Names of exports, in full: a copy that a user keeps beside them (`weights_00000005_good`) is not ours to delete."""
+"""Names of exports, in full: a copy that a user keeps next to them (`weights_00000005_good`) is not ours to delete."""
 ADAPTER_NAME = "policy"
 """What vLLM calls the adapter in training, and what the environment asks for."""
 _KEPT = 2
@@ -64,7 +64,7 @@ def save_folder(policy: "Policy", exports: Path, version: int) -> Path:
 
 
 def write_whole(target: Path, write: Callable[[Path], object]) -> None:
-    """Build a folder beside its place, then rename it."""
+    """Build a folder next to its place, then rename it."""
     making = target.with_name(f".making.{target.name}")
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)

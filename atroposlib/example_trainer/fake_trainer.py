@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 HELP = """Register at the trajectory API, pull batches and discard them, until SIGTERM, Ctrl-C or --num-steps.
 
-Waits for the API when it is not up yet and goes on by itself when it was restarted.
+Waits for the API when it is not up yet and continues by itself when it was restarted.
 
 Examples:
 
@@ -41,7 +41,7 @@ class FakeTrainer:
 
     Args:
         batch_size: sequences per batch.
-        num_steps: stop after so many batches of the run, earlier starts included; None: never.
+        num_steps: stop after this many batches of the run, earlier starts included; None: never.
     """
 
     def __init__(self, client: TrainerClient, *, batch_size: int, max_token_len: int, num_steps: int | None) -> None:
@@ -117,7 +117,7 @@ def fake_trainer(
     ] = "http://localhost:8000",
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per batch; a multiple of the group size.")] = 64,
     max_token_len: Annotated[int, typer.Option(min=1, help="Longest sequence environments may send.")] = 1_000_000,
-    num_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many batches; default: never.")] = None,
+    num_steps: Annotated[int | None, typer.Option(min=1, help="Stop after this many batches; default: never.")] = None,
 ) -> None:
     asyncio.run(_until_stopped(api_url, batch_size, max_token_len, num_steps))
 

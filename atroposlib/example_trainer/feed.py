@@ -137,7 +137,7 @@ class BatchFeed:
 
 
 async def _unless(is_over: Callable[[], bool], request: Coroutine[Any, Any, T]) -> T | None:
-    """What the request gives; None when it is over first and no answer was on its way."""
+    """Return what the request gives; None when it is over first and no answer was on its way."""
     asked = asyncio.create_task(request)
     while not (await asyncio.wait([asked], timeout=_POLL_S))[0]:
         if is_over():
@@ -150,7 +150,7 @@ async def _unless(is_over: Callable[[], bool], request: Coroutine[Any, Any, T]) 
 
 
 def registration(config: TrainingConfig, step: int) -> dict[str, Any]:
-    """What `/register` is told."""
+    """Return the body of `/register`."""
     return {
         "wandb_group": config.wandb_group or "",
         "wandb_project": config.wandb_project or "",
@@ -186,7 +186,7 @@ def _first_version(group: Mapping[str, Any]) -> str | None:
 
 
 def generate_times(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How long the batch's groups were rolled out, scoring included: metrics; empty when no group tells.
+    """Return how long the batch's groups were rolled out, scoring included: metrics; empty when no group tells.
 
     Groups are rolled out side by side and while the trainer computes, so these seconds are no part of a step's.
     """

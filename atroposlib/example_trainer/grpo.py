@@ -1,11 +1,11 @@
-"""`atropos-grpo`: train a model on the batches of a running trajectory API, beside engines that run elsewhere.
+"""`atropos-grpo`: train a model on the batches of a running trajectory API, next to engines that run elsewhere.
 
     atropos-grpo --model-name Qwen/Qwen3-0.6B --weight-sync sglang --engine-urls http://localhost:9000
 
 A recipe (`--config`) holds fields of the trainer only; those in configs/trainer also start engine, API and environment,
 and are for `atropos-grpo-run`.
 
-Exit codes: 0 done, 1 failed with a sentence, 2 wrong usage, 75 stopped by a signal (the same command goes on).
+Exit codes: 0 done, 1 failed with a sentence, 2 wrong usage, 75 stopped by a signal (the same command resumes).
 """
 
 import argparse
@@ -85,7 +85,7 @@ def _refuse_a_runs_recipe(name: str) -> None:
 
 
 def _quiet_threads() -> None:
-    """OpenMP threads that wait must not spin: beside an engine on the same cores that costs ten times the speed."""
+    """OpenMP threads that wait must not spin: next to an engine on the same cores that costs ten times the speed."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
 

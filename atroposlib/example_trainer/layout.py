@@ -1,4 +1,4 @@
-"""How rows lie in one forward pass: padded micro-batches, and prompts that are computed once for several responses.
+"""The layout of rows in one forward pass: padded micro-batches, and prompts computed once for several responses.
 
 Entry t of a micro-batch is the prediction of token t + 1 of its row; the first token of a row has none. The responses
 of a group share their prompt: where it is the larger part, one line holds it once, followed by the responses, none of
@@ -65,7 +65,7 @@ def line_length(rows: Sequence[Row], line: Sequence[int]) -> int:
 
 
 def common_beginning(rows: Sequence[Row], line: Sequence[int]) -> int:
-    """How many first tokens all rows of the line share; each row keeps at least one token of its own."""
+    """Count the first tokens that all rows of the line share; each row keeps at least one token of its own."""
     if len(line) == 1:
         return 0
     shortest = min(len(rows[i].tokens) for i in line) - 1

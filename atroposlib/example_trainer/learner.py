@@ -357,7 +357,7 @@ def _reference_of(references: dict[int, Tensor], micro: MicroBatch) -> Tensor | 
 
 
 def _facts(step: StepPlan, rows: Sequence[Row], config: TrainingConfig) -> dict[str, float]:
-    """What can be said of a batch without the model."""
+    """Return metrics of a batch that need no model."""
     lengths = [row.trained_tokens for row in rows]
     return {
         "batch/reward_mean": float(step.rewards.mean()),

@@ -3,7 +3,7 @@
     resume -> register -> [ batch -> step -> weights to the engine -> checkpoint -> acknowledge ]* -> final weights
 
 Order matters: a batch is acknowledged after the checkpoint that holds its update, so the same command after a kill at
-any point goes on at the right step with every batch trained exactly once.
+any point continues at the right step with every batch trained exactly once.
 wandb never prompts: without credentials it logs offline and says so once.
 """
 
@@ -59,7 +59,7 @@ _LINE = {
 
 
 class Report:
-    """Appends to `<log_dir>/metrics.jsonl` and `samples.jsonl`; a resumed run goes on in the same files."""
+    """Appends to `<log_dir>/metrics.jsonl` and `samples.jsonl`; a resumed run continues in the same files."""
 
     def __init__(self, config: TrainingConfig, log_dir: Path) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ class TrainResult:
     """Where a run stands."""
 
     step: int
-    finished: bool  # False: a signal ended it; the same command goes on
+    finished: bool  # False: a signal ended it; the same command resumes
     checkpoint: Path | None
 
 
@@ -184,7 +184,7 @@ def _train(config: TrainingConfig, save_path: Path) -> TrainResult:
 
 
 def _follow(learner: Learner) -> TrainResult:
-    """What every rank but the first does: the same steps on the rows that the first one shares."""
+    """Do what every rank but the first does: the same steps on the rows that the first one shares."""
     while rows := learner.ranks.share(_NO_MORE):
         learner.train_on(rows)
     return TrainResult(learner.step, finished=True, checkpoint=None)
@@ -232,7 +232,7 @@ class _Run:
         if finished and config.save_final:
             learner.policy.save_merged(self.save_path / "final")
         if not finished:
-            logger.warning("stopped by %s at step %d; the same command goes on", self.stop.signal, learner.step)
+            logger.warning("stopped by %s at step %d; the same command resumes", self.stop.signal, learner.step)
         return TrainResult(learner.step, finished, checkpoints.newest(self.save_path))
 
     def _one_step(self) -> bool:

@@ -28,7 +28,7 @@ from atroposlib.example_trainer.losses.policy import (
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What every row of the step is worth. N rows."""
+    """Weights of every row of the step. N rows."""
 
     groups: Groups
     rewards: Tensor  # [N]
@@ -181,7 +181,7 @@ def _policy_loss(config: TrainingConfig, logp: Tensor, old_logp: Tensor, advanta
 
 
 def _old_logp(config: TrainingConfig, micro: MicroBatch, logp: Tensor) -> Tensor:
-    """What the ratio is taken against; the trainer's own is the policy now, as each batch gives one update."""
+    """Return what the ratio is taken against; the trainer's own is the policy now, as each batch gives one update."""
     if config.old_logprobs == "trainer":
         return logp.detach()
     missing = micro.infer_logp.isnan() & (micro.mask > 0)

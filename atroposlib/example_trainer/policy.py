@@ -255,7 +255,7 @@ def load_tokenizer(folder: Path | str) -> "PreTrainedTokenizerBase":
 
 
 def shares_prompts(config: TrainingConfig, model: Any) -> bool:
-    """Whether rows may share a line: as asked for, and where every token sees all that its row has before it.
+    """Return True when rows may share a line: as asked for, and where every token sees all that its row has before it.
 
     The mask of such a line is used as it is by sdpa alone, and windows and recurrent layers pay no heed to it.
     """

@@ -112,7 +112,7 @@ def build(config: type[ConfigT], flags: Mapping[str, Any], environ: Mapping[str,
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. A file it names is looked for beside it, then left to the current folder."""
+    """The mapping in a YAML file. A file it names is looked for next to it, then left to the current folder."""
     content = read_mapping(path, expected="config fields such as model_name", what="a recipe")
     for mapping, key in _named_files(content):
         beside = path.parent / mapping[key]

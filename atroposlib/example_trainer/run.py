@@ -3,7 +3,7 @@
     atropos-grpo-run --config configs/trainer/smoke.yaml
 
 The trainer's end is the end of the run, and its exit code is the command's. Every part keeps its state in `run_dir`
-(queue, rollouts, checkpoints), so the same command after a crash, a kill or the end of a SLURM allocation goes on.
+(queue, rollouts, checkpoints), so the same command after a crash, a kill or the end of a SLURM allocation resumes.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _WORK_REMAINS = 75
 _END = {
     0: "training finished; weights in {folder}/checkpoints/final, metrics in {folder}/metrics/metrics.jsonl",
-    _WORK_REMAINS: "stopped; the same command goes on",
+    _WORK_REMAINS: "stopped; the same command resumes",
 }
 _EXAMPLES = """\
 examples:
@@ -168,7 +168,7 @@ class _Running:
         return _WORK_REMAINS
 
     def processes(self) -> list[dict[str, Any]]:
-        """What runs, as `run.json` holds it."""
+        """Return the running processes, as `run.json` holds them."""
         return [
             {
                 "name": s.service.name,

@@ -1,4 +1,4 @@
-"""Settings of `atropos-grpo-run`: those of the trainer, and which engine and environment run beside it."""
+"""Settings of `atropos-grpo-run`: those of the trainer, and which engine and environment run next to it."""
 
 import contextlib
 from collections.abc import Mapping
@@ -39,16 +39,16 @@ class EngineSettings(Settings):
 
 
 class EnvironmentSettings(Settings):
-    """What makes the problems and scores the answers: a script, or data sets with a reward."""
+    """The source of problems and scores: a script, or data sets with a reward."""
 
     environment: str | None = Field(
         None,
-        description="The environment's Python file, beside the recipe or in the current folder; null: `datasets`.",
+        description="The environment's Python file, next to the recipe or in the current folder; null: `datasets`.",
     )
     environment_config: dict[str, Any] = Field({}, description="Fields of the environment's config, as JSON or YAML.")
     environment_workers: PositiveInt = Field(8, description="Problems rolled out at the same time.")
     hang_s: PositiveFloat | None = Field(
-        1800, description="The environment is restarted after so many seconds without a sign of life; null: never."
+        1800, description="The environment is restarted after this many seconds without a sign of life; null: never."
     )
     datasets: list[Source] = Field([], description="Mixture of problem sets with columns problem and answer.")
     reward: Literal["answer_tag", "math"] = Field("answer_tag", description="How `datasets` answers are scored.")

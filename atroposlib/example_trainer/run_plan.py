@@ -51,7 +51,7 @@ def engine_services(
 
 
 def weight_sync_of(config: RunConfig) -> str:
-    """How the engine gets new weights: as the recipe says, else as suits the engine."""
+    """Return the way in which the engine gets new weights: as the recipe says, else as suits the engine."""
     if "weight_sync" in config.model_fields_set:
         return config.weight_sync
     vllm = "vllm_lora" if config.use_lora else "vllm"
@@ -191,7 +191,7 @@ def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) 
 
 
 def trainer_launcher(environ: Mapping[str, str]) -> list[str]:
-    """How the trainer's module is started: as one process, or as one for each of several GPUs.
+    """Return the command that starts the trainer's module: as one process, or as one for each of several GPUs.
 
     >>> trainer_launcher({"ATROPOS_TRAINER_GPUS": "1,2,3"})[1:]
     ['-m', 'accelerate.commands.launch', '--num_processes', '3', '-m']

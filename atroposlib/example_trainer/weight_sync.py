@@ -1,4 +1,4 @@
-"""How a rollout engine gets the trained weights: one method, `push`, for every kind of engine.
+"""Trained weights into a rollout engine: one method, `push`, for every kind of engine.
 
 A push returns when the engine answers with the new weights, and raises WeightSyncError when it does not: training
 against an engine of unknown weights is worse than stopping. Only processes that `RestartSync` started are ended.
@@ -67,13 +67,13 @@ class Engine:
             raise WeightSyncError(f"POST {self.url}{path} answered {reply.status_code}: {reply.text[:500]}")
 
     def did(self, path: str) -> bool:
-        """Whether a POST to this path was a success."""
+        """Return True when a POST to this path was a success."""
         with contextlib.suppress(WeightSyncError):
             return _is_success(self._ask("POST", path, None))
         return False
 
     def get(self, path: str) -> dict[str, Any]:
-        """What the engine answers; WeightSyncError unless it is 200 with JSON."""
+        """Return the engine's answer; WeightSyncError unless it is 200 with JSON."""
         try:
             return self._ask("GET", path, None).raise_for_status().json()
         except (httpx.HTTPStatusError, json.JSONDecodeError) as error:
@@ -106,7 +106,7 @@ class Engines:
         self.each(lambda engine: engine.post(path, body, optional=optional))
 
     def get(self, path: str) -> dict[str, dict[str, Any]]:
-        """What each engine answers, by its URL."""
+        """Return each engine's answer, by its URL."""
         return {engine.url: engine.get(path) for engine in self._engines}
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ def _reload(engine: Engine, *, pause: str, weights: str, version: str) -> None:
 class VLLMLoraSync:
     """vLLM with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: swap the adapter called `policy`.
 
-    Running requests go on with the new adapter. Each version has a path of its own, as vLLM keeps the prefix cache of
+    Running requests use the new adapter. Each version has a path of its own, as vLLM keeps the prefix cache of
     an adapter by its path.
     """
 
@@ -262,7 +262,7 @@ class SGLangSync:
     drain: SGLang finishes running requests first; with long responses that takes minutes.
     abort: running requests are aborted, the environment repeats them. Takes a second, as SGLang looks once a second
         whether they are gone.
-    keep: generation is paused and requests go on with the new weights; prefixes cached under the old weights stay in
+    keep: generation is paused and requests continue with the new weights; prefixes cached under the old weights stay in
         use until they are evicted, and a reply that spans the update names only its last version.
 
     The update itself never flushes the prefix cache: an update that cannot flush because the last batch is not yet

@@ -49,7 +49,7 @@ _UNSAFE_PATTERNS = (
 def generate_html(input_path: str | os.PathLike[str], output_path: str | os.PathLike[str] | None = None) -> Path:
     """Write the page of one rollout file and return its path (default: the input's name with `.html`).
 
-    Lines that are not groups are set aside with a warning. The page is written beside and renamed.
+    Lines that are not groups are set aside with a warning. The page is written under another name and renamed.
     A missing input ends the process with exit code 1, as upstream's did.
     """
     source = expand_input(os.fspath(input_path))
@@ -128,7 +128,7 @@ def page_template() -> str:
 
 
 class _Shown(msgspec.Struct):
-    """What the page needs of a line; the decoder skips tokens, masks and logprobs without building them."""
+    """The part of a line that the page needs; the decoder skips tokens, masks and logprobs without building them."""
 
     scores: list[float | bool | None] | None = None
     messages: list[Any] | None = None

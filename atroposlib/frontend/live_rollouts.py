@@ -53,7 +53,7 @@ class LiveRollouts:
         return self._lines[row]
 
     def state(self) -> str:
-        """What the collector does; never empty, so the page goes on asking."""
+        """Return what the collector does; never empty, so the page keeps asking."""
         return self._state
 
     def add(self, groups: list[dict[str, Any]]) -> None:

@@ -39,7 +39,7 @@ class Rollouts(Protocol):
     """Where a view's groups come from."""
 
     def table(self) -> Table:
-        """What is known so far."""
+        """Return the table as far as it is known."""
         ...
 
     def group(self, row: int) -> bytes:
@@ -47,7 +47,7 @@ class Rollouts(Protocol):
         ...
 
     def state(self) -> str:
-        """What is still going on, for the page's head; "" when nothing is."""
+        """Return what is still being read, for the page's head; "" when nothing is."""
         ...
 
 
@@ -56,7 +56,7 @@ class FileRollouts:
 
     def __init__(self) -> None:
         self._tables: list[Table] = []
-        self._joined: tuple[int, Table] = (0, concatenate([]))  # of so many files
+        self._joined: tuple[int, Table] = (0, concatenate([]))  # of this many files
         self.pending = ""
 
     def add(self, table: Table) -> None:
@@ -64,7 +64,7 @@ class FileRollouts:
         self._tables.append(table)
 
     def table(self) -> Table:
-        """What is known so far."""
+        """Return the table as far as it is known."""
         known = list(self._tables)
         count, joined = self._joined
         if count != len(known):
@@ -178,7 +178,7 @@ def group_summary(table: Table, row: int) -> dict[str, Any]:
 
 
 def group_detail(record: dict[str, Any], decode: Decode | None) -> dict[str, Any]:
-    """What the page shows of one group: messages and tokens of each response, and the rest as it is."""
+    """Return what the page shows of one group: messages and tokens of each response, and the rest as it is."""
     scores = record.get("scores") or []
     responses = [
         {

@@ -28,7 +28,7 @@ _FEW = 0.1  # of the limit
 
 @dataclass(slots=True)
 class GroupTimes:
-    """How long groups took: only those that began since the last `mark`, as earlier ones met another load."""
+    """Times of groups: only those that began since the last `mark`, as earlier ones met another load."""
 
     took: int = 0  # groups
     took_s: float = 0.0  # together
@@ -125,7 +125,7 @@ class RateClimber:
         self._best = self.limit
 
     def restart(self, limit: int) -> None:
-        """Somebody knows better: go on from this limit, of which no rate is known; on upwards if it is higher."""
+        """Somebody knows better: continue from this limit, of which no rate is known; on upwards if it is higher."""
         self._climbing = limit > self.limit
         self.limit = self._best = limit
         self._rate, self._held, self._patience = None, 0, 1
@@ -191,7 +191,7 @@ HOLD_RATES_WITH_LOADS = 1  # a probe upwards is cheap where the engine says that
 
 
 class Load(Protocol):
-    """What `EngineLoad` says of one engine; None where it says nothing."""
+    """The load of one engine as `EngineLoad` has it; None where the engine says nothing."""
 
     @property
     def running(self) -> int | None: ...
@@ -222,7 +222,7 @@ def relieved(limit: int, in_flight: int, loads: Sequence[Load]) -> int:
 
 
 def has_room(loads: Sequence[Load]) -> bool:
-    """Whether more requests would run, and not only wait."""
+    """Return True when more requests would run, and not only wait."""
     return queued(loads) <= QUEUE_SHARE * running(loads) / 2
 
 

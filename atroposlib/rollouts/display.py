@@ -19,7 +19,7 @@ LOG_EVERY_S = 10.0
 
 
 class Shown(Protocol):
-    """What a display needs of a run or an evaluation."""
+    """A run or an evaluation, as far as a display needs it."""
 
     state: Any
     mode: Any

@@ -99,7 +99,7 @@ class EarlierRollouts:
 
 
 def sampling_of(params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What shapes the distribution, by one name each.
+    """Return the parameters that shape the distribution, by one name each.
 
     >>> sampling_of({"n": 4, "max_new_tokens": 8, "temperature": 1.0, "sampling_seed": 3})
     {'max_tokens': 8, 'temperature': 1.0}

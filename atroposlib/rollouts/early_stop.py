@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 Z_95 = 1.96
 FIRST_SHARE = 4
-"""The first round asks for one part in so many of a group, or for as many as must be accepted."""
+"""The first round asks for one part in this many of a group, or for as many as must be accepted."""
 
 
 class Counts(Protocol):
-    """What is recorded so far; see `atroposlib.rollouts.ledger.Totals`."""
+    """Counts of what is recorded so far; see `atroposlib.rollouts.ledger.Totals`."""
 
     groups: int
     accepted: int
@@ -29,15 +29,15 @@ class EarlyStop:
     """The rule for one problem. Both None: all responses are asked for at once."""
 
     accepted: int | None = None  # enough is accepted
-    hopeless_rate: float | None = None  # a problem solved more seldom than this, with 95% confidence, is given up
+    hopeless_rate: float | None = None  # a problem solved more rarely than this, with 95% confidence, is given up
 
     @property
     def is_on(self) -> bool:
-        """Whether there is any rule."""
+        """True when there is any rule."""
         return self.accepted is not None or self.hopeless_rate is not None
 
     def next_round(self, accepted: int, tried: int, most: int) -> int:
-        """How many responses to ask for next, 0 to stop.
+        """Return the number of responses to ask for next, 0 to stop.
 
         Args:
             accepted: of the `tried` responses so far.
@@ -69,7 +69,7 @@ async def sample_until(
     """Ask for responses in rounds until the rule says stop; at most `most`.
 
     Args:
-        ask: gives so many scored responses.
+        ask: gives this many scored responses.
     """
     scored: list[T] = []
     while size := rule.next_round(sum(map(is_accepted, scored)), len(scored), most):

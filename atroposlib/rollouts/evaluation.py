@@ -108,7 +108,7 @@ class Evaluation:
         return items_s, answers_s, tokens_s
 
     def snapshot(self) -> dict[str, Any]:
-        """What stands in the progress file."""
+        """Return the content of the progress file."""
         return {
             "schema_version": 1,
             "env": self.env,

@@ -2,7 +2,7 @@
 
 A failure is never a score. An engine fault or a kill says nothing about the item, so the item is tried again; any other
 failure is final for this process. A task whose rollouts fail `task_limit` times in a row is set aside while the others
-go on; when nothing at all succeeds any more, the run stops with one sentence.
+continue; when nothing at all succeeds any more, the run stops with one sentence.
 """
 
 import logging
@@ -28,7 +28,7 @@ MAX_TRIES = 3
 """Tries of one item whose engine failed or whose rollout was killed."""
 
 NO_ITEM = "(none)"
-"""The key in failures of getting an item at all; they happen anew in every process."""
+"""The key in failures of getting an item at all; they happen again in every process."""
 
 RETRIED_CLASSES = frozenset({"engine", "kill"})
 
@@ -135,7 +135,7 @@ class TaskHealth:
 
     @property
     def nothing_works(self) -> bool:
-        """So many failures in a row that going on is spinning."""
+        """True after so long a row of failures that continuing is spinning."""
         return self.run_in_a_row >= self.run_limit + self._running.total()
 
     def summary(self) -> str:

@@ -323,7 +323,7 @@ class RolloutFiles:
                 self._settle()
 
     def _hand_over(self) -> deque[ItemLines]:
-        """What waits now, for the writing thread to take from."""
+        """Return what waits now, for the writing thread to take from."""
         self._piece = deque[ItemLines](self._waiting)
         self._handed = len(self._piece)
         return self._piece
@@ -370,7 +370,7 @@ class RolloutFiles:
 
 @dataclass(slots=True, eq=False)
 class _Item(ItemLines):
-    """What waits to be written, and who waits for it."""
+    """Lines that wait to be written, and who waits for them."""
 
     written: asyncio.Future[None]
 
@@ -392,7 +392,7 @@ def _remove_packed(files: RunFiles) -> None:
 
 
 def _run_id(ledger: Ledger) -> str:
-    """What makes group ids of this run differ from those of every other; kept in the lines already written."""
+    """Return the part of group ids that no other run has; kept in the lines already written."""
     if ledger.last and ledger.last.group_id.count("/") >= 2:
         return ledger.last.group_id.rsplit("/", 2)[0].rpartition("/")[2]
     return os.urandom(4).hex()

@@ -69,7 +69,7 @@ class OddRows:
 
 
 def as_groups(result: object) -> list[ScoredDataGroup]:
-    """What `collect_trajectories` may give (a group, a list of groups and Nones, None) as a list of groups."""
+    """Return what `collect_trajectories` may give (a group, a list of groups and Nones, None) as a list of groups."""
     if result is None:
         return []
     if isinstance(result, dict):

@@ -1,4 +1,4 @@
-"""Responses of unfinished groups on disk, so that a restart goes on with them instead of asking again.
+"""Responses of unfinished groups on disk, so that a restart continues with them instead of asking again.
 
 A response is named by its item, a digest of what was asked, and how often the item asked it before. It is written as
 pieces: a whole answer is one piece, a streamed one has a piece every `PIECE_TOKENS` tokens or `PIECE_S` seconds.
@@ -7,7 +7,7 @@ pieces: a whole answer is one piece, a streamed one has a piece every `PIECE_TOK
 
 A process appends only to segments it began itself. A piece is dead when its group is recorded or given up; a segment
 without a living piece is removed, so the files hold little more than what is in flight. The journal saves work and
-decides nothing: when it cannot be written (full disk), the run goes on without it.
+decides nothing: when it cannot be written (full disk), the run continues without it.
 """
 
 import logging
@@ -193,7 +193,7 @@ class Draft:
 
     @property
     def index(self) -> int:
-        """How many responses to the same request come before."""
+        """The number of responses to the same request that come before."""
         return int.from_bytes(self.sample[-PLACE_BYTES:], "big")
 
     def recall(self, prompt_ids: list[int], ids: list[int], logprobs: list[float], reply: EngineReply) -> None:
@@ -202,7 +202,7 @@ class Draft:
         self.version, self.reply = reply.weight_version, reply
 
     def restart(self) -> None:
-        """Forget the tokens so far: the response is generated anew."""
+        """Forget the tokens so far: the response is generated again."""
         self.ids, self.logprobs, self._written = array("i"), array("d"), 0
 
     def grow(
@@ -213,7 +213,7 @@ class Draft:
         Args:
             ids: [T], those known already included.
             logprobs: [T].
-            is_over: `finish` follows. Until then nothing is written, as a response that goes on behind its end token
+            is_over: `finish` follows. Until then nothing is written, as a response that continues behind its end token
                 would be wrong.
         """
         if not self.ids:

@@ -1,7 +1,7 @@
-"""What is already done, read from the rollout files themselves.
+"""The ledger: finished work, read from the rollout files themselves.
 
-The rollout files are the truth: one group per line, naming its item (`item_key`) and its part. The index beside them
-repeats what a restart needs, one short entry per line, so that a run with 800,000 responses goes on in seconds.
+The rollout files are the truth: one group per line, naming its item (`item_key`) and its part. The index next to them
+repeats what a restart needs, one short entry per line, so that a run with 800,000 responses continues in seconds.
 Whatever the index does not cover is read from the rollout files, and so is what was changed after it, and the end of
 the last shard, which a machine that failed may have left as zeros. A torn last line is cut off. A damaged line counts
 for nothing, so its item is done again; of an item's lines for one part the first counts (`Ledger.set_aside`). Entries
@@ -241,7 +241,7 @@ class _LineFacts(msgspec.Struct):
 
 
 def _entries(files: RunFiles, accept_score: float, odd: SetAside, *, repair: bool) -> tuple[list[Entry], bool]:
-    """What the index knows and what it does not; False: the index must be written again. `odd` gets damaged lines."""
+    """Read the index and the lines that it lacks; False: the index must be written again. `odd` gets damaged lines."""
     index = files.beside("index")
     entries, damaged = _read_index(index)
     shards = files.shards()
@@ -317,7 +317,7 @@ def _rewrite_index(path: Path, entries: list[Entry]) -> None:
 
 
 def _ends_a_line(path: Path, at: int) -> bool:
-    """Whether a line of the file ends at byte `at` (0: trivially)."""
+    """Return True when a line of the file ends at byte `at` (0: trivially)."""
     with path.open("rb") as stream:
         return at == 0 or (stream.seek(at - 1) >= 0 and stream.read(1) == b"\n")
 

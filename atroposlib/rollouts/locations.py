@@ -1,4 +1,4 @@
-"""Where a run's files lie, and which of several candidates a command goes on with.
+"""Where a run's files lie, and which of several candidates a command resumes.
 
 A run is either one file the user named (`data_path_to_save_groups`) or shards in `rollouts_dir`. Beside the rollouts:
 
@@ -60,7 +60,7 @@ class RunFiles:
 
 
 def choose_run(files: RunFiles, *, fresh: bool) -> RunFiles:
-    """The run to go on with: the newest of ours, or with `fresh` (or none) the first name that is free.
+    """The run to resume: the newest of ours, or with `fresh` (or none) the first name that is free.
 
     Raises:
         PathError: the named file is a device, a pipe or a folder.
@@ -92,7 +92,7 @@ def is_ours(path: Path, *, env: str, run: str) -> bool:
 
 
 def _is_begun_by_another(files: RunFiles) -> bool:
-    """The named file is still empty, and the settings beside it name another run."""
+    """The named file is still empty, and the settings next to it name another run."""
     settings = files.beside("config.yaml")
     if files.single is None or files.single.stat().st_size or not settings.exists():
         return False

@@ -25,7 +25,7 @@ GOODBYE_S = 2.0
 
 
 class ServingEnvironment(Environment, Protocol):
-    """What the serve mode needs besides."""
+    """The further hooks that `serve` needs."""
 
     @property
     def api(self) -> "EnvClient": ...
@@ -46,7 +46,7 @@ class ServingEnvironment(Environment, Protocol):
 
 
 async def run_serve(env: ServingEnvironment) -> Outcome:
-    """Run until done; the same call after any interruption goes on.
+    """Run until done; the same call after any interruption resumes.
 
     Raises:
         LaunchError: another process writes this run.
@@ -142,7 +142,7 @@ LOG_EVERY_S = 10.0
 async def run_process(env: Environment) -> Outcome:
     """Run until the asked number of groups is on disk (negative: until the items end).
 
-    The same call after any interruption goes on.
+    The same call after any interruption resumes.
 
     Raises:
         LaunchError: another process writes this run.

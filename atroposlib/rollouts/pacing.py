@@ -1,4 +1,4 @@
-"""How many groups may be rolled out at once: pure functions of what the trajectory API and the engine report.
+"""Pacing, the number of groups to roll out at once: pure functions of what the trajectory API and the engine report.
 
 Sizes: `group_size` and `batch_size` in sequences; `queue_groups` in groups of this environment's size, as
 `/status-env` counts them; `max_batches_offpolicy` in batches, 0 or less meaning no limit.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """What one environment needs to know to pace itself."""
+    """The trainer's queue as one environment needs it to pace itself."""
 
     group_size: int
     batch_size: int | None  # None before the trainer told it
@@ -32,7 +32,7 @@ def derived_batch_size(view: QueueView) -> int | None:
 def is_back_pressured(view: QueueView) -> bool:
     """True while the queue is far enough ahead of the trainer, so no new group is started.
 
-    An environment below its own minimum allocation goes on also then.
+    An environment below its own minimum allocation continues also then.
     """
     if view.batch_size is None:
         return True

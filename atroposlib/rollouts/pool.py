@@ -1,7 +1,7 @@
 """The rollout pool: keeps as many rollouts running as it may, and is the one place where failing user code ends.
 
 A lower `limit` never cancels anything; it only delays the next start. An exception of a rollout is counted, written
-down and the item's fate decided; the others go on.
+down and the item's fate decided; the others continue.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class StorageError(AtroposError, OSError):
-    """A finished group could not be stored, so that going on would lose work."""
+    """A finished group could not be stored, so that continuing would lose work."""
 
 
 KILL_AGAIN_S = 30.0
@@ -101,7 +101,7 @@ class RolloutPool:
     def pace(self, limit: int, room: int | None = None) -> None:
         """Roll out at most `limit` at once, while at most as many others are being stored.
 
-        With `room`, end up with at most so many in flight or ended from now on, which makes an exact count
+        With `room`, end up with at most that many in flight or ended from now on, which makes an exact count
         possible although rollouts end between two calls. Nothing is cancelled.
         """
         self._limit = limit

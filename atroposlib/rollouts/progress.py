@@ -1,4 +1,4 @@
-"""How far a run is: counted over all its processes, written to a small JSON file, summed up in one line.
+"""Progress of a run: counted over all its processes, written to a small JSON file, summed up in one line.
 
 The file is replaced atomically at most once a second, and at the end; other programs (`atropos status`, `datagen`)
 read it.
@@ -40,7 +40,7 @@ SAY_AGAIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """What all engines together say. `slots` is the most that has run at once, so that a busy engine is at 1."""
+    """The load of all engines together. `slots` is the most that has run at once, so that a busy engine is at 1."""
 
     running: int
     queued: int
@@ -71,7 +71,7 @@ class Progress:
     reused_responses: int = 0  # from the response journal, this process only
     reused_tokens: int = 0
     dropped: Dropped = field(default_factory=Dropped)  # of no use, or withheld from the trainer; this process only
-    evaluating: str | None = None  # how far an evaluation is that runs beside the rollouts
+    evaluating: str | None = None  # how far an evaluation is that runs next to the rollouts
     standstill: str | None = None  # what the run waits for although no counterpart is missing
     started_at: float = field(default_factory=time.time)
     _killed_tokens: int = 0  # in flight when earlier processes ended
@@ -94,7 +94,7 @@ class Progress:
         if what:
             self._waits[kind] = what
         elif self._waits.pop(kind, None):
-            logger.info("going on: the %s is back", kind)
+            logger.info("resuming: the %s is back", kind)
         if self.state in ("running", "parked"):
             self.state = "parked" if self._waits else "running"
 
@@ -108,7 +108,7 @@ class Progress:
 
     @property
     def waiting_for(self) -> str | None:
-        """What the run waits for, or None."""
+        """The counterpart or event that the run waits for, or None."""
         return "; ".join(self._waits.values()) or self.standstill
 
     @property
@@ -123,7 +123,7 @@ class Progress:
 
     @property
     def rejected(self) -> int:
-        """How many there are."""
+        """Groups of no use, this process only."""
         return self.dropped.reasons.total()
 
     @property
@@ -147,7 +147,7 @@ class Progress:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """What stands in the progress file."""
+        """Return the content of the progress file."""
         tasks = {
             name: self.totals.tasks.get(name, TaskCount()) for name in {*self.totals.tasks, *self.health.set_aside}
         }
@@ -214,7 +214,7 @@ class Progress:
                 logger.warning("progress not written: file=%s error=%s", self.path, error)
                 with contextlib.suppress(OSError):
                     now = time.time()
-                    os.utime(self.path, (now, now))  # its time says that this process goes on, which takes no space
+                    os.utime(self.path, (now, now))  # its time says that this process continues, which takes no space
 
     def sample(self) -> None:
         """Remember the counts now, for the rates of the last minute."""
@@ -236,7 +236,7 @@ class Progress:
         return None if self.share_done is None or share_s <= 0 else max(0.0, 1 - self.share_done) / share_s
 
     def _per_second(self, place: int) -> float:
-        """How fast the figure at this place of the samples grew over the last minute."""
+        """Return how fast the figure at this place of the samples grew over the last minute."""
         if len(self._samples) < 2 or self._samples[-1][0] <= self._samples[0][0]:
             return 0.0
         first, last = self._samples[0], self._samples[-1]

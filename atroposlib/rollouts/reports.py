@@ -1,4 +1,4 @@
-"""What is made of a finished rollout file: its HTML twin, and a compressed copy in its place when asked for.
+"""Products of a finished rollout file: its HTML twin, and a compressed copy in its place when asked for.
 
 Both are made in a thread that the end of the process does not wait for. Neither can lose anything: the twin is derived,
 and a shard is removed only after its compressed copy is complete and synced.

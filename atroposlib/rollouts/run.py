@@ -49,11 +49,11 @@ EXIT_DONE, EXIT_WORK_REMAINS = 0, 75
 
 
 class Environment(Protocol):
-    """What a run uses of an environment: `BaseEnv` provides it, authors override the hooks."""
+    """An environment as a run uses it: `BaseEnv` provides it, authors override the hooks."""
 
     config: Any
-    settings_text: str | None  # kept beside the rollouts
-    fresh: bool  # start a new run instead of going on with one
+    settings_text: str | None  # kept next to the rollouts
+    fresh: bool  # start a new run instead of resuming one
     server: Any
     curr_step: int
     max_token_len: int  # the trainer's longest sequence; -1: it says none
@@ -106,7 +106,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended without an error."""
+    """The end of a run without an error."""
 
     exit_code: int
     groups: int
@@ -122,7 +122,7 @@ class Run:
         """Lock and read the run's files.
 
         Args:
-            total: stop at exactly so many groups; None: no such limit.
+            total: stop at exactly this many groups; None: no such limit.
             files: where rollout files go; None: none are written.
             sender: takes groups for the trajectory API; None: they only go to files.
         """

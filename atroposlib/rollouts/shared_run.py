@@ -40,7 +40,7 @@ PULSES_PER_TIMEOUT = 6
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has a block, and the how-manieth holder that is (from 1)."""
+    """Who has a block, and its number among the holders (from 1)."""
 
     member: str
     term: int

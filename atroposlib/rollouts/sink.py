@@ -158,7 +158,7 @@ class Sink:
         except OSError as error:
             raise StorageError(
                 f"{self._files.files.folder} cannot be written: {error.strerror or error}; the run stops, and the same "
-                "command goes on when there is space"
+                "command continues when there is space"
             ) from error
 
     async def _send(self, records: Sequence[dict[str, Any]]) -> None:

@@ -65,7 +65,7 @@ MAX_SET_ASIDE_IN_A_ROW = 1000
 
 
 class Draw(Protocol):
-    """How an environment gives items."""
+    """Gives the items of an environment."""
 
     async def __call__(self) -> tuple[str, Item] | None:
         """Key and item of the next one; None: nothing now."""
@@ -227,7 +227,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def _lasting(value: object) -> object:
-    """What names a value in every process: neither an address nor the order of a set does."""
+    """Return what names a value in every process: neither an address nor the order of a set does."""
     if isinstance(value, set | frozenset):
         return sorted(_ADDRESS.sub("", repr(each)) for each in value)
     kind = type(value)

@@ -1,4 +1,4 @@
-"""Whether a run moves, and if not, a sentence: what it waits for, what that means, what to do.
+"""Tells whether a run moves, and if not, says in a sentence what it waits for, what that means, what to do.
 
 One object looks at each run, several times a second. Nothing here waits or counts itself: `Facts` hold what the run has
 counted, so each decision is a function of two looks.
@@ -40,7 +40,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a run has counted at one moment."""
+    """Counts of a run at one moment."""
 
     is_set_up: bool = True
     is_told: bool = False  # something else says already what it waits for
@@ -79,7 +79,7 @@ class Standstill:
         """Return the sentence about this moment, None while all is well.
 
         Raises:
-            AtroposError: going on is pointless.
+            AtroposError: continuing is pointless.
         """
         if not facts.engine_down:
             self._engine_up = now

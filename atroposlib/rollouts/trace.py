@@ -1,4 +1,4 @@
-"""What the engines did for one rollout: filled by the engine clients, read by whoever started the rollout.
+"""The trace of one rollout in the engines: filled by the engine clients, read by whoever started the rollout.
 
     with tracing() as trace:
         group = await env.collect_trajectories(item)
@@ -153,7 +153,7 @@ class _HeldReplies(RolloutTrace):
 
 @contextmanager
 def held_replies() -> Iterator[list[EngineReply]]:
-    """What the engines reply inside the block, kept from the trace."""
+    """Collect what the engines reply inside the block, and keep it from the trace."""
     held = _HeldReplies()
     token = _current.set(held)
     try:

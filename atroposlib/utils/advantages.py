@@ -36,7 +36,7 @@ def allclose_to_first(
     equal_nan: bool = False,
     return_vector: bool = False,
 ) -> BoolVector | bool:
-    """Whether every row of `values` is close to row 0, in the sense of `numpy.isclose`.
+    """Return True when every row of `values` is close to row 0, in the sense of `numpy.isclose`.
 
     Args:
         values: [G, ...] rectangular.

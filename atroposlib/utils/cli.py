@@ -155,7 +155,7 @@ def _value_name(annotation: Any) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """How a user calls the type of a field.
+    """Return the name that a user has for the type of a field.
 
     >>> type_name(int | None)
     'int or null'
@@ -197,7 +197,7 @@ def _read(text: str, annotation: Any) -> Any:
 
 
 def _allows(annotation: Any, wanted: type) -> bool:
-    """Whether `wanted` is one of the types of the annotation."""
+    """Return True when `wanted` is one of the types of the annotation."""
     if get_origin(annotation) in (Union, types.UnionType):
         return any(_allows(part, wanted) for part in get_args(annotation))
     return annotation is wanted or get_origin(annotation) is wanted

@@ -9,7 +9,7 @@ MAX_LOGGED_CHARACTERS = 2000
 
 
 class HttpResponse(Protocol):
-    """What is used of an aiohttp response."""
+    """The part of an aiohttp response that is used."""
 
     def raise_for_status(self) -> Any: ...
 

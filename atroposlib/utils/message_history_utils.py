@@ -19,7 +19,7 @@ Step: TypeAlias = Mapping[str, Any]
 
 
 class TextTokenizer(Protocol):
-    """What is needed to measure and cut text."""
+    """The part of a tokenizer that measures and cuts text."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -107,7 +107,7 @@ def _shorten(step: Step, tokenizer: ChatTokenizer, max_tokens: int) -> Step | No
 
 
 def _droppable(messages: Sequence[Message]) -> int:
-    """How many messages lie between the first one and the last observation and reply."""
+    """Count the messages between the first one and the last observation and reply."""
     kept_at_end = 0
     if len(messages) > 1 and messages[-1].get("role") in UNMASKED_ROLES:
         kept_at_end = 2 if len(messages) > 2 and messages[-2].get("role") == "environment" else 1

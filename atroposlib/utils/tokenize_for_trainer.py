@@ -20,7 +20,7 @@ UNMASKED_ROLES = ["assistant", "agent"]
 
 
 class ChatTokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer (or of a stand-in)."""
+    """The part of a Hugging Face tokenizer (or of a stand-in) that is needed."""
 
     @property
     def eos_token_id(self) -> int | None: ...
@@ -99,7 +99,7 @@ def tokenize_for_trainer_dpo(
     Args:
         tokenizer: called on plain text; no chat template is applied.
         data: texts `prompt`, `chosen` and `rejected`; the answers continue the prompt.
-        max_length: keep so many tokens of prompt + answer, cut at the end. None keeps all.
+        max_length: keep this many tokens of prompt + answer, cut at the end. None keeps all.
     """
     prompt = plain_ids(tokenizer(data["prompt"]))[:max_length]
     chosen, rejected = (

@@ -17,7 +17,7 @@ DEFAULT_TAGS = ("tool_call",)
 
 
 def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) -> str | None:
-    """What stands between the first pair of tags, stripped; tags are tried in the order given. None without any."""
+    """Return what is between the first pair of tags, stripped; tags are tried in the order given. None without any."""
     for tag in preferred_tags or DEFAULT_TAGS:
         name = re.escape(tag)
         if match := re.search(f"<{name}>(.*?)</{name}>", text, re.DOTALL):

@@ -432,7 +432,7 @@ HEAD = """\
 # When a run waits
 
 A run that stands still says so within ten seconds: as `waiting for ...` in its log, its live display, its progress
-file and `atropos status`. Where going on is pointless it ends with the sentence and exit code 1 ("ends" below).
+file and `atropos status`. Where continuing is pointless it ends with the sentence and exit code 1 ("ends" below).
 Written by `python tests/rollouts/stalls.py`, which brings each about for real:
 
 | what is wrong | after s | what it says |

@@ -1,4 +1,4 @@
-"""What moves the KL coefficient beta and the MaxEnt temperature tau between steps. State is plain JSON."""
+"""Controllers of the KL coefficient beta and the MaxEnt temperature tau between steps. State is plain JSON."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -23,7 +23,7 @@ class KLController:
 
     @property
     def is_on(self) -> bool:
-        """Whether beta moves."""
+        """True when beta moves."""
         return min(self.beta, self.target or 0, self.horizon or 0, self.step_size) > 0
 
     def update(self, kl: float, samples: int) -> float:
@@ -66,7 +66,7 @@ class TauController:
 
 
 def controller_state(kl: KLController, tau: TauController) -> dict[str, dict[str, float | int | None]]:
-    """What a checkpoint keeps of both."""
+    """Return what a checkpoint keeps of both."""
     return {"kl": {"beta": kl.beta}, "tau": {key: asdict(tau)[key] for key in ("tau", "ema", "steps")}}
 
 

@@ -114,7 +114,7 @@ class ClipCounts:
 def clip_counts(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, eps_low: float, eps_high: float
 ) -> ClipCounts:
-    """How many tokens get no gradient from the clipped loss."""
+    """Count the tokens that get no gradient from the clipped loss."""
     ratios, trained = ratio(logp, old_logp), mask > 0
     low = trained & (ratios < 1 - eps_low) & (advantages < 0)
     high = trained & (ratios > 1 + eps_high) & (advantages > 0)
