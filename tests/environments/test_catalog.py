@@ -1,11 +1,15 @@
 """Environments by name, and the check that every one of ours passes."""
 
 import json
+import tomllib
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from atroposlib.cli.new import env as new_env
+from atroposlib.environments import community
 from atroposlib.environments.check import check
 from atroposlib.environments.command import app
 from atroposlib.envs import catalog
@@ -27,6 +31,24 @@ def test_every_environment_of_ours_passes_its_check(name, tmp_path):
     findings = list(check(catalog.load(name), tmp_path, modes=modes, problems=12))
     assert [str(finding) for finding in findings if finding.fault] == []
     assert [finding.what for finding in findings if finding.what in MODES] == list(modes)
+
+
+def test_the_template_of_the_community_passes_the_check_that_it_is_told_to_run(tmp_path):
+    env_cls = catalog.load(str(Path(community.__file__).with_name("template_env.py")))
+    assert [finding.fault for finding in check(env_cls, tmp_path) if finding.fault] == []
+
+
+def test_a_new_package_declares_the_environment_that_it_holds(tmp_path, monkeypatch, capsys):
+    new_env("word_game", multi_turn=True, package=True, folder=str(tmp_path))
+    project = tmp_path / "word_game-env"
+    written = tomllib.loads((project / "pyproject.toml").read_text())["project"]["entry-points"][catalog.GROUP]
+    assert written == {"word_game": "word_game_env.word_game:WordGameEnv"}
+    monkeypatch.syspath_prepend(str(project))
+    declare(monkeypatch, *written.items())
+    assert catalog.load("word_game").name == "word_game"
+    assert catalog.file_of("word_game") == project / "word_game_env" / "word_game.py"
+    assert "from word_game_env.word_game import" in (project / "tests" / "test_word_game.py").read_text()
+    assert "atropos env check word_game" in capsys.readouterr().out
 
 
 DISHONEST = '''"""Asks for a number."""

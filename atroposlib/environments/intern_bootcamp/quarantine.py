@@ -8,23 +8,28 @@ Each class draws a few problems and judges a reply without an answer, in the san
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from atroposlib.environments.intern_bootcamp.bootcamp import Grading
+from atroposlib.environments.intern_bootcamp.bootcamp import Grading, tagged
 from atroposlib.environments.intern_bootcamp.tasks import Task, checkout_classes, make_task
 from atroposlib.errors import AtroposError
 from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.sandbox.workers import WorkerPool
 
 NO_ANSWER = "I do not know."
+GUESSES = tuple(map(tagged, ("0", "1", "2", "yes", "no", "True", "False", "A", "B", "[]", "{}", "None")))
+GUESSED_SHARE = 0.4
+"""A class is of no use where one of these replies is right for more of the problems."""
 LENIENT = Grading(format_score=0.0, short_penalty=False, short_threshold=0, format_penalty=False)
 
 
 async def fault_of(task: Task, problems: int) -> str | None:
     """Why a task cannot be used; None when `problems` problems came, are repeatable and have working verifiers."""
+    rewarded: Counter[str] = Counter()
     try:
         for seed in range(problems):
             drawn = await task.draw(seed)
@@ -32,11 +37,16 @@ async def fault_of(task: Task, problems: int) -> str | None:
                 return "the prompt is empty"
             if drawn != await task.draw(seed):
                 return "the same seed gives different problems"
-            score = await task.verify(NO_ANSWER, drawn["identity"], drawn["identity_format"], LENIENT)
-            if score >= 1:
-                return f"the reply {NO_ANSWER!r} scores {score:g}"
+            for reply in (NO_ANSWER, *GUESSES):
+                score = await task.verify(reply, drawn["identity"], drawn["identity_format"], LENIENT)
+                rewarded[reply] += score >= 1
+            if rewarded[NO_ANSWER]:
+                return f"the reply {NO_ANSWER!r} is right"
     except AtroposError as error:
         return str(error)
+    guess, times = max(rewarded.items(), key=lambda each: each[1])
+    if times > problems * GUESSED_SHARE:
+        return f"the constant reply {guess!r} is right for {times} of {problems} problems"
     return None
 
 
@@ -51,7 +61,10 @@ async def find_faults(checkout: str, sandbox: WorkerPool, problems: int) -> dict
 def main(
     path: Annotated[str, typer.Option(help="Folder of the checkout.")],
     output: Annotated[str, typer.Option(help="File to write.")] = "quarantine.json",
-    problems: Annotated[int, typer.Option(min=1, help="Problems drawn from each class.")] = 3,
+    problems: Annotated[
+        int,
+        typer.Option(min=1, help="Problems drawn from each class."),
+    ] = 5,
     timeout_s: Annotated[float, typer.Option(help="Seconds for one call.")] = 10,
     memory_mb: Annotated[int, typer.Option(help="Address space of a worker, in MiB.")] = 2048,
     workers: Annotated[int, typer.Option(min=1, help="Processes at the same time.")] = 2,
