@@ -243,26 +243,28 @@ class Store:
                 self._repeat(entries)
                 self._log.clear()
             self._log.last = self._written = self._get("logged")
-        groups: dict[int, tuple[Group, int]] = {}
-        for *values, state in self._db.execute("SELECT * FROM groups ORDER BY number"):
-            if state == _CONSUMED:
-                self._dead.append(values[0])
-            else:
-                groups[values[0]] = Group(*values), state
-        self._used = sum(group.size for group, _ in groups.values())
-        batches = []
+        batches, leased = list[Batch](), dict[int, Batch]()
         for number, batch_id, lease_s, members in self._db.execute("SELECT * FROM leases ORDER BY number"):
             # a lease begins again with a start: nobody knows how long there was none
-            batch = Batch(
-                number, [], counted=True, batch_id=batch_id, lease_s=lease_s, expires=time.monotonic() + lease_s
-            )
-            batch.groups = [groups.pop(n)[0] for n in msgspec.json.decode(members) if n in groups]
-            batches.append(batch)
+            expires = time.monotonic() + lease_s
+            batches.append(Batch(number, [], counted=True, batch_id=batch_id, lease_s=lease_s, expires=expires))
+            leased |= dict.fromkeys(msgspec.json.decode(members), batches[-1])
+        queued, buffered = list[Group](), list[Group]()
+        for *values, state in self._db.execute("SELECT * FROM groups ORDER BY number"):
+            group = Group(*values)
+            if state == _CONSUMED:
+                self._dead.append(group.number)
+                continue
+            self._used += group.size
+            if (batch := leased.get(group.number)) is not None:
+                batch.groups.append(group)
+            else:
+                (queued if state == _QUEUED else buffered).append(group)
         (last,) = self._db.execute("SELECT max(number) FROM groups").fetchone()
         return Snapshot(
             run=self._get("run"),
-            queued=[group for group, state in groups.values() if state == _QUEUED],
-            buffered=[group for group, state in groups.values() if state == _BUFFERED],
+            queued=queued,
+            buffered=buffered,
             batches=batches,
             next_number=(last or 0) + 1,
         )
