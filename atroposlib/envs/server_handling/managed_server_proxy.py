@@ -23,7 +23,7 @@ from atroposlib.envs.server_handling.agents.chat import openai_error
 from atroposlib.envs.server_handling.agents.dialect import checked_messages
 from atroposlib.envs.server_handling.agents.gateway import Gateway
 from atroposlib.envs.server_handling.agents.record import CallLog
-from atroposlib.envs.server_handling.agents.rollouts import Rollouts, RolloutSettings
+from atroposlib.envs.server_handling.agents.rollouts import Rollouts, RolloutSettings, managed_for
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer
 from atroposlib.envs.server_handling.proxy_schemas import (
     UNKNOWN_SESSION,
@@ -42,7 +42,6 @@ from atroposlib.envs.server_handling.proxy_sessions import (
     choose_server,
 )
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import AtroposError, ConfigError, RequestFault, RolloutFault
 from atroposlib.paths import expand_path
 
@@ -187,15 +186,7 @@ class _Proxy:
 
     def managed_server(self, settings: RolloutSettings) -> ManagedServer:
         """For a rollout."""
-        tool_format(settings.tool_parser)
-        return ManagedServer(
-            choose_server(self.manager.servers, settings.base_url),
-            self.tokenizer,
-            tool_parser=settings.tool_parser,
-            reasoning_parser=settings.reasoning_parser,
-            keeps_thoughts=settings.history == "keep",
-            for_agents=True,
-        )
+        return managed_for(choose_server(self.manager.servers, settings.base_url), self.tokenizer, settings)
 
     async def nodes(self, session_uuid: str) -> dict[str, Any]:
         with self.sessions.using(session_uuid) as session:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 from atroposlib.envs.server_handling.agents.record import Answer, CallLog, Exchange, restored, written
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, Reply
 from atroposlib.envs.server_handling.sampling import words
+from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import RolloutFault
 from atroposlib.rollouts.trace import current_trace, held_replies
 
@@ -288,6 +289,19 @@ class Rollout:
             "differences": self.managed.lineage.differences,
             "calls": [written(exchange, self.exchanges) for exchange in self.exchanges],
         }
+
+
+def managed_for(server: Any, tokenizer: Any, settings: RolloutSettings) -> ManagedServer:
+    """The managed server of a rollout; ConfigError for an unknown tool parser."""
+    tool_format(settings.tool_parser)
+    return ManagedServer(
+        server,
+        tokenizer,
+        tool_parser=settings.tool_parser,
+        reasoning_parser=settings.reasoning_parser,
+        keeps_thoughts=settings.history == "keep",
+        for_agents=True,
+    )
 
 
 def answer_of(reply: Reply) -> Answer:

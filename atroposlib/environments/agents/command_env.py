@@ -1,0 +1,74 @@
+"""Any command-line agent: it gets the task as its last argument, and its model by environment variables.
+
+    python command_env.py process --env.command '["claude", "--bare", "-p"]' --env.tasks tasks.jsonl ...
+
+Each line of `tasks` is `{"prompt": ..., "check": ...}`: `check` is a shell command that runs in the agent's folder when
+the agent has ended; the score is 1.0 where it exits with 0. Files of the task can be given as `"files": {name: text}`.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import ClassVar, NotRequired, TypedDict
+
+from pydantic import Field
+
+from atroposlib.envs.agent_env import Access, AgentEnv, AgentEnvConfig, AgentRun, Command, run_command
+from atroposlib.errors import ConfigError, VerifierFault
+from atroposlib.paths import expand_path
+
+CANNOT_TELL = 125
+"""Exit code of a check that could not be made, as of `git bisect`: no score, rather than 0."""
+
+
+class Task(TypedDict):
+    """One line of the file of tasks."""
+
+    prompt: str
+    check: str
+    files: NotRequired[dict[str, str]]
+
+
+class CommandConfig(AgentEnvConfig):
+    """The agent and its tasks."""
+
+    command: list[str] = Field([], description="Program and arguments of the agent; the prompt becomes the last one.")
+    tasks: str = Field("", description="JSONL file of tasks: prompt, check, files.")
+    check_timeout_s: float = Field(60, description="Seconds a check may take.")
+
+
+class CommandEnv(AgentEnv):
+    """Score 1.0 where the check of the task exits with 0."""
+
+    name = "command_agent"
+    env_config_cls: ClassVar[type[AgentEnvConfig]] = CommandConfig
+    config: CommandConfig
+
+    async def setup(self) -> None:
+        if not self.config.command:
+            raise ConfigError('env.command is empty; give the agent\'s program, such as \'["my-agent", "--print"]\'')
+        lines = expand_path(self.config.tasks, what="env.tasks").read_text("utf-8").split("\n")
+        self.tasks: list[Task] = [json.loads(line) for line in lines if line.strip()]
+
+    async def get_item(self, index: int) -> Task | None:
+        return self.tasks[index] if index < len(self.tasks) else None
+
+    async def run_agent(self, item: Task, access: Access) -> Command:
+        for name, text in item.get("files", {}).items():
+            path = (access.folder / name).resolve()
+            if not path.is_relative_to(Path(access.folder).resolve()):
+                raise ConfigError(f"a file of a task is {name!r}, which is outside the agent's folder")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
+        return Command([*self.config.command, item["prompt"]])
+
+    async def verify(self, item: Task, run: AgentRun) -> float:
+        async with asyncio.timeout(self.config.check_timeout_s):
+            code, said = await run_command(Command(["sh", "-c", item["check"]]), run.folder, {})
+        if code == CANNOT_TELL:
+            raise VerifierFault(f"the check could not be made: {said[-500:]}")
+        return float(code == 0)
+
+
+if __name__ == "__main__":
+    CommandEnv.cli()

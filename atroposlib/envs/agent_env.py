@@ -1,0 +1,341 @@
+"""`AgentEnv`: environments whose rollouts are runs of an agent program that nobody changed.
+
+    create a rollout -> start the agent with its key -> wait -> seal -> verify -> rows
+
+The agent may be a coroutine in this process or a command. It is told a base URL and a key, the model answers under
+that key, and every token of it is recorded here; what the agent says about itself is never trained on. The verifier
+runs when the agent has ended and its rollout is sealed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, RolloutSettings, managed_for
+from atroposlib.envs.server_handling.agents.rows import group_of, rows_of
+from atroposlib.envs.server_handling.fan_out import contained, raise_first
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
+from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, KilledFault, RolloutFault, VerifierFault
+from atroposlib.rollouts.trace import row_of_group
+from atroposlib.type_definitions import Item, ScoredDataGroup
+
+logger = logging.getLogger(__name__)
+
+TERM_S = 5.0
+OUTPUT_BYTES = 20_000
+
+
+class AgentEnvConfig(BaseEnvConfig):
+    """How agents are run, and what each may use. `max_token_length` limits one reply of the model."""
+
+    agent_timeout_s: PositiveFloat = Field(600, description="Seconds one agent may run.")
+    max_calls: PositiveInt | None = Field(64, description="Requests of one agent; null: no limit.")
+    max_agent_tokens: PositiveInt | None = Field(None, description="Generated tokens of one agent; null: no limit.")
+    temperature: float = Field(1.0, description="Of every request, whatever the agent asks for.")
+    top_p: float = Field(1.0, description="Of every request, whatever the agent asks for.")
+    tool_parser: str = Field("hermes", description="How the model writes tool calls; names as SGLang's.")
+    reasoning_parser: str | None = Field("think", description="Take thoughts out of replies; null: leave them.")
+    history: Literal["keep", "template"] = Field(
+        "keep", description="A turn sent back without its thoughts: keep its tokens, or let the template render it."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What an agent is told: where its model is, and the key of its rollout."""
+
+    root: str
+    key: str
+    model: str
+    folder: Path  # of this rollout, empty at the start; the working folder of commands
+
+    @property
+    def openai_base_url(self) -> str:
+        """For OpenAI's clients."""
+        return f"{self.root}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """For Anthropic's clients, which add /v1 themselves."""
+        return self.root
+
+    def variables(self) -> dict[str, str]:
+        """The environment of an agent's process: its model, an empty home, and no secret but its key."""
+        home = self.folder / ".home"
+        home.mkdir(exist_ok=True)
+        return {
+            "HOME": str(home),
+            "OPENAI_BASE_URL": self.openai_base_url,
+            "OPENAI_API_BASE": self.openai_base_url,
+            "OPENAI_API_KEY": self.key,
+            "OPENAI_MODEL": self.model,
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.key,
+            "ANTHROPIC_AUTH_TOKEN": self.key,
+            "ANTHROPIC_MODEL": self.model,
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_AUTOUPDATER": "1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A program to run as the agent, in the rollout's folder, with `Access.variables` and these on top."""
+
+    arguments: Sequence[str]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    stdin: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRun:
+    """An agent that has ended."""
+
+    rollout: Rollout
+    folder: Path
+    result: Any = None  # what a coroutine returned
+    exit_code: int | None = None  # of a command
+    output: str = ""  # the end of what a command printed
+
+    @property
+    def answer(self) -> str:
+        """Text of the model's last reply; "" without one."""
+        answers = [answer for exchange in self.rollout.exchanges if exchange.calls for answer in exchange.answers]
+        return (answers[-1].message.get("content") or "") if answers else ""
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The main conversation."""
+        rows = [row for row in rows_of(self.rollout) if row.role == "main"]
+        return (rows[-1].messages or []) if rows else []
+
+
+class AgentEnv(BaseEnv):
+    """An author writes `get_item`, `run_agent` and `verify`. Who overrides `teardown` calls this one, too."""
+
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = AgentEnvConfig
+    config: AgentEnvConfig
+
+    _service: "GatewayService | None" = None
+
+    async def run_agent(self, item: Item, access: Access) -> Any:
+        """Run the agent on an item; what it returns goes to `verify`. A `Command` is run and waited for."""
+        raise NotImplementedError(f"{type(self).__name__} must define run_agent(item, access)")
+
+    async def verify(self, item: Item, run: AgentRun) -> float:
+        """Score an agent that has ended."""
+        raise NotImplementedError(f"{type(self).__name__} must define verify(item, run)")
+
+    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup, list[Item]]:
+        """`group_size` agents at the same time. One that fails has no score; the others stay a group.
+
+        Raises:
+            RolloutFault: of the first, where all failed.
+        """
+        rows = range(self.config.group_size)
+        results = dict(zip(rows, await asyncio.gather(*(self._contained(item, row) for row in rows)), strict=True))
+        again = [row for row, result in results.items() if isinstance(result, EngineFault | KilledFault)]
+        if again and len(again) < len(results):
+            results |= dict(
+                zip(again, await asyncio.gather(*(self._contained(item, row) for row in again)), strict=True)
+            )
+        scored = [result for result in results.values() if not isinstance(result, BaseException)]
+        if not scored:
+            raise_first(list(results.values()))
+        group = group_of([rollout for rollout, _ in scored], [score for _, score in scored])
+        faults = {row: result for row, result in results.items() if isinstance(result, BaseException)}
+        if faults:
+            group["unscored"] = [self._unscored(fault, row) for row, fault in faults.items()]
+        return group, []
+
+    async def _contained(self, item: Item, row: int) -> tuple[Rollout, float] | BaseException:
+        with row_of_group(row):
+            try:
+                return await contained(self._roll_out(item))
+            except Exception as error:
+                return error
+
+    async def _roll_out(self, item: Item) -> tuple[Rollout, float]:
+        service = await self._running_service()
+        rollout = service.rollouts.create(self.rollout_settings())
+        count_lease(rollout.managed.server, "train", 1)
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="atropos-agent-"))
+        try:
+            access = Access(service.url, rollout.key, rollout.model_name, folder)
+            run = await self._agent_run(item, access, rollout)
+            await rollout.end("done")
+            try:
+                return rollout, float(await contained(self.verify(item, run)))
+            except RolloutFault:
+                raise
+            except Exception as error:
+                raise VerifierFault(f"the verifier failed: {type(error).__name__}: {error}") from error
+        finally:
+            await rollout.end("stopped")
+            service.rollouts.forget(rollout)
+            count_lease(rollout.managed.server, "train", -1)
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def rollout_settings(self) -> RolloutSettings:
+        """Budgets and sampling of one rollout."""
+        config = self.config
+        return RolloutSettings(
+            tool_parser=config.tool_parser,
+            reasoning_parser=config.reasoning_parser,
+            history=config.history,
+            sampling={
+                "temperature": config.temperature,
+                "top_p": config.top_p,
+                "max_tokens": config.max_token_length,
+            },
+            max_calls=config.max_calls,
+            max_tokens=config.max_agent_tokens,
+        )
+
+    async def _agent_run(self, item: Item, access: Access, rollout: Rollout) -> AgentRun:
+        """The agent from start to end.
+
+        Raises:
+            EngineFault: it failed after the engine did.
+            EnvironmentFault: it failed by itself, or took too long.
+        """
+        config = self.config
+        try:
+            async with asyncio.timeout(config.agent_timeout_s):
+                result = await contained(self.run_agent(item, access))
+                if isinstance(result, Command):
+                    code, output = await run_command(result, access.folder, access.variables())
+                    if code != 0 and not _is_spent(rollout):
+                        raise EnvironmentFault(f"the agent ended with exit code {code}: {output[-500:].strip()}")
+                    return AgentRun(rollout, access.folder, None, code, output)
+                return AgentRun(rollout, access.folder, result)
+        except TimeoutError as error:
+            raise EnvironmentFault(
+                f"the agent took more than {config.agent_timeout_s:.0f} s (agent_timeout_s)"
+            ) from error
+        except Exception as error:
+            if _is_spent(rollout):  # agents take the refusal of one more request for a failure
+                return AgentRun(rollout, access.folder, None, None, f"{type(error).__name__}: {error}")
+            if rollout.faults["engine"] or rollout.faults["kill"]:
+                raise EngineFault(f"the agent failed after the engine did: {error}") from error
+            if isinstance(error, RolloutFault):
+                raise
+            raise EnvironmentFault(f"the agent failed: {type(error).__name__}: {error}") from error
+
+    async def _running_service(self) -> "GatewayService":
+        if self._service is None:
+            self._service = GatewayService(Rollouts(self._managed))
+        await self._service.start()
+        return self._service
+
+    def _managed(self, settings: RolloutSettings) -> ManagedServer:
+        server = pick_server(self.server.servers, "train")
+        if isinstance(server, OpenAIServer):
+            raise ConfigError("agents need an engine that gives token ids; use server_type sglang or vllm")
+        return managed_for(server, self.tokenizer, settings)
+
+    async def teardown(self) -> None:
+        if self._service is not None:
+            await self._service.stop()
+
+
+def _is_spent(rollout: Rollout) -> bool:
+    return (rollout.end_reason or "").startswith("budget")
+
+
+async def run_command(command: Command, folder: Path, variables: Mapping[str, str]) -> tuple[int, str]:
+    """Run a program to its end; exit code, and the end of what it printed. Its process group ends with it.
+
+    Args:
+        folder: its working folder.
+        variables: its environment, below the command's own; of this process only what names programs and languages.
+    """
+    with tempfile.TemporaryFile() as printed:
+        process = await asyncio.create_subprocess_exec(
+            *command.arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=printed,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd=folder,
+            env={**_plain_variables(), **variables, **command.variables},
+            start_new_session=True,
+        )
+        try:
+            await process.communicate(command.stdin)
+        finally:
+            await _end_group(process)
+        printed.seek(max(0, printed.seek(0, os.SEEK_END) - OUTPUT_BYTES))
+        return process.returncode or 0, printed.read().decode("utf-8", "replace")
+
+
+def _plain_variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ") if name in os.environ}
+
+
+async def _end_group(process: asyncio.subprocess.Process) -> None:
+    """TERM, then KILL, for the program and whatever it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    if process.returncode is None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), TERM_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+class GatewayService:
+    """The routes of the model on a free port of loopback, in this event loop."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self.rollouts = rollouts
+        self.url = ""
+        self._server: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Listen; at once where it does already."""
+        async with self._starting:
+            if self._task is not None:
+                return
+            import uvicorn
+            from starlette.applications import Starlette
+
+            from atroposlib.envs.server_handling.agents.gateway import Gateway
+
+            class Quiet(uvicorn.Server):
+                @contextlib.contextmanager
+                def capture_signals(self) -> Any:  # they belong to the run
+                    yield
+
+            app = Starlette(routes=Gateway(self.rollouts).model_routes())
+            listener = socket.create_server(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", access_log=False)
+            self._server = Quiet(config)
+            self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+    async def stop(self) -> None:
+        """Refuse new connections and end."""
+        if self._task is not None:
+            self._server.should_exit = True
+            await self._task
+            self._task = None

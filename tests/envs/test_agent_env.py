@@ -1,0 +1,194 @@
+"""Agents as environments: scored, failed, timed out or out of budget, each apart; a whole run with its rollout file."""
+
+import json
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from fakes import FakeServer, FakeTokenizer
+
+from atroposlib.data.validate import validate
+from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv
+from atroposlib.envs.agent_env import AgentEnv, AgentEnvConfig
+from atroposlib.envs.base import ServerBaseline
+from atroposlib.errors import EngineFault, EnvironmentFault, RequestFault, VerifierFault
+from atroposlib.type_definitions import IGNORE_INDEX
+
+SCRIPT = """
+import json, os, sys, urllib.request
+messages = [{"role": "user", "content": sys.argv[-1]}]
+for turn in range(2):
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages += [answer, {"role": "user", "content": "sure?"}]
+open("answer.txt", "w").write(answer["content"])
+print("secrets:", sorted(name for name in os.environ if "SECRET" in name))
+"""
+
+
+class CoroutineEnv(AgentEnv):
+    """Asks twice and is scored by the length of the answer."""
+
+    name = "coroutine"
+
+    async def get_item(self, index):
+        return {"say": f"item {index}"}
+
+    async def run_agent(self, item, access):
+        async with httpx.AsyncClient(base_url=access.openai_base_url, timeout=30) as client:
+            messages = [{"role": "user", "content": item["say"]}]
+            for _ in range(2):
+                headers = {"Authorization": f"Bearer {access.key}"}
+                reply = await client.post("/chat/completions", json={"messages": messages}, headers=headers)
+                reply.raise_for_status()
+                messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": "sure?"}]
+        return messages
+
+    async def verify(self, item, run):
+        assert run.messages[0]["content"] == item["say"]
+        return float(len(run.answer))
+
+
+def make(env_cls=CoroutineEnv, texts=("yes", "no", "maybe", "so"), server=None, config_cls=AgentEnvConfig, **settings):
+    class Env(env_cls):
+        def load_tokenizer(self):
+            return FakeTokenizer()
+
+    config = config_cls(**{"group_size": 2, "use_wandb": False, "ensure_scores_are_not_same": False, **settings})
+    env = Env(config, ServerBaseline(), False, True)
+    env.server.servers = [server or FakeServer(list(texts))]
+    return env
+
+
+async def rolled_out(env, item=None):
+    try:
+        return (await env.collect_trajectories(item or {"say": "hi"}))[0]
+    finally:
+        await env.teardown()
+
+
+def learned(masks):
+    return FakeTokenizer().decode([token for token in masks if token != IGNORE_INDEX])
+
+
+async def test_an_agent_in_this_process_becomes_a_scored_group():
+    group = await rolled_out(make())
+    assert sorted(map(learned, group["masks"])) in (
+        ["no<|im_end|>so<|im_end|>", "yes<|im_end|>maybe<|im_end|>"],
+        ["no<|im_end|>maybe<|im_end|>", "yes<|im_end|>so<|im_end|>"],
+    )
+    assert sorted(group["scores"]) == [2.0, 5.0]
+    assert sorted(row[0] for row in group["advantages"]) == [-1.0, 1.0]
+
+
+def command_env(tmp_path, check="grep -q maybe answer.txt", script=SCRIPT, **settings):
+    agent, tasks = tmp_path / "agent.py", tmp_path / "tasks.jsonl"
+    agent.write_text(script)
+    tasks.write_text(json.dumps({"prompt": "hi", "check": check, "files": {"notes/a.txt": "given"}}) + "\n")
+    settings = {"command": [sys.executable, str(agent)], "tasks": str(tasks), "group_size": 1, **settings}
+    return make(CommandEnv, ("no", "maybe"), config_cls=CommandConfig, **settings)
+
+
+async def item_of(env):
+    await env.setup()
+    return await env.get_item(0)
+
+
+async def test_a_command_finds_its_model_in_its_environment_and_is_checked_after_its_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "x")
+    env = command_env(
+        tmp_path, check='grep -q maybe answer.txt && grep -q given notes/a.txt && test -z "$OPENAI_API_KEY"'
+    )
+    group = await rolled_out(env, await item_of(env))
+    assert group["scores"] == [1.0]
+    assert learned(group["masks"][0]) == "no<|im_end|>maybe<|im_end|>"
+
+
+async def test_a_failed_check_is_score_0_and_one_that_cannot_be_made_is_none(tmp_path):
+    env = command_env(tmp_path, check="exit 1")
+    assert (await rolled_out(env, await item_of(env)))["scores"] == [0.0]
+    env = command_env(tmp_path, check="echo no tool >&2; exit 125")
+    with pytest.raises(VerifierFault, match="no tool"):
+        await rolled_out(env, await item_of(env))
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[-1], "w").write(f"{os.getpid()} {child.pid}")
+time.sleep(600)
+"""
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_an_agent_that_takes_too_long_ends_with_everything_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr("atroposlib.envs.agent_env.TERM_S", 0.1)
+    env = command_env(tmp_path, script=STUBBORN, agent_timeout_s=1.5)
+    item = {**await item_of(env), "prompt": str(tmp_path / "pids")}
+    with pytest.raises(EnvironmentFault, match=r"more than 2 s .agent_timeout_s"):
+        await rolled_out(env, item)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert [is_running(pid) for pid in pids] == [False, False]
+
+
+class Failing(CoroutineEnv):
+    async def run_agent(self, item, access):
+        raise ValueError("a bug of the agent")
+
+
+class Unverified(CoroutineEnv):
+    async def verify(self, item, run):
+        raise ZeroDivisionError("a bug of the verifier")
+
+
+FAULTS = {
+    "agent": (Failing, None, EnvironmentFault, "the agent failed: ValueError: a bug"),
+    "verifier": (Unverified, None, VerifierFault, "the verifier failed: ZeroDivisionError"),
+    "engine": (CoroutineEnv, EngineFault("down"), EngineFault, "failed after the engine did"),
+    "request": (CoroutineEnv, RequestFault("too long"), EnvironmentFault, "400"),
+}
+
+
+@pytest.mark.parametrize(("env_cls", "fault", "expected", "message"), FAULTS.values(), ids=FAULTS)
+async def test_whose_fault_it_was_is_told_apart_and_is_no_score(env_cls, fault, expected, message):
+    server = FakeServer("ok", faults=[fault] * 4 if fault else [])
+    with pytest.raises(expected, match=message):
+        await rolled_out(make(env_cls, server=server))
+
+
+async def test_one_agent_that_fails_costs_only_itself():
+    group = await rolled_out(make(server=FakeServer(["a", "b"], faults=[RequestFault("too long")])))
+    assert len(group["scores"]) == 1
+    assert [each["failure"] for each in group["unscored"]] == ["environment"]
+
+
+async def test_an_agent_whose_engine_failed_runs_once_more():
+    group = await rolled_out(make(server=FakeServer(["a", "b"], faults=[EngineFault("down")])))
+    assert len(group["scores"]) == 2
+    assert "unscored" not in group
+
+
+async def test_a_used_up_budget_is_no_fault():
+    group = await rolled_out(make(max_calls=1, texts=("yes",)))
+    assert group["scores"] == [3.0, 3.0]
+    assert [learned(masks) for masks in group["masks"]] == ["yes<|im_end|>"] * 2
+
+
+async def test_a_whole_run_writes_rollouts_that_pass_every_check(tmp_path):
+    path = tmp_path / "o.jsonl"
+    env = make(texts=("yes", "no"), data_path_to_save_groups=str(path), total_steps=3)
+    outcome = await env.process_manager()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (outcome.exit_code, len(lines)) == (0, 3)
+    assert [message["role"] for message in lines[0]["messages"][0]] == ["user", "assistant"] * 2
+    assert list(validate(path)) == []
