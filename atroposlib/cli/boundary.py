@@ -32,6 +32,22 @@ class Command(TyperCommand):
         """Write what the command does."""
         _write_help(self.help, formatter)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line: arguments as they are named, without braces."""
+        return [re.sub(r"^\{(.+)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options; the name of an argument says what it is, not its Python type."""
+        sections: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                name = re.sub(r" <.*>$", "", record[0]) if parameter.param_type_name == "argument" else record[0]
+                sections[parameter.param_type_name].append((name, record[1]))
+        for title, records in sections.items():
+            if records:
+                with formatter.section(f"{title.capitalize()}s"):
+                    formatter.write_dl(records)
+
 
 class Group(TyperGroup):
     """Commands below one word, each with the whole first paragraph of its help."""

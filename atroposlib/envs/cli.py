@@ -246,8 +246,8 @@ def help_text(env_cls: type["BaseEnv"], mode: Mode) -> str:
         f"{env_cls.__name__} {mode}: {MODES[mode]}\n{(env_cls.__doc__ or '').strip()}\n",
         "  --config FILE.yaml\n        Settings below env:, openai: and at the top level; flags win over it.",
         "  --fresh\n        Start a new run beside an existing one instead of going on with it.",
-        "  --check\n        Start nothing: check the settings, show what would be asked, ask tokenizer and engines. "
-        "--check=settings leaves these out.",
+        "  --check\n        Start nothing: check the settings, show what would be asked, ask tokenizer and engines.\n"
+        "        --check=settings leaves these two out.",
     ]
     for name, model in namespaces(env_cls, mode, type(default_env)).items():
         prefix = f"{name}{NAMESPACE_SEP}" if name else ""

@@ -123,7 +123,8 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], *, what: str) -> 
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(names))}"
-            raise ConfigError(f"unknown {what} {name!r}{hint}")
+            shown = f"{what}{name}" if what.endswith("--") else f"{what} {name!r}"
+            raise ConfigError(f"unknown {shown}{hint}")
 
 
 def describe_fields(model: type[BaseModel], prefix: str, defaults: Mapping[str, Any]) -> str:

@@ -89,7 +89,7 @@ def test_values_of_flags(arguments, field, expected):
 REFUSED = {
     "an unknown flag": (
         ["--env.group_sizes", "8"],
-        "unknown flag -- 'env.group_sizes'; did you mean 'env.group_size'?",
+        "unknown flag --env.group_sizes; did you mean 'env.group_size'?",
     ),
     "dashes for a dot": (["--env--group_size", "8"], "did you mean 'env.group_size'"),
     "a word for a number": (["--env.group_size", "eight"], "--env.group_size is 'eight', which is not int"),
