@@ -16,6 +16,7 @@ time in which it prepares its inputs (responses, rewards, advantages), which are
 import argparse
 import gc
 import importlib.metadata
+import itertools
 import logging
 import os
 import resource
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ from atroposlib.example_trainer.model_folder import model_folder
 from atroposlib.example_trainer.policy import pick_device, pick_dtype
 
 PARTS = ("forward", "backward", "optimizer")
-WARM_UP = 2
-"""Steps that are not timed: memory is claimed and kernels are chosen."""
+WARM_UP = 6
+"""Steps that are not timed: kernels are compiled and chosen, for a while in other threads, and memory is claimed."""
 _PACKAGES = ("torch", "transformers", "accelerate", "trl", "datasets")
 _GIB = 2**30
 
@@ -59,6 +60,7 @@ class Work:
     steps: int  # timed ones
     objective: str  # grpo or dr_grpo
     dtype: str = "auto"  # of the forward passes
+    compiled: bool | None = None  # ours; None: as by default
 
     @property
     def tokens(self) -> int:
@@ -108,26 +110,7 @@ def make_rows(work: Work, vocabulary: int, seed: int = 0) -> list[Row]:
 
 def time_ours(work: Work, rows: Sequence[Row], micro_batch_tokens: int, *, share_prompts: bool) -> Timing:
     """The learner's step on prepared rows."""
-    with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(
-            TrainingConfig.model_validate(
-                {
-                    "model_name": str(work.folder),
-                    "device": str(work.device),
-                    "dtype": work.dtype,
-                    "objective": work.objective,
-                    "std_ddof": 1,  # TRL's
-                    "old_logprobs": "trainer",
-                    "batch_size": work.sequences,
-                    "gradient_accumulation_steps": 1,
-                    "seq_len": work.prompt + work.completion,
-                    "max_completion_length": work.completion,
-                    "micro_batch_tokens": micro_batch_tokens,
-                    "share_prompts": share_prompts,
-                    "save_path": folder,
-                }
-            )
-        )
+    learner = _learner(work, micro_batch_tokens, share_prompts=share_prompts)
     timing = Timing("ours" if share_prompts else "ours, each prompt computed every time")
     start_peak(work.device)
     for _ in range(WARM_UP + work.steps):
@@ -139,6 +122,55 @@ def time_ours(work: Work, rows: Sequence[Row], micro_batch_tokens: int, *, share
             timing.first_norm = metrics["train/grad_norm"]
     timing.peak_bytes = peak_bytes(work.device)
     return timing
+
+
+def _learner(work: Work, micro_batch_tokens: int, *, share_prompts: bool) -> Learner:
+    return Learner(
+        TrainingConfig.model_validate(
+            {
+                "model_name": str(work.folder),
+                "device": str(work.device),
+                "dtype": work.dtype,
+                "compile_layers": work.compiled,
+                "objective": work.objective,
+                "std_ddof": 1,  # TRL's
+                "old_logprobs": "trainer",
+                "batch_size": work.sequences,
+                "gradient_accumulation_steps": 1,
+                "seq_len": work.prompt + work.completion,
+                "max_completion_length": work.completion,
+                "micro_batch_tokens": micro_batch_tokens,
+                "share_prompts": share_prompts,
+            }
+        )
+    )
+
+
+def gradient_errors(work: Work, rows: Sequence[Row], micro_batch_tokens: int) -> str:
+    """Markdown: the first gradient of each way to compute it, against that of float32 with each row alone.
+
+    The error is |g - g32| / |g32| over all weights, before clipping changes the length of either.
+    """
+    truth = _first_gradient(replace(work, dtype="float32", compiled=False), rows, micro_batch_tokens, share=False)
+    size = torch.linalg.vector_norm(truth)
+    lines = ["| first gradient of | norm | relative error | cosine |", "|---|---|---|---|"]
+    for dtype, compiled, share in itertools.product(("float32", "bfloat16"), (False, True), (False, True)):
+        found = _first_gradient(replace(work, dtype=dtype, compiled=compiled), rows, micro_batch_tokens, share=share)
+        name = f"{dtype}{', compiled' if compiled else ''}{', prompts shared' if share else ''}"
+        norm, error = torch.linalg.vector_norm(found), torch.linalg.vector_norm(found - truth) / size
+        lines.append(f"| {name} | {norm:.5g} | {error:.2g} | {torch.dot(found, truth) / (norm * size):.5f} |")
+    return "\n".join(lines)
+
+
+def _first_gradient(work: Work, rows: Sequence[Row], micro_batch_tokens: int, *, share: bool) -> torch.Tensor:
+    """[weights] the direction that the optimizer is given, times the norm that it had before clipping."""
+    learner = _learner(work, micro_batch_tokens, share_prompts=share)
+    seen: list[torch.Tensor] = []
+    learner.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(torch.cat([p.grad.flatten() for p in learner.policy.trainable if p.grad is not None]))
+    )
+    norm = learner.train_on(rows)["train/grad_norm"]
+    return seen[0] * max(1.0, norm / learner.config.max_grad_norm)
 
 
 def start_peak(device: torch.device) -> None:
@@ -181,9 +213,11 @@ def measure(args: argparse.Namespace) -> str:
     """The table of what the command's flags ask for."""
     if args.sequences % args.group:
         raise ConfigError(f"--sequences {args.sequences} is not a multiple of --group {args.group}; change one")
-    names = ("sequences", "group", "prompt", "completion", "steps", "objective", "dtype")
+    names = ("sequences", "group", "prompt", "completion", "steps", "objective", "dtype", "compiled")
     work = Work(model_folder(args.model), pick_device(args.device), **{name: getattr(args, name) for name in names})
     rows = make_rows(work, _vocabulary(work.folder))
+    if args.gradients:
+        return gradient_errors(work, rows, args.micro_batch_tokens)
     timings: list[Timing] = []
     for timing in _sides(args, work, rows):
         print(timing.row(work), file=sys.stderr, flush=True)
@@ -383,6 +417,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=10, help="Timed steps, after two that are not.")
     parser.add_argument("--device", default="auto", help="cuda, cpu; auto: a GPU when there is one.")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="Of forward passes.")
+    parser.add_argument(
+        "--compiled", action=argparse.BooleanOptionalAction, help="Ours: compile the layers (by default: on a GPU)."
+    )
+    parser.add_argument("--gradients", action="store_true", help="No times: the error of each way's first gradient.")
     parser.add_argument("--trl", action="store_true", help="Also TRL, which must be installed.")
     parser.add_argument(
         "--trl-batches", type=int, nargs="+", default=[16, 32, 64, 128], help="TRL: sequences per forward pass to try."

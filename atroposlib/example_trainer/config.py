@@ -91,6 +91,10 @@ class ModelSettings(Settings):
         "auto", description="Precision of forward and backward; auto: bfloat16 on a GPU, float32 on a CPU."
     )
     device: str = Field("auto", description="cuda, cuda:1, cpu; auto: a GPU when there is one.")
+    compile_layers: bool | None = Field(
+        None,
+        description="Compile the decoder's layers: a minute once, then faster; null: on a GPU, all weights trained.",
+    )
     gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, about 30% slower.")
     train_layer_indices: str | None = Field(None, description='Train only these layers, e.g. "20-31" or "0-3,28-31".')
     use_lora: bool = Field(False, description="Train a LoRA adapter instead of all weights.")

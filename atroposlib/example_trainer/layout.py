@@ -23,16 +23,18 @@ class MicroBatch:
     """Rows of one forward pass. B rows with T predictions each lie in L lines of N tokens, padded on the right.
 
     A line holds one row, or several rows of a group after their common beginning, which is then computed once.
+    Padding on the right needs no mask: no token sees what comes after it. Without one, attention takes its fast path.
     """
 
     rows: list[int]  # their numbers in the step
     input_ids: Tensor  # [L,N]
-    position_ids: Tensor  # [L,N]
-    attention_mask: Tensor  # [L,N] of ones where there is a token, or [L,1,N,N] bool when a line holds several rows
-    lines: list[int]  # [B] the line of each row
+    position_ids: Tensor | None  # [L,N]; None when each line holds one row: 0, 1, 2, ...
+    attention_mask: Tensor | None  # [L,1,N,N] bool; None when each line holds one row: what came before is seen
+    lines: Tensor  # [B] the line of each row
     predictors: Tensor  # [B,T] position in the line whose output predicts target t
     targets: Tensor  # [B,T] the token to predict; 0 where padded
     mask: Tensor  # [B,T] float, 1 where the target is trained
+    trained: tuple[Tensor, Tensor]  # [K] row and index of each trained target
     infer_logp: Tensor  # [B,T] float; 0 where not trained, NaN where the engine gave none
     temperature: Tensor  # [B,1]
 
@@ -80,28 +82,46 @@ def collate(rows: Sequence[Row], lines: Sequence[Sequence[int]], device: torch.d
     chosen = [rows[number] for number in numbers]
     width = max(len(row.tokens) for row in chosen)
 
+    on_gpu = torch.device(device).type == "cuda"
+
+    def put(values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
+
     def table(values: Sequence[np.ndarray], dtype: type[np.generic]) -> Tensor:
-        return torch.as_tensor(_padded(values, width, dtype)[:, 1:]).to(device)
+        return put(_padded(values, width, dtype)[:, 1:])
 
     def line_table(values: Sequence[np.ndarray], fill: int = 0) -> Tensor:
-        return torch.as_tensor(_padded(values, length, np.int64, fill)).to(device)
+        return put(_padded(values, length, np.int64, fill))
 
     layouts = [_Layout.of(rows, line) for line in lines]
+    alone = all(len(line) == 1 for line in lines)
     length = max(len(layout.tokens) for layout in layouts)
-    owners = line_table([layout.owners for layout in layouts], fill=-1)
+    length = rounded_length(length) if on_gpu else length
+    trained_rows, trained_times = np.nonzero(_padded([row.trained for row in chosen], width, np.bool_)[:, 1:])
     known = [row.infer_logp if row.infer_logp is not None else np.full(len(row.tokens), np.nan) for row in chosen]
     return MicroBatch(
         rows=numbers,
         input_ids=line_table([layout.tokens for layout in layouts]),
-        position_ids=line_table([layout.positions for layout in layouts]),
-        attention_mask=(owners >= 0).long() if all(len(line) == 1 for line in lines) else _tree_mask(owners),
-        lines=[number for number, line in enumerate(lines) for _ in line],
+        position_ids=None if alone else line_table([layout.positions for layout in layouts]),
+        attention_mask=None if alone else _tree_mask(line_table([layout.owners for layout in layouts], fill=-1)),
+        lines=put(np.array([number for number, line in enumerate(lines) for _ in line])),
         predictors=table([p for layout in layouts for p in layout.predictors], np.int64),
         targets=table([row.tokens for row in chosen], np.int64),
         mask=table([row.trained for row in chosen], np.float32),
+        trained=(put(trained_rows), put(trained_times)),
         infer_logp=table([np.where(row.trained, k, 0.0) for row, k in zip(chosen, known, strict=True)], np.float32),
-        temperature=torch.tensor([[row.temperature] for row in chosen], device=device),
+        temperature=put(np.array([[row.temperature] for row in chosen], np.float32)),
     )
+
+
+def rounded_length(length: int) -> int:
+    """Round up to one of 32 lengths between two powers of two, or to a multiple of 16.
+
+    cuDNN's attention makes a plan for every shape that it meets, which takes it longer than the attention itself.
+    """
+    step = max(16, 2 ** (length.bit_length() - 1) // 32)
+    return -(-length // step) * step
 
 
 def token_advantages(rows: Sequence[Row], micro: MicroBatch, row_advantages: Tensor) -> Tensor:

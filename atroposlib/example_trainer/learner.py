@@ -8,6 +8,7 @@ Every process holds the whole model. The first one talks to API, engine and disk
 of this does nothing.
 """
 
+import itertools
 import os
 import time
 from collections import Counter
@@ -86,11 +87,15 @@ class Ranks:
 
 @dataclass
 class StepStats:
-    """Sums over trained tokens of a step."""
+    """Sums over trained tokens of a step.
+
+    What a micro-batch adds stays on its device until `read`, so that no GPU waits for a number.
+    """
 
     sums: Counter[str] = field(default_factory=Counter)
     tops: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
+    _unread: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=list)
 
     @classmethod
     def merged(cls, parts: "Iterable[StepStats]") -> "StepStats":
@@ -123,20 +128,30 @@ class StepStats:
         gaps = (logp - torch.where(known, infer_logp, logp)).abs()
         ratios = torch.where(trained, ratio(logp, old_logp), 0.0)
         clipped = clip_counts(logp, old_logp, advantages, mask, eps_low=eps[0], eps_high=eps[1])
-        self.tokens += clipped.tokens
-        values = {
+        zero = mask.new_zeros(())
+        sums = {
+            "tokens": clipped.tokens,
             "logprob_diff": gaps.sum(),
             "compared": known.sum(),
             "ratio": ratios.sum(),
             "clip_low": clipped.low,
             "clip_high": clipped.high,
-            "entropy": 0.0 if entropy is None else entropy.sum(),
-            "kl": 0.0 if kl is None else kl.masked_fill(~trained, 0.0).sum(),
+            "entropy": zero if entropy is None else entropy.sum(),
+            "kl": zero if kl is None else kl.masked_fill(~trained, 0.0).sum(),
         }
-        for name, value in values.items():
-            self.sums[name] += float(value)  # pyright: ignore[reportArgumentType] - a Counter of floats
-        for name, value in {"logprob_diff": gaps.max(), "ratio": ratios.max()}.items():
-            self.tops[name] = max(self.tops.get(name, 0.0), float(value))
+        self._unread.append((sums, {"logprob_diff": gaps.max(), "ratio": ratios.max()}))
+
+    def read(self) -> "StepStats":
+        """Return these statistics with all that was added, as numbers."""
+        for sums, tops in self._unread:
+            values = torch.stack([value.double() for value in (*sums.values(), *tops.values())]).tolist()
+            self.tokens += int(values[0])
+            for name, value in zip(sums, values, strict=False):
+                self.sums[name] += value  # pyright: ignore[reportArgumentType] - a Counter of floats
+            for name, value in zip(tops, values[len(sums) :], strict=True):
+                self.tops[name] = max(self.tops.get(name, 0.0), value)
+        self._unread.clear()
+        return self
 
     def metrics(self, *, entropy: bool, kl: bool) -> dict[str, float]:
         """Means and maxima by metric name; empty when nothing was trained."""
@@ -168,21 +183,32 @@ class TrainingError(AtroposError, ArithmeticError):
     """The loss or the gradient is not a finite number; the weights were not changed."""
 
 
-@dataclass
 class _Clock:
-    """Seconds spent per part of the step; on a GPU the parts are waited for."""
+    """Seconds spent per part of the step; on a GPU by its own events, so that nothing is waited for on the way."""
 
-    device: torch.device
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
-    _last: float = field(default_factory=time.perf_counter)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._marks: list[tuple[str, Any]] = [("start", self._mark())]
 
     def lap(self, part: str) -> None:
         """Book the time since the last call under `part`."""
+        self._marks.append((part, self._mark()))
+
+    def seconds(self) -> dict[str, float]:
+        """Wait for the GPU; return the seconds of each part so far."""
+        found = dict.fromkeys(_PARTS, 0.0)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        self.seconds[part] += now - self._last
-        self._last = now
+        for (_, before), (part, now) in itertools.pairwise(self._marks):
+            found[part] += before.elapsed_time(now) / 1000 if self.device.type == "cuda" else now - before
+        return found
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
 
 class Learner:
@@ -221,17 +247,17 @@ class Learner:
         step = plan(config, rows, tau=self.tau.tau, beta=beta, ref_sums=_sums(references, len(rows)))
         clock.lap("reference")
         used = [i for i in range(len(rows)) if step.signal[i]]
-        stats, loss = StepStats(), 0.0
+        stats, losses = StepStats(), []
         chosen = [rows[i] for i in used]
         for index, lines in enumerate(micro_batches(chosen, config.micro_batch_tokens, share=self.share_prompts)):
             if not self.ranks.mine(index):
                 continue
             micro = collate(rows, [[used[i] for i in line] for line in lines], self.policy.device)
-            loss += self._micro_step(step, rows, micro, _reference_of(references, micro), stats, clock)
-        loss = sum(self.ranks.gather(loss))
+            losses.append(self._micro_step(step, rows, micro, _reference_of(references, micro), stats, clock))
+        loss = sum(self.ranks.gather(sum(map(float, losses))))
         if used:  # else no weight moves, as in a single process
             self.ranks.sum_gradients(self.policy.trainable)
-        stats = StepStats.merged(self.ranks.gather(stats))
+        stats = StepStats.merged(self.ranks.gather(stats.read()))
         grad_norm = self._update(loss)
         clock.lap("optimizer")
         self.step += 1
@@ -254,7 +280,7 @@ class Learner:
         ref_logp: Tensor | None,
         stats: StepStats,
         clock: _Clock,
-    ) -> float:
+    ) -> Tensor:
         """Forward and backward of one micro-batch; its part of the loss."""
         scores = self.policy.score(micro, entropy=self.config.entropy_metric)
         part = micro_loss(self.config, step, rows, micro, scores.logp, ref_logp=ref_logp, beta=self.kl.beta)
@@ -271,7 +297,7 @@ class Learner:
             kl=part.kl,
             eps=(self.config.preset.eps_low, self.config.preset.eps_high),
         )
-        return float(part.loss.detach())
+        return part.loss.detach()
 
     def _update(self, loss: float) -> float:
         """Clip and apply the gathered gradient; its norm before clipping."""
@@ -373,8 +399,9 @@ def _facts(step: StepPlan, rows: Sequence[Row], config: TrainingConfig) -> dict[
 
 
 def _times(clock: _Clock, rows: Sequence[Row], used: Sequence[int]) -> dict[str, float]:
-    busy = sum(clock.seconds.values())
+    seconds = clock.seconds()
+    busy = sum(seconds.values())
     tokens = sum(len(rows[i].tokens) for i in used)
-    return {f"time/{part}_s": seconds for part, seconds in clock.seconds.items()} | {
+    return {f"time/{part}_s": value for part, value in seconds.items()} | {
         "time/train_tokens_per_s": tokens / busy if busy else 0.0
     }

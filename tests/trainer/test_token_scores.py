@@ -6,10 +6,10 @@ import transformers
 from tiny_model import VOCABULARY, make_group
 
 from atroposlib.errors import ModelError
-from atroposlib.example_trainer import policy as scoring
+from atroposlib.example_trainer import token_scores as scoring
 from atroposlib.example_trainer.data import rows_of
 from atroposlib.example_trainer.layout import collate
-from atroposlib.example_trainer.policy import require_known_logits, token_scores
+from atroposlib.example_trainer.token_scores import require_known_logits, token_scores
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -65,12 +65,33 @@ def test_slices_change_neither_the_scores_nor_the_gradient(micro, monkeypatch):
     whole.logp.sum().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    monkeypatch.setattr(scoring, "SLICE_LOGITS", 4 * VOCABULARY)  # 17 trained tokens make 5 slices
+    monkeypatch.setitem(scoring.SLICE_LOGITS, "cpu", 4 * VOCABULARY)  # 17 trained tokens make 5 slices
     sliced = token_scores(model, micro, entropy=True)
     both = [[scores.logp, scores.entropy] for scores in (sliced, whole)]
     torch.testing.assert_close(*both, atol=1e-6, rtol=1e-6)
     sliced.logp.sum().backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], gradients, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_changes_no_score(name):
+    rows = rows_of([make_group([1, 0], completions=[3, 9])], seq_len=64, temperature=0.7)
+    model = make_model(name)
+    alone, padded = (token_scores(model, collate(rows, lines), entropy=True) for lines in ([[0]], [[0], [1]]))
+    torch.testing.assert_close(padded.logp[:1, : alone.logp.shape[1]], alone.logp, atol=1e-5, rtol=1e-5)
+
+
+def test_the_gradient_of_the_scores_is_autograds():
+    logits = torch.randn(5, 11, dtype=torch.float64).bfloat16().float().requires_grad_()
+    targets, temperature = torch.tensor([0, 3, 10, 3, 7]), torch.tensor([0.7, 1.0, 1.3, 0.1, 2.0])
+    factors = torch.randn(5)
+    logp, entropy = scoring._Scores.apply(logits, targets, temperature, True)
+    plain = (logits / temperature[:, None]).log_softmax(-1)
+    torch.testing.assert_close(logp, plain.gather(-1, targets[:, None])[:, 0])
+    torch.testing.assert_close(entropy, -(plain.exp() * plain).sum(-1))
+    (found,) = torch.autograd.grad((logp * factors).sum(), logits)
+    (expected,) = torch.autograd.grad((plain.gather(-1, targets[:, None])[:, 0] * factors).sum(), logits)
+    torch.testing.assert_close(found, expected)
 
 
 def test_rows_without_a_trained_token_have_scores_of_zero():

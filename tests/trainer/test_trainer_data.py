@@ -5,7 +5,7 @@ from tiny_model import make_group
 
 from atroposlib.errors import DataError
 from atroposlib.example_trainer.data import pad_data_to_good_offset, rows_of
-from atroposlib.example_trainer.layout import collate, line_length, micro_batches, token_advantages
+from atroposlib.example_trainer.layout import collate, line_length, micro_batches, rounded_length, token_advantages
 
 
 def rows(*groups, seq_len=64):
@@ -27,9 +27,10 @@ def test_position_t_predicts_token_t_plus_one():
     assert micro.predictors.tolist() == [[0, 1, 2]]
 
 
-def test_shorter_rows_are_padded_on_the_right_and_not_attended():
+def test_shorter_rows_are_padded_on_the_right_where_nothing_attends_to_them():
     micro = collate(rows(make_group([1, 0], completions=[2, 5])), [[0], [1]])
-    assert micro.attention_mask.sum(1).tolist() == [5, 8]
+    assert micro.attention_mask is micro.position_ids is None
+    assert micro.input_ids[0, 5:].tolist() == [0, 0, 0]
     assert micro.mask.sum(1).tolist() == [2, 5]
 
 
@@ -124,6 +125,13 @@ def test_advantages_of_the_environment_win_over_scores():
     micro = collate(found, [[0], [1]])
     table = token_advantages(found, micro, torch.tensor([1.0, 0.0]))
     assert table.tolist() == [[0, 0, 3, 4], [0, 0, 0, 0]]
+
+
+def test_lengths_are_rounded_up_by_a_thirty_second_at_most_from_512_on():
+    assert [rounded_length(n) for n in (1, 16, 17, 500, 512, 513, 1000, 1025, 8000)] == [
+        16, 16, 32, 512, 512, 528, 1008, 1056, 8064
+    ]  # fmt: skip
+    assert all(n <= rounded_length(n) <= n * 33 / 32 + 1 for n in range(512, 9000))
 
 
 def test_upstreams_padding_has_its_shapes_and_fill_values():

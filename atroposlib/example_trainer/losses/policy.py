@@ -105,9 +105,9 @@ def reinforce(logp: Tensor, advantages: Tensor) -> Tensor:
 class ClipCounts:
     """Trained tokens that the clip holds back, and all of them."""
 
-    low: int  # r < 1 - eps_low and A < 0
-    high: int  # r > 1 + eps_high and A > 0
-    tokens: int
+    low: Tensor  # r < 1 - eps_low and A < 0
+    high: Tensor  # r > 1 + eps_high and A > 0
+    tokens: Tensor
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def clip_counts(
     ratios, trained = ratio(logp, old_logp), mask > 0
     low = trained & (ratios < 1 - eps_low) & (advantages < 0)
     high = trained & (ratios > 1 + eps_high) & (advantages > 0)
-    return ClipCounts(int(low.sum()), int(high.sum()), int(trained.sum()))
+    return ClipCounts(low.sum(), high.sum(), trained.sum())
 
 
 def _clip_loss(
