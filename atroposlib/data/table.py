@@ -203,20 +203,23 @@ class TableBuilder:
             return
         task = self._tasks.setdefault(group.task or group.env or "", len(self._tasks))
         item = group.item_hash()
+        lengths = [group.lengths(index) for index in range(len(group.scores))]
         self._groups.append(
             (
                 *(len(self._files) - 1, task, line.number, line.offset, line.size),
-                *(self._response_rows, len(group.scores), item, group.prompt_hash(), _group_hash(group, item)),
+                *(self._response_rows, len(group.scores)),
+                *(item, group.prompt_hash(), _group_hash(group, item, lengths)),
                 *(group.hole[0], group.hole[1] - group.hole[0]),
             )
         )
         reasons = group.finish_reasons or [None] * len(group.scores)
-        for index, (score, reason) in enumerate(zip(group.scores, reasons, strict=True)):
-            lengths = group.lengths(index) or (UNKNOWN_LENGTH, UNKNOWN_LENGTH)
-            runs = (min(count, MOST) for count in group.stretches(index))
-            odd = group.odd.get(index, 0) or (0 if lengths[1] else NOTHING_GENERATED)
+        for index, (score, reason, known) in enumerate(zip(group.scores, reasons, lengths, strict=True)):
+            total, trained = known or (UNKNOWN_LENGTH, UNKNOWN_LENGTH)
+            runs, behind = group.stretches(index)
+            odd = group.odd.get(index, 0) or (0 if trained else NOTHING_GENERATED)
             finish = _FINISH_CODES.get(reason, 0)
-            self._responses.append((self._group_rows, index, finish, odd, score, *lengths, *runs))
+            row = (self._group_rows, index, finish, odd, score, total, trained, min(runs, MOST), min(behind, MOST))
+            self._responses.append(row)
         self._group_rows += 1
         self._response_rows += len(group.scores)
         if len(self._responses) >= 10_000:
@@ -310,7 +313,7 @@ def without_doubles(table: Table, *, strict: bool = False) -> Table:
     return replace(table, groups=groups, responses=responses, set_aside=set_aside)
 
 
-def _group_hash(group: LazyGroup, item: int) -> int:
+def _group_hash(group: LazyGroup, item: int, lengths: list[tuple[int, int] | None]) -> int:
     """64 bits naming a group by its recorded id; 0 when it has none.
 
     An id that a run of ours gave names run and item. Others may be used again, so item, scores and lengths must agree.
@@ -319,7 +322,7 @@ def _group_hash(group: LazyGroup, item: int) -> int:
         return 0
     name = str(group.group_id)
     if not name.endswith(f"/{group.item_key}/{group.part or 0}"):
-        name += f" {item} {group.scores} {[group.lengths(index) for index in range(len(group.scores))]}"
+        name += f" {item} {group.scores} {lengths}"
     return hash64(name.encode())
 
 
