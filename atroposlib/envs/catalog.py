@@ -95,6 +95,27 @@ def file_of(name: str) -> Path | None:
     return entry.file() if entry else None
 
 
+_ADAPTERS = "atroposlib.environments.adapters"
+_OWN = {"reasoning_gym": "tasks"}
+"""Frameworks that an environment of ours serves, with the setting that lists what of it is wanted."""
+
+
+def adapted(adapter: str, name: str | None) -> tuple[str, dict[str, object]]:
+    """Return the environment for a framework, as `load` takes it, and the settings that choose `name` of it.
+
+    Raises:
+        ConfigError: there is no adapter for the framework.
+    """
+    if adapter in _OWN:
+        return adapter, {_OWN[adapter]: [name]} if name else {}
+    package = importlib.util.find_spec(_ADAPTERS)
+    folders = package.submodule_search_locations if package is not None else None
+    files = {path.stem.removesuffix("_env"): path for folder in folders or () for path in Path(folder).glob("*_env.py")}
+    if adapter not in files:
+        raise ConfigError(f"there is no adapter {adapter!r}; there are {', '.join(sorted([*files, *_OWN]))}")
+    return str(files[adapter]), {"id": name} if name else {}
+
+
 def from_file(path: Path) -> "type[BaseEnv]":
     """Import a file and return the one environment that it defines."""
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -7,7 +7,9 @@ looked up beside the YAML file, outputs (`run_dir`, `log_dir`) in the current fo
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from atroposlib.envs.catalog import adapted
 
 
 class Section(BaseModel):
@@ -53,6 +55,10 @@ class EnvironmentConfig(Section):
     """Which environment makes the problems and scores the answers."""
 
     script: str = Field(description="Name of an environment, or its Python file relative to this YAML file.")
+    adapter: str | None = Field(
+        None, description="In place of script: a framework, such as textarena or gymnasium, whose environment `id` is."
+    )
+    id: str | None = Field(None, description="With adapter: which environment of the framework.")
     config: str | None = Field(
         None, description="The environment's own YAML; its `env:` and first `openai:` entry lie below the fields here."
     )
@@ -68,6 +74,15 @@ class EnvironmentConfig(Section):
         "`--set environment.env.NAME=VALUE` goes here.",
     )
     server: dict[str, Any] = Field({}, description="Fields of its engine client, as under `openai:`, e.g. timeout.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapted(cls, values: Any) -> Any:
+        """Find the script of an adapter."""
+        if not isinstance(values, dict) or not values.get("adapter") or "script" in values:
+            return values
+        script, env = adapted(values["adapter"], values.get("id"))
+        return {**values, "script": script, "env": {**env, **(values.get("env") or {})}}
 
 
 class ApiConfig(Section):

@@ -2,17 +2,18 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from fakes import FakeServer, FakeTokenizer
 
+from atroposlib.environments.adapters.episode import EpisodeEnv, Step
 from atroposlib.environments.adapters.gymnasium_env import GymnasiumEnv
-from atroposlib.environments.adapters.reasoning_gym_env import ReasoningGymEnv
 from atroposlib.environments.adapters.skyrl_gym_env import SkyRLEnv
 from atroposlib.environments.adapters.textarena_env import TextArenaEnv
-from atroposlib.environments.adapters.episode import EpisodeEnv, Step
 from atroposlib.envs.base import ServerBaseline
 from atroposlib.errors import ConfigError, EnvironmentFault
+from atroposlib.launch.load import load_config
 from atroposlib.type_definitions import IGNORE_INDEX
 
 
@@ -74,20 +75,6 @@ async def test_what_gymnasium_cannot_do_is_said_at_the_start(name, message):
         await make(GymnasiumEnv, "0", id=name).setup()
 
 
-async def test_reasoning_gym_scores_its_own_answers_and_gives_the_same_item_for_a_number():
-    pytest.importorskip("reasoning_gym")
-    env = make(ReasoningGymEnv, "", id="basic_arithmetic", items=5)
-    await env.setup()
-    answers = [env.dataset[index]["answer"] for index in range(5)]
-    env.server.servers[0].script = [f"<think>x</think><answer>{answer}</answer>" for answer in answers] + ["none"]
-    rows = [await rolled_out(env, index) for index in range(5)]
-    assert [row["scores"] for row in rows] == [1.0] * 5
-    assert (await rolled_out(env, 0))["scores"] == 0.0
-    assert await env.get_item(5) is None
-    with pytest.raises(ConfigError, match="no_such"):
-        await make(ReasoningGymEnv, "", id="no_such").setup()
-
-
 async def test_a_game_of_textarena_is_played_to_its_end_and_only_news_are_said():
     pytest.importorskip("textarena")
     env = make(TextArenaEnv, [f"[{n}]" for n in range(1, 21)], id="GuessTheNumber-v0", max_turns=20)
@@ -108,6 +95,26 @@ async def test_rows_of_skyrl_gym_are_scored_by_their_environment(tmp_path):
     rows.write_text(json.dumps(row) + "\n")
     env = make(SkyRLEnv, ["so #### 4", "so #### 5"], id="gsm8k", rows=str(rows))
     assert [(await rolled_out(env))["scores"] for _ in range(2)] == [1.0, 0.0]
+
+
+ADAPTED = {
+    "by file": ("textarena", "Sudoku-v0", "textarena_env.py", {"id": "Sudoku-v0", "max_turns": 9}),
+    "ours by name": ("reasoning_gym", "sudoku", "reasoning_gym", {"tasks": ["sudoku"], "max_turns": 9}),
+}
+
+
+@pytest.mark.parametrize(("adapter", "name", "file", "env"), ADAPTED.values(), ids=ADAPTED)
+def test_a_datagen_file_names_an_adapter_and_an_environment_of_its_framework(tmp_path, adapter, name, file, env):
+    path = tmp_path / "run.yaml"
+    section = f"environment: {{adapter: {adapter}, id: {name}, env: {{max_turns: 9}}}}"
+    path.write_text(
+        f"name: t\nrun_dir: {tmp_path}/run\nproblems: 3\nresponses: 2\nengine: {{kind: embedded}}\n{section}\n"
+    )
+    config = load_config(path).environment
+    assert (Path(config.script).name.startswith(file), config.env) == (True, env)
+    path.write_text(path.read_text().replace(adapter, "nobody"))
+    with pytest.raises(ConfigError, match=r"no adapter 'nobody'; there are .*textarena"):
+        load_config(path)
 
 
 class Broken(EpisodeEnv):
