@@ -152,9 +152,9 @@ def _connect(path: Path | str) -> sqlite3.Connection:
     db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     try:
         for pragma in (
+            "locking_mode = EXCLUSIVE",  # first: then no shared memory, which needs room and a local disk, is made
             f"page_size = {PAGE_BYTES}",
             "auto_vacuum = INCREMENTAL",
-            "locking_mode = EXCLUSIVE",  # so there is no shared memory, which needs room of its own
             "journal_mode = WAL",
             "synchronous = FULL",
             "secure_delete = OFF",

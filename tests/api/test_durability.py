@@ -209,6 +209,14 @@ def test_a_state_of_an_earlier_version_is_refused_in_one_sentence(tmp_path):
     assert sorted(path.name for path in state.iterdir()) == ["index.sqlite", "segments"]
 
 
+async def test_a_state_needs_no_shared_memory_so_it_may_lie_on_a_network_disk(tmp_path):
+    for _ in range(2):
+        app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+        await client_of(app).get("/register")
+        assert not list(tmp_path.rglob("*-shm"))
+        await app.state.service.store.close()
+
+
 def test_only_this_user_may_read_the_state(tmp_path):
     with server_process(tmp_path / "state") as server:
         with httpx.Client(base_url=server.url) as client:
