@@ -4,8 +4,6 @@ import ast
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 PACKAGE, ENGINE = "atroposlib", "atroposlib_engine"
 
@@ -30,14 +28,6 @@ def imported_by(path):
 
 IMPORTS = {name: {each for each in imported_by(path) if each in MODULES} - {name} for name, path in MODULES.items()}
 
-CIRCLES_LEFT = {
-    ("envs.base", "envs.cli"),
-    ("envs.server_handling.managed_adapter", "envs.server_handling.managed_server"),
-    ("envs.server_handling.one_by_one", "envs.server_handling.server_baseline"),
-    ("envs.server_handling.sglang_server", "envs.server_handling.sglang_stream"),
-}
-"""Pairs of modules between which the import of the second by the first is not counted. Only ever fewer."""
-
 
 def circle_of(graph):
     """A circle as the modules on it, [] where there is none."""
@@ -49,19 +39,7 @@ def circle_of(graph):
 
 
 def test_no_import_is_part_of_a_circle():
-    left = {(f"{PACKAGE}.{one}", f"{PACKAGE}.{other}") for one, other in CIRCLES_LEFT}
-    graph = {name: {each for each in imports if (name, each) not in left} for name, imports in IMPORTS.items()}
-    assert circle_of(graph) == []
-
-
-@pytest.mark.parametrize("pair", sorted(CIRCLES_LEFT), ids="-".join)
-def test_every_exception_is_still_needed(pair):
-    one, other = (f"{PACKAGE}.{name}" for name in pair)
-    rest = {(f"{PACKAGE}.{a}", f"{PACKAGE}.{b}") for a, b in CIRCLES_LEFT - {pair}}
-    assert other in IMPORTS[one]
-    assert circle_of(
-        {name: {each for each in imports if (name, each) not in rest} for name, imports in IMPORTS.items()}
-    )
+    assert circle_of(IMPORTS) == []
 
 
 def room_of(name):

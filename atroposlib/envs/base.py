@@ -611,6 +611,11 @@ class BaseEnv(TrainerSide):
         stem = f"{self.label}_rollouts_{config.run_name}"
         return RunFiles(folder, stem, self.label, config.run_name, None, progress)
 
+    @classmethod
+    def has_own_tokenizer(cls) -> bool:
+        """True where a subclass makes its tokenizer in its own way."""
+        return cls.load_tokenizer is not BaseEnv.load_tokenizer
+
     def load_tokenizer(self) -> Any:
         """The tokenizer of `tokenizer_name`: a folder, a .gguf file, a model of the embedded engine, or a hub name.
 

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -18,16 +18,13 @@ from pydantic import BaseModel, ValidationError
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
-from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
+from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
 from atroposlib.errors import AtroposError, ConfigError, ModelError
 from atroposlib.paths import expand_path
-from atroposlib.rollouts.run import EXIT_WORK_REMAINS
+from atroposlib.rollouts.run import EXIT_WORK_REMAINS, Outcome
 from atroposlib.rollouts.stop import leave_soon
 from atroposlib.utils.cli import describe_fields, merge_dicts, parse_value, refuse_unknown, split_flags
-
-if TYPE_CHECKING:
-    from atroposlib.envs.base import BaseEnv
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +79,40 @@ class Settings:
         return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
 
+class CommandEnv(Protocol):
+    """An environment as the command line needs it; `BaseEnv` is one."""
+
+    name: str | None
+    server_cls: ClassVar[type[APIServer]]
+    fresh: bool
+    settings_text: str | None
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, ServerBaseline | Sequence[APIServerConfig]]: ...
+
+    @classmethod
+    def extra_namespaces(cls, mode: str) -> dict[str, type[BaseModel]]: ...
+
+    @classmethod
+    async def preview(cls, settings: Settings) -> list[str]: ...
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self: ...
+
+    @classmethod
+    def has_own_tokenizer(cls) -> bool: ...
+
+    async def _run_evaluate(self) -> int: ...
+
+    async def env_manager(self) -> Outcome: ...
+
+    async def process_manager(self) -> Outcome: ...
+
+
 class EnvCommand:
     """One command of one environment. Made by `make_command`, run by `main`."""
 
-    env_cls: ClassVar[type["BaseEnv"]]
+    env_cls: ClassVar[type[CommandEnv]]
     mode: ClassVar[Mode]
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -122,12 +149,12 @@ class EnvCommand:
         return _run_loop(env, self.mode)
 
 
-def make_command(env_cls: type["BaseEnv"], mode: Mode) -> type[EnvCommand]:
+def make_command(env_cls: type[CommandEnv], mode: Mode) -> type[EnvCommand]:
     """The command class of one environment and mode."""
     return type(f"{env_cls.__name__}{mode.capitalize()}", (EnvCommand,), {"env_cls": env_cls, "mode": mode})
 
 
-def main(env_cls: type["BaseEnv"], arguments: Sequence[str] | None = None) -> int:
+def main(env_cls: type[CommandEnv], arguments: Sequence[str] | None = None) -> int:
     """Run the command line of one environment.
 
     Returns:
@@ -165,15 +192,14 @@ def main(env_cls: type["BaseEnv"], arguments: Sequence[str] | None = None) -> in
         return EXIT_FAILED
 
 
-async def _counterparts(env_cls: type["BaseEnv"], settings: Settings) -> list[str]:
+async def _counterparts(env_cls: type[CommandEnv], settings: Settings) -> list[str]:
     """Load the tokenizer as the environment would, and ask the engines; a line for each."""
-    from atroposlib.envs.base import BaseEnv
     from atroposlib.envs.server_handling.engine_identity import load_for
 
     given, manager = settings.env.tokenizer_name, settings.manager
     servers = ServerManager(settings.servers, env_cls.server_cls, slurm=manager.slurm, testing=manager.testing)
     tokenizer, name = None, given
-    if env_cls.load_tokenizer is not BaseEnv.load_tokenizer:
+    if env_cls.has_own_tokenizer():
         line = f"tokenizer: made by {env_cls.__name__}.load_tokenizer, not looked at"
     else:
         try:
@@ -186,7 +212,7 @@ async def _counterparts(env_cls: type["BaseEnv"], settings: Settings) -> list[st
     return [line, *await servers.describe_engines(tokenizer, name)]
 
 
-def resolve(env_cls: type["BaseEnv"], mode: Mode, arguments: Sequence[str]) -> Settings:
+def resolve(env_cls: type[CommandEnv], mode: Mode, arguments: Sequence[str]) -> Settings:
     """Return the settings of one command: flags over YAML over the mode's defaults over `config_init`.
 
     A mapping of the YAML file is merged into that of `config_init`; one given as a flag replaces both.
@@ -224,7 +250,7 @@ def resolve(env_cls: type["BaseEnv"], mode: Mode, arguments: Sequence[str]) -> S
     )
 
 
-def namespaces(env_cls: type["BaseEnv"], mode: Mode, env_model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+def namespaces(env_cls: type[CommandEnv], mode: Mode, env_model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """The groups of flags of one command by their prefix; "" holds those without one."""
     return {
         ENV_NAMESPACE: env_model,
@@ -234,7 +260,7 @@ def namespaces(env_cls: type["BaseEnv"], mode: Mode, env_model: type[BaseModel])
     }
 
 
-def help_text(env_cls: type["BaseEnv"], mode: Mode) -> str:
+def help_text(env_cls: type[CommandEnv], mode: Mode) -> str:
     """Every setting of one command with its meaning and default."""
     default_env, servers = env_cls.config_init()
     server = servers if isinstance(servers, ServerBaseline) else next(iter(servers), ServerBaseline())
@@ -315,7 +341,7 @@ def _namespace(flags: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in flags.items() if key.startswith(prefix)}
 
 
-def _mode_defaults(mode: Mode, env_cls: type["BaseEnv"], config: BaseEnvConfig) -> dict[str, Any]:
+def _mode_defaults(mode: Mode, env_cls: type[CommandEnv], config: BaseEnvConfig) -> dict[str, Any]:
     if mode != "process":
         return {}
     path = config.data_path_to_save_groups or f"data/{env_cls.name or 'groups'}.jsonl"
@@ -360,7 +386,7 @@ def _without_secrets(server: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in server.items() if key not in SECRET_FIELDS}
 
 
-def _run_loop(env: "BaseEnv", mode: Mode) -> int:
+def _run_loop(env: CommandEnv, mode: Mode) -> int:
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         if mode == "evaluate":
             code = runner.run(env._run_evaluate()) or 0

@@ -22,6 +22,10 @@ _prompt_counted: ContextVar[bool] = ContextVar("prompt_counted", default=False)
 _row: ContextVar[int | None] = ContextVar("rollout_row", default=None)
 
 
+TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[str]]
+"""prompt_tokens [P], output_tokens [n][T], output_logprobs [n][T], finish_reasons [n]."""
+
+
 class Chat(NamedTuple):
     """A conversation as it goes into a record."""
 

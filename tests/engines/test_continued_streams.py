@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from atroposlib.data.tokenizers import load_tokenizer
-from atroposlib.envs.server_handling import sglang_stream
+from atroposlib.envs.server_handling import sglang_server
 from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
@@ -46,7 +46,7 @@ async def ask(server):
 
 async def test_a_cut_off_response_goes_on_as_if_nothing_had_happened(server, tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "PIECE_TOKENS", 8)
-    monkeypatch.setattr(sglang_stream, "PIECE_TOKENS", 8)
+    monkeypatch.setattr(sglang_server, "PIECE_TOKENS", 8)
     (_, whole, logprobs, _), _ = await ask(server)
 
     journal = keep(server, tmp_path)

@@ -10,7 +10,7 @@ from atroposlib.envs.server_handling.one_by_one import OneByOne, digest_of
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_baseline import MAX_TRIES
 from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.sglang_stream import is_resumable
+from atroposlib.envs.server_handling.sglang_server import is_resumable
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import EngineFault, RequestFault
 from atroposlib.rollouts import journal as journal_module
@@ -215,8 +215,8 @@ async def test_the_weight_versions_of_a_group_are_its_oldest_and_its_newest(engi
 
 async def test_a_killed_process_loses_less_than_a_piece_of_a_stream(engine, sglang, tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "PIECE_TOKENS", 4)
-    monkeypatch.setattr("atroposlib.envs.server_handling.sglang_stream.PIECE_TOKENS", 4)
-    monkeypatch.setattr("atroposlib.envs.server_handling.sglang_stream._TOKEN_BYTES", 1)
+    monkeypatch.setattr("atroposlib.envs.server_handling.sglang_server.PIECE_TOKENS", 4)
+    monkeypatch.setattr("atroposlib.envs.server_handling.sglang_server._TOKEN_BYTES", 1)
     keep(sglang, tmp_path, streams=True)
     engine.text = "one two three four"
     whole = [*FakeTokenizer().encode(engine.text), EOS]

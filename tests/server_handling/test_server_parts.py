@@ -8,7 +8,7 @@ import numpy as np
 import openai
 import pytest
 
-from atroposlib.envs.server_handling import discovery, sglang_stream
+from atroposlib.envs.server_handling import discovery, sglang_server
 from atroposlib.envs.server_handling.config_merge import resolve_openai_configs
 from atroposlib.envs.server_handling.discovery import expand_nodelist, slurm_base_urls
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
@@ -24,8 +24,7 @@ from atroposlib.envs.server_handling.sampling import (
 from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import server_configs
-from atroposlib.envs.server_handling.sglang_server import decode_generations
-from atroposlib.envs.server_handling.sglang_stream import StreamReader
+from atroposlib.envs.server_handling.sglang_server import StreamReader, decode_generations
 from atroposlib.envs.server_handling.timings import timing_metrics
 from atroposlib.errors import ConfigError, RequestFault
 from atroposlib.rollouts.journal import ResponseJournal
@@ -364,7 +363,7 @@ def event_of(ids, logprobs):
 
 
 def test_log_probabilities_that_begin_later_stay_with_their_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr(sglang_stream, "PIECE_TOKENS", 0)  # every event is parsed
+    monkeypatch.setattr(sglang_server, "PIECE_TOKENS", 0)  # every event is parsed
     draft = ResponseJournal(tmp_path / "run.journal", set()).open("1", b"place")
     reader = StreamReader(draft, decode_generations, "http://engine/generate")
 

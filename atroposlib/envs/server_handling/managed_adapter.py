@@ -1,16 +1,21 @@
 """An object shaped like `AsyncOpenAI` that talks to a managed server, for libraries that take such a client."""
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from atroposlib.envs.server_handling.managed_server import ManagedServer
+
+class TrackedServer(Protocol):
+    """The calls of a managed server that a client makes."""
+
+    async def chat_completion(self, **kwargs: Any) -> Any: ...
+
+    async def completion(self, **kwargs: Any) -> Any: ...
 
 
 class ManagedServerAdapter:
     """`.chat.completions.create` and `.completions.create`; everything else is refused."""
 
-    def __init__(self, managed_server: "ManagedServer", base_url: str) -> None:
+    def __init__(self, managed_server: TrackedServer, base_url: str) -> None:
         self.base_url = base_url
         self.chat = _Chat(_Route(managed_server.chat_completion))
         self.completions = _Route(managed_server.completion)

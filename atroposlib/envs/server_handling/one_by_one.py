@@ -23,13 +23,18 @@ from atroposlib.errors import RolloutFault
 from atroposlib.rollouts.earlier import EarlierRollouts
 from atroposlib.rollouts.journal import PLACE_BYTES, Draft, ResponseJournal
 from atroposlib.rollouts.source import Work, current_work
-from atroposlib.rollouts.trace import EngineReply, current_trace, finish_reason_of, held_replies, same_prompt
+from atroposlib.rollouts.trace import (
+    EngineReply,
+    TokensAndLogprobs,
+    current_trace,
+    finish_reason_of,
+    held_replies,
+    same_prompt,
+)
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
     from openai.types.completion import Completion
-
-    from atroposlib.envs.server_handling.server_baseline import TokensAndLogprobs
 
 _NAMES_NOTHING = frozenset({"n", "timeout", "extra_headers", "seed"})
 
@@ -82,7 +87,7 @@ class OneByOne:
         """As `APIServer.completion`."""
         return join_choices(await self._openai(server, "_completion_wrapper", kwargs, parse_completion))
 
-    async def tokens(self, server: Asker, kwargs: dict[str, Any]) -> "TokensAndLogprobs":
+    async def tokens(self, server: Asker, kwargs: dict[str, Any]) -> TokensAndLogprobs:
         """As `APIServer.tokens_and_logprobs_completion`."""
 
         async def ask(draft: Draft, one: dict[str, Any]) -> None:

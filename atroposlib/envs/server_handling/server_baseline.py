@@ -26,7 +26,7 @@ from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.server_config import APIServerConfig, OpenaiConfig, ServerBaseline
 from atroposlib.envs.server_handling.timings import timing_metrics
 from atroposlib.errors import EngineFault, KilledFault
-from atroposlib.rollouts.trace import EngineReply, current_trace
+from atroposlib.rollouts.trace import EngineReply, TokensAndLogprobs, current_trace
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -47,9 +47,6 @@ __all__ = [
     "ServerBaseline",
     "TokensAndLogprobs",
 ]
-
-TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[str]]
-"""prompt_tokens [P], output_tokens [n][T], output_logprobs [n][T], finish_reasons [n]."""
 
 MAX_TRIES = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
