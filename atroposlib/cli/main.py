@@ -35,6 +35,7 @@ SECTIONS: dict[str, dict[str, Word]] = {
             "atropos-grpo-run",
         ),
         "env": Word("atroposlib.environments.command", "List, show, run and check environments by name."),
+        "eval": Word("atroposlib.environments.eval_environments.command", "Run benchmarks, show and compare results."),
         "status": Word("atroposlib.cli.status", "Show the progress of a run, running or not."),
         "runs": Word("atroposlib.cli.runs", "List the runs below a folder, with state and size."),
         "cluster": Word(

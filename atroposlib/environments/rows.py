@@ -54,7 +54,7 @@ def load_split(
     """
 
     def items(source: str, split: str) -> list[T]:
-        return [_item(row, where, to_item, wanted) for where, row in read_rows(source, name=name, split=split)]
+        return load_items(source, to_item, name=name, split=split, wanted=wanted)
 
     found = items(dataset, splits[0])
     if eval_dataset is not None:
@@ -68,6 +68,18 @@ def load_split(
         counts = f"{len(loaded['train'])} problems to train on and {len(loaded['test'])} to evaluate with"
         raise DataError(f"{dataset} gives {counts}; at least one of each is needed, so a file needs {EVAL_EVERY} rows")
     return loaded
+
+
+def load_items(
+    dataset: str,
+    to_item: Callable[[Row], T],
+    *,
+    name: str | None = None,
+    split: str = "train",
+    wanted: str = "other columns",
+) -> list[T]:
+    """Return the items of one data set; arguments and errors as for `load_split`."""
+    return [_item(row, where, to_item, wanted) for where, row in read_rows(dataset, name=name, split=split)]
 
 
 def read_rows(dataset: str, *, name: str | None = None, split: str = "train") -> Iterable[tuple[str, Row]]:

@@ -65,6 +65,7 @@ class SingleTurnEnv(BaseEnv):
     config: SingleTurnConfig
     system: ClassVar[str] = ""  # the system prompt, unless the settings name another
     guessing: ClassVar[float] = 0.05  # mean grade that the best constant reply may have
+    extra: ClassVar[str] = ""  # of this package, which it needs
     opening = ""  # of a thought, where the chat template writes it
 
     # -- what an author writes -------------------------------------------------------------------------------------

@@ -112,6 +112,48 @@ def _ks(largest: int) -> list[int]:
     return sorted({2**i for i in range(largest.bit_length()) if 2**i <= largest} | {largest})
 
 
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean: the sample's standard deviation over the root of N; 0 for one value."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+class Paired(NamedTuple):
+    """Two results on the same items."""
+
+    difference: float  # mean of second less first
+    standard_error: float  # of it, paired
+    p_value: float  # of no difference
+    items: int
+    better: int  # items on which the second is
+    worse: int
+
+
+def paired_test(first: Sequence[float], second: Sequence[float], *, draws: int = 10_000, seed: int = 0) -> Paired:
+    """Compare two results item by item, by a permutation test: under no difference each sign is as likely as the other.
+
+    Args:
+        first: [N] scores.
+        second: [N] scores of the same items in the same order.
+        draws: random signs; with 13 differing items or fewer, all signs are tried instead.
+
+    Source: Fisher's randomisation test, as in Good, Permutation Tests, 2000, section 3.
+    """
+    if len(first) != len(second) or not first:
+        raise ValueError(f"a paired test needs as many scores on both sides, found {len(first)} and {len(second)}")
+    gaps = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
+    differing = gaps[gaps != 0]
+    observed = abs(differing.sum())
+    if len(differing) <= 13:
+        signs = 1 - 2 * ((np.arange(2 ** len(differing))[:, None] >> np.arange(len(differing))) & 1)
+        p_value = float(np.mean(np.abs(signs @ differing) >= observed - 1e-12))
+    else:
+        rng = np.random.default_rng(seed)
+        hits = sum(abs(rng.choice((-1, 1), len(differing)) @ differing) >= observed - 1e-12 for _ in range(draws))
+        p_value = (hits + 1) / (draws + 1)
+    better, worse = int((gaps > 0).sum()), int((gaps < 0).sum())
+    return Paired(float(gaps.mean()), standard_error(gaps.tolist()), p_value, len(gaps), better, worse)
+
+
 class Answers(NamedTuple):
     """K answers sampled to one item."""
 

@@ -66,6 +66,7 @@ class ReasoningGymEnv(InternBootcampEnv):
 
     name = "reasoning_gym"
     env_config_cls = ReasoningGymEnvConfig
+    extra = "envs"
     config: ReasoningGymEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     system = THINK + "give your final answer in exactly the form that the problem asks for."
 

@@ -133,8 +133,10 @@ class SGLangServer(TokenServer):
         top = generation.meta_info.input_top_logprobs
         if top is None:
             raise ReplyFault(f"{self.root_url}/generate gave no input_top_logprobs although they were asked for")
+        given = generation.meta_info.input_token_logprobs or []
         return {
             "prompt_tokens": prompt_ids,
+            "prompt_logprobs": [entry.logprob for entry in given],
             "prompt_topk_token_ids": [[entry.token_id for entry in entries or []] for entries in top],
             "prompt_topk_logprobs": [[entry.logprob for entry in entries or []] for entries in top],
         }

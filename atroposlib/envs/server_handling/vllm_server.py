@@ -63,8 +63,10 @@ class VLLMServer(TokenServer):
         sampling |= {"n": 1, "temperature": 0.0, "top_p": 1.0}
         positions = prompt_positions(await self._ask(prompt_ids, sampling, kwargs))
         ranked = [sorted(candidates(position), key=lambda pair: -pair[1])[:top_k] for position in positions]
+        own = [dict(candidates(each)).get(token) for token, each in zip(prompt_ids, positions, strict=True)]
         return {
             "prompt_tokens": prompt_ids,
+            "prompt_logprobs": own,
             "prompt_topk_token_ids": [[token for token, _ in pairs] for pairs in ranked],
             "prompt_topk_logprobs": [[logprob for _, logprob in pairs] for pairs in ranked],
         }

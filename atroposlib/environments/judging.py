@@ -1,0 +1,115 @@
+"""A model as the judge: of two replies, asked in both orders, or of one against the right answer.
+
+What a judge says that cannot be read is counted, and never becomes a preference.
+"""
+
+import asyncio
+import re
+from collections import Counter
+from typing import Any
+
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.reward_fns.math_answers import after_thinking, last_boxed
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.errors import VerifierFault
+from atroposlib.rollouts.failures import scored
+
+_PAIR = """Two assistants answered the same request. {wanted}
+
+[request]
+{question}
+[end of request]
+
+[answer A]
+{a}
+[end of answer A]
+
+[answer B]
+{b}
+[end of answer B]
+
+Say which answer is better, and why, in a few sentences. Then end with \\boxed{{A}}, \\boxed{{B}} or, when neither is
+better, \\boxed{{tie}}."""
+
+_GRADE = """Compare an answer to a question with the right answer.
+
+Question: {question}
+Right answer: {right}
+Answer to judge: {said}
+
+An answer is correct when it gives the right answer and contradicts it nowhere. End with \\boxed{{correct}},
+\\boxed{{incorrect}} or, when it gives no answer, \\boxed{{not attempted}}."""
+
+WANTED = "Judge which one helps the user more: right, complete, clear, and no longer than needed."
+
+
+class Judge:
+    """A model that is asked with temperature 0."""
+
+    def __init__(self, server: ServerManager, own: APIServerConfig | None = None, *, max_tokens: int = 1024) -> None:
+        """
+        Args:
+            server: the engine that is judged, and judges unless `own` is given.
+            own: another engine, for the judge alone.
+            max_tokens: of a judgement.
+        """
+        self.server = ServerManager([own]) if own else server
+        self.max_tokens = max_tokens
+        self.counts: Counter[str] = Counter()
+
+    async def ask(self, prompt: str) -> str:
+        """Return what the judge puts in its last box, in small letters; "" when there is none."""
+        reply = await self.server.chat_completion(
+            messages=[{"role": "user", "content": prompt}],
+            n=1,
+            max_tokens=self.max_tokens,
+            temperature=0.0,
+            split="eval",
+        )
+        said = after_thinking(reply.choices[0].message.content or "")
+        return (last_boxed(said) or "").strip().lower() if said else ""
+
+
+class PairJudge(Judge):
+    """Prefers one of two replies. Each pair is asked in both orders; a judge that prefers a place prefers nothing."""
+
+    def __init__(self, *args: Any, wanted: str = WANTED, **kwargs: Any) -> None:
+        """`wanted`: what is better, in words; other arguments as for `Judge`."""
+        super().__init__(*args, **kwargs)
+        self.wanted = wanted
+
+    async def prefer(self, question: str, a: str, b: str) -> float:
+        """Return 1 when `a` is better, 0 when `b` is, 0.5 for a tie or a judge that changes its mind with the order.
+
+        Raises:
+            VerifierFault: neither order gave a judgement that can be read.
+        """
+        first, second = await asyncio.gather(self._once(question, a, b), self._once(question, b, a))
+        votes = [vote for vote in (first, None if second is None else 1 - second) if vote is not None]
+        self.counts["unread"] += 2 - len(votes)
+        if not votes:
+            raise VerifierFault("the judge gave no \\boxed{A}, \\boxed{B} or \\boxed{tie} in either order")
+        self.counts["changed with the order"] += len(votes) == 2 and {*votes} == {0.0, 1.0}
+        self.counts["pairs"] += 1
+        return sum(votes) / len(votes)
+
+    async def _once(self, question: str, a: str, b: str) -> float | None:
+        said = await self.ask(_PAIR.format(wanted=self.wanted, question=question, a=a, b=b))
+        return {"a": 1.0, "b": 0.0, "tie": 0.5}.get(re.sub(r"\\text|[{}\s]", "", said))
+
+
+class Grader(Judge):
+    """Grades one reply against the right answer."""
+
+    async def grade(self, question: str, said: str, right: str) -> float:
+        """Return 1 for a correct reply, else 0; `Unscored` when the judge cannot be read. `counts` has the verdicts."""
+        return await scored(self._grade(question, said, right))
+
+    async def _grade(self, question: str, said: str, right: str) -> float:
+        verdict = await self.ask(_GRADE.format(question=question, said=said, right=right)) if said else "not attempted"
+        verdict = re.sub(r"\\text|[{}]", "", verdict).strip()
+        if verdict not in ("correct", "incorrect", "not attempted"):
+            self.counts["unread"] += 1
+            raise VerifierFault(f"the judge gave no verdict that can be read, but {verdict[:100]!r}")
+        self.counts[verdict] += 1
+        return float(verdict == "correct")

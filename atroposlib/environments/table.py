@@ -1,0 +1,129 @@
+"""The table of environments in README.md: what the classes say, and what was measured once and is kept in a file.
+
+`atropos env table --measure NAME` measures again; `atropos env table --write` writes the table into the README.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypedDict
+
+from atroposlib.environments.check import rates_of
+from atroposlib.environments.single_turn import RowsEnv, SingleTurnEnv
+from atroposlib.envs import catalog
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.cli import main as run_environment
+from atroposlib.errors import DataError
+from atroposlib.paths import write_text_atomic
+from atroposlib.testing import roll_out, write_tokenizer
+
+FOLDER = Path(__file__).parent
+MEASURED, README = FOLDER / "measured.json", FOLDER / "README.md"
+BEGIN, END = "<!-- table: atropos env table --write -->", "<!-- end of table -->"
+COLUMNS = (
+    "environment",
+    "turns",
+    "data",
+    "extra",
+    "gold",
+    "other spelling",
+    "junk",
+    "nothing",
+    "question",
+    "unfinished",
+)
+HEAD = "| " + " | ".join((*COLUMNS, "constant", "CPU ms a group", "smollm2-135m")) + " |"
+GROUPS, GROUP_SIZE = 20, 8
+PROBLEMS, SHOTS, TOKENS = 64, 4, 64
+"""Of the embedded model's score."""
+
+
+class Measured(TypedDict, total=False):
+    """What is kept of one environment."""
+
+    rates: list[str]  # cells of policies.Rates
+    group_ms: float
+    score: float  # of the embedded model: share of PROBLEMS, asked with SHOTS solved problems, TOKENS tokens
+
+
+def table() -> str:
+    """Return the table of what this package declares, from the classes and the kept measurements."""
+    kept = read_measured()
+    lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
+    for name, entry in catalog.entries().items():
+        if entry.package == "atroposlib":
+            lines.append(_line(name, entry.load(), kept.get(name, {})))
+    return "\n".join(lines)
+
+
+def read_measured() -> dict[str, Measured]:
+    """Return what is kept, by environment."""
+    return json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else {}
+
+
+def with_table(readme: str, made: str) -> str:
+    """Return the README with the table between its marks; DataError when they are not there."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise DataError(f"{README} has no place for the table; it needs the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{made}\n{END}{after}"
+
+
+def write() -> None:
+    """Write the table into the README."""
+    write_text_atomic(README, with_table(README.read_text(encoding="utf-8"), table()))
+
+
+def measure(names: Sequence[str], engine: str | None) -> None:
+    """Measure environments and keep what was found.
+
+    Args:
+        engine: address of an embedded engine that serves smollm2-135m, with /v1; None: its score stays as it is.
+    """
+    for name in names:
+        env_cls = catalog.load(name)
+        if not issubclass(env_cls, SingleTurnEnv):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            found = _measured(env_cls, Path(folder), engine)
+        kept = read_measured()
+        kept[name] = {**kept.get(name, {}), **found}
+        write_text_atomic(MEASURED, json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+
+
+def _measured(env_cls: type[SingleTurnEnv], folder: Path, engine: str | None) -> Measured:
+    flags = env_cls.check_flags(folder)
+    found = Measured(rates=rates_of(env_cls, write_tokenizer(folder / "tokenizer"), flags).cells())
+    size = ["--env.group_size", str(GROUP_SIZE), "--env.ensure_scores_are_not_same", "false", *flags]
+
+    def roll(groups: int) -> float:
+        started = time.process_time()
+        roll_out(env_cls, lambda prompt: "x", folder, groups=groups, settings=[*size, "--fresh", "true"])
+        return time.process_time() - started
+
+    first = roll(1)
+    found["group_ms"] = round(1000 * (roll(GROUPS + 1) - first) / GROUPS, 1)
+    if engine:
+        settings = {"few_shot": SHOTS, "system_prompt": "", "eval_problems": PROBLEMS, "max_token_length": TOKENS}
+        settings |= {"tokenizer_name": "smollm2-135m", "use_wandb": "false", "data_dir_to_save_evals": folder / "evals"}
+        given = [text for key, value in settings.items() for text in (f"--env.{key}", str(value))]
+        server = ["--openai.base_url", engine, "--openai.model_name", "smollm2-135m", "--openai.server_type", "sglang"]
+        if run_environment(env_cls, ["evaluate", *server, *flags, *given]) == 0:
+            metrics = json.loads((folder / "evals" / "metrics.json").read_text())["results"]["all"]
+            found["score"] = round(metrics["eval/percent_correct"], 3)
+    return found
+
+
+def _line(name: str, env_cls: type[BaseEnv], measured: Mapping[str, object]) -> str:
+    turns, data, extra = "several", "-", "-"
+    if issubclass(env_cls, SingleTurnEnv):
+        turns, extra = "1", env_cls.extra or "-"
+        is_made = env_cls.make is not SingleTurnEnv.make or not issubclass(env_cls, RowsEnv)
+        data = ("made, or rows" if is_made else "rows") if issubclass(env_cls, RowsEnv) else "made"
+    rates = measured.get("rates") or ["-"] * 7
+    numbers = [str(measured.get(key, "-")) for key in ("group_ms", "score")]
+    assert isinstance(rates, list)
+    return "| " + " | ".join([f"`{name}`", turns, data, extra, *rates, *numbers]) + " |"
