@@ -1,17 +1,21 @@
-"""Compressed rollout files as streams of their decompressed bytes, which tell an end from a cut.
+"""Compressed rollout files as streams of their decompressed bytes; everything before damage is given first."""
 
-The readers of `zstandard` and `gzip` keep to themselves what they have of a piece when they find that the file ends
-early; here everything before the damage is given first.
-"""
-
+import gzip
 import io
+import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+__all__ = ["KINDS", "DamagedError", "DecompressedFile", "is_compressed", "open_lines", "zstd"]
 
 _READ_BYTES = 1 << 16
 KINDS = {".zst": "zstd", ".gz": "gzip"}
@@ -20,18 +24,6 @@ KINDS = {".zst": "zstd", ".gz": "gzip"}
 
 class DamagedError(Exception):
     """The compressed data ends early or is of another kind."""
-
-
-class _Frame(Protocol):
-    """One decompressor, from the beginning of a frame to its end."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, /) -> bytes: ...
 
 
 def is_compressed(path: Path) -> bool:
@@ -49,11 +41,8 @@ class DecompressedFile(io.RawIOBase):
 
     def __init__(self, source: io.RawIOBase, suffix: str) -> None:
         self._source = source
-        self._new_frame, self._error = _decompressor(suffix)
-        self._frame: _Frame | None = None  # the one that is being read
-        self._compressed = b""
-        self._plain = b""  # decompressed, and not given yet
-        self._damage: DamagedError | None = None  # found behind `_plain`
+        self._plain = gzip.GzipFile(fileobj=source) if suffix == ".gz" else zstd.ZstdFile(source)  # type: ignore[call-overload]
+        self._damage: DamagedError | None = None
 
     def readable(self) -> bool:
         """Yes."""
@@ -67,16 +56,13 @@ class DecompressedFile(io.RawIOBase):
         """
         if count < 0:
             return self.readall()
-        pieces = [self._plain]
-        size = len(self._plain)
-        while size < count and self._damage is None and (piece := self._next_piece()):
+        pieces: list[bytes] = []
+        while count > 0 and (piece := self._next_piece(count)):
             pieces.append(piece)
-            size += len(piece)
-        plain = b"".join(pieces)
-        self._plain = plain[count:]
-        if not plain and self._damage is not None:
+            count -= len(piece)
+        if not pieces and self._damage is not None:
             raise self._damage
-        return plain[:count]
+        return b"".join(pieces)
 
     def readinto(self, buffer: "Buffer", /) -> int:
         """As `read`, of the size of `buffer`."""
@@ -90,30 +76,13 @@ class DecompressedFile(io.RawIOBase):
         self._source.close()
         super().close()
 
-    def _next_piece(self) -> bytes:
-        """The next decompressed bytes; b"" at the end, or when damage was found."""
-        while True:
-            self._compressed = self._compressed or self._source.read(_READ_BYTES) or b""
-            if not self._compressed:
-                if self._frame is not None:
-                    self._damage = DamagedError("it ends in the middle of its data")
-                return b""
-            self._frame = self._frame or self._new_frame()
+    def _next_piece(self, count: int) -> bytes:
+        """At most `count` bytes; b"" at the end, or where damage was found."""
+        if self._damage is None:
             try:
-                piece = self._frame.decompress(self._compressed)
-            except self._error as error:
+                return self._plain.read1(count)
+            except EOFError:
+                self._damage = DamagedError("it ends in the middle of its data")
+            except (zstd.ZstdError, zlib.error, gzip.BadGzipFile) as error:
                 self._damage = DamagedError(str(error))
-                return b""
-            self._compressed = self._frame.unused_data
-            self._frame = None if self._frame.eof else self._frame
-            if piece:
-                return piece
-
-
-def _decompressor(suffix: str) -> tuple[Callable[[], _Frame], type[Exception]]:
-    """Makes a decompressor of one frame, and what it raises."""
-    if suffix == ".gz":
-        return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
-    import zstandard  # only compressed files need it
-
-    return lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
+        return b""

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, cast
 
 import msgspec
-import zstandard
 
+from atroposlib.data.compressed import zstd
 from atroposlib.data.rollout_files import read_lines
 from atroposlib.errors import DataError, PathError
 from atroposlib.json_lines import one_line
@@ -260,7 +260,7 @@ def written_whole(
                 with path.open("rb") as previous:
                     shutil.copyfileobj(previous, raw, _BUFFER_BYTES)
             if path.suffix == ".zst":
-                with zstandard.ZstdCompressor().stream_writer(raw, closefd=False) as compressed:
+                with zstd.ZstdFile(raw, "wb") as compressed:
                     compressed.write(first)
                     yield JsonlWriter(cast(BinaryIO, compressed))
             else:

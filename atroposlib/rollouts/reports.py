@@ -7,10 +7,12 @@ and a shard is removed only after its compressed copy is complete and synced.
 import asyncio
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from atroposlib.data.compressed import zstd
 from atroposlib.rollouts.failures import describe_error
 
 logger = logging.getLogger(__name__)
@@ -86,12 +88,11 @@ def html_twin(path: Path) -> Path:
 
 def compress(path: Path) -> Path:
     """Replace `path` by `<path>.zst`; the new file's path. Interrupted at any point, one of the two is complete."""
-    import zstandard
-
     target = path.with_name(path.name + ".zst")
     temporary = path.with_name(f".{path.name}.zst.new")
     with path.open("rb") as plain, temporary.open("wb") as packed:
-        zstandard.ZstdCompressor(level=3).copy_stream(plain, packed)
+        with zstd.ZstdFile(packed, "wb") as stream:
+            shutil.copyfileobj(plain, stream, 1 << 20)
         packed.flush()
         os.fsync(packed.fileno())
     modified = path.stat().st_mtime_ns

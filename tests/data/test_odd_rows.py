@@ -10,12 +10,12 @@ from pathlib import Path
 
 import orjson
 import pytest
-import zstandard
 from fastapi.testclient import TestClient
 from rollout_factory import make_group, write_groups
 
 from atroposlib.cli import data, dpo, sft
 from atroposlib.cli.boundary import run
+from atroposlib.data.compressed import zstd
 from atroposlib.data.policy import Policy, TargetStep
 from atroposlib.data.rollout_files import find_rollout_files
 from atroposlib.data.sft import SftOptions, export_sft
@@ -168,7 +168,7 @@ def test_where_nothing_can_be_used_the_exit_code_is_1_and_nothing_is_written(fol
 
 
 def cut_zstd(folder):
-    whole = zstandard.compress(b"".join(line(item) + b"\n" for item in range(10, 600)))
+    whole = zstd.compress(b"".join(line(item) + b"\n" for item in range(10, 600)))
     (folder / "a.jsonl.zst").write_bytes(whole[: len(whole) // 2])
     return "rest of a damaged compressed file: 1"
 

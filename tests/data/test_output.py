@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-import zstandard
 from rollout_factory import make_group, write_groups
 
+from atroposlib.data.compressed import zstd
 from atroposlib.data.output import check_output, write_whole, written_whole
 from atroposlib.data.rollout_files import read_lines
 from atroposlib.data.sft import SftOptions, export_sft
@@ -74,7 +74,7 @@ def rollouts(tmp_path):
 @pytest.mark.parametrize("name", ["o.jsonl", "o.jsonl.zst"])
 def test_a_last_line_without_newline_is_ended_before_anything_is_appended(tmp_path, rollouts, name):
     output, mine = tmp_path / name, b'{"messages":[],"score":1.0}'
-    output.write_bytes(zstandard.compress(mine) if output.suffix == ".zst" else mine)
+    output.write_bytes(zstd.compress(mine) if output.suffix == ".zst" else mine)
     export_sft(rollouts, output, options=SftOptions(append=True))
     first, second = (line.data for line in read_lines(output))
     assert first == mine + b"\n"
@@ -84,7 +84,7 @@ def test_a_last_line_without_newline_is_ended_before_anything_is_appended(tmp_pa
 @pytest.mark.parametrize("name", ["o.jsonl", "o.jsonl.zst"])
 def test_nothing_is_appended_to_half_a_line(tmp_path, name):
     output, half = tmp_path / name, b'{"score": 1.0}\n{"score": 1.0, "mess'
-    output.write_bytes(zstandard.compress(half) if output.suffix == ".zst" else half)
+    output.write_bytes(zstd.compress(half) if output.suffix == ".zst" else half)
     before = output.read_bytes()
     with pytest.raises(PathError, match=f"{name}:2: the last line is cut short, .* remove it"):
         check_output(output, append=True)

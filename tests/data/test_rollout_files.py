@@ -3,9 +3,9 @@ import os
 from pathlib import Path
 
 import pytest
-import zstandard
 from rollout_factory import make_group, write_groups
 
+from atroposlib.data.compressed import zstd
 from atroposlib.data.output import check_output
 from atroposlib.data.rollout_files import find_rollout_files, read_rollouts
 from atroposlib.data.sft import SftOptions, export_sft
@@ -56,13 +56,13 @@ def test_a_complete_last_line_without_newline_is_read(tmp_path):
 def test_a_folder_is_read_in_order_with_zstd_shards_and_without_failures(tmp_path):
     write_groups(tmp_path / "x_rollouts_main_0002.jsonl", [make_group([1.0], item="2")])
     plain = write_groups(tmp_path / "one", [make_group([1.0], item="1")])
-    (tmp_path / "x_rollouts_main_0001.jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
+    (tmp_path / "x_rollouts_main_0001.jsonl.zst").write_bytes(zstd.compress(plain.read_bytes()))
     (tmp_path / "failures.jsonl").write_text('{"failure_class": "kill"}\n')
     assert [group["item_key"] for group in read_rollouts(tmp_path)] == ["1", "2"]
 
 
 def test_a_shard_compressed_in_several_frames_is_read_to_its_end(tmp_path):
-    frames = [zstandard.compress(write_groups(tmp_path / "t", [make_group([1.0], item=i)]).read_bytes()) for i in "123"]
+    frames = [zstd.compress(write_groups(tmp_path / "t", [make_group([1.0], item=i)]).read_bytes()) for i in "123"]
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(b"".join(frames))
     assert [group["item_key"] for group in read_rollouts([path])] == ["1", "2", "3"]
@@ -78,7 +78,7 @@ def test_a_damaged_zstd_file_is_named(tmp_path):
 @pytest.fixture(params=[1, 3], ids=["one frame", "the last of three frames"])
 def cut_zstd(request, tmp_path):
     groups = [make_group([1.0, 0.0], item=str(number)) for number in range(2000)]
-    frame = zstandard.compress(write_groups(tmp_path / "t", groups).read_bytes())
+    frame = zstd.compress(write_groups(tmp_path / "t", groups).read_bytes())
     (tmp_path / "t").unlink()
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(frame * (request.param - 1) + frame[: len(frame) // 2])
@@ -102,7 +102,7 @@ def test_a_zstd_file_that_is_cut_short_is_damage_for_every_reader(tmp_path, cut_
 def test_a_zstd_file_that_gets_shorter_while_it_is_read_is_damage(tmp_path):
     plain = write_groups(tmp_path / "t", [make_group([1.0, 0.0], item=str(number)) for number in range(2000)])
     path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(zstandard.compress(plain.read_bytes()))
+    path.write_bytes(zstd.compress(plain.read_bytes()))
     table = open_table(path)
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(DataError, match="it ends in the middle"):
@@ -110,9 +110,9 @@ def test_a_zstd_file_that_gets_shorter_while_it_is_read_is_damage(tmp_path):
 
 
 def test_frames_without_content_are_skipped(tmp_path):
-    data = zstandard.compress(write_groups(tmp_path / "t", [make_group([1.0])]).read_bytes())
+    data = zstd.compress(write_groups(tmp_path / "t", [make_group([1.0])]).read_bytes())
     skippable = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"notes"
-    (tmp_path / "a.jsonl.zst").write_bytes(skippable + data + zstandard.compress(b"") + skippable + data)
+    (tmp_path / "a.jsonl.zst").write_bytes(skippable + data + zstd.compress(b"") + skippable + data)
     assert len(list(read_rollouts(tmp_path / "a.jsonl.zst"))) == 2
 
 
@@ -197,7 +197,7 @@ def run_of_three(tmp_path):
     for number in (1, 2, 3):
         path = write_groups(folder / f"x_rollouts_main_000{number}.jsonl", [make_group([1.0], item=str(number))])
         if number < 3:
-            path.with_name(f"{path.name}.zst").write_bytes(zstandard.compress(path.read_bytes()))
+            path.with_name(f"{path.name}.zst").write_bytes(zstd.compress(path.read_bytes()))
             path.unlink()
     write_groups(folder / "y_rollouts_main_0001.jsonl", [make_group([1.0], item="9")])
     return folder

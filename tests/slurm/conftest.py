@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import zstandard
 
+from atroposlib.data.compressed import zstd
 from atroposlib.launch.lock import start_time
 from tests.data.small_tokenizer import write_tokenizer
 from tests.slurm.small_checkout import write_checkout
@@ -251,7 +251,7 @@ def is_step_daemon(pid: int) -> bool:
 def read(path: Path) -> bytes:
     if path.suffix != ".zst":
         return path.read_bytes()
-    with zstandard.open(path, "rb") as stream:
+    with zstd.open(path, "rb") as stream:
         return stream.read()
 
 
