@@ -7,8 +7,6 @@ more than call its backend (a subclass with its own methods, one that cleans up 
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from atroposlib.envs.server_handling.byte_text import ByteText, is_byte_level
-
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
@@ -42,7 +40,7 @@ class Codec:
         if self._backend is not None:
             marked = _special_ids(self._backend)
             self._special = marked if tokenizer.eos_token_id is None else marked | {tokenizer.eos_token_id}
-            self._decoder = ByteText(self._backend, marked) if is_byte_level(self._backend) else self._backend
+            self._decoder = self._backend
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of a text."""
