@@ -1,5 +1,6 @@
 """What is installed adds no other name at the top, so that a user's own `environments` folder is what runs."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,24 @@ def test_the_wheel_holds_our_top_level_names_only(site):
     names = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
     assert names == NAMES
     assert {path.name for path in (site / "atroposlib").iterdir()} >= {"environments", "example_trainer"}
+
+
+def test_the_wheel_brings_the_settings_of_its_commands_and_what_they_name(site, tmp_path):
+    code = (
+        "from importlib.resources import files\n"
+        "from pathlib import Path\n"
+        "from atroposlib.launch.load import load_config\n"
+        "for path in sorted((Path(str(files('atroposlib'))) / 'configs').glob('*.yaml')):\n"
+        "    print(path.name, load_config(path).environment.script)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(site)}
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
+    scripts = dict(line.split() for line in said.stdout.splitlines())
+    assert {"quickstart.yaml", "intern_bootcamp_r1.yaml"} <= scripts.keys()
+    assert all(Path(script).is_relative_to(site) and Path(script).is_file() for script in scripts.values())
+    assert (site / "atroposlib" / "configs" / "trainer" / "grpo.yaml").is_file()
 
 
 def test_an_editable_install_maps_our_top_level_names_only():

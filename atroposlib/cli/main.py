@@ -23,7 +23,10 @@ class Word:
 
 
 SECTIONS: dict[str, dict[str, Word]] = {
-    "Begin": {"new": Word("atroposlib.cli.new", "Write an environment with its settings and its test.")},
+    "Begin": {
+        "quickstart": Word("atroposlib.cli.quickstart", "Make a first dataset with a small model on the CPU."),
+        "new": Word("atroposlib.cli.new", "Write an environment with its settings and its test."),
+    },
     "Run": {
         "datagen": Word("atroposlib.cli.datagen", "Run engine, API, environment and export as one supervised job."),
         "collect": Word(
