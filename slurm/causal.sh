@@ -18,7 +18,6 @@ fi
 set -a # jobs get the settings as their environment
 source "$1"
 set +a
-mkdir -p "$DATA"
 
 # submit NAME DEPENDENCY ARGS...: queue a job, or print it; its number in $job
 submit() {
@@ -35,6 +34,7 @@ submit() {
     echo "$name: job $job${after:+ after $after}"
 }
 
+[ -n "${DRY_RUN:-}" ] || mkdir -p "$DATA"
 # shellcheck disable=SC2086 # options are words
 submit collect "" --job-name=causal-collect --array="0-$((TASKS - 1))" $COLLECT_OPTIONS slurm/causal.slurm collect
 submit dataset "$job" --job-name=causal-dataset $DATASET_OPTIONS slurm/causal.slurm dataset

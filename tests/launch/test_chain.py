@@ -34,3 +34,21 @@ def test_a_command_that_ends_at_once_keeps_its_exit_code(code):
         assert job.stdout.readline() == "ready\n"
         job.send_signal(signal.SIGUSR1)
         assert job.wait(timeout=60) == code
+
+
+@pytest.mark.parametrize("settings", ["dev", "production"])
+def test_the_causal_jobs_wait_for_each_other(tmp_path, settings):
+    """Printed, not queued; `make test-slurm` has a cluster."""
+    repository = CHAIN.parents[1]
+    command = ["bash", str(repository / "slurm" / "causal.sh"), f"configs/causal/{settings}.env"]
+    environ = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "DRY_RUN": "1"}
+    done = subprocess.run(command, cwd=repository, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    jobs = done.stdout.splitlines()
+    assert [job.partition("afterok:")[2].partition(" ")[0] for job in jobs] == [
+        "",
+        "<collect>",
+        "<dataset>",
+        "<surrogate>",
+    ]
+    assert [job.split(".slurm ")[1].split(" ")[0] for job in jobs[:3]] == ["collect", "dataset", "surrogate"]
+    assert (repository / jobs[3].split(".slurm ")[1].split(" ")[0]).is_file()
