@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import orjson
 import yaml
 
 from atroposlib.environments.causal.demonstration import ENV, DemonstrationConfig, demo_name, run_name
@@ -37,7 +38,7 @@ from atroposlib.sandbox.workers import SandboxError, WorkerPool
 logger = logging.getLogger(__name__)
 
 SIZES = {"small": 1_000, "medium": 10_000, "large": 100_000, "xlarge": 500_000}
-EXPERT = "atroposlib.environments.causal.demonstration:demonstrate"
+EXPERT = "atroposlib.environments.causal.demonstration:demonstration_text"
 RUN = "demonstrations"
 LINES_PER_FILE = 5_000
 SAY_EVERY_S = 10.0
@@ -317,7 +318,7 @@ async def collect(
         serial: in this process, one after the other, for a debugger.
         timeout_s: for one attempt. memory_mb: address space of one worker.
         compressed: full files become `.jsonl.zst`.
-        function: `module:name` of what makes a record from config, level and index.
+        function: `module:name` of what makes a record, or its JSON text, from config, level and index.
 
     Raises:
         ConfigError, PathError, LaunchError: as `Collection`. DataError: nothing but failures.
@@ -331,7 +332,7 @@ async def collect(
     pool = WorkerPool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
 
     async def make(level: str, index: int) -> dict[str, Any]:
-        return await pool.call(function, collection.config, level, index)
+        return _record(await pool.call(function, collection.config, level, index))
 
     try:
         await collection.run(make, _AHEAD * workers)
@@ -353,9 +354,13 @@ def _in_this_process(function: str, config: dict[str, Any]) -> Make:
 
     async def make(level: str, index: int) -> dict[str, Any]:
         await asyncio.sleep(0)  # signals and progress have their turn
-        return made(config, level, index)
+        return _record(made(config, level, index))
 
     return make
+
+
+def _record(made: str | dict[str, Any]) -> dict[str, Any]:
+    return orjson.loads(made) if isinstance(made, str) else made
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:

@@ -8,6 +8,7 @@ believed after t interventions.
 
 import hashlib
 import itertools
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -127,6 +128,11 @@ def demonstrate(config: Mapping[str, Any], difficulty: str, index: int) -> dict[
             },
         },
     }
+
+
+def demonstration_text(config: Mapping[str, Any], difficulty: str, index: int) -> str:
+    """Return `demonstrate` as JSON text, which a process can hand over without its being parsed number by number."""
+    return json.dumps(demonstrate(config, difficulty, index), allow_nan=False)
 
 
 def run_name(config: Mapping[str, Any]) -> str:

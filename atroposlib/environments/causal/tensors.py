@@ -244,5 +244,5 @@ def _h5py() -> Any:
     try:
         import h5py  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise DataError("HDF5 needs h5py: pip install h5py; or write --format npz") from None
+        raise DataError("HDF5 needs h5py: pip install 'atroposlib[hdf5]'; or write --format npz") from None
     return h5py

@@ -30,7 +30,7 @@ LEVELS = list(DIFFICULTIES)
 
 def make(folder, plan, *, function="quick", config=None, **options):
     options = {"workers": 2, "serial": True, "timeout_s": 20.0, **options}
-    kind = f"{STUB}:{function}" if function else "atroposlib.environments.causal.demonstration:demonstrate"
+    kind = f"{STUB}:{function}" if function else "atroposlib.environments.causal.demonstration:demonstration_text"
     return asyncio.run(collect(folder, config or DemonstrationConfig(), plan, function=kind, **options))
 
 
