@@ -1,0 +1,146 @@
+"""CPU of the agents' gateway: per call at many in flight, over many rollouts, and by the length of the history.
+
+    python tests/server_handling/bench_gateway.py            # a table; takes about a minute on two cores
+
+The gateway is a process of its own with a scripted engine inside, so that its CPU is that of HTTP, keys, rendering,
+tokenizing, lineage, record and reply. The engine gives 200 ids a call and takes 0.5 s.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import uvicorn
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from atroposlib.envs.server_handling.managed_server_proxy import create_app
+from tests.rollouts.asking_env import bytes_tokenizer
+from tests.server_handling.test_managed_server_proxy import manager_of
+
+REPLY, DELAY_S = 200, 0.5
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Engine:
+    """Gives words that name the last user's turn, so that a mix-up shows."""
+
+    def __init__(self, tokenizer, delay_s):
+        from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
+        from atroposlib.envs.server_handling.server_config import APIServerConfig
+
+        self.tokenizer, self.delay_s = tokenizer, delay_s
+        self.sem = self.eval_sem = AsyncSemWithAdaptiveWeight(4096)
+        self.config = APIServerConfig(model_name="bench", base_url="http://bench/v1", health_check=False)
+        self.server_healthy = True
+
+    async def tokens_and_logprobs_completion(self, *, prompt, input_ids, **_):
+        await asyncio.sleep(self.delay_s)
+        last = prompt.rpartition("user\n")[2].partition("<|im_end|>")[0]
+        text = (last + " " + "word " * REPLY)[: REPLY - 1]
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return input_ids, [ids], [[-random.random() - 0.01 for _ in ids]], ["stop"]
+
+
+def serve(delay_s: float) -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    app = create_app(manager_of(Engine(tokenizer, delay_s)), tokenizer, "bench")
+    import socket
+
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    print(listener.getsockname()[1], flush=True)
+    config = uvicorn.Config(app, log_level="error", lifespan="off", ws="none", access_log=False)
+    asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+async def talk(session, name, turns, made, marks=None):
+    headers, messages = {"Authorization": f"Bearer {made['key']}"}, []
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"{name}/{turn}"})
+        async with session.post("/v1/chat/completions", json={"messages": messages}, headers=headers) as reply:
+            message = (await reply.json())["choices"][0]["message"]
+        assert message["content"].startswith(f"{name}/{turn} "), message
+        messages.append(message)
+        if marks is not None:
+            marks.append(cpu_s(marks[0]))
+
+
+async def measure(pid: int, port: int, rollouts: int, turns: int) -> tuple[float, float]:
+    """Milliseconds of CPU a call, and seconds, with one request of each rollout in flight."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector) as session:
+        made = []
+        for _ in range(rollouts):
+            async with session.post("/rollouts", json={}) as reply:
+                made.append(await reply.json())
+        before, started = cpu_s(pid), time.monotonic()
+        await asyncio.gather(*(talk(session, f"r{i}", turns, one) for i, one in enumerate(made)))
+        return (cpu_s(pid) - before) * 1000 / (rollouts * turns), time.monotonic() - started
+
+
+async def by_length(pid: int, port: int) -> list[tuple[str, float]]:
+    """Milliseconds of CPU a call in each quarter of 128 turns; 8 rollouts one after the other."""
+    totals = [0.0] * 4
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+        for i in range(8):
+            async with session.post("/rollouts", json={}) as reply:
+                made = await reply.json()
+            marks: list = [pid, cpu_s(pid)]
+            await talk(session, f"long{i}", 128, made, marks)
+            for quarter in range(4):
+                totals[quarter] += marks[1 + 32 * (quarter + 1)] - marks[1 + 32 * quarter]
+    return [(f"turns {32 * q + 1} to {32 * q + 32}", total * 1000 / (8 * 32)) for q, total in enumerate(totals)]
+
+
+def running(delay_s: float) -> tuple[subprocess.Popen, int]:
+    process = subprocess.Popen([sys.executable, __file__, "--serve", str(delay_s)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--serve", type=float)
+    args = parser.parse_args()
+    if args.serve is not None:
+        serve(args.serve)
+        return
+    for rollouts, turns in ((256, 8), (1024, 4)):
+        process, port = running(DELAY_S)
+        try:
+            each, seconds = asyncio.run(measure(process.pid, port, rollouts, turns))
+            size = memory_mb(process.pid)
+            print(f"{rollouts} in flight, {turns} turns: {each:.2f} ms CPU a call, {seconds:.1f} s, {size:.0f} MB")
+        finally:
+            process.kill()
+            process.wait()
+    process, port = running(0.0)
+    try:
+        for name, each in asyncio.run(by_length(process.pid, port)):
+            print(f"one rollout, {name}: {each:.2f} ms CPU a call")
+    finally:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()
