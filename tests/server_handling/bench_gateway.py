@@ -20,11 +20,12 @@ import uvicorn
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from atroposlib.envs.server_handling.managed_server_proxy import create_app
-from tests.rollouts.asking_env import bytes_tokenizer
-from tests.server_handling.test_managed_server_proxy import manager_of
+from atroposlib.envs.server_handling.managed_server_proxy import create_app  # noqa: E402
+from tests.rollouts.asking_env import bytes_tokenizer  # noqa: E402
+from tests.server_handling.test_managed_server_proxy import manager_of  # noqa: E402
 
 REPLY, DELAY_S = 200, 0.5
+LOGPROBS = [-random.random() - 0.01 for _ in range(REPLY)]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -38,7 +39,9 @@ class Engine:
         from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
         from atroposlib.envs.server_handling.server_config import APIServerConfig
 
-        self.tokenizer, self.delay_s = tokenizer, delay_s
+        characters = map(chr, range(32, 127))
+        self.ids = {each: tokenizer.encode(each, add_special_tokens=False)[0] for each in characters}
+        self.delay_s = delay_s
         self.sem = self.eval_sem = AsyncSemWithAdaptiveWeight(4096)
         self.config = APIServerConfig(model_name="bench", base_url="http://bench/v1", health_check=False)
         self.server_healthy = True
@@ -47,8 +50,8 @@ class Engine:
         await asyncio.sleep(self.delay_s)
         last = prompt.rpartition("user\n")[2].partition("<|im_end|>")[0]
         text = (last + " " + "word " * REPLY)[: REPLY - 1]
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return input_ids, [ids], [[-random.random() - 0.01 for _ in ids]], ["stop"]
+        ids = [self.ids[character] for character in text]
+        return input_ids, [ids], [LOGPROBS[: len(ids)]], ["stop"]
 
 
 def serve(delay_s: float) -> None:
@@ -59,7 +62,7 @@ def serve(delay_s: float) -> None:
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     print(listener.getsockname()[1], flush=True)
-    config = uvicorn.Config(app, log_level="error", lifespan="off", ws="none", access_log=False)
+    config = uvicorn.Config(app, log_level="error", lifespan="off", ws="none", access_log=False, timeout_keep_alive=600)
     asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
 
 

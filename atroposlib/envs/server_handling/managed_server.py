@@ -15,6 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import orjson
+from xxhash import xxh3_128_digest
+
 from atroposlib.envs.server_handling.chat_prompt import (
     knows_developer,
     opened_thought,
@@ -158,6 +161,7 @@ class ManagedServer:
         self.current_nodes: list[SequenceNode] = []
         self.sequences: dict[str, SequenceNode] = {}  # tree mode only, by full_text
         self.lineage = Lineage()
+        self._turns: dict[bytes, Turn] = {}  # of messages that requests brought
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         self._keeps_thoughts = keeps_thoughts
@@ -211,16 +215,34 @@ class ManagedServer:
         return self._tracked(prompt, prompt_ids, outputs, messages, opening)
 
     def _conversation(self, request: ChatRequest) -> Conversation:
-        said = [copied(message) for message in request.messages]
-        plain = plain_messages(said, knows_developer=knows_developer(self.tokenizer))
-        translator = self._get_translator() if request.tools or self._tool_parser else None
-        turns = []
-        for message, shown in zip(said, plain, strict=True):
-            if shown is not None and translator is not None:
-                (shown,) = translator.convert_messages_for_template([shown])
-            keys = keys_of(message if shown is None or message.get("role") == "assistant" else shown)
-            turns.append(Turn(message, shown, keys))
+        if any(message.get("role") == "developer" for message in request.messages if isinstance(message, dict)):
+            said = [copied(message) for message in request.messages]
+            plain = plain_messages(said, knows_developer=knows_developer(self.tokenizer))
+            turns = [self._turn(message, shown, request) for message, shown in zip(said, plain, strict=True)]
+        else:
+            turns = [self._known_turn(message, index, request) for index, message in enumerate(request.messages)]
         return Conversation(tuple(turns), request.tools)
+
+    def _known_turn(self, message: Message, index: int, request: ChatRequest) -> Turn:
+        """The turn of a message; one that was sent before is not looked at again, however long the history grows."""
+        try:
+            name = xxh3_128_digest(orjson.dumps(message))
+        except TypeError:  # an object of a client, a number of more than 64 bits
+            name = None
+        turn = self._turns.get(name) if name is not None else None
+        if turn is None:
+            said = copied(message)
+            (shown,) = plain_messages([said], first=index)
+            turn = self._turn(said, shown, request)
+            if name is not None:
+                self._turns[name] = turn
+        return turn
+
+    def _turn(self, said: Message, shown: Message | None, request: ChatRequest) -> Turn:
+        translator = self._get_translator() if request.tools or self._tool_parser else None
+        if shown is not None and translator is not None:
+            (shown,) = translator.convert_messages_for_template([shown])
+        return Turn(said, shown, keys_of(said if shown is None or said.get("role") == "assistant" else shown))
 
     def _message(self, output: Output, request: ChatRequest, opening: str) -> tuple[Message, Message]:
         """The assistant's message as the caller gets it, and as it is recorded."""
@@ -346,6 +368,7 @@ class ManagedServer:
         self.current_nodes = []
         self.sequences = {}
         self.lineage = Lineage()
+        self._turns = {}
 
     # -- prompts -------------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ def create_app(
     ]
     for method, path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=[method])
-    app.router.routes += [*gateway.model_routes(), *gateway.control_routes()]
+    app.router.routes[:0] = [*gateway.model_routes(), *gateway.control_routes()]  # the first that matches is taken
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(UnknownSessionError, _unknown_session)
     app.add_exception_handler(RolloutFault, _rollout_fault)
