@@ -1,6 +1,6 @@
 """CPU of the agents' gateway: per call at many in flight, over many rollouts, and by the length of the history.
 
-    python tests/server_handling/bench_gateway.py            # a table; takes about a minute on two cores
+    python benchmarks/bench_gateway.py            # a table; takes about a minute on two cores
 
 The gateway is a process of its own with a scripted engine inside, so that its CPU is that of HTTP, keys, rendering,
 tokenizing, lineage, record and reply. The engine gives 200 ids a call and takes 0.5 s.
@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 import uvicorn
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
 from atroposlib.envs.server_handling.managed_server_proxy import create_app  # noqa: E402
 from tests.rollouts.asking_env import bytes_tokenizer  # noqa: E402
