@@ -130,7 +130,7 @@ def _run(app, listener: socket.socket) -> None:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
     )
-    gc.freeze()  # collections look at what came since, no longer at all that was imported: a tenth of an ingest's CPU
+    gc.freeze()  # collections look at what came since, no longer at all that was imported
     uvicorn.Server(config).run(sockets=[listener])
 
 
