@@ -64,6 +64,7 @@ async def test_prompt_logprobs_come_best_first(logprobs, server, engine):
 
     assert result == {
         "prompt_tokens": [5, 8],
+        "prompt_logprobs": [None, -0.1],
         "prompt_topk_token_ids": [[], [8, 7]],
         "prompt_topk_logprobs": [[], [-0.1, -0.5]],
     }

@@ -1,0 +1,97 @@
+"""Mixtures of environments: by weight, by difficulty, by recent pass rate."""
+
+from collections import Counter
+
+import pytest
+
+from atroposlib.environments.mixture_env import RARELY, MixtureEnv
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.errors import ConfigError
+from tests.fakes import FakeServer, FakeTokenizer
+
+SOURCES = [
+    {"environment": "countdown", "weight": 3, "env": {"few_shot": 0}},
+    {"environment": "letter_counting", "levels": [1, 2]},
+]
+
+
+class LocalEnv(MixtureEnv):
+    def load_tokenizer(self):
+        return FakeTokenizer()
+
+
+@pytest.fixture(autouse=True)
+def no_tokenizer(monkeypatch):
+    monkeypatch.setattr("atroposlib.envs.base.BaseEnv.load_tokenizer", lambda self: FakeTokenizer())
+
+
+async def make_env(sources=SOURCES, script="x", **settings):
+    config = MixtureEnv.env_config_cls(sources=sources, group_size=2, use_wandb=False, **settings)
+    env = LocalEnv(config, [APIServerConfig(base_url="http://fake/v1")])
+    env.server.servers = [FakeServer(script)]
+    await env.setup()
+    return env
+
+
+async def test_items_come_by_weight_and_depend_on_seed_and_index_alone():
+    env, again = await make_env(), await make_env()
+    items = [await env.get_item(index) for index in range(400)]
+    counts = Counter(map(env.item_task, items))
+    assert counts.keys() == {"countdown", "letter_counting@1", "letter_counting@2"}
+    assert 270 <= counts["countdown"] <= 330
+    assert [await again.get_item(index) for index in (399, 3)] == [items[399], items[3]]
+    assert {item["item"]["level"] for item in items if item["source"] == "letter_counting@2"} == {2}
+    of_one = [item["item"]["numbers"] for item in items if item["source"] == "countdown"]
+    first = [(await env.children["countdown"].get_item(index))["numbers"] for index in range(len(of_one))]
+    assert of_one == first
+
+
+async def test_a_group_is_scored_by_its_environment_and_carries_its_source():
+    env = await make_env()
+    item = {"source": "countdown", "item": {"numbers": [1, 2], "target": 3, "solution": "1 + 2"}}
+    env.server.servers[0].script = ["<answer>1 + 2</answer>", "no"]
+    group, backlog = await env.collect_trajectories(item)
+    assert (group["scores"], group["task"], backlog) == ([1.0, 0.0], "countdown", [])
+    assert list(env.recent["countdown"]) == [0.5]
+
+
+async def test_sources_that_are_too_easy_or_too_hard_are_drawn_rarely_until_that_changes():
+    env = await make_env(curriculum=True, window=2)
+    env.recent["countdown"].extend([1.0, 1.0])
+    env.recent["letter_counting@1"].extend([0.5, 0.5])
+    env.recent["letter_counting@2"].append(0.0)  # too few groups to say
+    assert env.chances() == {"countdown": 3 * RARELY, "letter_counting@1": 0.5, "letter_counting@2": 0.5}
+    assert not env.has_get_item
+    counts = Counter([(await env.get_next_item())["source"] for _ in range(300)])
+    assert counts["countdown"] < 60 < counts["letter_counting@1"]
+    env.recent["countdown"].extend([0.5, 0.5])
+    assert env.chances()["countdown"] == 3.0
+
+
+async def test_statistics_are_those_of_each_source(monkeypatch):
+    logged = []
+
+    async def log(self, metrics=None):
+        logged.append(metrics)
+
+    env = await make_env()
+    monkeypatch.setattr("atroposlib.envs.base.BaseEnv.wandb_log", log)
+    env.recent["countdown"].append(0.5)
+    await env.wandb_log({"step": 1})
+    assert logged[0]["mixture/pass_rate_countdown"] == 0.5
+    assert logged[0]["mixture/share_countdown"] == 0.75
+
+
+REFUSED = {
+    "nothing": ([], "env.sources is empty"),
+    "the same twice": ([{"environment": "countdown"}] * 2, "'countdown' twice"),
+    "an unknown setting": ([{"environment": "countdown", "env": {"numberz": 3}}], "no setting 'numberz'"),
+    "levels where there are none": ([{"environment": "mixture", "levels": [1]}], "no setting 'levels'"),
+    "an unknown environment": ([{"environment": "countdwon"}], "did you mean 'countdown'"),
+}
+
+
+@pytest.mark.parametrize(("sources", "said"), REFUSED.values(), ids=REFUSED)
+async def test_a_mixture_that_cannot_be_is_refused(sources, said):
+    with pytest.raises(ConfigError, match=said):
+        await make_env(sources)
