@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 
+from atroposlib.environments.mixture_env import MixtureEnv
 from atroposlib.environments.policies import Rates, measure
 from atroposlib.environments.single_turn import SingleTurnEnv
 from atroposlib.envs.base import APIServerConfig, BaseEnv
@@ -67,7 +68,8 @@ def check(
     yield _finding("documentation", lambda: _documented(env_cls))
     yield _finding("config_init", lambda: type(env_cls.config_init()[0]).__name__)
     tokenizer = write_tokenizer(folder / "tokenizer")
-    flags = [*flags] if flags or not issubclass(env_cls, SingleTurnEnv) else env_cls.check_flags(folder)
+    has_own = issubclass(env_cls, SingleTurnEnv | MixtureEnv)
+    flags = env_cls.check_flags(folder) if has_own and not flags else [*flags]
     noting, answer = _knowing(env_cls)
     common = ["--env.group_size", str(GROUP_SIZE), "--env.ensure_scores_are_not_same", "false", *flags]
     with ScriptedEngine(answer, tokenizer) as engine:

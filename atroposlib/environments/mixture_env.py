@@ -66,6 +66,11 @@ class MixtureEnv(BaseEnv):
         engine = local_engine()
         return MixtureConfig(group_size=8, tokenizer_name=engine[0].model_name), engine
 
+    @classmethod
+    def check_flags(cls, folder: Path) -> list[str]:
+        """Return flags for checks of the environment."""
+        return ["--env.sources", '[{"environment": "countdown"}, {"environment": "text_reversal", "levels": [1, 2]}]']
+
     async def setup(self) -> None:
         """Set up every environment; ConfigError when there is none, or two have one name."""
         children: dict[str, BaseEnv] = {}

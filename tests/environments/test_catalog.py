@@ -9,13 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from atroposlib.cli.new import env as new_env
-from atroposlib.environments import community
+from atroposlib.environments import community, table
 from atroposlib.environments.check import check
 from atroposlib.environments.command import app
+from atroposlib.environments.single_turn import SingleTurnEnv
 from atroposlib.envs import catalog
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.cli import MODES
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, DataError
 from atroposlib.launch.load import load_config
 
 OURS = [name for name, entry in catalog.entries().items() if entry.package == "atroposlib"]
@@ -143,3 +144,15 @@ def test_one_is_listed_shown_and_run_by_its_name():
     shown = said("run", "countdown", "process", "--help")
     assert (shown.exit_code, "--env.largest" in shown.stdout) == (0, True)
     assert said("run", "countdown", "dance").exit_code == 2
+
+
+def test_the_readme_has_the_table_that_the_command_makes():
+    readme = table.README.read_text(encoding="utf-8")
+    assert table.with_table(readme, table.table()) == readme, "run `atropos env table --write`"
+    verifiable = {name for name in OURS if issubclass(catalog.load(name), SingleTurnEnv)}
+    assert table.read_measured().keys() <= verifiable
+
+
+def test_a_readme_without_a_place_for_the_table_is_refused():
+    with pytest.raises(DataError, match="has no place for the table"):
+        table.with_table("# Environments", "| a |")
