@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -130,8 +130,8 @@ class AgentRun:
 class AgentEnv(BaseEnv):
     """An author writes `get_item`, `run_agent` and `verify`. Who overrides `teardown` calls this one, too."""
 
-    env_config_cls: ClassVar[type[BaseEnvConfig]] = AgentEnvConfig
-    config: AgentEnvConfig
+    env_config_cls = AgentEnvConfig
+    config: AgentEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     _service: "GatewayService | None" = None
 
@@ -196,7 +196,7 @@ class AgentEnv(BaseEnv):
     def rollout_settings(self) -> RolloutSettings:
         """Budgets and sampling of one rollout."""
         config = self.config
-        return RolloutSettings(
+        return RolloutSettings.of(
             tool_parser=config.tool_parser,
             reasoning_parser=config.reasoning_parser,
             history=config.history,

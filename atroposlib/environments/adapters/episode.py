@@ -58,8 +58,8 @@ class Episode(Protocol):
 class EpisodeEnv(BaseEnv):
     """The base of adapters: a rollout is an episode, and its score is that of the framework."""
 
-    env_config_cls: ClassVar[type[BaseEnvConfig]] = EpisodeConfig
-    config: EpisodeConfig
+    env_config_cls = EpisodeConfig
+    config: EpisodeConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     framework: ClassVar[str] = ""  # to be installed
     is_thread_safe: ClassVar[bool] = True  # False: the framework draws from a global generator
 

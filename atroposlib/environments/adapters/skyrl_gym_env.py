@@ -48,8 +48,8 @@ class SkyRLEnv(EpisodeEnv):
 
     name = "skyrl_gym"
     framework: ClassVar[str] = "skyrl-gym"
-    env_config_cls: ClassVar[type[EpisodeConfig]] = SkyRLConfig
-    config: SkyRLConfig
+    env_config_cls = SkyRLConfig
+    config: SkyRLConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def prepare(self) -> int:
         import skyrl_gym  # noqa: F401 (told here when it is missing)

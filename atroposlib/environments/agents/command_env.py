@@ -9,7 +9,7 @@ the agent has ended; the score is 1.0 where it exits with 0. Files of the task c
 import asyncio
 import json
 from pathlib import Path
-from typing import ClassVar, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 from pydantic import Field
 
@@ -41,8 +41,8 @@ class CommandEnv(AgentEnv):
     """Score 1.0 where the check of the task exits with 0."""
 
     name = "command_agent"
-    env_config_cls: ClassVar[type[AgentEnvConfig]] = CommandConfig
-    config: CommandConfig
+    env_config_cls = CommandConfig
+    config: CommandConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     async def setup(self) -> None:
         if not self.config.command:

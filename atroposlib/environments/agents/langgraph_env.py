@@ -5,7 +5,7 @@
 `--env.api responses` talks Responses instead of chat completions; `--env.stream true` streams.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -24,8 +24,8 @@ class LangGraphEnv(AgentEnv):
     """Score 1.0 for the right number."""
 
     name = "langgraph"
-    env_config_cls: ClassVar[type[AgentEnvConfig]] = LangGraphConfig
-    config: LangGraphConfig
+    env_config_cls = LangGraphConfig
+    config: LangGraphConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     async def get_item(self, index: int) -> Sum:
         return sum_number(index)

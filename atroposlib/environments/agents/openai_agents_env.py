@@ -5,7 +5,7 @@
 `--env.api chat` talks chat completions instead of Responses; `--env.stream true` streams.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -24,8 +24,8 @@ class OpenAIAgentsEnv(AgentEnv):
     """Score 1.0 for the right number."""
 
     name = "openai_agents"
-    env_config_cls: ClassVar[type[AgentEnvConfig]] = OpenAIAgentsConfig
-    config: OpenAIAgentsConfig
+    env_config_cls = OpenAIAgentsConfig
+    config: OpenAIAgentsConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     async def get_item(self, index: int) -> Sum:
         return sum_number(index)

@@ -341,7 +341,10 @@ class ManagedServer:
             if base is not None:
                 base.extensions -= 1
         texts = [before_stop(each.text, sampling.get("stop")) if self._for_agents else each.text for each in outputs]
-        messages = [({"role": "assistant", "content": text},) * 2 for text in texts]
+        messages: list[tuple[Message, Message]] = []
+        for text in texts:
+            message = {"role": "assistant", "content": text}
+            messages.append((message, message))
         return self._tracked(prompt, prompt_ids, outputs, messages, "")
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:

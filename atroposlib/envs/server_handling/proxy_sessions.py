@@ -72,7 +72,7 @@ class Sessions:
         managed = ManagedServer(
             server, tokenizer, track_tree=track_tree, tool_parser=tool_parser, reasoning_parser=reasoning_parser
         )
-        settings = RolloutSettings(rollout_id=name, tool_parser=tool_parser, locked=False)
+        settings = RolloutSettings.of(rollout_id=name, tool_parser=tool_parser, locked=False)
         session = SessionState(
             uuid=name,
             managed_server=managed,

@@ -55,7 +55,7 @@ class Call:
 
     def path(self) -> list["Call"]:
         """The calls of the sequence, from the first to this one."""
-        calls = [self]
+        calls: list[Call] = [self]
         while calls[-1].parent is not None:
             calls.append(calls[-1].parent)
         return calls[::-1]

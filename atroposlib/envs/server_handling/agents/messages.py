@@ -38,7 +38,7 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
         messages += _turns(message, f"messages[{index}]")
     choice = body.get("tool_choice") or {"type": "auto"}
     wanted: Any = {"type": "function", "function": {"name": choice.get("name")}}
-    wanted = wanted if choice.get("type") == "tool" else _CHOICES.get(choice.get("type"), "auto")
+    wanted = wanted if choice.get("type") == "tool" else _CHOICES.get(str(choice.get("type")), "auto")
     tools = _tools(objects(body.get("tools") or [], "tools"), notes)
     sampling = sampling_of(body, _NAMES, _OTHER)
     chat = ChatRequest(messages, tools or None, wanted, sampling)

@@ -59,6 +59,11 @@ class RolloutSettings(BaseModel):
     max_tokens: PositiveInt | None = Field(None, description="Most generated tokens.")
     timeout_s: PositiveFloat | None = Field(None, description="Seconds from its creation to the last request.")
 
+    @classmethod
+    def of(cls, **settings: Any) -> "RolloutSettings":
+        """Settings of which only some are given."""
+        return cls.model_validate(settings)
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:

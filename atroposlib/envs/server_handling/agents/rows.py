@@ -42,9 +42,9 @@ def rows_of(rollout: Rollout, *, trained: frozenset[str] = TRAINED) -> list[Row]
     calls = [call for exchange in rollout.exchanges for call in exchange.calls]
     parents = {id(call.parent) for call in calls}
     leaves = [call for call in calls if id(call) not in parents]
-    roles = {id(leaf): role for leaf, role in zip(leaves, roles_of(leaves, rollout.exchanges), strict=True)}
     learned: set[int] = set()  # calls that take loss in an earlier row
-    return [_row(leaf, roles[id(leaf)], roles[id(leaf)] in trained, learned, place) for leaf in leaves]
+    roles = roles_of(leaves, rollout.exchanges)
+    return [_row(leaf, role, role in trained, learned, place) for leaf, role in zip(leaves, roles, strict=True)]
 
 
 def _row(leaf: Call, role: Role, is_trained: bool, learned: set[int], place: dict[int, tuple[int, int]]) -> Row:
