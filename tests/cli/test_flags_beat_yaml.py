@@ -316,7 +316,7 @@ READ_YAML = {"datagen", "train", "grpo", "sft", "dpo", "data"}
 YAML_OPTIONS = {"--config", "--policy"}
 
 
-@pytest.mark.parametrize("name", COMMANDS.keys() - READ_YAML)
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - READ_YAML))
 def test_no_other_command_reads_a_yaml_file(name):
     module = importlib.import_module(COMMANDS[name].module)
     app = getattr(module, "app", None)
