@@ -28,6 +28,7 @@ class DatagenRun:
         settings = yaml.safe_load(QUICKSTART.read_text())
         settings["environment"]["script"] = str(QUICKSTART.parent / settings["environment"]["script"])
         settings["environment"]["workers"] = 2
+        settings["environment"]["env"]["few_shot"] = 1  # prompts are what costs a CPU
         settings["engine"]["slots"] = 8
         settings["engine"]["port"] = free_ports(1)[0]  # so that a start finds it taken if the last one left something
         self.dir = folder / "run"
