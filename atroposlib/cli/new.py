@@ -54,7 +54,7 @@ packages = ["{name}_env"]
 """
 _README = """# {name}
 
-An environment for [atroposlib](https://pypi.org/project/atroposlib/). Say here what is asked, what scores how much,
+An environment for `atroposlib`. Say here what is asked, what scores how much,
 and which data it needs.
 
     pip install .
