@@ -35,7 +35,7 @@ import torch
 
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.example_trainer.config import TrainingConfig
-from atroposlib.example_trainer.data import Row
+from atroposlib.example_trainer.data import TrainingRow
 from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.model_folder import model_folder
 from atroposlib.example_trainer.policy import pick_device, pick_dtype
@@ -94,21 +94,21 @@ class Timing:
         return f"| {self.side} | {' | '.join(cells)} | {self.first_norm:.5g} |"
 
 
-def make_rows(work: Work, vocabulary: int, seed: int = 0) -> list[Row]:
+def make_rows(work: Work, vocabulary: int, seed: int = 0) -> list[TrainingRow]:
     """Random ids and scores; the responses of a group share their prompt, and no score equals its group's mean."""
     random = np.random.default_rng(seed)
-    rows: list[Row] = []
+    rows: list[TrainingRow] = []
     for number in range(work.sequences):
         new_group = number % work.group == 0
         prompt = random.integers(vocabulary, size=work.prompt) if new_group else rows[-1].tokens[: work.prompt]
         tokens = np.concatenate([prompt, random.integers(vocabulary, size=work.completion)])
         trained = np.arange(len(tokens)) >= work.prompt
         logp = np.where(trained, random.normal(-2, 0.5, len(tokens)), 0.0).astype(np.float32)
-        rows.append(Row(tokens, trained, logp, float(random.normal()), number // work.group, temperature=1.0))
+        rows.append(TrainingRow(tokens, trained, logp, float(random.normal()), number // work.group, temperature=1.0))
     return rows
 
 
-def time_ours(work: Work, rows: Sequence[Row], micro_batch_tokens: int, *, share_prompts: bool) -> Timing:
+def time_ours(work: Work, rows: Sequence[TrainingRow], micro_batch_tokens: int, *, share_prompts: bool) -> Timing:
     """The learner's step on prepared rows."""
     learner = _learner(work, micro_batch_tokens, share_prompts=share_prompts)
     timing = Timing("ours" if share_prompts else "ours, each prompt computed every time")
@@ -146,7 +146,7 @@ def _learner(work: Work, micro_batch_tokens: int, *, share_prompts: bool) -> Lea
     )
 
 
-def gradient_errors(work: Work, rows: Sequence[Row], micro_batch_tokens: int) -> str:
+def gradient_errors(work: Work, rows: Sequence[TrainingRow], micro_batch_tokens: int) -> str:
     """Markdown: the first gradient of each way to compute it, against that of float32 with each row alone.
 
     The error is |g - g32| / |g32| over all weights, before clipping changes the length of either.
@@ -162,7 +162,7 @@ def gradient_errors(work: Work, rows: Sequence[Row], micro_batch_tokens: int) ->
     return "\n".join(lines)
 
 
-def _first_gradient(work: Work, rows: Sequence[Row], micro_batch_tokens: int, *, share: bool) -> torch.Tensor:
+def _first_gradient(work: Work, rows: Sequence[TrainingRow], micro_batch_tokens: int, *, share: bool) -> torch.Tensor:
     """[weights] the direction that the optimizer is given, times the norm that it had before clipping."""
     learner = _learner(work, micro_batch_tokens, share_prompts=share)
     seen: list[torch.Tensor] = []
@@ -225,7 +225,7 @@ def measure(args: argparse.Namespace) -> str:
     return table(work, timings)
 
 
-def _sides(args: argparse.Namespace, work: Work, rows: Sequence[Row]) -> Iterator[Timing]:
+def _sides(args: argparse.Namespace, work: Work, rows: Sequence[TrainingRow]) -> Iterator[Timing]:
     """One after the other, each gone from memory before the next."""
     for share in (True, False):
         yield time_ours(work, rows, args.micro_batch_tokens, share_prompts=share)
@@ -253,7 +253,7 @@ _LOSSES = {"grpo": ("grpo", "group"), "dr_grpo": ("dr_grpo", "none")}
 """TRL's loss_type and scale_rewards of an objective."""
 
 
-def time_trl(work: Work, rows: Sequence[Row], batch: int) -> Timing | None:
+def time_trl(work: Work, rows: Sequence[TrainingRow], batch: int) -> Timing | None:
     """TRL's step with `batch` sequences per forward pass; None, with a line, when they do not fit into memory.
 
     Raises:
@@ -274,7 +274,7 @@ def time_trl(work: Work, rows: Sequence[Row], batch: int) -> Timing | None:
     return watch.timing
 
 
-def _trainer(work: Work, rows: Sequence[Row], batch: int, folder: str) -> Any:
+def _trainer(work: Work, rows: Sequence[TrainingRow], batch: int, folder: str) -> Any:
     try:
         from datasets import Dataset
         from trl.trainer.grpo_config import GRPOConfig
@@ -324,7 +324,7 @@ def _trainer(work: Work, rows: Sequence[Row], batch: int, folder: str) -> Any:
     return trainer
 
 
-def _given_responses(work: Work, rows: Sequence[Row]) -> Callable[[list[str], Any], dict[str, Any]]:
+def _given_responses(work: Work, rows: Sequence[TrainingRow]) -> Callable[[list[str], Any], dict[str, Any]]:
     """Prompt "3" stands for group 3; its n-th occurrence gets the group's n-th response."""
 
     def rollout(prompts: list[str], _trainer: Any) -> dict[str, Any]:

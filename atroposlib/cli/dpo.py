@@ -9,7 +9,7 @@ from atroposlib.cli.reading import reading
 from atroposlib.cli.sft import OUTPUT_HELP, default_output, print_report
 from atroposlib.data.collect import Collection, is_live_call
 from atroposlib.data.dpo import DpoFormat, DpoOptions, Negatives, PairRules, collect_dpo, export_dpo
-from atroposlib.data.policy import Policy, load_policy
+from atroposlib.data.policy import SelectionPolicy, load_policy
 from atroposlib.errors import ConfigError
 
 app = App()
@@ -78,7 +78,7 @@ def generate(
         overwrite=overwrite,
         strict=strict,
     )
-    selection = load_policy(policy, seed=seed) if policy else Policy(seed=seed or 0)
+    selection = load_policy(policy, seed=seed) if policy else SelectionPolicy(seed=seed or 0)
     if is_live:
         plan = Collection(
             api_url=api_url,

@@ -34,7 +34,7 @@ _kept_decoder = msgspec.json.Decoder(list[dict[str, Raw]])
 
 
 @dataclass(frozen=True)
-class Chat:
+class Conversation:
     """One response's conversation."""
 
     where: str  # file:line[index]
@@ -152,7 +152,7 @@ def read_chat(
     where: str,
     runs: tuple[int, int],
     decode_runs: Callable[[], list[str]] | None = None,
-) -> Chat:
+) -> Conversation:
     """The conversation of one response and which of its turns were generated.
 
     Args:
@@ -177,7 +177,7 @@ def read_chat(
         {**({} if "content" in each else _NO_CONTENT), **{key: each[key] for key in each if key != "reward"}}
         for each in _kept_decoder.decode(raw)
     ]
-    return Chat(where, messages, kept, generated, tools_of(group, index))
+    return Conversation(where, messages, kept, generated, tools_of(group, index))
 
 
 def _generated(

@@ -143,7 +143,7 @@ async def _collect(ledger: Path, plan: Collection, have: Callable[[Table], int])
 
     from atroposlib.api.client import TrainerClient
 
-    kept = Ledger(ledger)
+    kept = CollectedGroups(ledger)
     table = scan_after(ledger, None) if ledger.exists() else concatenate([])
     is_enough = _Sufficiency(plan.target, have)
     if is_enough(table, is_idle=True):
@@ -195,7 +195,7 @@ async def _told_while_waiting(sentence: str) -> AsyncIterator[None]:
         saying.cancel()
 
 
-class Ledger:
+class CollectedGroups:
     """The groups collected so far, on disk; a group that is delivered again is not kept again.
 
     Only groups of a batch that was not acknowledged come again, perhaps in other batches with other ids (the API was

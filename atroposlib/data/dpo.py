@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.data.chats import Chat
+from atroposlib.data.chats import Conversation
 from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups, sole_collection
 from atroposlib.data.formats import (
     NO_PROMPT,
@@ -32,7 +32,7 @@ from atroposlib.data.formats import (
     trained_stretches,
 )
 from atroposlib.data.output import check_dataset, written_whole
-from atroposlib.data.policy import Policy, priorities, select
+from atroposlib.data.policy import SelectionPolicy, priorities, select
 from atroposlib.data.report import (
     ExportReport,
     NothingKept,
@@ -159,7 +159,7 @@ def export_dpo(
     output: str | Path,
     rules: PairRules | None = None,
     options: DpoOptions | None = None,
-    policy: Policy | None = None,
+    policy: SelectionPolicy | None = None,
     advance: Advance = ignore,
 ) -> ExportReport:
     """Write the preference pairs of `rollouts` to `output`.
@@ -171,7 +171,7 @@ def export_dpo(
     Raises:
         PathError, ConfigError, DataError: as `export_sft`; also when no two responses differ enough.
     """
-    rules, options, policy = rules or PairRules(), options or DpoOptions(), policy or Policy()
+    rules, options, policy = rules or PairRules(), options or DpoOptions(), policy or SelectionPolicy()
     target = check_dataset(output, options)
     convert = _converter(options)
     table = open_table(rollouts, advance, strict=options.strict)
@@ -226,7 +226,7 @@ def export_dpo(
 
 
 def collect_dpo(
-    output: str | Path, rules: PairRules, options: DpoOptions, plan: Collection, policy: Policy | None = None
+    output: str | Path, rules: PairRules, options: DpoOptions, plan: Collection, policy: SelectionPolicy | None = None
 ) -> ExportReport:
     """Collect groups from a running API until they give `plan.target` pairs, then write exactly that many."""
     with sole_collection(output):
@@ -238,7 +238,7 @@ def collect_dpo(
         is_writable: dict[Pair, bool] = {}  # rows of a table that only grows
 
         def have(table: Table) -> int:
-            pairs = choose_pairs(table, select(table, policy or Policy()).keep, rules, seed)
+            pairs = choose_pairs(table, select(table, policy or SelectionPolicy()).keep, rules, seed)
             most = sum(map(len, pairs.values()))
             return most if most < plan.target else _count_writable(table, pairs, convert, is_writable)
 
@@ -304,7 +304,7 @@ def _converter(options: DpoOptions) -> PairConverter:
     return lambda table, chosen, better, worse: _prefix(tokenizer, chosen, better, worse)
 
 
-def _trl(left: Chat, right: Chat, chosen: Chosen, better: int, worse: int) -> dict[str, Any] | None:
+def _trl(left: Conversation, right: Conversation, chosen: Chosen, better: int, worse: int) -> dict[str, Any] | None:
     if not _same_prompt(left, right, chosen, better, worse):
         return None
     first, last = _generated(left)
@@ -312,7 +312,9 @@ def _trl(left: Chat, right: Chat, chosen: Chosen, better: int, worse: int) -> di
     return {"prompt": left.kept[:first], **sides, **tools_column(left), **_scores(chosen, better, worse)}
 
 
-def _messages(left: Chat, right: Chat, chosen: Chosen, better: int, worse: int) -> dict[str, Any] | None:
+def _messages(
+    left: Conversation, right: Conversation, chosen: Chosen, better: int, worse: int
+) -> dict[str, Any] | None:
     if not _same_prompt(left, right, chosen, better, worse):
         return None
     return {"pos": left.kept, "score": chosen.group.scores[better], "neg": right.kept, **tools_column(left)}
@@ -349,7 +351,7 @@ def _prefix(tokenizer: "PreTrainedTokenizerBase", chosen: Chosen, better: int, w
     return {"prefix": prefix, "pos": pos, "score": chosen.group.scores[better], "neg": neg}
 
 
-def _generated(chat: Chat) -> tuple[int, int]:
+def _generated(chat: Conversation) -> tuple[int, int]:
     """Start and end of the messages that the model generated.
 
     Raises:
@@ -367,7 +369,7 @@ def _scores(chosen: Chosen, better: int, worse: int) -> dict[str, float]:
     return {"score_chosen": chosen.group.scores[better], "score_rejected": chosen.group.scores[worse]}
 
 
-def _same_prompt(left: Chat, right: Chat, chosen: Chosen, better: int, worse: int) -> bool:
+def _same_prompt(left: Conversation, right: Conversation, chosen: Chosen, better: int, worse: int) -> bool:
     if chosen.group.has_tokens:
         (ids, labels), (other, other_labels) = (ids_and_labels(chosen, index, None) for index in (better, worse))
         if ids[: prefix_length(labels)] != other[: prefix_length(other_labels)]:

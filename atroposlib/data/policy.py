@@ -263,7 +263,7 @@ def _known_lengths(table: Table, keep: Array, of: str) -> Array:
     return length
 
 
-class Policy(BaseModel):
+class SelectionPolicy(BaseModel):
     """Steps in order, and the seed of every choice by chance."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -290,7 +290,7 @@ class Selection:
     contamination: list[Contamination]
 
 
-def select(table: Table, policy: Policy) -> Selection:
+def select(table: Table, policy: SelectionPolicy) -> Selection:
     """Apply every step of `policy` to all responses that may be used."""
     keep = table.responses["odd"] == 0
     results: list[StepResult] = []
@@ -307,7 +307,7 @@ def select(table: Table, policy: Policy) -> Selection:
     return Selection(keep, results, contamination)
 
 
-def load_policy(text: str | Path, *, seed: int | None = None, target: int | None = None) -> Policy:
+def load_policy(text: str | Path, *, seed: int | None = None, target: int | None = None) -> SelectionPolicy:
     """Return the policy in a YAML file, with `seed` and the number of responses to keep as flags give them.
 
     Raises:
@@ -318,7 +318,7 @@ def load_policy(text: str | Path, *, seed: int | None = None, target: int | None
     path = expand_input(str(text), what="--policy")
     try:
         data: Any = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        policy = Policy.model_validate(data)
+        policy = SelectionPolicy.model_validate(data)
     except OSError as error:
         raise ConfigError(f"--policy {path} cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:
@@ -344,7 +344,7 @@ def simple_policy(
     top_n: int | None = None,
     target: int | None = None,
     seed: int = 0,
-) -> Policy:
+) -> SelectionPolicy:
     """The policy that upstream's options mean.
 
     Args:
@@ -365,4 +365,4 @@ def simple_policy(
         steps.append(TopStep(step="top_n", n=top_n))
     if target is not None:
         steps.append(TargetStep(step="target", count=target, allow_fewer=True))
-    return Policy(seed=seed, steps=steps)
+    return SelectionPolicy(seed=seed, steps=steps)

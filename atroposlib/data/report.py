@@ -14,7 +14,7 @@ import yaml
 
 from atroposlib.data.duplicates import Contamination
 from atroposlib.data.output import write_whole
-from atroposlib.data.policy import Policy, Selection, StepResult
+from atroposlib.data.policy import Selection, SelectionPolicy, StepResult
 from atroposlib.data.rollout_files import expand_input, read_rollouts
 from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Table
@@ -63,7 +63,7 @@ class ExportReport:
 def describe_export(
     output: Path,
     table: Table,
-    policy: Policy,
+    policy: SelectionPolicy,
     selection: Selection,
     keep: Array,
     *,

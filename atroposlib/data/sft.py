@@ -13,7 +13,7 @@ from atroposlib.data.conversion import Conversion, SftOptions
 from atroposlib.data.formats import Copies
 from atroposlib.data.lazy_group import NOT_CONVERTED
 from atroposlib.data.output import check_dataset, written_whole
-from atroposlib.data.policy import Policy, Selection, TargetStep, select, simple_policy
+from atroposlib.data.policy import Selection, SelectionPolicy, TargetStep, select, simple_policy
 from atroposlib.data.report import ExportReport, describe_export, require_records, require_survivors, write_meta
 from atroposlib.data.table import FINISH_REASONS, Advance, Table, ignore, open_table
 from atroposlib.errors import DataError
@@ -85,13 +85,13 @@ def _pack_window(window: list[tuple[Array, Array]], row_tokens: int) -> Iterator
         }
 
 
-__all__ = ["ExportReport", "Policy", "SftOptions", "collect_sft", "export_sft", "simple_policy"]
+__all__ = ["ExportReport", "SelectionPolicy", "SftOptions", "collect_sft", "export_sft", "simple_policy"]
 
 
 def export_sft(
     rollouts: str | Path | Iterable[str | Path],
     output: str | Path,
-    policy: Policy | None = None,
+    policy: SelectionPolicy | None = None,
     options: SftOptions | None = None,
     advance: Advance = ignore,
 ) -> ExportReport:
@@ -135,7 +135,7 @@ def _write(
     table: Table,
     selection: Selection,
     target: Path,
-    policy: Policy,
+    policy: SelectionPolicy,
     options: SftOptions,
     converter: Conversion,
     advance: Advance,
@@ -176,7 +176,7 @@ def _write(
     return report(target.stat().st_size)
 
 
-def _has_dropped_by_target(policy: Policy, selection: Selection) -> bool:
+def _has_dropped_by_target(policy: SelectionPolicy, selection: Selection) -> bool:
     results = zip(policy.steps, selection.steps, strict=True)
     return any(isinstance(step, TargetStep) and result.dropped for step, result in results)
 
@@ -192,7 +192,7 @@ def warn_of_cut(table: Table, keep: Array) -> None:
         )
 
 
-def collect_sft(output: str | Path, policy: Policy, options: SftOptions, plan: Collection) -> ExportReport:
+def collect_sft(output: str | Path, policy: SelectionPolicy, options: SftOptions, plan: Collection) -> ExportReport:
     """Collect groups from a running API until `policy` keeps `plan.target` responses, then write exactly that many.
 
     Raises:

@@ -33,7 +33,7 @@ _NO_ASSISTANT = (chat_fault([{"role": "user"}]), chat_fault("text"))
 
 
 @dataclass(frozen=True)
-class Problem:
+class Finding:
     """One broken promise. `is_damage` False: it happens, but is worth knowing."""
 
     where: str  # file:line, or file:line[index] of one response
@@ -63,7 +63,7 @@ class Validation:
         """Responses whose messages hold no assistant turn."""
         return sum(self.notes.counts[reason or ""] for reason in _NO_ASSISTANT)
 
-    def problems(self, paths: str | Path | Iterable[str | Path], advance: Advance = ignore) -> Iterator[Problem]:
+    def problems(self, paths: str | Path | Iterable[str | Path], advance: Advance = ignore) -> Iterator[Finding]:
         """Every problem of the files, in order, as it is found; memory grows with groups by about 100 bytes.
 
         Raises:
@@ -81,61 +81,61 @@ class Validation:
         counts = {name: getattr(self, name) for name in ("files", "lines", "groups", "responses", "without_assistant")}
         return {**counts, "damaged": self.damaged.as_json(), "notes": self.notes.as_json()}
 
-    def _of_file(self, path: Path, advance: Advance) -> Iterator[Problem]:
+    def _of_file(self, path: Path, advance: Advance) -> Iterator[Finding]:
         try:
             for line in read_lines(path):
                 advance(line.size)
                 self.lines += 1
                 yield from self._of_line(line)
         except RowError as error:  # a file that cannot be read any further
-            yield Problem(error.where, error.reason, error.text)
+            yield Finding(error.where, error.reason, error.text)
 
-    def _of_line(self, line: Line) -> Iterator[Problem]:
+    def _of_line(self, line: Line) -> Iterator[Finding]:
         try:
             record = parse_line(line)
             check_copied(line)
         except RowError as error:
-            yield Problem(error.where, error.reason, error.text, is_damage=error.reason != CUT_SHORT)
+            yield Finding(error.where, error.reason, error.text, is_damage=error.reason != CUT_SHORT)
             return
         scores = record.get("scores") or []
         self.groups += 1
         self.responses += len(scores)
         yield from self._doubled(record, line.where)
         if not scores:
-            yield Problem(line.where, "empty group", "the group is empty", is_damage=False)
+            yield Finding(line.where, "empty group", "the group is empty", is_damage=False)
         for index, score in enumerate(scores):
             where = f"{line.where}[{index}]"
             if score is None:
-                yield Problem(where, "no score", "there is no score; datasets leave it out", is_damage=False)
+                yield Finding(where, "no score", "there is no score; datasets leave it out", is_damage=False)
             elif not _is_finite(score):
-                yield Problem(where, NO_GROUP, f"score is {score!r}, expected a finite number")
+                yield Finding(where, NO_GROUP, f"score is {score!r}, expected a finite number")
         yield from _chat_faults(record, line.where)
         if not record.get("tokens"):
             text = "no token ids were recorded; datasets must re-render messages"
-            yield Problem(line.where, "no token ids recorded", text, is_damage=False)
+            yield Finding(line.where, "no token ids recorded", text, is_damage=False)
             return
         for index in range(len(scores)):
             if found := _response_problem(record, index):
-                yield Problem(f"{line.where}[{index}]", *found)
+                yield Finding(f"{line.where}[{index}]", *found)
             else:
                 yield from self._unusual_ids(record, index, f"{line.where}[{index}]")
 
-    def _unusual_ids(self, record: RolloutRecord, index: int, where: str) -> Iterator[Problem]:
+    def _unusual_ids(self, record: RolloutRecord, index: int, where: str) -> Iterator[Finding]:
         """Return what is unusual about the ids of a sound response."""
         ids, masks = (np.array((record.get(key) or [])[index], np.int64) for key in ("tokens", "masks"))
         if (masks == IGNORE_INDEX).all():
             text = "nothing was generated: every position is masked; datasets leave it out"
-            yield Problem(where, "nothing generated", text, is_damage=False)
+            yield Finding(where, "nothing generated", text, is_damage=False)
         if self._vocabulary is None or not len(ids) or int(ids.max()) < self._vocabulary:
             return
         if int(ids.max()) < self._padded:
             text = f"token id {ids.max()} is in the padded part of the model's vocabulary, behind the tokenizer's"
-            yield Problem(where, "id in the padded part", f"{text} {self._vocabulary}", is_damage=False)
+            yield Finding(where, "id in the padded part", f"{text} {self._vocabulary}", is_damage=False)
             return
         text = f"token id {ids.max()} is outside the vocabulary of {self._padded}"
-        yield Problem(where, "id outside the vocabulary", text)
+        yield Finding(where, "id outside the vocabulary", text)
 
-    def _doubled(self, record: RolloutRecord, where: str) -> Iterator[Problem]:
+    def _doubled(self, record: RolloutRecord, where: str) -> Iterator[Finding]:
         keys = []
         if record.get("group_id") is not None:
             keys.append(f"group_id {record.get('group_id')}")
@@ -145,23 +145,23 @@ class Validation:
         for key in keys:
             if key in self._seen:
                 text = f"{key} occurs already at {self._seen[key]}; `atropos data merge` removes duplicates"
-                yield Problem(where, "double", text)
+                yield Finding(where, "double", text)
             self._seen.setdefault(key, where)
 
 
 def validate(
     paths: str | Path | Iterable[str | Path], *, vocabulary_size: int | None = None, advance: Advance = ignore
-) -> Iterator[Problem]:
+) -> Iterator[Finding]:
     """Every problem of the files, as `Validation.problems` finds it."""
     return Validation(vocabulary_size=vocabulary_size).problems(paths, advance)
 
 
-def _chat_faults(record: RolloutRecord, where: str) -> Iterator[Problem]:
+def _chat_faults(record: RolloutRecord, where: str) -> Iterator[Finding]:
     """The responses whose recorded messages do not say what the assistant said."""
     for index, messages in enumerate(record.get("messages") or []):
         if reason := chat_fault(messages):
             text = f"{reason}; datasets of messages leave it out"
-            yield Problem(f"{where}[{index}]", reason, text, is_damage=False)
+            yield Finding(f"{where}[{index}]", reason, text, is_damage=False)
 
 
 def _response_problem(record: RolloutRecord, index: int) -> tuple[str, str] | None:

@@ -39,7 +39,7 @@ from atroposlib.rollouts.early_stop import EarlyStop, sample_until
 from atroposlib.rollouts.failures import NO_GROUP, is_scored
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.modes import run_process, run_serve
-from atroposlib.rollouts.run import Outcome, Run
+from atroposlib.rollouts.run import Run, RunOutcome
 from atroposlib.rollouts.source import current_work
 from atroposlib.rollouts.trace import current_trace, row_of_group
 from atroposlib.type_definitions import UUID, Item, Message, ScoredDataGroup, ScoredDataItem, UnscoredResponse
@@ -380,11 +380,11 @@ class BaseEnv(TrainerSide):
 
         return make_command(cls, "evaluate")
 
-    async def env_manager(self) -> Outcome:
+    async def env_manager(self) -> RunOutcome:
         """Serve a trainer until it has what it wants; see `atroposlib.rollouts.modes`."""
         return await self._torn_down(run_serve(self))
 
-    async def process_manager(self) -> Outcome:
+    async def process_manager(self) -> RunOutcome:
         """Write `total_steps` groups to files; see `atroposlib.rollouts.modes`."""
         self.process_mode = True
         self.n_groups_to_process = self.config.total_steps

@@ -22,7 +22,7 @@ from atroposlib.envs.server_handling.server_baseline import APIServer, APIServer
 from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
 from atroposlib.errors import AtroposError, ConfigError, ModelError
 from atroposlib.paths import expand_path
-from atroposlib.rollouts.run import EXIT_WORK_REMAINS, Outcome
+from atroposlib.rollouts.run import EXIT_WORK_REMAINS, RunOutcome
 from atroposlib.rollouts.stop import leave_soon
 from atroposlib.utils.cli import describe_fields, merge_dicts, parse_value, refuse_unknown, split_flags
 
@@ -79,7 +79,7 @@ class Settings:
         return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
 
-class CommandEnv(Protocol):
+class CliEnv(Protocol):
     """An environment as the command line needs it; `BaseEnv` is one."""
 
     name: str | None
@@ -104,15 +104,15 @@ class CommandEnv(Protocol):
 
     async def _run_evaluate(self) -> int: ...
 
-    async def env_manager(self) -> Outcome: ...
+    async def env_manager(self) -> RunOutcome: ...
 
-    async def process_manager(self) -> Outcome: ...
+    async def process_manager(self) -> RunOutcome: ...
 
 
 class EnvCommand:
     """One command of one environment. Made by `make_command`, run by `main`."""
 
-    env_cls: ClassVar[type[CommandEnv]]
+    env_cls: ClassVar[type[CliEnv]]
     mode: ClassVar[Mode]
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -149,12 +149,12 @@ class EnvCommand:
         return _run_loop(env, self.mode)
 
 
-def make_command(env_cls: type[CommandEnv], mode: Mode) -> type[EnvCommand]:
+def make_command(env_cls: type[CliEnv], mode: Mode) -> type[EnvCommand]:
     """The command class of one environment and mode."""
     return type(f"{env_cls.__name__}{mode.capitalize()}", (EnvCommand,), {"env_cls": env_cls, "mode": mode})
 
 
-def main(env_cls: type[CommandEnv], arguments: Sequence[str] | None = None) -> int:
+def main(env_cls: type[CliEnv], arguments: Sequence[str] | None = None) -> int:
     """Run the command line of one environment.
 
     Returns:
@@ -192,7 +192,7 @@ def main(env_cls: type[CommandEnv], arguments: Sequence[str] | None = None) -> i
         return EXIT_FAILED
 
 
-async def _counterparts(env_cls: type[CommandEnv], settings: Settings) -> list[str]:
+async def _counterparts(env_cls: type[CliEnv], settings: Settings) -> list[str]:
     """Load the tokenizer as the environment would, and ask the engines; a line for each."""
     from atroposlib.envs.server_handling.engine_identity import load_for
 
@@ -212,7 +212,7 @@ async def _counterparts(env_cls: type[CommandEnv], settings: Settings) -> list[s
     return [line, *await servers.describe_engines(tokenizer, name)]
 
 
-def resolve(env_cls: type[CommandEnv], mode: Mode, arguments: Sequence[str]) -> Settings:
+def resolve(env_cls: type[CliEnv], mode: Mode, arguments: Sequence[str]) -> Settings:
     """Return the settings of one command: flags over YAML over the mode's defaults over `config_init`.
 
     A mapping of the YAML file is merged into that of `config_init`; one given as a flag replaces both.
@@ -250,7 +250,7 @@ def resolve(env_cls: type[CommandEnv], mode: Mode, arguments: Sequence[str]) -> 
     )
 
 
-def namespaces(env_cls: type[CommandEnv], mode: Mode, env_model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+def namespaces(env_cls: type[CliEnv], mode: Mode, env_model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """The groups of flags of one command by their prefix; "" holds those without one."""
     return {
         ENV_NAMESPACE: env_model,
@@ -260,7 +260,7 @@ def namespaces(env_cls: type[CommandEnv], mode: Mode, env_model: type[BaseModel]
     }
 
 
-def help_text(env_cls: type[CommandEnv], mode: Mode) -> str:
+def help_text(env_cls: type[CliEnv], mode: Mode) -> str:
     """Every setting of one command with its meaning and default."""
     default_env, servers = env_cls.config_init()
     server = servers if isinstance(servers, ServerBaseline) else next(iter(servers), ServerBaseline())
@@ -341,7 +341,7 @@ def _namespace(flags: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in flags.items() if key.startswith(prefix)}
 
 
-def _mode_defaults(mode: Mode, env_cls: type[CommandEnv], config: BaseEnvConfig) -> dict[str, Any]:
+def _mode_defaults(mode: Mode, env_cls: type[CliEnv], config: BaseEnvConfig) -> dict[str, Any]:
     if mode != "process":
         return {}
     path = config.data_path_to_save_groups or f"data/{env_cls.name or 'groups'}.jsonl"
@@ -386,7 +386,7 @@ def _without_secrets(server: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in server.items() if key not in SECRET_FIELDS}
 
 
-def _run_loop(env: CommandEnv, mode: Mode) -> int:
+def _run_loop(env: CliEnv, mode: Mode) -> int:
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         if mode == "evaluate":
             code = runner.run(env._run_evaluate()) or 0

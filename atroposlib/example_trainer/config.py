@@ -72,7 +72,7 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-class Settings(BaseModel):
+class RecipeSettings(BaseModel):
     """Strict and frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -83,7 +83,7 @@ class Settings(BaseModel):
         return {**recipe, **flags}
 
 
-class ModelSettings(Settings):
+class ModelSettings(RecipeSettings):
     """The model that is trained, and its precision."""
 
     model_name: str = Field(description="Model folder, hub name, or smollm2-135m, which pip can fetch.")
@@ -105,7 +105,7 @@ class ModelSettings(Settings):
     lora_layer_indices: str | None = Field(None, description="Layers that get an adapter; null: all.")
 
 
-class OptimizerSettings(Settings):
+class OptimizerSettings(RecipeSettings):
     """The optimizer and its schedule."""
 
     lr: PositiveFloat = 1e-5
@@ -120,7 +120,7 @@ class OptimizerSettings(Settings):
     max_grad_norm: PositiveFloat = 1.0
 
 
-class BatchSettings(Settings):
+class BatchSettings(RecipeSettings):
     """The size of a step, and its cut into micro-batches."""
 
     training_steps: PositiveInt = Field(10, description="The run ends at this step, also after a resume.")
@@ -142,7 +142,7 @@ class BatchSettings(Settings):
     seed: int = 0
 
 
-class LossSettings(Settings):
+class LossSettings(RecipeSettings):
     """The objective. A null takes the value of the objective's row in the table of docs/trainer.md."""
 
     objective: Literal[
@@ -183,7 +183,7 @@ class LossSettings(Settings):
     entropy_metric: bool = Field(True, description="Log the entropy of the policy; one more pass over the logits.")
 
 
-class KLSettings(Settings):
+class KLSettings(RecipeSettings):
     """Distance to the reference: the model as it was at the start."""
 
     init_kl_coeff: NonNegativeFloat = Field(0.0, description="beta; 0 needs no reference model.")
@@ -196,7 +196,7 @@ class KLSettings(Settings):
     kl_ctl_step_size: PositiveFloat = 0.15
 
 
-class MaxEntSettings(Settings):
+class MaxEntSettings(RecipeSettings):
     """maxent and xdr_grpo only."""
 
     maxent_tau: NonNegativeFloat = Field(0.2, description="Temperature of the weights over a group; inf: Dr. GRPO.")
@@ -212,7 +212,7 @@ class MaxEntSettings(Settings):
     maxent_tau_warmup_steps: NonNegativeInt = 0
 
 
-class ConnectionSettings(Settings):
+class ConnectionSettings(RecipeSettings):
     """The trajectory API, and how the engine gets new weights."""
 
     atropos_url: str = "http://localhost:8000"
@@ -237,7 +237,7 @@ class ConnectionSettings(Settings):
     gpu_memory_utilization: float = Field(0.45, gt=0, le=1)
 
 
-class OutputSettings(Settings):
+class OutputSettings(RecipeSettings):
     """Outputs of the trainer."""
 
     save_path: str = Field("trained_model_checkpoints", description="Checkpoints; the same folder resumes.")

@@ -17,7 +17,7 @@ PAD_TO = 64
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingRow:
     """One sequence of a batch. T tokens, prompt and completion."""
 
     tokens: np.ndarray  # [T] int64
@@ -35,7 +35,7 @@ class Row:
         return int(self.trained.sum())
 
 
-def rows_of(groups: Sequence[Mapping[str, Any]], *, seq_len: int, temperature: float) -> list[Row]:
+def rows_of(groups: Sequence[Mapping[str, Any]], *, seq_len: int, temperature: float) -> list[TrainingRow]:
     """The rows of one batch, in order.
 
     Args:
@@ -90,7 +90,7 @@ def pad_data_to_good_offset(
     return parts[0], parts[1], parts[2], parts[3], None if logprobs is None else [logprobs[part] for part in cut]
 
 
-def _population_advantages(rows: Sequence[Row]) -> list[float]:
+def _population_advantages(rows: Sequence[TrainingRow]) -> list[float]:
     """(score - mean) / max(std, 1e-8) in each group; 0 where the environment said so."""
     listed: dict[int, list[float]] = {}
     for row in rows:
@@ -106,7 +106,7 @@ def _population_advantages(rows: Sequence[Row]) -> list[float]:
     ]
 
 
-def _row(group: Mapping[str, Any], i: int, number: int, seq_len: int, temperature: float) -> Row:
+def _row(group: Mapping[str, Any], i: int, number: int, seq_len: int, temperature: float) -> TrainingRow:
     tokens = np.asarray(group["tokens"][i], dtype=np.int64)
     trained = np.asarray(group["masks"][i], dtype=np.int64) != IGNORE_INDEX
     logprobs, advantages = (_of_row(group, key, i) for key in ("inference_logprobs", "advantages"))
@@ -120,7 +120,7 @@ def _row(group: Mapping[str, Any], i: int, number: int, seq_len: int, temperatur
         if values is not None and len(values) != len(tokens):
             raise DataError(f"{what} has {len(tokens)} tokens but {len(values)} {name}; expected one per token")
     overrides = (group.get("overrides") or [{}] * len(group["tokens"]))[i] or {}
-    return Row(
+    return TrainingRow(
         tokens=tokens,
         trained=np.concatenate([[False], trained[1:]]),  # nothing predicts the first token
         infer_logp=None if logprobs is None else np.asarray(logprobs, dtype=np.float32),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atroposlib.example_trainer.data import Row
+from atroposlib.example_trainer.data import TrainingRow
 
 _LINE_TOKENS = 512
 
@@ -39,7 +39,7 @@ class MicroBatch:
     temperature: Tensor  # [B,1]
 
 
-def micro_batches(rows: Sequence[Row], max_tokens: int, *, share: bool = True) -> Iterator[list[list[int]]]:
+def micro_batches(rows: Sequence[TrainingRow], max_tokens: int, *, share: bool = True) -> Iterator[list[list[int]]]:
     """Lines of row numbers for one forward pass each: lines of similar length, at most `max_tokens` padded tokens.
 
     A line longer than `max_tokens` comes alone.
@@ -60,13 +60,13 @@ def micro_batches(rows: Sequence[Row], max_tokens: int, *, share: bool = True) -
         yield chosen
 
 
-def line_length(rows: Sequence[Row], line: Sequence[int]) -> int:
+def line_length(rows: Sequence[TrainingRow], line: Sequence[int]) -> int:
     """Tokens of a line: the common beginning once, and the rest of each row."""
     common = common_beginning(rows, line)
     return common + sum(len(rows[i].tokens) - common for i in line)
 
 
-def common_beginning(rows: Sequence[Row], line: Sequence[int]) -> int:
+def common_beginning(rows: Sequence[TrainingRow], line: Sequence[int]) -> int:
     """Count the first tokens that all rows of the line share; each row keeps at least one token of its own."""
     if len(line) == 1:
         return 0
@@ -76,7 +76,9 @@ def common_beginning(rows: Sequence[Row], line: Sequence[int]) -> int:
     return int(differs.argmax()) if differs.any() else shortest
 
 
-def collate(rows: Sequence[Row], lines: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> MicroBatch:
+def collate(
+    rows: Sequence[TrainingRow], lines: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+) -> MicroBatch:
     """Lay out the rows of these lines, and shift: predictions stand where their target's row and index say."""
     numbers = [number for line in lines for number in line]
     chosen = [rows[number] for number in numbers]
@@ -124,7 +126,7 @@ def rounded_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def token_advantages(rows: Sequence[Row], micro: MicroBatch, row_advantages: Tensor) -> Tensor:
+def token_advantages(rows: Sequence[TrainingRow], micro: MicroBatch, row_advantages: Tensor) -> Tensor:
     """[B,1] advantages of the micro-batch, or [B,T] when the environment gave some of its rows theirs."""
     chosen = row_advantages[torch.tensor(micro.rows)].to(micro.mask)[:, None]
     if all(rows[number].advantages is None for number in micro.rows):
@@ -147,7 +149,7 @@ class _Layout:
     predictors: list[np.ndarray]  # per row [T+1]; entry t is the position that predicts its token t
 
     @classmethod
-    def of(cls, rows: Sequence[Row], line: Sequence[int]) -> "_Layout":
+    def of(cls, rows: Sequence[TrainingRow], line: Sequence[int]) -> "_Layout":
         common = common_beginning(rows, line)
         tokens, positions, owners = [rows[line[0]].tokens[:common]], [np.arange(common)], [np.zeros(common)]
         predictors, start = [], common
@@ -170,7 +172,7 @@ def _tree_mask(owners: Tensor) -> Tensor:
     return (earlier & (same | (owners == 0)[:, None, :]))[:, None]
 
 
-def _shared(rows: Sequence[Row], group: Sequence[int]) -> list[list[int]]:
+def _shared(rows: Sequence[TrainingRow], group: Sequence[int]) -> list[list[int]]:
     """Lines for one group: a few rows each while the prompt is the larger part, else one row each.
 
     A longer line costs attention between rows that do not see each other, so it holds at most _LINE_TOKENS or twice
@@ -193,7 +195,7 @@ def _shared(rows: Sequence[Row], group: Sequence[int]) -> list[list[int]]:
     return lines
 
 
-def _by_group(rows: Sequence[Row]) -> list[list[int]]:
+def _by_group(rows: Sequence[TrainingRow]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
         groups.setdefault(row.group, []).append(number)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.example_trainer.config import TrainingConfig
-from atroposlib.example_trainer.data import Row
+from atroposlib.example_trainer.data import TrainingRow
 from atroposlib.example_trainer.layout import MicroBatch, collate, micro_batches
 from atroposlib.example_trainer.losses.controllers import KLController, TauController
 from atroposlib.example_trainer.losses.policy import clip_counts, ratio
@@ -234,7 +234,7 @@ class Learner:
         )
         self.step = 0
 
-    def train_on(self, rows: Sequence[Row]) -> dict[str, float]:
+    def train_on(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """One optimizer step on whole groups; the metrics. Every rank calls it with the same rows.
 
         Raises:
@@ -275,7 +275,7 @@ class Learner:
     def _micro_step(
         self,
         step: StepPlan,
-        rows: Sequence[Row],
+        rows: Sequence[TrainingRow],
         micro: MicroBatch,
         ref_logp: Tensor | None,
         stats: StepStats,
@@ -313,7 +313,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def _references(self, rows: Sequence[Row]) -> dict[int, Tensor]:
+    def _references(self, rows: Sequence[TrainingRow]) -> dict[int, Tensor]:
         """Reference log-probabilities [T-1] of every row."""
         found: dict[int, Tensor] = {}
         for lines in micro_batches(rows, self.config.micro_batch_tokens, share=self.share_prompts):
@@ -382,7 +382,7 @@ def _reference_of(references: dict[int, Tensor], micro: MicroBatch) -> Tensor | 
     return table
 
 
-def _facts(step: StepPlan, rows: Sequence[Row], config: TrainingConfig) -> dict[str, float]:
+def _facts(step: StepPlan, rows: Sequence[TrainingRow], config: TrainingConfig) -> dict[str, float]:
     """Return metrics of a batch that need no model."""
     lengths = [row.trained_tokens for row in rows]
     return {
@@ -398,7 +398,7 @@ def _facts(step: StepPlan, rows: Sequence[Row], config: TrainingConfig) -> dict[
     }
 
 
-def _times(clock: _Clock, rows: Sequence[Row], used: Sequence[int]) -> dict[str, float]:
+def _times(clock: _Clock, rows: Sequence[TrainingRow], used: Sequence[int]) -> dict[str, float]:
     seconds = clock.seconds()
     busy = sum(seconds.values())
     tokens = sum(len(rows[i].tokens) for i in used)

@@ -25,7 +25,7 @@ import torch
 from atroposlib.errors import ConfigError
 from atroposlib.example_trainer import checkpoint as checkpoints
 from atroposlib.example_trainer.config import TrainingConfig
-from atroposlib.example_trainer.data import Row, rows_of
+from atroposlib.example_trainer.data import TrainingRow, rows_of
 from atroposlib.example_trainer.feed import BatchFeed, generate_times, names_other_weights, staleness
 from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.weight_sync import WeightSync, make_sync, names_versions
@@ -58,7 +58,7 @@ _LINE = {
 }
 
 
-class Report:
+class TrainingReport:
     """Appends to `<log_dir>/metrics.jsonl` and `samples.jsonl`; a resumed run continues in the same files."""
 
     def __init__(self, config: TrainingConfig, log_dir: Path) -> None:
@@ -77,7 +77,7 @@ class Report:
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=step)
 
-    def samples(self, step: int, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase") -> None:
+    def samples(self, step: int, rows: Sequence[TrainingRow], tokenizer: "PreTrainedTokenizerBase") -> None:
         """Log the first rows of the batch: prompt, response, score."""
         table = [_sample(row, tokenizer) for row in rows[: self._samples_per_step]]
         for sample in table:
@@ -99,7 +99,7 @@ class Report:
             self._wandb.finish()
 
 
-def _sample(row: Row, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+def _sample(row: TrainingRow, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     """Prompt is what precedes the first trained token."""
     first = int(row.trained.argmax()) if row.trained.any() else len(row.tokens)
     return {
@@ -131,7 +131,7 @@ def _short(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
-_NO_MORE: list[Row] = []
+_NO_MORE: list[TrainingRow] = []
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -173,7 +173,7 @@ def _train(config: TrainingConfig, save_path: Path) -> TrainResult:
         with _stop_flag():  # a signal to all ranks is for the first to act on, which needs the others for its step
             return _follow(learner)
     logger.info("training %s from step %d to %d", config.model_name, learner.step, config.training_steps)
-    report = Report(config, expand_path(config.log_dir, what="log_dir"))
+    report = TrainingReport(config, expand_path(config.log_dir, what="log_dir"))
     sync = make_sync(config, save_path)
     try:
         with BatchFeed(config, trained=trained) as feed, _stop_flag() as stop:
@@ -208,7 +208,7 @@ class _Run:
     learner: Learner
     feed: BatchFeed
     sync: WeightSync
-    report: Report
+    report: TrainingReport
     save_path: Path
     stop: _StopFlag
 

@@ -12,12 +12,12 @@ from pydantic import Field
 
 from atroposlib.environments.rows import Row, is_file, read_rows
 from atroposlib.errors import ConfigError, DataError
-from atroposlib.example_trainer.config import Settings
+from atroposlib.example_trainer.config import RecipeSettings
 
 T = TypeVar("T")
 
 
-class Source(Settings):
+class Source(RecipeSettings):
     """One part of a mixture."""
 
     id: str = Field(description="A .jsonl or .parquet file, or a data set on the hub.")

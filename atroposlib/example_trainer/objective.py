@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atroposlib.errors import DataError
 from atroposlib.example_trainer.config import TrainingConfig
-from atroposlib.example_trainer.data import Row
+from atroposlib.example_trainer.data import TrainingRow
 from atroposlib.example_trainer.layout import MicroBatch, token_advantages
 from atroposlib.example_trainer.losses import maxent, policy
 from atroposlib.example_trainer.losses.advantages import Groups, overlong_penalty, row_advantages
@@ -44,7 +44,9 @@ class StepPlan:
         return int(self.groups.is_constant(self.rewards).sum())
 
 
-def plan(config: TrainingConfig, rows: Sequence[Row], *, tau: float, beta: float, ref_sums: Tensor | None) -> StepPlan:
+def plan(
+    config: TrainingConfig, rows: Sequence[TrainingRow], *, tau: float, beta: float, ref_sums: Tensor | None
+) -> StepPlan:
     """Advantages, weights and counts of one step.
 
     Args:
@@ -74,7 +76,7 @@ def plan(config: TrainingConfig, rows: Sequence[Row], *, tau: float, beta: float
 
 
 def _advantage_plan(
-    config: TrainingConfig, base: StepPlan, rows: Sequence[Row], lengths: Tensor, tau: float, beta: float
+    config: TrainingConfig, base: StepPlan, rows: Sequence[TrainingRow], lengths: Tensor, tau: float, beta: float
 ) -> StepPlan:
     advantages = row_advantages(
         config.preset.advantage, base.rewards, base.groups, eps=config.advantage_eps, std_ddof=config.std_ddof
@@ -120,7 +122,7 @@ class MicroLoss:
 def micro_loss(
     config: TrainingConfig,
     step: StepPlan,
-    rows: Sequence[Row],
+    rows: Sequence[TrainingRow],
     micro: MicroBatch,
     logp: Tensor,
     *,

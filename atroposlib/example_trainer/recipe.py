@@ -19,11 +19,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from atroposlib.errors import ConfigError
-from atroposlib.example_trainer.config import Settings
+from atroposlib.example_trainer.config import RecipeSettings
 from atroposlib.paths import expand_path
 from atroposlib.yaml_files import read_mapping
 
-ConfigT = TypeVar("ConfigT", bound=Settings)
+ConfigT = TypeVar("ConfigT", bound=RecipeSettings)
 
 _METAVARS: dict[Any, str] = {str: "TEXT", int: "N", float: "X"}
 ENVIRONMENT = {

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from atroposlib.errors import ConfigError
-from atroposlib.example_trainer.config import Settings, TrainingConfig
+from atroposlib.example_trainer.config import RecipeSettings, TrainingConfig
 from atroposlib.example_trainer.mixture import Source
 
 HIGHEST_SGLANG_PORT = 65_535 - 10_000
@@ -23,7 +23,7 @@ _DECIDED = {
 }
 
 
-class EngineSettings(Settings):
+class EngineSettings(RecipeSettings):
     """The inference engine."""
 
     engine: Literal["embedded", "sglang", "vllm", "external"] = Field(
@@ -38,7 +38,7 @@ class EngineSettings(Settings):
     engine_ready_s: PositiveFloat = Field(1800, description="How long loading may take.")
 
 
-class EnvironmentSettings(Settings):
+class EnvironmentSettings(RecipeSettings):
     """The source of problems and scores: a script, or data sets with a reward."""
 
     environment: str | None = Field(

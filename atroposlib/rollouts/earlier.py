@@ -30,7 +30,7 @@ _SAME_AS = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class EarlierResponse:
     """One recorded response of one turn."""
 
     prompt_ids: list[int]
@@ -59,7 +59,7 @@ class EarlierRollouts:
 
     def find(
         self, item_key: str, index: int, *, model: str, input_ids: list[int] | None, asked: Mapping[str, Any]
-    ) -> Response | None:
+    ) -> EarlierResponse | None:
         """Response `index` of the item's group, if it answers just this request."""
         record = self._record(item_key)
         if record is None or index >= len(record["tokens"]) or not record.get("inference_logprobs"):
@@ -80,7 +80,7 @@ class EarlierRollouts:
             weight_version=engine.get("weight_version_end"),
             sampling=record["sampling"],
         )
-        return Response(tokens[:start], tokens[start:], record["inference_logprobs"][index][start:], reply)
+        return EarlierResponse(tokens[:start], tokens[start:], record["inference_logprobs"][index][start:], reply)
 
     def _record(self, item_key: str) -> dict[str, Any] | None:
         if item_key not in self._parsed:

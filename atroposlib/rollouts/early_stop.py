@@ -92,7 +92,7 @@ def wilson_upper(accepted: float, tried: int, z: float = Z_95) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RunLimits:
     """When a run has what it wants; None: no such limit."""
 
     groups: int | None = None

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from atroposlib.rollouts.run import Environment, Outcome, Run
+from atroposlib.rollouts.run import Environment, Run, RunOutcome
 
 if TYPE_CHECKING:
     from atroposlib.api.client import EnvClient
@@ -45,7 +45,7 @@ class ServingEnvironment(Environment, Protocol):
     async def disconnect(self) -> None: ...
 
 
-async def run_serve(env: ServingEnvironment) -> Outcome:
+async def run_serve(env: ServingEnvironment) -> RunOutcome:
     """Run until done; the same call after any interruption resumes.
 
     Raises:
@@ -139,7 +139,7 @@ async def _status(env: ServingEnvironment, run: Run) -> None:
 LOG_EVERY_S = 10.0
 
 
-async def run_process(env: Environment) -> Outcome:
+async def run_process(env: Environment) -> RunOutcome:
     """Run until the asked number of groups is on disk (negative: until the items end).
 
     The same call after any interruption resumes.

@@ -21,7 +21,7 @@ import orjson
 from atroposlib.json_lines import as_json
 from atroposlib.lock_files import start_time
 from atroposlib.paths import write_text_atomic
-from atroposlib.rollouts.early_stop import Limits
+from atroposlib.rollouts.early_stop import RunLimits
 from atroposlib.rollouts.failures import FailureLog, TaskHealth
 from atroposlib.rollouts.ledger import TaskCount, Totals
 from atroposlib.rollouts.standstill import Dropped
@@ -55,7 +55,7 @@ class Progress:
     path: Path | None  # None: nothing is written
     env: str
     mode: str
-    limits: Limits
+    limits: RunLimits
     totals: Totals
     failures: FailureLog
     health: TaskHealth

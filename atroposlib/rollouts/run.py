@@ -105,7 +105,7 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """The end of a run without an error."""
 
     exit_code: int
@@ -206,7 +206,7 @@ class Run:
             self.files.on_wait = lambda what: self.progress.wait_for("disk", what)
             self.files.on_shard_complete(lambda path: _later(loop, self.reports.add, path))
 
-    async def supervise(self, work: Coroutine[Any, Any, None]) -> Outcome:
+    async def supervise(self, work: Coroutine[Any, Any, None]) -> RunOutcome:
         """Run `work` to its end with progress, deadlines and signals looked after; always closes the run.
 
         Raises:
@@ -233,7 +233,7 @@ class Run:
             await self._close([main, watch, stop])
         total, groups = self.progress.limits.groups, self.progress.totals.groups
         remains = self.progress.state == "stopped" and not self.sink.is_full
-        return Outcome(EXIT_WORK_REMAINS if remains else EXIT_DONE, groups, total)
+        return RunOutcome(EXIT_WORK_REMAINS if remains else EXIT_DONE, groups, total)
 
     def mark_running(self, apply_limit: Callable[[int], None] = lambda limit: None) -> None:
         """Set-up is over, rollouts begin. `apply_limit` gets every new limit of `max_num_workers: auto`."""

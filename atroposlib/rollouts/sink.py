@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from atroposlib.errors import ApiError, EnvironmentFault
 from atroposlib.json_lines import as_json
-from atroposlib.rollouts.early_stop import Limits
+from atroposlib.rollouts.early_stop import RunLimits
 from atroposlib.rollouts.failures import Fruitless
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.groups import to_record
@@ -51,7 +51,7 @@ class Sink:
         accepted: int | None = None,
         tokens: int | None = None,
     ) -> None:
-        self.limits = Limits(total, accepted, tokens)
+        self.limits = RunLimits(total, accepted, tokens)
         self._env, self._run = env, run
         self._files = files
         self._sender = sender

@@ -15,7 +15,7 @@ from rollout_factory import make_group, write_groups
 
 from atroposlib.api.server import ApiSettings, create_app
 from atroposlib.data import sft
-from atroposlib.data.collect import Collection, Ledger, sole_collection
+from atroposlib.data.collect import CollectedGroups, Collection, sole_collection
 from atroposlib.data.conversion import SftOptions
 from atroposlib.data.dpo import DpoOptions, PairRules, collect_dpo
 from atroposlib.data.policy import simple_policy
@@ -208,7 +208,7 @@ def test_a_group_that_an_earlier_version_wrote_unescaped_is_not_collected_again(
     ledger = tmp_path / "o.jsonl.collecting.jsonl"
     ledger.write_bytes(orjson.dumps(group) + b"\n")
     before = ledger.read_bytes()
-    Ledger(ledger).add([group])
+    CollectedGroups(ledger).add([group])
     assert ledger.read_bytes() == before
 
 
@@ -229,11 +229,11 @@ def items_in(ledger):
 
 def test_only_what_was_not_acknowledged_is_known_when_it_comes_again(tmp_path):
     path = tmp_path / "o.jsonl.collecting.jsonl"
-    ledger = Ledger(path)
+    ledger = CollectedGroups(path)
     ledger.add(numbered(0, 0, 1))
     ledger.note_acknowledged()
     ledger.add(numbered(0, 2, 2))  # and killed: the API gives these again, in batches of another size
-    again = Ledger(path)
+    again = CollectedGroups(path)
     again.add(numbered(2, 3))
     again.note_acknowledged()
     again.add(numbered(0, 2))  # of the killed batch
@@ -244,17 +244,17 @@ def test_only_what_was_not_acknowledged_is_known_when_it_comes_again(tmp_path):
 
 def test_a_kill_before_all_of_a_batch_came_again_doubles_nothing(tmp_path):
     path = tmp_path / "o.jsonl.collecting.jsonl"
-    Ledger(path).add(numbered(1, 2))
-    second = Ledger(path)
+    CollectedGroups(path).add(numbered(1, 2))
+    second = CollectedGroups(path)
     second.add(numbered(1, 5))
     second.note_acknowledged()
-    Ledger(path).add(numbered(2))
+    CollectedGroups(path).add(numbered(2))
     assert items_in(path) == ["1", "2", "5"]
 
 
 def test_a_ledger_of_an_earlier_version_may_all_come_again(tmp_path):
     path = write_groups(tmp_path / "o.jsonl.collecting.jsonl", numbered(0, 1, 1))
-    ledger = Ledger(path)
+    ledger = CollectedGroups(path)
     ledger.add(numbered(1, 1, 0, 1))
     assert items_in(path) == ["0", "1", "1", "1"]
 

@@ -16,7 +16,7 @@ from rollout_factory import make_group, write_groups
 from atroposlib.cli import data, dpo, sft
 from atroposlib.cli.boundary import run
 from atroposlib.data.compressed import zstd
-from atroposlib.data.policy import Policy, TargetStep
+from atroposlib.data.policy import SelectionPolicy, TargetStep
 from atroposlib.data.rollout_files import find_rollout_files
 from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.data.table import table_of
@@ -263,11 +263,11 @@ def test_a_target_is_met_with_other_rows_in_place_of_odd_ones(folder):
     for group in groups:
         group["masks"][0][-1] = group["masks"][2][-1] = 77
     path = write_groups(folder / "r.jsonl", groups)
-    exact = Policy(steps=[TargetStep(step="target", count=15)])
+    exact = SelectionPolicy(steps=[TargetStep(step="target", count=15)])
     report = export_sft(path, folder / "o.jsonl", exact, SftOptions(format="tokens"))
     assert report.records == report.kept == 15
     assert 1 <= report.set_aside[0]["count"] <= 20
-    assert export_sft(path, folder / "p.jsonl", Policy(), SftOptions(format="tokens")).records == 20
+    assert export_sft(path, folder / "p.jsonl", SelectionPolicy(), SftOptions(format="tokens")).records == 20
 
 
 def test_a_file_that_grew_behind_an_odd_line_names_it_once(folder):

@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 from rollout_factory import make_group, write_groups
 
-from atroposlib.data.policy import Policy, load_policy, pass_rates, select, simple_policy
+from atroposlib.data.policy import SelectionPolicy, load_policy, pass_rates, select, simple_policy
 from atroposlib.data.table import open_table
 from atroposlib.errors import AtroposError, ConfigError, DataError
 
 
 def kept(tmp_path, groups, *steps, seed=0):
     table = open_table(write_groups(tmp_path / "a.jsonl", groups))
-    selection = select(table, Policy.model_validate({"seed": seed, "steps": list(steps)}))
+    selection = select(table, SelectionPolicy.model_validate({"seed": seed, "steps": list(steps)}))
     return [
         (int(table.responses["group"][row]), int(table.responses["index"][row]))
         for row in np.flatnonzero(selection.keep)
@@ -115,7 +115,7 @@ def test_text_shared_with_an_evaluation_set_is_dropped_and_reported(tmp_path):
     groups = [wordy(f"He said: {shared.upper()}.", "0"), wordy("the quick brown fox jumps over a wall", "1")]
     table = open_table(write_groups(tmp_path / "a.jsonl", groups))
     steps = [{"step": "decontaminate", "against": [str(tmp_path / "eval.jsonl")]}]
-    selection = select(table, Policy.model_validate({"steps": steps}))
+    selection = select(table, SelectionPolicy.model_validate({"steps": steps}))
     assert selection.keep.tolist() == [False, True]
     (hit,) = selection.contamination
     assert hit.where.endswith("a.jsonl:1[0]")
@@ -130,7 +130,7 @@ def test_short_evaluation_texts_must_occur_whole_and_prompts_count(tmp_path):
     group["messages"][0][0]["content"] = "Tell me: what is the sum of one and two exactly?"
     table = open_table(write_groups(tmp_path / "a.jsonl", [group, wordy("what is the sum of", "1")]))
     steps = [{"step": "decontaminate", "against": [str(tmp_path / "eval.txt")]}]
-    selection = select(table, Policy.model_validate({"steps": steps}))
+    selection = select(table, SelectionPolicy.model_validate({"steps": steps}))
     assert selection.keep.tolist() == [False, True]
     assert selection.contamination[0].part == "prompt"
 
@@ -159,7 +159,7 @@ def test_shared_text_is_found_in_scripts_without_spaces(tmp_path, question, othe
     again = "".join(question.split())  # among other words, with other spaces
     table = open_table(write_groups(tmp_path / "a.jsonl", [wordy(f"答：{again}ABC", "0"), wordy(other, "1")]))
     steps = [{"step": "decontaminate", "against": [str(tmp_path / "eval.txt")]}]
-    assert select(table, Policy.model_validate({"steps": steps})).keep.tolist() == [False, True]
+    assert select(table, SelectionPolicy.model_validate({"steps": steps})).keep.tolist() == [False, True]
 
 
 def test_evaluation_entries_that_are_too_short_are_counted(tmp_path, caplog):
@@ -167,7 +167,7 @@ def test_evaluation_entries_that_are_too_short_are_counted(tmp_path, caplog):
     (tmp_path / "eval.jsonl").write_text("\n".join([entries[1], *entries]) + "\n")
     table = open_table(write_groups(tmp_path / "a.jsonl", [wordy("what is two?", "0")]))
     steps = [{"step": "decontaminate", "against": [str(tmp_path / "eval.jsonl")]}]
-    assert select(table, Policy.model_validate({"steps": steps})).keep.tolist() == [True]
+    assert select(table, SelectionPolicy.model_validate({"steps": steps})).keep.tolist() == [True]
     assert f"(below 8 words): 1 of 3, first {tmp_path / 'eval.jsonl'}:2" in caplog.text
 
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from atroposlib.data import output as output_module
 from atroposlib.data.conversion import SftOptions
-from atroposlib.data.policy import Policy, simple_policy
+from atroposlib.data.policy import SelectionPolicy, simple_policy
 from atroposlib.data.sft import export_sft
 from atroposlib.errors import AtroposError, ConfigError, DataError, PathError
 
@@ -355,7 +355,9 @@ def test_what_an_evaluation_set_shares_is_listed_beside_the_output(tmp_path):
     (tmp_path / "eval.txt").write_text("way 0 think answer 0 0 and nothing else here\n")
     groups = [make_group([1.0, 1.0])]
     groups[0]["messages"][0][1]["content"] = "Way 0: think, answer 0.0 and nothing else here"
-    policy = Policy.model_validate({"steps": [{"step": "decontaminate", "against": [str(tmp_path / "eval.txt")]}]})
+    policy = SelectionPolicy.model_validate(
+        {"steps": [{"step": "decontaminate", "against": [str(tmp_path / "eval.txt")]}]}
+    )
     export_sft(write_groups(tmp_path / "a.jsonl", groups), tmp_path / "o.jsonl", policy)
     (hit,) = lines_of(tmp_path / "o.jsonl.contamination.jsonl")
     assert hit["where"].endswith("a.jsonl:1[0]")

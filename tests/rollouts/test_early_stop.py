@@ -6,7 +6,7 @@ import pytest
 from counting_env import CountingEnv, make_env, make_group
 
 from atroposlib.envs.base import BaseEnv
-from atroposlib.rollouts.early_stop import EarlyStop, Limits, sample_until, wilson_upper
+from atroposlib.rollouts.early_stop import EarlyStop, RunLimits, sample_until, wilson_upper
 from atroposlib.rollouts.ledger import Totals
 from atroposlib.rollouts.trace import EngineReply, current_trace
 
@@ -42,15 +42,15 @@ def test_wilson_agrees_with_the_textbook():
 
 COUNTS = Totals(groups=10, responses=40, accepted=20, completion_tokens=900, rejected_tokens=100)
 LIMITS = {
-    "none": (Limits(), 99, False, True),
-    "groups left": (Limits(groups=12), 1, False, True),
-    "groups in flight fill it": (Limits(groups=12), 2, False, False),
-    "accepted reached": (Limits(accepted=20), 0, True, False),
-    "accepted would be reached by those in flight": (Limits(accepted=24), 2, False, False),
-    "accepted not yet": (Limits(accepted=25), 2, False, True),
-    "tokens spent, rejected ones included": (Limits(tokens=1000), 0, True, False),
-    "tokens spoken for": (Limits(tokens=1200), 2, False, False),
-    "the last group is started when nothing else runs": (Limits(tokens=1001), 0, False, True),
+    "none": (RunLimits(), 99, False, True),
+    "groups left": (RunLimits(groups=12), 1, False, True),
+    "groups in flight fill it": (RunLimits(groups=12), 2, False, False),
+    "accepted reached": (RunLimits(accepted=20), 0, True, False),
+    "accepted would be reached by those in flight": (RunLimits(accepted=24), 2, False, False),
+    "accepted not yet": (RunLimits(accepted=25), 2, False, True),
+    "tokens spent, rejected ones included": (RunLimits(tokens=1000), 0, True, False),
+    "tokens spoken for": (RunLimits(tokens=1200), 2, False, False),
+    "the last group is started when nothing else runs": (RunLimits(tokens=1001), 0, False, True),
 }
 
 
@@ -105,5 +105,5 @@ async def test_a_run_ends_when_its_tokens_are_spent_and_goes_on_with_a_larger_bu
 
 
 def test_the_share_done_is_that_of_the_nearest_limit():
-    assert Limits().share_done(COUNTS) is None
-    assert Limits(groups=20, accepted=25, tokens=4000).share_done(COUNTS) == 0.8
+    assert RunLimits().share_done(COUNTS) is None
+    assert RunLimits(groups=20, accepted=25, tokens=4000).share_done(COUNTS) == 0.8

@@ -12,7 +12,7 @@ from stalls import ENDING, STALLS, first_sentence
 from atroposlib.envs.cli import main
 from atroposlib.errors import AtroposError
 from atroposlib.rollouts import run, standstill
-from atroposlib.rollouts.early_stop import Limits
+from atroposlib.rollouts.early_stop import RunLimits
 from atroposlib.rollouts.failures import NO_GROUP, FailureLog, Fruitless, TaskHealth
 from atroposlib.rollouts.groups import EQUAL_SCORES
 from atroposlib.rollouts.ledger import Totals
@@ -130,7 +130,7 @@ async def test_groups_withheld_from_the_trainer_are_counted_as_such(tmp_path):
 
 def make_progress() -> Progress:
     totals, failures = Totals(), FailureLog(None, env="e", run="r")
-    return Progress(None, "e", "process", Limits(), totals, failures, TaskHealth(10, run_limit=30))
+    return Progress(None, "e", "process", RunLimits(), totals, failures, TaskHealth(10, run_limit=30))
 
 
 def test_tokens_and_answers_of_unfinished_groups_count_in_the_rates(monkeypatch):

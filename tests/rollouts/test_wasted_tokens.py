@@ -9,7 +9,7 @@ from counting_env import CountingEnv, make_env
 
 from atroposlib.errors import EngineFault, KilledFault, VerifierFault
 from atroposlib.rollouts import progress as progress_module
-from atroposlib.rollouts.early_stop import Limits
+from atroposlib.rollouts.early_stop import RunLimits
 from atroposlib.rollouts.failures import FailureLog, TaskHealth
 from atroposlib.rollouts.ledger import Totals
 from atroposlib.rollouts.progress import Progress
@@ -27,7 +27,7 @@ def progress_of(folder):
     log = FailureLog(folder / "failures.jsonl", env="e", run="r")
     totals = Totals(length_tokens=30, rejected_tokens=4)
     health = TaskHealth(5, run_limit=30)
-    return Progress(folder / "p.json", "e", "process", Limits(), totals, log, health)
+    return Progress(folder / "p.json", "e", "process", RunLimits(), totals, log, health)
 
 
 @pytest.mark.parametrize(("error", "is_final", "expected"), CAUSES.values(), ids=CAUSES)

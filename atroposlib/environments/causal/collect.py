@@ -24,7 +24,7 @@ import yaml
 from atroposlib.environments.causal.demonstration import ENV, DemonstrationConfig, demo_name, run_name
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.paths import writable_dir, write_text_atomic
-from atroposlib.rollouts.early_stop import Limits
+from atroposlib.rollouts.early_stop import RunLimits
 from atroposlib.rollouts.failures import FailureLog, TaskHealth, describe_error
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.ledger import Totals, open_rollouts
@@ -143,7 +143,7 @@ class Collection:
             path=where.progress_path,
             env=ENV,
             mode="collect",
-            limits=Limits(groups=sum(map(plan.most, plan.levels))),
+            limits=RunLimits(groups=sum(map(plan.most, plan.levels))),
             totals=self.files.ledger.totals,
             failures=self.failures,
             health=TaskHealth(10**9, run_limit=10**9),
