@@ -1,6 +1,7 @@
 """`atropos collect`: demonstrations of experts that need no language model."""
 
 import asyncio
+import importlib.util
 import logging
 import os
 from typing import Annotated, Literal
@@ -69,6 +70,8 @@ def collect_causal(
     from atroposlib.environments.causal.demonstration import DemonstrationConfig
     from atroposlib.environments.causal.scm import levels_of
 
+    if importlib.util.find_spec("scipy") is None:
+        raise DataError("the causal expert needs scipy: pip install 'atroposlib[causal]'")
     if (output is None) == (resume is None):
         raise typer.BadParameter("give --output, or --resume with the folder of an earlier one", param_hint="--output")
     if max_attempts is not None and target_accepted is None:

@@ -62,7 +62,7 @@ class Report:
         self._accuracy: dict[str, list[float]] = defaultdict(list)
         self._gap: dict[str, list[float]] = defaultdict(list)
         self._accepted: Counter[str] = Counter()
-        self._accepted_sum: Counter[str] = Counter()
+        self._accepted_sum: dict[str, float] = defaultdict(float)
         self._names: Counter[str] = Counter()
         self._structures: Counter[str] = Counter()
         self.graphs: Counter[str] = Counter()
@@ -79,7 +79,7 @@ class Report:
         self._gap[level].append(demonstration.metrics["gap"])
         if demonstration.accepted:
             self._accepted[level] += 1
-            self._accepted_sum[level] += demonstration.accuracy  # pyright: ignore[reportArgumentType]
+            self._accepted_sum[level] += demonstration.accuracy
         self._names[demonstration.demo_id] += 1
         self._structures[structure_hash(demonstration)] += 1
         self.graphs[scm.graph] += 1
