@@ -31,7 +31,7 @@ from atroposlib.testing import Answer, ScriptedEngine, write_tokenizer
 
 GROUPS, GROUP_SIZE = 2, 2
 DEADLINE_S = 60.0
-ANSWERS = ("I do not know.", "<answer>1</answer>", "The answer is \\boxed{2}.")
+ANSWERS = ("I do not know.", "<answer>1</answer>, or \\boxed{A}", "The answer is \\boxed{2}.")
 """What the scripted engine says where the environment knows no right replies."""
 
 
@@ -102,10 +102,10 @@ def check(
         runs = {"serve": serve, "process": process, "evaluate": evaluate}
         for mode in modes:
             yield _finding(mode, runs[mode])
-    if issubclass(env_cls, SingleTurnEnv):
+    if issubclass(env_cls, SingleTurnEnv) and env_cls.is_verifiable:
         yield _finding("honest rewards", lambda: _honest(env_cls, tokenizer, flags, problems))
     else:
-        yield Finding("honest rewards", note="not tried: the environment is no SingleTurnEnv")
+        yield Finding("honest rewards", note="not tried: no SingleTurnEnv that is verifiable")
 
 
 def rates_of(env_cls: type[SingleTurnEnv], tokenizer: Path, flags: Sequence[str], *, problems: int = 32) -> Rates:

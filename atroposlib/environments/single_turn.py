@@ -64,6 +64,7 @@ class SingleTurnEnv(BaseEnv):
     env_config_cls: ClassVar[type[BaseEnvConfig]] = SingleTurnConfig
     config: SingleTurnConfig
     system: ClassVar[str] = ""  # the system prompt, unless the settings name another
+    is_verifiable: ClassVar[bool] = True  # a right reply can be told from a wrong one
     guessing: ClassVar[float] = 0.05  # mean grade that the best constant reply may have
     extra: ClassVar[str] = ""  # of this package, which it needs
     opening = ""  # of a thought, where the chat template writes it

@@ -85,7 +85,7 @@ def measure(names: Sequence[str], engine: str | None) -> None:
     """
     for name in names:
         env_cls = catalog.load(name)
-        if not issubclass(env_cls, SingleTurnEnv):
+        if not issubclass(env_cls, SingleTurnEnv) or not env_cls.is_verifiable:
             continue
         with tempfile.TemporaryDirectory() as folder:
             found = _measured(env_cls, Path(folder), engine)

@@ -8,6 +8,7 @@ import pytest
 from atroposlib.environments.eval_environments.benchmark import BenchmarkEnv, benchmarks, f1, of_table, plain
 from atroposlib.environments.eval_environments.results import compare, table
 from atroposlib.environments.judging import Grader, PairJudge
+from atroposlib.environments.rlaif_server import RLAIFConfig, RLAIFEnv
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, DataError, VerifierFault
@@ -210,3 +211,24 @@ def test_results_are_shown_and_compared_item_by_item(tmp_path):
     (tmp_path / "b" / "samples.jsonl").write_text('{"item": {"q": 9}, "grades": [1]}\n')
     with pytest.raises(DataError, match="no item in common"):
         compare(first, second)
+
+
+async def test_replies_of_a_group_are_compared_in_a_ring_or_all_with_all():
+    for all_pairs, expected in ((False, [1.0, 0.25, 0.75, 0.0]), (True, [1.0, 0.5, 0.5, 0.0])):
+        env = RLAIFEnv.__new__(RLAIFEnv)
+        env.config = RLAIFConfig(all_pairs=all_pairs)
+        env.judge = judge_of(PairJudge, lambda prompt: "\\boxed{tie}")
+        better = {"a": 3, "b": 2, "c": 2, "d": 1}
+
+        async def prefer(question, one, other, better=better):
+            return 0.5 + 0.5 * ((better[one] > better[other]) - (better[one] < better[other]))
+
+        env.judge.prefer = prefer
+        assert await env.grades(list("abcd"), {"question": "q"}) == pytest.approx(expected)
+        assert env.reward(0.75) == 0.25
+
+
+async def test_a_reply_that_no_judgement_could_be_read_of_has_no_score():
+    env = RLAIFEnv.__new__(RLAIFEnv)
+    env.config, env.judge = RLAIFConfig(), judge_of(PairJudge, "hm")
+    assert [is_scored(grade) for grade in await env.grades(["a", "b"], {"question": "q"})] == [False, False]
