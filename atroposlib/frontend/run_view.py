@@ -1,6 +1,6 @@
 """The application behind `view-run`: rollouts of files, or of a running API, browsed in a browser.
 
-Files are found through their index (`data.index`): opening reads no rollouts, showing a group reads one line.
+Files are found through their index (`data.table`): opening reads no rollouts, showing a group reads one line.
 Files without an index are indexed in a thread while the page is already up. Everything the page shows of a rollout is
 set as text, never as markup.
 """
