@@ -36,14 +36,16 @@ class _Played:
 class CausalConfig(BaseEnvConfig):
     """Which problems are asked, and how an attempt is scored."""
 
-    difficulty: str = Field("difficulty_1", description="Levels with commas, taken in turn, or all.")
-    problem_seed: int = Field(1, ge=0, description="Of the problems; demonstrations are of seed 0.")
-    rows_per_variable: int = Field(10, ge=1, description="Rows under interventions that are known at first.")
-    trajectory_length: int = Field(5, ge=1, description="Interventions of an attempt.")
-    task: Literal["min", "max"] = Field("min", description="Whether the target is to be small or large.")
-    score: ScoreKind = Field("mean", description="Of Jaccard and improvement, or 1 for exactly the parents, else 0.")
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature.")
-    eval_problems: int = Field(32, ge=1, description="Problems of an evaluation, of the next seed.")
+    difficulty: str = Field(default="difficulty_1", description="Levels with commas, taken in turn, or all.")
+    problem_seed: int = Field(default=1, ge=0, description="Of the problems; demonstrations are of seed 0.")
+    rows_per_variable: int = Field(default=10, ge=1, description="Rows under interventions that are known at first.")
+    trajectory_length: int = Field(default=5, ge=1, description="Interventions of an attempt.")
+    task: Literal["min", "max"] = Field(default="min", description="Whether the target is to be small or large.")
+    score: ScoreKind = Field(
+        default="mean", description="Of Jaccard and improvement, or 1 for exactly the parents, else 0."
+    )
+    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature.")
+    eval_problems: int = Field(default=32, ge=1, description="Problems of an evaluation, of the next seed.")
 
 
 class CausalEnv(BaseEnv):

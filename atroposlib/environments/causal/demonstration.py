@@ -46,10 +46,10 @@ class DemonstrationConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    problem: ProblemConfig = ProblemConfig()  # pyright: ignore[reportCallIssue]
-    expert: ExpertConfig = ExpertConfig()  # pyright: ignore[reportCallIssue]
-    min_accuracy: float = Field(0.7, ge=0, le=1, description="Least Jaccard of an accepted demonstration.")
-    min_confidence: float = Field(0.1, ge=0, le=1, description="Least probability of its parent set.")
+    problem: ProblemConfig = ProblemConfig()
+    expert: ExpertConfig = ExpertConfig()
+    min_accuracy: float = Field(default=0.7, ge=0, le=1, description="Least Jaccard of an accepted demonstration.")
+    min_confidence: float = Field(default=0.1, ge=0, le=1, description="Least probability of its parent set.")
 
 
 def demonstrate(config: Mapping[str, Any], difficulty: str, index: int) -> dict[str, Any]:
@@ -160,7 +160,8 @@ def chat(
         action = thought[t] + action_text(step.variable, step.value)
         reply = reply_text(step, problem.scm.target, len(steps) - t - 1)
         messages += [{"role": "assistant", "content": action}, {"role": "user", "content": reply}]
-    return [*messages, {"role": "assistant", "content": thought[-1] + answer_text(parents)}]
+    messages.append({"role": "assistant", "content": thought[-1] + answer_text(parents)})
+    return messages
 
 
 class Demonstration:

@@ -183,8 +183,9 @@ def play(episode: Episode, policy: Policy, rng: Rng) -> list[Message]:
     """Let a policy act to the end; returns the conversation."""
     messages, turn = episode.opening(), policy(episode, rng)
     while not episode.is_over:
-        messages.append({"role": "assistant", "content": turn()})
-        reply = episode.act(messages[-1]["content"] or "")
+        text = turn()
+        messages.append({"role": "assistant", "content": text})
+        reply = episode.act(text)
         if not episode.is_over:
             messages.append({"role": "user", "content": reply})
     return messages

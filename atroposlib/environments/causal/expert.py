@@ -40,19 +40,25 @@ class ExpertConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    steps: PositiveInt = Field(5, description="Interventions of one demonstration, T.")
-    task: Literal["min", "max"] = Field("min", description="Whether the target is to be small or large.")
+    steps: PositiveInt = Field(default=5, description="Interventions of one demonstration, T.")
+    task: Literal["min", "max"] = Field(default="min", description="Whether the target is to be small or large.")
     use_doubly_robust: bool = Field(
-        True, description="False: all sets of at most 3 parents are equally likely at first."
+        default=True, description="False: all sets of at most 3 parents are equally likely at first."
     )
-    regressor: Regressor = Field("ridge", description="Of the prior; rff_ridge also sees curved effects.")
-    bootstraps: PositiveInt | None = Field(None, description="Of the prior; null: 0.75 d, 5 to 20.")
-    features: Literal["linear", "fourier"] = Field("linear", description="Of the regressions on each parent set.")
-    search: bool = Field(True, description="Also climb to parent sets that no bootstrap has seen.")
-    sparse: bool = Field(True, description="Each further parent divides the prior by the root of the number of rows.")
-    noise: Noise = Field("nig", description="Of the target: learned per set (nig), or from one fit on all variables.")
-    prior_std: PositiveFloat = Field(1.0, description="Of the weights, standardised.")
-    grid: int = Field(65, ge=2, description="Values tried per variable.")
+    regressor: Regressor = Field(default="ridge", description="Of the prior; rff_ridge also sees curved effects.")
+    bootstraps: PositiveInt | None = Field(default=None, description="Of the prior; null: 0.75 d, 5 to 20.")
+    features: Literal["linear", "fourier"] = Field(
+        default="linear", description="Of the regressions on each parent set."
+    )
+    search: bool = Field(default=True, description="Also climb to parent sets that no bootstrap has seen.")
+    sparse: bool = Field(
+        default=True, description="Each further parent divides the prior by the root of the number of rows."
+    )
+    noise: Noise = Field(
+        default="nig", description="Of the target: learned per set (nig), or from one fit on all variables."
+    )
+    prior_std: PositiveFloat = Field(default=1.0, description="Of the weights, standardised.")
+    grid: int = Field(default=65, ge=2, description="Values tried per variable.")
 
 
 @dataclass(frozen=True)
@@ -202,8 +208,8 @@ class Expert:
 
     def _domain(self, column: int) -> tuple[float, float]:
         variable = self._others[column]
-        low, high = (self.low[variable], self.high[variable])
-        return tuple(float((end - self.mean[variable]) / self.std[variable]) for end in (low, high))  # type: ignore
+        low, high = (float((end[variable] - self.mean[variable]) / self.std[variable]) for end in (self.low, self.high))
+        return low, high
 
     def _column(self, variable: int) -> int:
         return int(np.flatnonzero(self._others == variable)[0])

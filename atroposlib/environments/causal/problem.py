@@ -24,12 +24,14 @@ class ProblemConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: NonNegativeInt = Field(0, description="Of everything that is drawn.")
-    mechanism: Literal["linear", "tanh", "mixed"] = Field("linear", description="How causes act.")
-    noise: PositiveFloat = Field(0.5, description="Standard deviation of every variable given its causes.")
-    max_parents: PositiveInt = Field(6, description="Most causes of a target.")
-    observations: int | None = Field(None, ge=20, description="Rows without intervention; null: 85 to 500, by size.")
-    rows_per_variable: PositiveInt = Field(10, description="Rows under interventions on each variable.")
+    seed: NonNegativeInt = Field(default=0, description="Of everything that is drawn.")
+    mechanism: Literal["linear", "tanh", "mixed"] = Field(default="linear", description="How causes act.")
+    noise: PositiveFloat = Field(default=0.5, description="Standard deviation of every variable given its causes.")
+    max_parents: PositiveInt = Field(default=6, description="Most causes of a target.")
+    observations: int | None = Field(
+        default=None, ge=20, description="Rows without intervention; null: 85 to 500, by size."
+    )
+    rows_per_variable: PositiveInt = Field(default=10, description="Rows under interventions on each variable.")
 
 
 class Step(NamedTuple):
@@ -205,7 +207,7 @@ def expected_metrics(
 ) -> dict[str, Any]:
     """Return accuracy, precision, recall and F1 of the labels of `others`, each expected over `beliefs`."""
     theirs = set(true)
-    total = dict.fromkeys(("accuracy", "precision", "recall", "f1"), 0.0)
+    total: dict[str, Any] = {"accuracy": 0.0, "precision": 0.0, "recall": 0.0, "f1": 0.0}
     for parents, weight in beliefs.items():
         hit = len(theirs & set(parents))
         wrong = len(theirs ^ set(parents))

@@ -121,7 +121,8 @@ class TensorWriter:
     """Writes examples to files by number of variables. Memory: at most `_FILE_BYTES` for each number."""
 
     def __init__(self, folder: Path, stem: str, *, format: Format = "npz", overwrite: bool = False) -> None:
-        self._folder, self._stem, self._format, self._overwrite = folder, stem, format, overwrite
+        self._folder, self._stem, self._overwrite = folder, stem, overwrite
+        self._format: Format = format
         self._open: dict[int, list[Example]] = defaultdict(list)
         self._bytes: dict[int, int] = defaultdict(int)
         self.files: list[Path] = []
