@@ -159,7 +159,8 @@ def chat(
     for t, step in enumerate(steps):
         action = thought[t] + action_text(step.variable, step.value)
         reply = reply_text(step, problem.scm.target, len(steps) - t - 1)
-        messages += [{"role": "assistant", "content": action}, {"role": "user", "content": reply}]
+        messages.append({"role": "assistant", "content": action})
+        messages.append({"role": "user", "content": reply})
     messages.append({"role": "assistant", "content": thought[-1] + answer_text(parents)})
     return messages
 
