@@ -437,10 +437,12 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _is_running(run: Mapping[str, Any]) -> bool:
-    """By the process when it is on this node, else by how lately it wrote its record."""
+    """By the process when it is on this node, else by how lately it wrote; never once it says that it ended."""
+    if run.get("state") in _ENDED:
+        return False
     if run.get("node") in (None, "", socket.gethostname()):
         return run.get("pid") is not None and start_time(run["pid"]) == run.get("started")
-    return run["state"] not in _ENDED and abs(time.time() - run.get("updated_at", 0.0)) < _ELSEWHERE_SILENT_S
+    return abs(time.time() - run.get("updated_at", 0.0)) < _ELSEWHERE_SILENT_S
 
 
 def _outputs(files: dict[str, Any], exports: list[str], logs: str | None) -> dict[str, list[str]]:

@@ -287,3 +287,10 @@ def test_several_environments_in_a_folder_are_named(tmp_path):
         LaunchError, match=r"holds 2 runs; give the file of one: .*a_progress_x.json, .*b_progress_x.json"
     ):
         read_status(tmp_path)
+
+
+@pytest.mark.parametrize("state", ["done", "failed", "stopped"])
+def test_a_run_that_says_it_has_ended_does_not_run_although_its_process_lives(tmp_path, state):
+    make_run(tmp_path, pid=os.getpid(), state=state)
+    status = read_status(tmp_path)
+    assert (status.state, status.running, status.occupancy) == (state, False, None)
