@@ -10,7 +10,6 @@ was generated is ever rendered or tokenized again.
 
 import logging
 import os
-from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -368,9 +367,11 @@ class ManagedServer:
 
     def reset(self) -> None:
         """Forget all sequences."""
+        for node in self._nodes():
+            node._call = None
         self.current_nodes = []
         self.sequences = {}
-        self.lineage = Lineage()
+        self.lineage.clear()
         self._turns = {}
 
     # -- prompts -------------------------------------------------------------------------------------------------
@@ -461,13 +462,14 @@ class ManagedServer:
         base, prefix = prompt.base, prefix_of(prompt_ids, prompt)
         earlier = [] if base is None else base.tokens
         is_extended = prompt_ids[: len(earlier)] == earlier
+        inserted = prompt_ids[len(earlier) :] if is_extended else prompt_ids
         replies, nodes = [], []
         for output, (message, record) in zip(outputs, messages, strict=True):
             call = Call(
                 parent=base if is_extended else None,
-                inserted=array("i", prompt_ids[len(earlier) :] if is_extended else prompt_ids),
-                output=array("i", output.ids),
-                logprobs=array("d", output.logprobs),
+                inserted=inserted,
+                output=output.ids,
+                logprobs=output.logprobs,
                 rest=prompt.rest if is_extended else prompt.text,
                 text=output.text,
                 tail=output.tail,

@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One generated turn: what it adds to the sequence of the call before it. 12 bytes a generated token."""
+    """One generated turn: what it adds to the sequence of the call before it. Packed, 12 bytes a generated token."""
 
     parent: "Call | None"
-    inserted: array  # ids of the prompt behind the parent's sequence, int32
-    output: array  # ids generated, int32
-    logprobs: array  # of `output`, float64; PROMPT_LOGPROB takes no loss
+    inserted: Sequence[int]  # ids of the prompt behind the parent's sequence
+    output: Sequence[int]  # ids generated
+    logprobs: Sequence[float]  # of `output`; PROMPT_LOGPROB takes no loss
     rest: str  # text of `inserted`
     text: str  # of `output`, without the end tokens
     tail: tuple[str, ...]  # the end tokens
@@ -52,6 +52,11 @@ class Call:
         if self.node is not None:
             return self.node.tokens
         return [token for call in self.path() for part in (call.inserted, call.output) for token in part]
+
+    def pack(self) -> None:
+        """Hold ids as int32 and log-probabilities as float64."""
+        self.inserted, self.output = array("i", self.inserted), array("i", self.output)
+        self.logprobs = array("d", self.logprobs)
 
     def path(self) -> list["Call"]:
         """The calls of the sequence, from the first to this one."""
@@ -79,6 +84,8 @@ class Lineage:
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, Fork] = {}
+        self._new: list[tuple[Call, tuple[dict[str, Any], ...]]] = []  # that nobody has looked for yet
+        self._calls: list[Call] = []
         self.differences = 0  # turns taken as unchanged although white space, ids of calls or thoughts differed
 
     def find(self, chat: Conversation, *, keeps_thoughts: bool = True) -> tuple[Call, int] | None:
@@ -89,6 +96,9 @@ class Lineage:
         Args:
             keeps_thoughts: a turn that comes back without its thoughts is still the same.
         """
+        for call, others in self._new:
+            self._place(call, others)
+        self._new = []
         best: tuple[tuple[int, bool, int], Call, int] | None = None
         pending = [(self._root(chat), 0, 0)]
         while pending:
@@ -114,8 +124,19 @@ class Lineage:
         return best[1], best[0][0]
 
     def add(self, call: Call, *others: dict[str, Any]) -> None:
-        """Put a call at its place; its turn may also come back in the form of `others`."""
+        """Remember a call; its turn may also come back in the form of `others`."""
+        self._new.append((call, others))
+
+    def clear(self) -> None:
+        """Forget all calls, and let go of what they hold of each other: such circles are rarely looked for."""
+        for call in [*self._calls, *(call for call, _ in self._new)]:
+            call.parent, call.node, call.after = None, None, Fork()
+        self._roots, self._new, self._calls = {}, [], []
+
+    def _place(self, call: Call, others: Iterable[dict[str, Any]]) -> None:
         assert call.chat is not None
+        call.pack()
+        self._calls.append(call)
         fork = self._root(call.chat) if call.parent is None or not call.turns else call.parent.after
         for turn in call.chat.turns[call.turns : -1]:
             fork = fork.given.setdefault(turn.keys[0], Fork())

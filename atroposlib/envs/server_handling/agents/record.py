@@ -6,7 +6,6 @@ are whole or cut off: a torn end is what a kill left, and nobody was told of it.
 
 import logging
 import os
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -113,9 +112,9 @@ def _call(call: Call, parent: list[int] | None) -> dict[str, Any]:
     new = () if chat is None else chat.turns[call.turns :]
     return {
         "parent": parent,
-        "inserted": call.inserted.tolist(),
-        "output": call.output.tolist(),
-        "logprobs": call.logprobs.tolist(),
+        "inserted": list(call.inserted),
+        "output": list(call.output),
+        "logprobs": list(call.logprobs),
         "rest": call.rest,
         "text": call.text,
         "tail": call.tail,
@@ -144,9 +143,9 @@ def restored(line: dict[str, Any], earlier: Sequence[Exchange], managed: Managed
             chat = Conversation((*kept, *turns), entry["tools"])
         call = Call(
             parent=parent,
-            inserted=array("i", entry["inserted"]),
-            output=array("i", entry["output"]),
-            logprobs=array("d", entry["logprobs"]),
+            inserted=entry["inserted"],
+            output=entry["output"],
+            logprobs=entry["logprobs"],
             rest=entry["rest"],
             text=entry["text"],
             tail=tuple(entry["tail"]),

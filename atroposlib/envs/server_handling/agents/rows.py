@@ -53,9 +53,9 @@ def _row(leaf: Call, role: Role, is_trained: bool, learned: set[int], place: dic
     logprobs: list[float] = []
     path = leaf.path()
     for call in path:
-        given, wrote = call.inserted.tolist(), call.output.tolist()
+        given, wrote = list(call.inserted), list(call.output)
         takes_loss = is_trained and id(call) not in learned
-        known = call.logprobs.tolist() if takes_loss else [PROMPT_LOGPROB] * len(wrote)
+        known = list(call.logprobs) if takes_loss else [PROMPT_LOGPROB] * len(wrote)
         tokens += given + wrote
         masks += [IGNORE_INDEX] * len(given)
         masks += [
