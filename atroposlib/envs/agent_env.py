@@ -160,6 +160,8 @@ class AgentEnv(BaseEnv):
         if not scored:
             raise_first(list(results.values()))
         group = group_of([rollout for rollout, _ in scored], [score for _, score in scored])
+        for rollout, _ in scored:
+            rollout.managed.reset()  # its calls hold each other
         faults = {row: result for row, result in results.items() if isinstance(result, BaseException)}
         if faults:
             group["unscored"] = [self._unscored(fault, row) for row, fault in faults.items()]
@@ -187,6 +189,9 @@ class AgentEnv(BaseEnv):
                 raise
             except Exception as error:
                 raise VerifierFault(f"the verifier failed: {type(error).__name__}: {error}") from error
+        except BaseException:
+            rollout.managed.reset()
+            raise
         finally:
             await rollout.end("stopped")
             service.rollouts.forget(rollout)

@@ -228,6 +228,7 @@ class Gateway:
         rollout = self._wanted(request)
         await rollout.end("deleted")
         self.rollouts.forget(rollout)
+        rollout.managed.reset()
         return _json({"id": rollout.id, "status": "deleted"})
 
     async def _score(self, request: Request) -> Response:
