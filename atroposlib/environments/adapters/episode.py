@@ -86,9 +86,10 @@ class EpisodeEnv(BaseEnv):
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem, list[Item]]:
         episode: Episode | None = None
         try:
-            episode = await self._call(self.open, item["index"])
+            opened: Episode = await self._call(self.open, item["index"])
+            episode = opened  # to be closed, whatever happens
             async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-                messages = [*self._system(), *await self._call(episode.begin)]
+                messages = [*self._system(), *await self._call(opened.begin)]
                 for _ in range(self.config.max_turns):
                     reply = await managed.chat_completion(
                         messages=messages,
@@ -96,12 +97,12 @@ class EpisodeEnv(BaseEnv):
                         temperature=self.config.temperature,
                     )
                     text = reply.choices[0].message.content or ""
-                    step = await self._call(episode.step, text)
+                    step = await self._call(opened.step, text)
                     if step.is_over:
                         break
                     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": step.observation}]
                 node = managed.get_state()["nodes"][-1]
-            score = float(await self._call(episode.score))
+            score = float(await self._call(opened.score))
         except (RolloutFault, ConfigError):
             raise
         except Exception as error:

@@ -62,20 +62,20 @@ def copied(message: Any) -> Any:
     return message
 
 
-def plain_messages(messages: Messages, *, knows_developer: bool = False, first: int = 0) -> list[Message | None]:
+def plain_messages(messages: Messages, *, knows_developer: bool = False, offset: int = 0) -> list[Message | None]:
     """The messages in the form that chat templates know: text contents, no `developer`.
 
     A developer's message becomes the system's; one behind a leading system message becomes part of it, and None stands
     in its place.
 
     Args:
-        first: number of the first message, for what is said of one.
+        offset: number of the first message, for what is said of one.
 
     Raises:
         RequestFault: a part of a message is no text.
     """
     plain: list[Message | None] = []
-    for index, message in enumerate(messages, first):
+    for index, message in enumerate(messages, offset):
         content = message.get("content")
         if isinstance(content, list):
             message = {**message, "content": joined_text(content, f"messages[{index}]")}

@@ -231,7 +231,7 @@ class ManagedServer:
         turn = self._turns.get(name) if name is not None else None
         if turn is None:
             said = copied(message)
-            (shown,) = plain_messages([said], first=index)
+            (shown,) = plain_messages([said], offset=index)
             turn = self._turn(said, shown, request)
             if name is not None:
                 self._turns[name] = turn
