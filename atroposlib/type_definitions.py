@@ -6,7 +6,9 @@ Shapes: G = sequences of a group, T = tokens of one sequence (differs between se
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
-    pass
+    from numpy.typing import NDArray
+
+    Array: TypeAlias = NDArray[Any]
 
 IGNORE_INDEX = -100
 """`masks` value of a position that takes no loss."""
