@@ -16,7 +16,7 @@ from atroposlib.environments.intern_bootcamp.bootcamp import extract_answer
 from atroposlib.environments.single_turn import THINK, SingleTurnConfig, SingleTurnEnv, local_engine
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
-COLOURS = ("red", "green", "blue", "yellow", "black", "white")
+COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow", "black", "white")
 _MOST_COUNTED = 20_000
 """Colourings that are tried to count the right ones."""
 
@@ -56,7 +56,8 @@ class GraphColoringEnv(SingleTurnEnv):
 
     def make(self, rng: random.Random, level: int) -> Graph:
         """Hide a colouring, then draw edges between nodes of different colours."""
-        nodes, colours = 4 + 2 * level, list(COLOURS[: self.config.colours])
+        nodes = 4 + 2 * level
+        colours: list[str] = [*COLOURS[: self.config.colours]]
         hidden = [rng.choice(colours) for _ in range(nodes)]
         pairs = [(a, b) for a, b in itertools.combinations(range(nodes), 2) if hidden[a] != hidden[b]]
         chosen = rng.sample(pairs, k=max(1, round(self.config.density * len(pairs)))) if pairs else []

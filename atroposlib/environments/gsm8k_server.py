@@ -12,7 +12,7 @@ from atroposlib.environments.single_turn import THINK
 class GSM8kConfig(RSConfig):
     """Where the problems come from, and how they are answered."""
 
-    dataset: str = Field(
+    dataset: str | None = Field(
         default="openai/gsm8k",
         description="A .jsonl or .parquet file with the fields question and answer (GSM8K's own, or just the number), "
         "or a name on the model hub, which needs the package datasets.",

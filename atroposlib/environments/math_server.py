@@ -32,7 +32,7 @@ class Question(TypedDict):
 class RSConfig(RowsConfig):
     """Where the problems come from, and how answers are judged."""
 
-    dataset: str = Field(
+    dataset: str | None = Field(
         default="zwhe99/DeepMath-103K",
         description="A .jsonl or .parquet file with the fields problem (or question) and answer (or final_answer, or "
         "solution with the answer in \\boxed{}); or a name on the model hub, which needs the package datasets.",

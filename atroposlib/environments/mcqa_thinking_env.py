@@ -49,7 +49,7 @@ class MCQAThinkingEnv(RowsEnv):
             for n in range(5, 85)
         ]
 
-    def to_item(self, row: Row) -> Choice:
+    def to_item(self, row: Row) -> Choice:  # pyright: ignore[reportIncompatibleMethodOverride]
         item = to_choice(row)
         return shuffled(item, str(self.config.seed)) if self.config.shuffle_choices else item
 

@@ -149,7 +149,7 @@ class MixtureEnv(BaseEnv):
         for group in result if isinstance(result, list) else [result]:
             if group:
                 group["task"] = item["source"]  # pyright: ignore[reportGeneralTypeIssues]  # a group may carry its task
-                scores = [score for score in group["scores"] if is_scored(score)]
+                scores = [score for score in group.get("scores", []) if is_scored(score)]
                 if scores:
                     passed = sum(score > self.config.accept_score for score in scores)
                     self.recent[item["source"]].append(passed / len(scores))

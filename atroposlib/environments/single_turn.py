@@ -135,8 +135,10 @@ class SingleTurnEnv(BaseEnv):
         """Return the prompt of one problem: system prompt, solved problems, question."""
         turns = self.system_turns()
         for question, reply in await self.shots(item):
-            turns += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-        return [*turns, {"role": "user", "content": self.question(item)}]
+            turns.append({"role": "user", "content": question})
+            turns.append({"role": "assistant", "content": reply})
+        turns.append({"role": "user", "content": self.question(item)})
+        return turns
 
     def system_turns(self) -> list[Message]:
         """Return the system prompt as a turn; none when it is empty."""

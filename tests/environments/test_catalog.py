@@ -19,8 +19,8 @@ from atroposlib.errors import ConfigError, DataError
 from atroposlib.launch.load import load_config
 
 OURS = [name for name, entry in catalog.entries().items() if entry.package == "atroposlib"]
-WHOLE = ("countdown", "intern_bootcamp", "mcqa_thinking")
-"""Those that are tried in all modes here, one for each kind; `atropos env check --all` tries all."""
+WHOLE = ("countdown",)
+"""What is tried in all modes here; `atropos env check --all` tries all."""
 TRIED_ELSEWHERE = ("gsm8k",)
 """Its code is that of math, its modes are run in test_gsm8k."""
 

@@ -69,8 +69,10 @@ def _only(load: Callable[[str], Any]) -> Callable[[str], Any]:
     """Read the one element of a list."""
 
     def read(said: str) -> Any:
-        (answer,) = loaded if isinstance(loaded := load(said), list) else ()
-        return answer
+        loaded = load(said)
+        if not isinstance(loaded, list) or len(loaded) != 1:
+            raise ValueError("no list of one element")
+        return loaded[0]
 
     return read
 
@@ -149,7 +151,7 @@ class AnswerFormatEnv(RowsEnv):
         left, right = (rng.randrange(10**level, 10 ** (level + 1)) for _ in range(2))
         return Task(question=f"What is {left} + {right}?", answer=str(left + right), form=self._form(rng))
 
-    def to_item(self, row: Row) -> Task:
+    def to_item(self, row: Row) -> Task:  # pyright: ignore[reportIncompatibleMethodOverride]
         answer = str(row["answer"]).rpartition("####")[2].strip()
         if not re.fullmatch(r"[\w .,'-]+", answer):
             raise ValueError(f"the answer {answer[:50]!r} is no plain short text")

@@ -134,7 +134,7 @@ class BenchmarkEnv(RowsEnv):
         items = self.problems["test" if part == "test" else "train"]  # pyright: ignore[reportOptionalSubscript]
         return items[index] if index < len(items) else None
 
-    def to_item(self, row: Row) -> Item:
+    def to_item(self, row: Row) -> Item:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the item of a row, by the templates of the table."""
         table = self.row
         if table.kind == "constraints":

@@ -46,9 +46,11 @@ def run_one(
       atropos eval run gsm8k --env.dataset gsm8k.jsonl --openai.base_url http://localhost:30000/v1
     """
     from atroposlib.environments.eval_environments.benchmark import of_table
+    from atroposlib.envs.base import BaseEnv
     from atroposlib.envs.cli import main as run_environment
 
-    raise typer.Exit(run_environment(of_table(name)[0], ["evaluate", *context.args]))
+    env_cls: type[BaseEnv] = of_table(name)[0]
+    raise typer.Exit(run_environment(env_cls, ["evaluate", *context.args]))
 
 
 @app.command("table")

@@ -51,7 +51,7 @@ class InternBootcampEnvConfig(SingleTurnConfig):
         default=50, ge=0, description="Characters below which credit shrinks in proportion."
     )
 
-    eval_problems: PositiveInt = Field(default=20, description="Problems of an evaluation.")
+    eval_problems: PositiveInt | None = Field(default=20, description="Problems of an evaluation.")
     verifier_workers: PositiveInt = Field(
         default=2, description="Processes for generators and verifiers that are not ours."
     )

@@ -20,7 +20,7 @@ from atroposlib.rollouts.failures import scored
 from atroposlib.type_definitions import Message
 
 
-class InternBootcampEnv(SingleTurnEnv, SandboxedEnv):
+class InternBootcampEnv(SingleTurnEnv, SandboxedEnv):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Score `correct_reward` for a right answer, else `incorrect_reward` plus partial credit."""
 
     name = "intern_bootcamp"
