@@ -196,7 +196,7 @@ class _Clock:
 
     def seconds(self) -> dict[str, float]:
         """Wait for the GPU; return the seconds of each part so far."""
-        found = dict.fromkeys(_PARTS, 0.0)
+        found: dict[str, float] = dict.fromkeys(_PARTS, 0.0)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for (_, before), (part, now) in itertools.pairwise(self._marks):

@@ -105,7 +105,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return fused(_gradient, grad.device)(grad, *ctx.saved_tensors), None, None, None
 
 
