@@ -340,7 +340,7 @@ class TrainerClient(RepeatingClient):
         """The next batch, or None while none is ready.
 
         Args:
-            lease_s: the batch is delivered again unless `ack` is called within so many seconds; None: it is ours.
+            lease_s: the batch is delivered again unless `ack` is called within this many seconds; None: it is ours.
             binary: matrices as numpy arrays (int32, float32) instead of lists of Python numbers, which cost more to
             make.
         """

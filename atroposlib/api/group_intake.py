@@ -197,7 +197,7 @@ WINDOW_S = 120.0
 """How long after a lost answer the same content counts as its retry."""
 
 LAST_GROUPS = 1000
-"""After a restart, so many of the last stored groups may have lost their answer."""
+"""After a restart, this many of the last stored groups may have lost their answer."""
 
 
 @dataclass(slots=True)

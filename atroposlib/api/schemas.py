@@ -61,12 +61,12 @@ class Registration(BaseModel):
     wandb_group: Text = Field(description="wandb group that environments join.")
     wandb_project: Text = Field(description="wandb project that environments log to.")
     batch_size: PositiveInt = Field(
-        le=10_000_000, description="Sequences of a batch; every batch holds exactly so many."
+        le=10_000_000, description="Sequences of a batch; every batch holds exactly this many."
     )
     max_token_len: int = Field(
         ge=-1, le=2**31 - 1, description="Tokens of the longest sequence the trainer takes; -1: no limit."
     )
-    checkpoint_dir: Text = Field(description="Folder for checkpoints; environments keep theirs beside the trainer's.")
+    checkpoint_dir: Text = Field(description="Folder for checkpoints; environments keep theirs next to the trainer's.")
     save_checkpoint_interval: int = Field(description="Steps between checkpoints; 0 or less: none.")
     starting_step: NonNegativeInt = Field(le=2**53, description="Step the trainer starts from.")
     num_steps: int = Field(description="Steps the trainer will take; informs environments.")

@@ -239,7 +239,7 @@ def _add_common_routes(api: FastAPI) -> None:
     async def health(service: Service) -> Response:
         """Whether the server lives, and whether it can store groups. Needs no token.
 
-        200 with `storage full` while groups are answered 503 for want of room: batches go on, it passes by itself,
+        200 with `storage full` while groups are answered 503 for want of room: batches continue, it passes by itself,
         and a restart would not help. 503 with `stuck` when only a restart helps.
         """
         if service.store.is_stuck():

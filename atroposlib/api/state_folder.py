@@ -89,7 +89,7 @@ class StateFolder:
             raise
 
     def no_room(self, size: int, wal: int = 0) -> str | None:
-        """Say that the disk is too full for groups of so many bytes: in the WAL, and with all of it in the database."""
+        """Say that the disk is too full for groups of this size: in the WAL, and with all of it in the database."""
         if self.path is None or self._reserve is None:
             return None
         disk = os.statvfs(self.path)

@@ -126,7 +126,7 @@ class Store:
 
         Raises:
             StorageFull: no room now.
-            Refused: there can never be room for so many bytes.
+            Refused: there can never be room for this many bytes.
         """
         size = sum(new.group.size for new in groups)
         if self._max_bytes is not None and size > self._max_bytes:

@@ -92,7 +92,7 @@ def status(
 def sync(
     host: Host,
     run_dir: Annotated[str, typer.Argument(help="A run's folder there.")],
-    target: Annotated[str, typer.Argument(help="Folder here; the same one goes on with what is there.")],
+    target: Annotated[str, typer.Argument(help="Folder here; the same one resumes with what is there.")],
     dry_run: DryRun = False,
 ) -> None:
     """Bring a run's files here, running or not; a lost connection is resumed.

@@ -250,7 +250,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="The whole recorded line.")] = False,
     strict: Strict = False,
 ) -> None:
-    """Show one response at once, also of a large set (keeps an index beside each file).
+    """Show one response at once, also of a large set (keeps an index next to each file).
 
     \b
     Examples:

@@ -43,7 +43,7 @@ def datagen(
     fresh: Annotated[
         bool,
         typer.Option(
-            "--fresh", help="Start anew; an earlier run is kept under another name. A requeued SLURM job goes on."
+            "--fresh", help="Start from scratch; an earlier run is kept, renamed. A requeued SLURM job resumes."
         ),
     ] = False,
     problems: Annotated[int | None, typer.Option(min=1, help="Instead of `problems` in the file.")] = None,
@@ -65,7 +65,7 @@ def datagen(
             "--fresh with share.member would take the folder from the other members; choose another run_dir"
         )
     if fresh and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
-        print("--fresh was for the first start of this job, which has been queued again; going on", file=sys.stderr)
+        print("--fresh was for the first start of this job, which has been queued again; continuing", file=sys.stderr)
     elif fresh and (kept := keep_earlier(Path(settings.run_dir))):
         print(f"earlier run kept as {kept}", file=sys.stderr)
     with Display() as display:

@@ -19,7 +19,7 @@ Examples:
 
 QUIET_OPENMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 """Threads wait asleep, after a moment's spinning: 32 sequences on two cores gave 163 and 176 tok/s without it, 193 and
-220 with it; beside three busy processes 64 and 68, and 78 and 80. Ten times longer was slower there."""
+220 with it; next to three busy processes 64 and 68, and 78 and 80. Ten times longer was slower there."""
 
 
 def engine(
@@ -34,7 +34,7 @@ def engine(
     weight_version: Annotated[str, typer.Option(help="What replies call these weights.")] = "default",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all this process may use.")] = None,
     spin: Annotated[
-        bool, typer.Option(help="Let idle threads spin: faster alone on a machine, far slower beside other work.")
+        bool, typer.Option(help="Let idle threads spin: faster alone on a machine, far slower next to other work.")
     ] = False,
     exit_with_parent: Annotated[
         bool, typer.Option(help="End when the process that started this one has ended.")

@@ -24,7 +24,7 @@ Examples:
 
 def quickstart(
     check: Annotated[bool, typer.Option("--check", help="Only find what would go wrong; start nothing.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; an earlier run is kept.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start from scratch; an earlier run is kept.")] = False,
     problems: Annotated[int | None, typer.Option(min=1, help="Groups to record. Default: 48.")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Default: runs/quickstart.")] = None,
     changes: Annotated[

@@ -126,7 +126,7 @@ def print_report(report: ExportReport, unit: str = "records") -> None:
 
 
 def default_output(rollouts: str, kind: str) -> str:
-    """Where the dataset of a folder (in it) or of one file (beside it) goes.
+    """Where the dataset of a folder (in it) or of one file (next to it) goes.
 
     >>> default_output("rollouts/output.jsonl.zst", "sft")
     'rollouts/output.sft.jsonl'

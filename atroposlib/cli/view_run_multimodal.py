@@ -1,4 +1,4 @@
-"""`view-run-multimodal`: the same browser; images held in messages or groups are shown beside the text."""
+"""`view-run-multimodal`: the same browser; images held in messages or groups are shown next to the text."""
 
 from atroposlib.cli.boundary import run
 from atroposlib.cli.view_run import app

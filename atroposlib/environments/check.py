@@ -168,7 +168,7 @@ class _Trainer:
                 self._batches += 1
 
     def wait_for(self, batches: int) -> int:
-        """Wait until so many batches came; DataError when they do not."""
+        """Wait until this many batches came; DataError when they do not."""
         ends = time.monotonic() + DEADLINE_S
         while self._batches < batches:
             if time.monotonic() > ends:

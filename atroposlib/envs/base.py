@@ -99,15 +99,15 @@ class BaseEnv(TrainerSide):
 
     Hooks: `config_init`, `setup`, `get_next_item` / `get_item`, `item_task`, `collect_trajectory` or
     `collect_trajectories`, `postprocess_histories`, `evaluate`, `wandb_log`, `cleanup`, `teardown`. Every hook
-    may raise: the rollout counts as failed, the others go on.
+    may raise: the rollout counts as failed, the others continue.
     """
 
     name: str | None = None
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     server_cls: ClassVar[type[APIServer]] = APIServer
 
-    settings_text: str | None = None  # the resolved settings as YAML, kept beside the rollouts
-    fresh = False  # start a new run instead of going on with one
+    settings_text: str | None = None  # the resolved settings as YAML, kept next to the rollouts
+    fresh = False  # start a new run instead of resuming one
     last_completed_item: Item | None = None
     jsonl_writer = None  # upstream's attribute; rollout files are written by `atroposlib.rollouts.files`
 
@@ -583,7 +583,7 @@ class BaseEnv(TrainerSide):
         generate_html(rollouts, output)
 
     def progress_path(self) -> Path | None:
-        """Where the user wants the progress file; None: beside the rollouts, if there are any."""
+        """Where the user wants the progress file; None: next to the rollouts, if there are any."""
         path = self.config.progress_path
         return expand_path(path, what="env.progress_path") if path else None
 

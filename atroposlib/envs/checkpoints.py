@@ -28,7 +28,7 @@ def save(checkpoint_dir: str, registered_name: str, step: int, data: dict[str, A
 
 
 def newest(checkpoint_dir: str, registered_name: str, step: int) -> Path | None:
-    """The checkpoint to go on with at `step`: the latest one not after it, of this name or its earlier indices."""
+    """The checkpoint to continue with at `step`: the latest one not after it, of this name or its earlier indices."""
     if not checkpoint_dir:
         return None
     root = expand_path(checkpoint_dir, what="checkpoint_dir") / "env_checkpoints"

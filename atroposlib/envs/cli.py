@@ -6,6 +6,7 @@ commands; unknown names are refused with the nearest known one.
 
 import asyncio
 import logging
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -190,6 +191,9 @@ def main(env_cls: type[CliEnv], arguments: Sequence[str] | None = None) -> int:
     except AtroposError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except BrokenPipeError:  # `... --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
 
 
 async def _counterparts(env_cls: type[CliEnv], settings: Settings) -> list[str]:
@@ -271,7 +275,7 @@ def help_text(env_cls: type[CliEnv], mode: Mode) -> str:
     parts = [
         f"{env_cls.__name__} {mode}: {MODES[mode]}\n{(env_cls.__doc__ or '').strip()}\n",
         "  --config FILE.yaml\n        Settings below env:, openai: and at the top level; flags win over it.",
-        "  --fresh\n        Start a new run beside an existing one instead of going on with it.",
+        "  --fresh\n        Start a new run, keep an existing one and do not resume it.",
         "  --check\n        Start nothing: check the settings, show what would be asked, ask tokenizer and engines.\n"
         "        --check=settings leaves these two out.",
     ]

@@ -48,11 +48,11 @@ class BaseEnvConfig(BaseModel):
     rollout_server_url: str = Field(default="http://localhost:8000", description="Address of the trajectory API.")
     total_steps: int = Field(
         default=1000,
-        description="serve: stop after so many training steps (-1: as many as the trainer says). "
+        description="serve: stop after this many training steps (-1: as many as the trainer says). "
         "process: groups to write.",
     )
     total_groups: int | None = Field(
-        default=None, description="serve: stop after exactly so many stored groups, instead of after total_steps."
+        default=None, description="serve: stop after exactly this many stored groups, instead of after total_steps."
     )
     batch_size: int = Field(default=-1, description="Sequences per training batch; -1: the trainer says.")
     max_batches_offpolicy: int = Field(
@@ -70,7 +70,7 @@ class BaseEnvConfig(BaseModel):
     eval_handling: EvalHandlingEnum = Field(
         default=EvalHandlingEnum.STOP_TRAIN, description="What rollouts do while an evaluation runs."
     )
-    eval_limit_ratio: float = Field(default=0.5, description="Share of the rollouts that go on during LIMIT_TRAIN.")
+    eval_limit_ratio: float = Field(default=0.5, description="Share of the rollouts that continue during LIMIT_TRAIN.")
     data_dir_to_save_evals: str | None = Field(
         default=None, description="Folder for evaluation results; null: none are kept."
     )
@@ -84,7 +84,7 @@ class BaseEnvConfig(BaseModel):
         default=None, description="Folder for rollout shards; null: data when they are written."
     )
     run_name: str = Field(
-        default="main", description="Names the run's files; a run goes on where files of its name end."
+        default="main", description="Names the run's files; a run resumes where files of its name end."
     )
     groups_per_shard: int = Field(default=100, ge=1, description="Groups per rollout shard.")
     compress_rollouts: bool = Field(
@@ -93,7 +93,7 @@ class BaseEnvConfig(BaseModel):
     stop_after_accepted: int | None = Field(
         default=None,
         ge=1,
-        description="For datasets: sample an item in rounds until so many responses are accepted; null: whole groups.",
+        description="For datasets: sample an item in rounds until N responses are accepted; null: whole groups.",
     )
     hopeless_rate: float | None = Field(
         default=None,
@@ -103,15 +103,15 @@ class BaseEnvConfig(BaseModel):
         "this with 95% confidence (Wilson's interval); null: never.",
     )
     total_accepted: int | None = Field(
-        default=None, ge=1, description="Stop when so many responses are accepted, also before all groups are stored."
+        default=None, ge=1, description="Stop when this many responses are accepted, also before all groups are stored."
     )
     token_budget: int | None = Field(
-        default=None, ge=1, description="Stop when so many tokens have been generated for stored and rejected groups."
+        default=None, ge=1, description="Stop when this many tokens have been generated for stored and rejected groups."
     )
     response_journal: Literal["off", "responses", "tokens"] = Field(
         default="off",
         description="Keep what unfinished groups have so far, for a restart: finished responses, or with tokens also "
-        "those in the making (SGLang only). Every response is then a request of its own. off: groups start anew.",
+        "those in the making (SGLang only). Every response is then a request of its own. off: groups start again.",
     )
     response_seed: int | None = Field(
         default=None,
@@ -122,7 +122,7 @@ class BaseEnvConfig(BaseModel):
         description="With response_journal: rollout folder of an earlier run of the same items, model and sampling "
         "parameters, whose responses of one turn come first, so that a larger group_size generates only the others.",
     )
-    progress_path: str | None = Field(default=None, description="Progress file; null: beside the rollouts.")
+    progress_path: str | None = Field(default=None, description="Progress file; null: next to the rollouts.")
     accept_score: float = Field(default=0.0, description="A response counts as accepted when its score is above.")
     task_failure_limit: int = Field(
         default=10, ge=1, description="Failures of a task in a row after which the task is set aside."

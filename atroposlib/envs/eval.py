@@ -145,7 +145,7 @@ class EvalBase(ABC):
         return f"{type(self).__name__}@{self.pass_at_n}{samples}"
 
     def get_generation_params(self) -> dict[str, Any]:
-        """What `chat_completion` sends beside the messages."""
+        """Return what `chat_completion` sends in addition to the messages."""
         return {
             "temperature": self.temperature,
             "n": max(self.pass_at_n, self.pass_at_n_samples),

@@ -38,7 +38,7 @@ TeacherView = tuple[list[list[int]], list[list[float]]]
 
 
 class TeacherDistillationConfig(BaseEnvConfig):
-    """Settings of the teacher, beside those of every environment."""
+    """Settings of the teacher, in addition to those of every environment."""
 
     teacher_enabled: bool = Field(default=False, description="Ask a teacher for its view of every sequence.")
     teacher_top_k: int = Field(
@@ -53,7 +53,7 @@ class TeacherDistillationEnv(BaseEnv):
     """Attaches `distill_token_ids` and `distill_logprobs` [G][T][k] to every group before it is stored and sent.
 
     `group_overrides` of a group may say `teacher_top_k`, or `skip_teacher_top_k: true`. When the teacher fails for one
-    sequence, or answers with other lengths, both arrays of the whole group are None and the group goes on without.
+    sequence, or answers with other lengths, both arrays of the whole group are None and the group continues without.
     """
 
     env_config_cls = TeacherDistillationConfig

@@ -160,7 +160,7 @@ class TrainerSide(WandbSide):
         return self.first_worker_count()
 
     def first_worker_count(self) -> int:
-        """The same before anything is known of the engine: the setting, or so many for each server."""
+        """The same before anything is known of the engine: the setting, or this many for each server."""
         workers = self.config.max_num_workers
         if workers != "auto" and workers > 0:
             return workers
@@ -253,7 +253,7 @@ class TrainerSide(WandbSide):
 
 @contextmanager
 def logged(what: str) -> Iterator[None]:
-    """An author's hook beside the rollouts: its failure must not end a run of days."""
+    """An author's hook next to the rollouts: its failure must not end a run of days."""
     try:
         yield
     except Exception:

@@ -61,6 +61,18 @@ def require_torch() -> None:
         )
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help that looks like that of the other commands."""
+
+    def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        """Begin with a capital, as click does."""
+        super().add_usage(usage, actions, groups, prefix or "Usage: ")
+
+    def start_section(self, heading: str | None) -> None:
+        """Begin with a capital, as click does."""
+        super().start_section(heading and heading.capitalize())
+
+
 class RecipeParser(argparse.ArgumentParser):
     """Refuses unknown flags with the nearest known one."""
 
@@ -81,7 +93,7 @@ def parser_of(config: type[BaseModel], description: str, examples: str) -> Recip
         usage="%(prog)s [OPTIONS]",
         description=description,
         epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="YAML", help="Recipe; flags override it.")

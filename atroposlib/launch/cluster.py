@@ -56,7 +56,7 @@ class Cluster:
         return self._in_folder(f'PATH="$PWD/.venv/bin:$PATH" atropos status {remote_path(run_dir)}')
 
     def pull(self, run_dir: str, target: str) -> list[str]:
-        """Bring a run folder here; goes on where an earlier try was cut off. The queue's state stays there."""
+        """Bring a run folder here; resumes where an earlier try was cut off. The queue's state stays there."""
         there, here = f"{self.host}:{run_dir.rstrip('/')}/", f"{target.rstrip('/')}/"
         excludes = [f"--exclude={name}" for name in ("api/", ".lock", *_TEMPORARIES)]
         return [*RSYNC, *excludes, there, here]
@@ -107,7 +107,7 @@ class Shell:
         for wait_s in waits_s:
             if done.returncode not in LOST_CONNECTION:
                 break
-            print(f"connection lost; going on in {wait_s:.0f} s", file=sys.stderr)
+            print(f"connection lost; resuming in {wait_s:.0f} s", file=sys.stderr)
             time.sleep(wait_s)
             done, _ = _run_once(command, capture)
         if done.returncode and (command[0], done.returncode) != ("rsync", VANISHED):

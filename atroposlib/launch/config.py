@@ -1,7 +1,7 @@
 """The YAML of `atropos datagen`: one file says what a run makes, with which engine and environment.
 
 Every path may use `~`, `$VAR` and `${VAR}`; `load` expands them. `environment.script` and `environment.config` are
-looked up beside the YAML file, outputs (`run_dir`, `log_dir`) in the current folder.
+looked up next to the YAML file, outputs (`run_dir`, `log_dir`) in the current folder.
 """
 
 from pathlib import Path
@@ -65,7 +65,7 @@ class EnvironmentConfig(Section):
     workers: PositiveInt = Field(16, description="Problems rolled out at the same time.")
     hang_s: PositiveFloat | None = Field(
         1800,
-        description="Killed and restarted after so many seconds without a sign of life, as in a deadlock; null: never.",
+        description="Killed and restarted after N seconds without a sign of life, as in a deadlock; null: never.",
     )
     env: dict[str, Any] = Field({}, description="Fields of the environment's own config, as under `env:` in its YAML.")
     flags: dict[str, Any] = Field(
@@ -99,7 +99,7 @@ class ExportConfig(Section):
     above_score: float = Field(0.0, description="Responses are kept when their score is above this.")
     top_n_per_problem: PositiveInt | None = Field(None, description="Keep the best n of a problem; null: all.")
     unique: bool = Field(False, description="Of equal responses to a problem, keep one.")
-    rows: PositiveInt | None = Field(None, description="Write exactly so many responses; null: all that are kept.")
+    rows: PositiveInt | None = Field(None, description="Write exactly this many responses; null: all that are kept.")
 
 
 class RestartConfig(Section):

@@ -3,7 +3,7 @@
     preflight -> api + engine ready -> trainer -> environment ends by itself -> everything stopped -> export
 
 The rollout files are the only truth about what is done; the environment reads them at its start. So the same
-command after a crash, a kill or a full disk simply goes on.
+command after a crash, a kill or a full disk simply resumes.
 """
 
 import asyncio

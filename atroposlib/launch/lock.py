@@ -79,7 +79,7 @@ def keep_earlier(run_dir: Path) -> Path | None:
     """Rename an existing run folder so that a fresh start overwrites nothing; its new name, or None.
 
     Raises:
-        LaunchError: the run, or a member of a shared one, is going on.
+        LaunchError: the run, or a member of a shared one, is running.
     """
     if not run_dir.exists():
         return None

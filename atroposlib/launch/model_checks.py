@@ -105,7 +105,7 @@ def _json_file(name: str, file: str) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"{path} is damaged ({error}); fetch {name} anew") from None
+        raise ModelError(f"{path} is damaged ({error}); fetch {name} again") from None
 
 
 def _cached(name: str, file: str) -> Path | None:

@@ -181,7 +181,7 @@ def _settings_problems(config: DatagenConfig) -> list[str]:
     before, now = (_one_by_one(settings) for settings in (earlier, json.loads(json.dumps(data_settings(config)))))
     return [
         f"{key} was {before.get(key)!r} when run_dir {config.run_dir} was started and is {now.get(key)!r} now; "
-        "set it back, choose another run_dir, or start anew with --fresh"
+        "set it back, choose another run_dir, or start from scratch with --fresh"
         for key in now | before
         if now.get(key) != before.get(key)
     ]
@@ -205,10 +205,10 @@ def _sharing_problems(config: DatagenConfig) -> list[str]:
     members = sorted(record.parent.name for record in run_dir.glob(f"members/*/{RUN_FILE}"))
     was_alone = (run_dir / RUN_FILE).exists()
     if config.share.member and was_alone and not members:
-        return [f"run_dir {run_dir} was started without share.member; go on without it, or choose another run_dir"]
+        return [f"run_dir {run_dir} was started without share.member; continue without it, or choose another run_dir"]
     if members and not was_alone and not config.share.member:
         return [
-            f"run_dir {run_dir} is shared by {', '.join(members)}; go on with --set share.member={members[0]} (or as a "
-            "job array), or choose another run_dir"
+            f"run_dir {run_dir} is shared by {', '.join(members)}; continue with --set share.member={members[0]} (or "
+            "as a job array), or choose another run_dir"
         ]
     return []

@@ -1,4 +1,4 @@
-"""Progress while a run goes on: a live table on a terminal, a line every ten seconds elsewhere. On stderr."""
+"""Progress while a run lasts: a live table on a terminal, a line every ten seconds elsewhere. On stderr."""
 
 import logging
 import time

@@ -1,6 +1,6 @@
 """A run's status as one HTML page: `status.html` in its folder, readable from disk, without scripts or other files.
 
-The supervisor writes it every few seconds while the run goes on, and a last time at its end.
+The supervisor writes it every few seconds while the run lasts, and a last time at its end.
 """
 
 import contextlib

@@ -89,7 +89,7 @@ class RunStatus:
     rejected: dict[str, int] = field(default_factory=dict)  # groups of no use by reason, since the last start
     withheld: int = 0  # groups recorded but kept from the trainer, too long for it; since the last start
     waiting_for: str | None = None
-    evaluating: str | None = None  # how far an evaluation is that runs beside the rollouts
+    evaluating: str | None = None  # how far an evaluation is that runs next to the rollouts
     last_error: str | None = None
     last_failure: dict[str, Any] | None = None  # class, item_key, error, at of the newest failed rollout
     tasks: dict[str, TaskStatus] = field(default_factory=dict)
@@ -376,7 +376,7 @@ def _files_of(run: RunStatus) -> set[str]:
 
 @dataclass
 class RunRecord:
-    """What the supervisor keeps in `run.json`; `elapsed_s`, `starts` and `restarts` go on over starts."""
+    """What the supervisor keeps in `run.json`; `elapsed_s`, `starts` and `restarts` continue over starts."""
 
     name: str
     problems: int

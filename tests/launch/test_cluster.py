@@ -95,7 +95,7 @@ def test_sync_goes_on_after_a_lost_connection_and_again_when_called_again(cluste
     (cluster / "lose").write_text("\n")
     done = atropos("sync", "login", "~/data/r 1", "copy")
     assert done.returncode == 0, done.stderr
-    assert "going on in 2 s" in done.stderr
+    assert "resuming in 2 s" in done.stderr
     (run / "shard.jsonl").write_text("1\n2\n")
     assert atropos("sync", "login", "~/data/r 1", "copy").returncode == 0
     assert (cluster / "here" / "copy" / "shard.jsonl").read_text() == "1\n2\n"

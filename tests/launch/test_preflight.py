@@ -142,10 +142,10 @@ def test_a_run_alone_is_not_continued_as_a_shared_one_nor_the_other_way_around(t
     shared = config(tmp_path, share={"member": "task0"})
     run.mkdir()
     (run / "run.json").write_text(record)
-    assert "was started without share.member; go on without it" in complaint(shared)
+    assert "was started without share.member; continue without it" in complaint(shared)
     preflight(config(tmp_path))
     (run / "run.json").rename(run / "members" / "task0" / "run.json")
-    assert "is shared by task0; go on with --set share.member=task0" in complaint(config(tmp_path))
+    assert "is shared by task0; continue with --set share.member=task0" in complaint(config(tmp_path))
     preflight(shared)
 
 

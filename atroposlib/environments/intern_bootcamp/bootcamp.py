@@ -58,7 +58,7 @@ def extract_answer(output: str) -> str | None:
 
 
 def has_one_thought(output: str) -> bool:
-    """The output starts with a <think>...</think>, the only one, and goes on after it."""
+    """The output starts with a <think>...</think>, the only one, and continues after it."""
     head, end, rest = output.strip().partition("</think>")
     is_single = output.count("<think>") == 1 and output.count("</think>") == 1
     return is_single and head.startswith("<think>") and bool(end) and bool(rest.strip())

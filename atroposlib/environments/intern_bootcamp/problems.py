@@ -260,4 +260,4 @@ def _read_quarantine(path: str) -> dict[str, str]:
     try:
         return read_quarantine(Path(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"env.quarantine_path {path} cannot be read: {error}; make it anew") from error
+        raise ConfigError(f"env.quarantine_path {path} cannot be read: {error}; make it again") from error

@@ -54,7 +54,7 @@ class RewardRegistry:
         """A ready reward function.
 
         Args:
-            name_or_config: a name, or `{"type": name, "params": {...}}`; parameters may also stand beside `type`.
+            name_or_config: a name, or `{"type": name, "params": {...}}`; parameters may also stand next to `type`.
             kwargs: parameters the config does not set.
 
         Raises:

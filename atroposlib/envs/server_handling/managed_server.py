@@ -4,7 +4,7 @@
         reply = await managed.chat_completion(messages=messages, n=8, max_tokens=512)
         nodes = managed.get_state()["nodes"]    # nodes[i] belongs to reply.choices[i]
 
-A call that goes on from a tracked sequence is sent as that sequence's ids plus the ids of the new text; nothing that
+A call that continues from a tracked sequence is sent as that sequence's ids plus the ids of the new text; nothing that
 was generated is ever rendered or tokenized again.
 """
 
@@ -392,7 +392,7 @@ class ManagedServer:
         return Prompt(prompt.text, prompt.ids, prompt.rest, prompt.base, chat)
 
     def _text_prompt(self, text: str, *, ends_turns: bool = False) -> Prompt:
-        """A text as a prompt; with `ends_turns` it goes on behind an end token only where it has that token itself."""
+        """Return a text as a prompt; with `ends_turns` it follows an end token only where it has that token itself."""
         if self.tokenizer is None:
             raise ConfigError(
                 "no tokenizer: pass one to managed_server(tokenizer=...) or set the server's tokenizer_name"

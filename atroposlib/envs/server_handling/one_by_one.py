@@ -145,7 +145,7 @@ class OneByOne:
                     one["seed"] = seed_of(seed, work.key, place)
                 try:
                     await ask(draft, one)
-                except RolloutFault as fault:  # the others go on: the next try finds them finished
+                except RolloutFault as fault:  # the others continue: the next try finds them finished
                     return fault
             return draft
 

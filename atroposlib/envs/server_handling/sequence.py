@@ -215,7 +215,7 @@ def without_repeated(tail: Sequence[str], rest: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What the completions of one request go on from: the prompt as the engine saw it, all lists [P]."""
+    """What the completions of one request continue from: the prompt as the engine saw it, all lists [P]."""
 
     tokens: list[int]
     masked: list[int]

@@ -124,7 +124,7 @@ class APIServer(ABC):
         """One attempt at a generation with ids."""
 
     async def _resumable_wrapper(self, draft: "Draft", **kwargs: Any) -> TokensAndLogprobs:
-        """One attempt at one generation with ids that may go on from `draft`; here it starts anew."""
+        """One attempt at one generation with ids that may continue from `draft`; here it starts from scratch."""
         return await self._tokens_and_logprobs_completion_wrapper(**kwargs)
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:

@@ -304,7 +304,7 @@ _PLAIN_REQUEST = frozenset(
 
 
 def is_resumable(body: Mapping[str, Any]) -> bool:
-    """Whether prompt plus partial answer gives the same distribution as going on would.
+    """Whether prompt plus partial answer gives the same distribution as continuing would.
 
     Not with penalties, grammars or stop strings, which look at what was generated before.
     """
@@ -316,7 +316,7 @@ def is_resumable(body: Mapping[str, Any]) -> bool:
 
 
 def streamed(body: Mapping[str, Any], prompt_ids: list[int], draft: Draft, room: int | None) -> dict[str, Any]:
-    """The request that goes on behind `draft`, with `room` new tokens left."""
+    """The request that continues behind `draft`, with `room` new tokens left."""
     sampling = {**body["sampling_params"], "stream_interval": EVENT_TOKENS}
     if room is not None:
         sampling["max_new_tokens"] = room
