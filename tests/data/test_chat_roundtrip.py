@@ -33,7 +33,8 @@ TEXT = st.text(st.characters(exclude_categories=["Cs", "Co"]), min_size=1, max_s
 )
 WORDS = st.text("abcdefghij", min_size=1, max_size=6)
 PARTS = st.lists(TEXT.map(lambda text: {"type": "text", "text": text}), min_size=1, max_size=2)
-ARGUMENTS = st.dictionaries(WORDS, st.one_of(TEXT, st.integers(), st.booleans(), st.none()), max_size=2)
+# whole numbers up to 2**53: what any JSON reader takes
+ARGUMENTS = st.dictionaries(WORDS, st.one_of(TEXT, st.integers(-(2**53), 2**53), st.booleans(), st.none()), max_size=2)
 CALLS = st.builds(
     lambda name, arguments, as_text: {
         "id": f"call_{name}",
