@@ -23,8 +23,8 @@ atropos data validate data/guessing.jsonl
 atropos sft data/guessing.jsonl --output sft.jsonl --allow-negative-scores # a model of 135M parameters rarely hits
 
 atropos new env hangman --package
-python -m venv --system-site-packages env && env/bin/python -m pip install -q --no-deps ./hangman-env
-PYTHONPATH=$(python -c 'import sys; print(":".join(sys.path[1:]))') env/bin/python -m atroposlib.environments.command check hangman
+python -m pip install -q --no-deps --target package ./hangman-env
+PYTHONPATH=$PWD/package python -m atroposlib.environments.command check hangman
 
 python - <<'PY'
 import json
