@@ -13,8 +13,7 @@ from typing import TypedDict
 from pydantic import Field
 
 from atroposlib.environments.intern_bootcamp.bootcamp import extract_answer
-from atroposlib.environments.single_turn import THINK, SingleTurnConfig, SingleTurnEnv, local_engine
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
+from atroposlib.environments.single_turn import THINK, SingleTurnConfig, SingleTurnEnv
 
 COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow", "black", "white")
 _MOST_COUNTED = 20_000
@@ -48,11 +47,6 @@ class GraphColoringEnv(SingleTurnEnv):
     env_config_cls = GraphColoringConfig
     config: GraphColoringConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     system = THINK + "give the colours inside <answer> and </answer>."
-
-    @classmethod
-    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        engine = local_engine()
-        return GraphColoringConfig(group_size=8, tokenizer_name=engine[0].model_name), engine
 
     def make(self, rng: random.Random, level: int) -> Graph:
         """Hide a colouring, then draw edges between nodes of different colours."""

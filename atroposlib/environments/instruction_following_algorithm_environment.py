@@ -13,8 +13,7 @@ from pydantic import Field
 from atroposlib.environments.constraints import all_hold, check_arguments, in_words
 from atroposlib.environments.intern_bootcamp.words import WORDS
 from atroposlib.environments.rows import Row
-from atroposlib.environments.single_turn import RowsConfig, RowsEnv, local_engine
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
+from atroposlib.environments.single_turn import RowsConfig, RowsEnv
 
 
 class Task(TypedDict):
@@ -48,11 +47,6 @@ class InstructionFollowingEnv(RowsEnv):
     name = "instruction_following"
     env_config_cls = IFConfig
     wanted = 'an object like {"prompt": "...", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}'
-
-    @classmethod
-    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        engine = local_engine()
-        return IFConfig(group_size=8, tokenizer_name=engine[0].model_name), engine
 
     def make(self, rng: random.Random, level: int) -> Task:
         """Draw constraints until a text keeps them all; one of them asks for what no constant text has."""

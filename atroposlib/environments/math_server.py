@@ -13,8 +13,7 @@ from typing import ClassVar, TypedDict
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from atroposlib.environments.rows import Row
-from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv, local_engine
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
+from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv
 from atroposlib.envs.reward_fns.math_answers import last_boxed
 from atroposlib.envs.reward_fns.math_judge import MathJudge, Verdict, scores
 from atroposlib.errors import ConfigError
@@ -57,12 +56,6 @@ class MathEnv(RowsEnv):
     extra = "rewards"
     system: ClassVar[str] = THINK + "give the final answer in \\boxed{}."
     wanted = 'an object like {"question": "...", "answer": "42"} or {"problem": "...", "solution": "... \\\\boxed{42}"}'
-
-    @classmethod
-    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        engine = local_engine()
-        config = cls.env_config_cls(group_size=8, tokenizer_name=engine[0].model_name)
-        return config, engine
 
     @classmethod
     def sample_rows(cls) -> list[dict[str, str]]:

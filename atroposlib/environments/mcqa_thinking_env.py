@@ -9,8 +9,7 @@ from pydantic import Field
 
 from atroposlib.environments.choices import LETTERS, Choice, chosen, listed, shuffled, to_choice
 from atroposlib.environments.rows import Row
-from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv, local_engine
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
+from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv
 
 
 class MCQAConfig(RowsConfig):
@@ -36,11 +35,6 @@ class MCQAThinkingEnv(RowsEnv):
     guessing = 0.25  # of four choices
     system = THINK + 'say "The best answer is: X", where X is the letter of the right choice.'
     wanted = 'an object like {"question": "...", "choices": ["...", "..."], "answer": 0}'
-
-    @classmethod
-    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        engine = local_engine()
-        return MCQAConfig(group_size=8, tokenizer_name=engine[0].model_name), engine
 
     @classmethod
     def sample_rows(cls) -> list[dict[str, Any]]:

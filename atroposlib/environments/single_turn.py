@@ -69,6 +69,11 @@ class SingleTurnEnv(BaseEnv):
     extra: ClassVar[str] = ""  # of this package, which it needs
     opening = ""  # of a thought, where the chat template writes it
 
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
+        engine = local_engine()
+        return cls.env_config_cls(group_size=8, tokenizer_name=engine[0].model_name), engine
+
     # -- what an author writes -------------------------------------------------------------------------------------
 
     def make(self, rng: random.Random, level: int) -> Item:

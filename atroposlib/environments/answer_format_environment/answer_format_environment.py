@@ -16,8 +16,7 @@ import yaml
 from pydantic import Field
 
 from atroposlib.environments.rows import Row
-from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv, local_engine
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
+from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv
 
 
 @dataclass(frozen=True)
@@ -141,11 +140,6 @@ class AnswerFormatEnv(RowsEnv):
     config: AnswerFormatEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     system = THINK + "answer in exactly the form that is asked for, and write nothing else."
     wanted = 'an object like {"question": "Capital of France?", "answer": "Paris"}'
-
-    @classmethod
-    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        engine = local_engine()
-        return AnswerFormatEnvConfig(group_size=8, tokenizer_name=engine[0].model_name), engine
 
     def make(self, rng: random.Random, level: int) -> Task:
         left, right = (rng.randrange(10**level, 10 ** (level + 1)) for _ in range(2))

@@ -13,8 +13,7 @@ from pydantic import Field
 
 from atroposlib.environments.intern_bootcamp.bootcamp import extract_answer
 from atroposlib.environments.intern_bootcamp.words import WORDS
-from atroposlib.environments.single_turn import THINK, SingleTurnConfig, SingleTurnEnv, local_engine
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
+from atroposlib.environments.single_turn import THINK, SingleTurnConfig, SingleTurnEnv
 
 _WORD_LEVELS = 5
 """Texts of harder levels are random letters."""
@@ -45,11 +44,6 @@ class LetterCountingEnv(SingleTurnEnv):
     name = "letter_counting"
     env_config_cls = LetterCountingConfig
     system = THINK + "give the final answer inside <answer> and </answer>."
-
-    @classmethod
-    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        engine = local_engine()
-        return LetterCountingConfig(group_size=8, tokenizer_name=engine[0].model_name), engine
 
     def make(self, rng: random.Random, level: int) -> Count:
         """Draw words or letters, and letters of which at least one is there often: no constant is right often."""

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from atroposlib.environments.intern_bootcamp.words import WORDS
 from atroposlib.environments.rows import Row
-from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv, local_engine
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
+from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv
 
 
 class StructuredOutputFormat(Enum):
@@ -85,11 +84,6 @@ class PydanticSchemaFollowingEnv(RowsEnv):
     config: PydanticEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     system = THINK + "write the object in the form that is asked for, and nothing else."
     wanted = 'an object with the fields "model", "fields", "language" and "container"'
-
-    @classmethod
-    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        engine = local_engine()
-        return PydanticEnvConfig(group_size=8, tokenizer_name=engine[0].model_name), engine
 
     def make(self, rng: random.Random, level: int) -> Task:
         names = rng.sample(WORDS, k=2 + 2 * level)
