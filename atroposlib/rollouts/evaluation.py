@@ -8,8 +8,6 @@ Items are counted where the evaluation hands them to `evaluate_items`; answers a
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -20,11 +18,10 @@ from typing import Any, TypeVar, overload
 
 import orjson
 
-from atroposlib.lock_files import start_time
 from atroposlib.paths import write_text_atomic
 from atroposlib.rollouts.display import ProgressDisplay
 from atroposlib.rollouts.failures import describe_error
-from atroposlib.rollouts.progress import RATE_WINDOW_S, duration
+from atroposlib.rollouts.progress import RATE_WINDOW_S, duration, file_head
 from atroposlib.rollouts.trace import Chat, Chats, EngineReply, RolloutTrace, tracing
 from atroposlib.status.page import write_last_page
 
@@ -110,13 +107,7 @@ class Evaluation:
     def snapshot(self) -> dict[str, Any]:
         """Return the content of the progress file."""
         return {
-            "schema_version": 1,
-            "env": self.env,
-            "mode": self.mode,
-            "pid": os.getpid(),
-            "node": socket.gethostname(),
-            "started": start_time(os.getpid()),
-            "state": self.state,
+            **file_head(self.env, self.mode, self.state),
             "waiting_for": self.missing() if self.state == "running" else None,
             "groups_done": self.items_done,
             "groups_total": self.items or None,

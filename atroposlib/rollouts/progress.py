@@ -152,13 +152,7 @@ class Progress:
             name: self.totals.tasks.get(name, TaskCount()) for name in {*self.totals.tasks, *self.health.set_aside}
         }
         return {
-            "schema_version": 1,
-            "env": self.env,
-            "mode": self.mode,
-            "pid": os.getpid(),
-            "node": socket.gethostname(),
-            "started": start_time(os.getpid()),
-            "state": self.state,
+            **file_head(self.env, self.mode, self.state),
             "waiting_for": self.waiting_for,
             "evaluating": self.evaluating,
             "groups_done": self.totals.groups,
@@ -286,6 +280,19 @@ def _read(path: Path | None) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return said if isinstance(said, dict) else {}
+
+
+def file_head(env: str, mode: str, state: str) -> dict[str, Any]:
+    """Return how a progress file begins, of rollouts and of an evaluation alike: whose it is, and who writes it."""
+    return {
+        "schema_version": 1,
+        "env": env,
+        "mode": mode,
+        "pid": os.getpid(),
+        "node": socket.gethostname(),
+        "started": start_time(os.getpid()),
+        "state": state,
+    }
 
 
 def duration(seconds: float) -> str:
