@@ -138,8 +138,8 @@ def _read_jsonl(path: Path) -> list[tuple[str, Row]]:
 
 def _read_parquet(path: Path) -> Iterable[tuple[str, Row]]:
     try:
-        import pyarrow
-        from pyarrow import parquet
+        import pyarrow  # pyright: ignore[reportMissingImports]
+        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError(
             f"env.dataset {path} needs the package pyarrow; run: pip install 'atroposlib[parquet]'"

@@ -27,8 +27,8 @@ from atroposlib.errors import DataError
 from atroposlib.type_definitions import Array
 
 try:
-    import torch
-    from torch import Tensor, nn
+    import torch  # pyright: ignore[reportMissingImports]
+    from torch import Tensor, nn  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise DataError("the surrogate needs torch: pip install 'atroposlib[trainer]'") from error
 
