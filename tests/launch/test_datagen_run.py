@@ -1,4 +1,8 @@
-"""`atropos datagen` as a user runs it: real engine, real API, real environment, killed in every way."""
+"""`atropos datagen` as a user runs it: every service a real process, killed in every way.
+
+One run has the embedded engine, its model and an environment that people use. The others have an engine that is
+scripted and an environment without a tokenizer, as their promises are not about the model.
+"""
 
 import contextlib
 import json
@@ -8,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,30 +20,36 @@ import yaml
 
 from atroposlib.launch.lock import start_time
 from atroposlib.launch.probes import free_ports
+from tests.data.small_tokenizer import write_tokenizer
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-PROBLEMS, RESPONSES = 12, 4
+TESTS = Path(__file__).parents[1]
+QUICKSTART = TESTS.parent / "configs" / "quickstart.yaml"
+ASKING = str(TESTS / "rollouts" / "asking_env.py")
+RESPONSES = 4
 DEADLINE_S = 300
 
 
 class DatagenRun:
     """A run folder and the command that works in it."""
 
-    def __init__(self, folder: Path, problems: int = PROBLEMS, **changes) -> None:
-        settings = yaml.safe_load(QUICKSTART.read_text())
-        settings["environment"]["script"] = str(QUICKSTART.parent / settings["environment"]["script"])
-        settings["environment"]["workers"] = 2
-        settings["environment"]["env"]["few_shot"] = 1  # prompts are what costs a CPU
-        settings["engine"]["slots"] = 8
-        settings["engine"]["port"] = free_ports(1)[0]  # so that a start finds it taken if the last one left something
+    def __init__(self, folder: Path, settings: dict) -> None:
         self.dir = folder / "run"
-        settings |= {"run_dir": str(self.dir), "problems": problems, "responses": RESPONSES, **changes}
+        self.problems: int = settings["problems"]
         self.config = folder / "run.yaml"
+        engine = settings["engine"] | {"port": free_ports(1)[0]}  # so that a start finds it taken if one is left over
+        settings = settings | {"run_dir": str(self.dir), "responses": RESPONSES, "engine": engine}
         self.config.write_text(yaml.safe_dump(settings))
 
     def start(self) -> subprocess.Popen:
         command = [sys.executable, "-m", "atroposlib.cli.datagen", str(self.config)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        own = {
+            "PYTHONPATH": os.pathsep.join(map(str, (TESTS / "slurm" / "stand_in", TESTS, TESTS.parent))),
+            "CUDA_VISIBLE_DEVICES": "0",
+            "STAND_IN_SECONDS": "0.4",
+        }
+        return subprocess.Popen(
+            command, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def complete(self) -> subprocess.CompletedProcess:
         process = self.start()
@@ -47,13 +58,14 @@ class DatagenRun:
 
     @contextlib.contextmanager
     def running(self, groups: int) -> Iterator[subprocess.Popen]:
-        """A started command that has recorded at least `groups` problems; ended at the end in any case."""
+        """A started command that has recorded at least `groups` problems more; ended at the end in any case."""
+        wanted = len(self.groups()) + groups
         process = self.start()
         try:
             deadline = time.monotonic() + DEADLINE_S
-            while self._progress().get("groups_done", 0) < groups:
+            while len(self.groups()) < wanted:
                 assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline, self._progress()
+                assert time.monotonic() < deadline, self.groups()
                 time.sleep(0.05)
             yield process
         finally:
@@ -64,8 +76,10 @@ class DatagenRun:
         return json.loads((self.dir / "run.json").read_text())
 
     def groups(self) -> list[dict]:
+        """Every whole line of the rollout files."""
         files = sorted((self.dir / "rollouts").glob("*.jsonl"))
-        return [json.loads(line) for path in files for line in path.read_text().splitlines() if "tokens" in line]
+        lines = [line for path in files for line in path.read_text().splitlines(keepends=True)]
+        return [json.loads(line) for line in lines if "tokens" in line and line.endswith("\n")]
 
     def pid_of(self, name: str) -> int:
         return next(service["pid"] for service in self.record()["services"] if service["name"] == name)
@@ -73,99 +87,151 @@ class DatagenRun:
     def restarts_of(self, name: str) -> int:
         return next(service["restarts"] for service in self.record()["services"] if service["name"] == name)
 
-    def _progress(self) -> dict:
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads((self.dir / "progress.json").read_text())
-        return {}
+    def services_are_gone(self) -> bool:
+        deadline = time.monotonic() + 15
+        pids = [service["pid"] for service in self.record()["services"]]
+        while any(start_time(pid) is not None for pid in pids):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def assert_exact(self) -> None:
+        """Every asked problem once, each with all its responses."""
+        groups = self.groups()
+        assert sorted(int(group["item_key"]) for group in groups) == list(range(self.problems))
+        assert {len(group["tokens"]) for group in groups} == {RESPONSES}
 
 
-@pytest.fixture
-def run(tmp_path) -> DatagenRun:
-    return DatagenRun(tmp_path)
+def real_run(folder: Path) -> DatagenRun:
+    """The quickstart, smaller."""
+    settings = yaml.safe_load(QUICKSTART.read_text())
+    environment = settings["environment"]
+    environment |= {"script": str(QUICKSTART.parent / environment["script"]), "workers": 2}
+    environment["env"]["few_shot"] = 1  # prompts are what costs a CPU
+    settings["engine"]["slots"] = 8
+    return DatagenRun(folder, {**settings, "problems": 8})
 
 
-def services_are_gone(run: DatagenRun) -> bool:
-    deadline = time.monotonic() + 15
-    pids = [service["pid"] for service in run.record()["services"]]
-    while any(start_time(pid) is not None for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+def scripted_run(folder: Path, *, problems: int, **changes) -> DatagenRun:
+    """An engine with SGLang's command line, and a question that is a number."""
+    model = write_tokenizer(folder / "model")
+    (model / "config.json").write_text('{"vocab_size": 512, "max_position_embeddings": 4096}')
+    settings = {
+        "name": "scripted",
+        "problems": problems,
+        "engine": {"kind": "sglang", "model": str(model)},
+        "environment": {"script": ASKING, "workers": 2, "env": {"max_token_length": 64}},
+        "export": [],
+        **changes,
+    }
+    return DatagenRun(folder, settings)
 
 
-def assert_exact(run: DatagenRun) -> None:
-    """Every asked problem once, each with all its responses."""
-    groups = run.groups()
-    assert sorted(int(group["item_key"]) for group in groups) == list(range(PROBLEMS))
-    assert {len(group["tokens"]) for group in groups} == {RESPONSES}
-
-
-def test_one_command_makes_rollouts_their_twin_and_a_dataset_and_the_second_has_nothing_to_do(run):
+def test_one_command_makes_rollouts_their_twin_and_a_dataset_and_the_second_has_nothing_to_do(tmp_path):
+    run = real_run(tmp_path)
     first = run.complete()
     assert first.returncode == 0, first.stderr
-    assert_exact(run)
-    assert services_are_gone(run)
-    assert "12 / 12" in first.stdout
+    run.assert_exact()
+    assert run.services_are_gone()
+    assert "8 / 8" in first.stdout
     accepted = [
         (group["item_key"], *(token for token in mask if token != -100))
         for group in run.groups()
         for mask, score in zip(group["masks"], group["scores"], strict=True)
         if score > 0
     ]
-    assert 0 < len(accepted) < PROBLEMS * RESPONSES
+    assert 0 < len(accepted) < run.problems * RESPONSES
     assert len((run.dir / "sft.jsonl").read_text().splitlines()) == len(set(accepted))  # `unique: true`, by ids
     assert list((run.dir / "rollouts").glob("*.html"))
 
     second = run.complete()
     assert second.returncode == 0, second.stderr
-    assert "done, 12/12 problems" in second.stdout
+    assert "done, 8/8 problems" in second.stdout
     assert run.record()["starts"] == 1
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT, signal.SIGUSR1], ids=lambda sign: sign.name)
-def test_a_stopped_run_goes_on_and_repeats_nothing(run, sign):
-    with run.running(groups=2) as process:
-        process.send_signal(sign)
-        _, err = process.communicate(timeout=60)
-    assert services_are_gone(run)
-    assert process.returncode == (-signal.SIGKILL if sign is signal.SIGKILL else 75)
-    assert sign is signal.SIGKILL or "the same command continues" in err
-    before = run.groups()
-    assert 2 <= len(before) < PROBLEMS
-
-    again = run.complete()
-    assert again.returncode == 0, again.stderr
-    assert_exact(run)
-    assert run.groups()[: len(before)] == before
+STOPS = (signal.SIGKILL, signal.SIGINT, signal.SIGUSR1)
 
 
-def test_a_killed_engine_and_a_killed_api_come_back_while_work_waits(run):
-    with run.running(groups=2) as process:
+@dataclass
+class Stop:
+    """How a start ended that got a signal, and what was recorded then."""
+
+    code: int
+    said: str
+    services_are_gone: bool
+    groups: list[dict]
+
+
+@dataclass
+class Journey:
+    """A run that was stopped in three ways, was asked for twice at once, and lost its engine and its API."""
+
+    run: DatagenRun
+    stops: dict[signal.Signals, Stop]
+    first_pid: int
+    refused: subprocess.CompletedProcess
+    last: subprocess.CompletedProcess
+
+
+@pytest.fixture(scope="module")
+def journey(tmp_path_factory) -> Journey:
+    run = scripted_run(tmp_path_factory.mktemp("journey"), problems=32)
+    stops = {}
+    with run.running(groups=1) as first:
+        refused = run.complete()
+        assert first.poll() is None
+        stops[signal.SIGKILL] = stop(run, first, signal.SIGKILL)
+    for sign in STOPS[1:]:
+        with run.running(groups=2) as process:
+            stops[sign] = stop(run, process, sign)
+    with run.running(groups=1) as process:
         os.kill(run.pid_of("engine"), signal.SIGKILL)
         os.kill(run.pid_of("api"), signal.SIGKILL)
-        _, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, err
-    assert_exact(run)
-    assert (run.restarts_of("engine"), run.restarts_of("api")) == (1, 1)
+        out, err = process.communicate(timeout=DEADLINE_S)
+    last = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return Journey(run, stops, first.pid, refused, last)
 
 
-def test_a_second_command_on_the_same_folder_is_refused_and_changes_nothing(run):
-    with run.running(groups=1) as process:
-        refused = run.complete()
-        assert process.poll() is None
-    assert refused.returncode == 1
-    assert f"in use by process {process.pid}" in refused.stderr
+def stop(run: DatagenRun, process: subprocess.Popen, sign: signal.Signals) -> Stop:
+    process.send_signal(sign)
+    _, err = process.communicate(timeout=60)
+    return Stop(process.returncode, err, run.services_are_gone(), run.groups())
+
+
+@pytest.mark.parametrize("sign", STOPS, ids=lambda sign: sign.name)
+def test_a_stopped_run_goes_on_and_repeats_nothing(journey, sign):
+    stopped = journey.stops[sign]
+    assert stopped.services_are_gone
+    assert stopped.code == (-signal.SIGKILL if sign is signal.SIGKILL else 75)
+    assert sign is signal.SIGKILL or "the same command continues" in stopped.said
+    assert 1 <= len(stopped.groups) < journey.run.problems
+
+    assert journey.last.returncode == 0, journey.last.stderr
+    journey.run.assert_exact()
+    groups = {group["item_key"]: group for group in journey.run.groups()}
+    assert [groups[group["item_key"]] for group in stopped.groups] == stopped.groups
+
+
+def test_a_killed_engine_and_a_killed_api_come_back_while_work_waits(journey):
+    assert journey.last.returncode == 0, journey.last.stderr
+    journey.run.assert_exact()
+    assert (journey.run.restarts_of("engine"), journey.run.restarts_of("api")) == (1, 1)
+
+
+def test_a_second_command_on_the_same_folder_is_refused_and_changes_nothing(journey):
+    assert journey.refused.returncode == 1
+    assert f"in use by process {journey.first_pid}" in journey.refused.stderr
 
 
 def test_an_environment_that_refuses_its_settings_ends_the_run_with_its_sentence(tmp_path):
-    run = DatagenRun(tmp_path)
-    settings = yaml.safe_load(run.config.read_text())
-    settings["environment"]["env"]["few_shots"] = 4
-    run.config.write_text(yaml.safe_dump(settings))
+    environment = {"script": ASKING, "env": {"max_token_length": 64, "plain_tokenizers": True}}
+    engine = {"kind": "embedded", "context": 128, "slots": 1}
+    run = scripted_run(tmp_path, problems=4, engine=engine, environment=environment)
     refused = run.complete()
     assert refused.returncode == 1
-    assert "few_shots" in refused.stderr
+    assert "plain_tokenizers" in refused.stderr
     assert "did you mean" in refused.stderr
 
 
@@ -176,7 +242,7 @@ def test_a_full_disk_loses_nothing_and_the_run_ends_when_there_is_room(tmp_path)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(disk)], check=False).returncode:
         pytest.skip("this machine does not allow mounts")
     try:
-        run = DatagenRun(disk, expected_tokens=1)
+        run = scripted_run(disk, problems=12, expected_tokens=1)
         with run.running(groups=2) as process:
             filler = disk / "filler"
             with filler.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
@@ -189,17 +255,14 @@ def test_a_full_disk_loses_nothing_and_the_run_ends_when_there_is_room(tmp_path)
             filler.unlink()
             _, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, err
-        assert_exact(run)
+        run.assert_exact()
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_an_engine_that_never_starts_ends_the_run_with_the_end_of_its_log(tmp_path):
-    run = DatagenRun(tmp_path, restarts={"limit": 1})
-    settings = yaml.safe_load(run.config.read_text())
-    settings["engine"]["args"] = ["--no-such-flag"]
-    run.config.write_text(yaml.safe_dump(settings))
-    failed = run.complete()
+    engine = {"kind": "embedded", "args": ["--no-such-flag"]}
+    failed = scripted_run(tmp_path, problems=4, engine=engine, restarts={"limit": 1}).complete()
     assert failed.returncode == 1
     assert "(last: exit code 2, before it was ready); the end of" in failed.stderr
     assert "No such option: --no-such-flag" in failed.stderr
