@@ -53,9 +53,11 @@ class SingleTurnConfig(BaseEnvConfig):
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of rollouts.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling of rollouts.")
     eval_problems: PositiveInt | None = Field(default=64, description="Problems of an evaluation.")
-    eval_samples: PositiveInt = Field(
-        default=1, description="Answers to each of them: one with temperature 0, several with that of the rollouts."
+    eval_samples: PositiveInt = Field(default=1, description="Answers to each of them.")
+    eval_temperature: float | None = Field(
+        default=None, ge=0, description="Of an evaluation; null: 0 for one answer, for several that of the rollouts."
     )
+    eval_top_p: float | None = Field(default=None, gt=0, le=1, description="Of an evaluation; null: all tokens.")
 
 
 class SingleTurnEnv(BaseEnv):
@@ -271,8 +273,12 @@ class SingleTurnEnv(BaseEnv):
         }
 
     def _eval_sampling(self) -> dict[str, Any]:
-        count = self.config.eval_samples
-        return {"n": count, "temperature": self.config.temperature if count > 1 else 0.0}
+        config = self.config
+        temperature = config.eval_temperature
+        if temperature is None:
+            temperature = config.temperature if config.eval_samples > 1 else 0.0
+        given = {} if config.eval_top_p is None else {"top_p": config.eval_top_p}
+        return {"n": config.eval_samples, "temperature": temperature, **given}
 
     def _metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         answers = [Answers(sample["grades"], sample["right"], sample["right_answers"]) for sample in samples]

@@ -34,7 +34,7 @@ COLUMNS = (
     "question",
     "unfinished",
 )
-HEAD = "| " + " | ".join((*COLUMNS, "constant", "CPU ms a group", "smollm2-135m")) + " |"
+HEAD = "| " + " | ".join((*COLUMNS, "constant", "CPU ms a group", "smollm2-135m", "its s a group")) + " |"
 GROUPS, GROUP_SIZE = 20, 8
 PROBLEMS, SHOTS, TOKENS = 64, 4, 64
 """Of the embedded model's score."""
@@ -46,6 +46,7 @@ class Measured(TypedDict, total=False):
     rates: list[str]  # cells of policies.Rates
     group_ms: float
     score: float  # of the embedded model: share of PROBLEMS, asked with SHOTS solved problems, TOKENS tokens
+    seconds: float  # until it has answered one of them, all being asked at the same time
 
 
 def table() -> str:
@@ -78,23 +79,23 @@ def write() -> None:
 
 
 def measure(names: Sequence[str], engine: str | None) -> None:
-    """Measure environments and keep what was found.
+    """Measure environments and keep what was found: rewards and processor time, or with an engine a model's score.
 
     Args:
-        engine: address of an embedded engine that serves smollm2-135m, with /v1; None: its score stays as it is.
+        engine: address of an embedded engine that serves smollm2-135m, with /v1.
     """
     for name in names:
         env_cls = catalog.load(name)
         if not issubclass(env_cls, SingleTurnEnv) or not env_cls.is_verifiable:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            found = _measured(env_cls, Path(folder), engine)
+            found = _played(env_cls, Path(folder), engine) if engine else _measured(env_cls, Path(folder))
         kept = read_measured()
         kept[name] = {**kept.get(name, {}), **found}
         write_text_atomic(MEASURED, json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
 
 
-def _measured(env_cls: type[SingleTurnEnv], folder: Path, engine: str | None) -> Measured:
+def _measured(env_cls: type[SingleTurnEnv], folder: Path) -> Measured:
     flags = env_cls.check_flags(folder)
     found = Measured(rates=rates_of(env_cls, write_tokenizer(folder / "tokenizer"), flags).cells())
     size = ["--env.group_size", str(GROUP_SIZE), "--env.ensure_scores_are_not_same", "false", *flags]
@@ -106,15 +107,27 @@ def _measured(env_cls: type[SingleTurnEnv], folder: Path, engine: str | None) ->
 
     first = min(roll(1), roll(2))  # imports come with the very first
     found["group_ms"] = round(1000 * (roll(GROUPS + 1) - first) / GROUPS, 1)
-    if engine:
-        settings = {"few_shot": SHOTS, "system_prompt": "", "eval_problems": PROBLEMS, "max_token_length": TOKENS}
-        settings |= {"tokenizer_name": "smollm2-135m", "use_wandb": "false", "data_dir_to_save_evals": folder / "evals"}
-        given = [text for key, value in settings.items() for text in (f"--env.{key}", str(value))]
-        server = ["--openai.base_url", engine, "--openai.model_name", "smollm2-135m", "--openai.server_type", "sglang"]
-        if run_environment(env_cls, ["evaluate", *server, *flags, *given]) == 0:
-            metrics = json.loads((folder / "evals" / "metrics.json").read_text())["results"]["all"]
-            found["score"] = round(metrics["eval/percent_correct"], 3)
     return found
+
+
+def _played(env_cls: type[SingleTurnEnv], folder: Path, engine: str) -> Measured:
+    """Let the model of an engine answer; DataError when the evaluation failed or had fewer problems."""
+    settings = {"few_shot": SHOTS, "system_prompt": "", "eval_problems": PROBLEMS, "max_token_length": TOKENS}
+    settings |= {"tokenizer_name": "smollm2-135m", "use_wandb": "false", "data_dir_to_save_evals": folder / "evals"}
+    given = [text for key, value in settings.items() for text in (f"--env.{key}", str(value))]
+    server = ["--openai.base_url", engine, "--openai.model_name", "smollm2-135m", "--openai.server_type", "sglang"]
+    flags = env_cls.check_flags(folder)
+    if "--env.eval_dataset" in flags:  # all rows, as the model has seen none of them
+        flags[flags.index("--env.eval_dataset") + 1] = flags[flags.index("--env.dataset") + 1]
+    if "--env.datasets" in flags:
+        flags += ["--env.test_split_size", "0.8"]
+    if run_environment(env_cls, ["evaluate", *server, *flags, *given]) != 0:
+        raise DataError(f"the evaluation of {env_cls.__name__} failed; its log says why")
+    made = json.loads((folder / "evals" / "metrics.json").read_text())
+    metrics, took_s = made["results"]["all"], float(made["config_general"]["total_evaluation_time_seconds"])
+    if (problems := len((folder / "evals" / "samples.jsonl").read_text("utf-8").splitlines())) < PROBLEMS:
+        raise DataError(f"{env_cls.__name__} has {problems} problems for an evaluation, expected {PROBLEMS}")
+    return Measured(score=round(metrics["eval/percent_correct"], 3), seconds=round(took_s / PROBLEMS, 2))
 
 
 def _line(name: str, env_cls: type[BaseEnv], measured: Mapping[str, object]) -> str:
@@ -124,6 +137,6 @@ def _line(name: str, env_cls: type[BaseEnv], measured: Mapping[str, object]) -> 
         is_made = env_cls.make is not SingleTurnEnv.make or not issubclass(env_cls, RowsEnv)
         data = ("made, or rows" if is_made else "rows") if issubclass(env_cls, RowsEnv) else "made"
     rates = measured.get("rates") or ["-"] * 7
-    numbers = [str(measured.get(key, "-")) for key in ("group_ms", "score")]
+    numbers = [str(measured.get(key, "-")) for key in ("group_ms", "score", "seconds")]
     assert isinstance(rates, list)
     return "| " + " | ".join([f"`{name}`", turns, data, extra, *rates, *numbers]) + " |"

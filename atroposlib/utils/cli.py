@@ -59,7 +59,7 @@ def parse_value(texts: Sequence[str], annotation: Any, *, flag: str) -> Any:
     if len(texts) > 1 or (_allows(annotation, list) and not texts[0].startswith("[")):
         if not _allows(annotation, list) and not _allows(annotation, tuple):
             raise ConfigError(f"--{flag} was given {len(texts)} values {list(texts)}; it takes one")
-        if list(texts) == ["None"]:
+        if texts[0] in ("None", "null") and len(texts) == 1:
             return None
         return [_read(text, annotation=None) for text in texts]
     value = _read(texts[0], annotation)

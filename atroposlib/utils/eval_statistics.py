@@ -4,6 +4,7 @@ The item is the unit of chance: intervals resample items, never single answers, 
 not independent of each other.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -115,6 +116,20 @@ def _ks(largest: int) -> list[int]:
 def standard_error(values: Sequence[float]) -> float:
     """Standard error of the mean: the sample's standard deviation over the root of N; 0 for one value."""
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
+    """Rank correlation of two lists, -1 to 1; pairs that are equal in either count for neither side (tau-b).
+
+    >>> round(kendall_tau([1, 2, 3], [1, 3, 2]), 3)
+    0.333
+    """
+    signs = [
+        (np.sign(a - b), np.sign(c - d))
+        for (a, c), (b, d) in itertools.combinations(zip(first, second, strict=True), 2)
+    ]
+    sizes = [sum(abs(pair[side]) for pair in signs) for side in (0, 1)]
+    return float(sum(a * b for a, b in signs) / math.sqrt(math.prod(sizes))) if all(sizes) else 0.0
 
 
 class Paired(NamedTuple):

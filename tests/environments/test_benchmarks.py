@@ -5,13 +5,17 @@ import json
 
 import pytest
 
-from atroposlib.environments.eval_environments.benchmark import BenchmarkEnv, benchmarks, f1, of_table, plain
+from atroposlib.environments.eval_environments.aime24_hermes_example import AIME24
+from atroposlib.environments.eval_environments.benchmark import BenchmarkEnv, of_table
+from atroposlib.environments.eval_environments.judgemark_eval import JudgeMarkEvalEnv
+from atroposlib.environments.eval_environments.kinds import benchmarks, f1, plain
 from atroposlib.environments.eval_environments.results import compare, table
 from atroposlib.environments.judging import Grader, PairJudge
 from atroposlib.environments.rlaif_server import RLAIFConfig, RLAIFEnv
 from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.cli import resolve
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.errors import ConfigError, DataError, VerifierFault
+from atroposlib.errors import ConfigError, DataError, EnvironmentFault, VerifierFault
 from atroposlib.rollouts.failures import is_scored
 from atroposlib.utils.eval_statistics import paired_test, standard_error
 from tests.fakes import FakeServer, FakeTokenizer
@@ -48,6 +52,27 @@ ROWS = {  # a row as the set has it, and another right reply
     "ifeval": ({"prompt": "q", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"n": None}]}, "no commas"),
     "simpleqa": ({"problem": "q?", "answer": "Paris"}, "Paris"),
     "hle": ({"question": "q?", "answer": "Paris"}, "Paris"),
+    "phybench": ({"content": "q?", "answer": "$$v = 2 g h$$", "tag": "MECHANICS"}, "\\boxed{v = 2 h g}"),
+    "arc_agi": (
+        {
+            "fewshots": [{"input": [[1]], "output": [[2]]}],
+            "question": [{"input": [[1, 1]], "output": [[2, 2]]}],
+        },
+        "The input was [[1, 1]], so the output is\n[[2,2]]",
+    ),
+    "mixeval": ({"prompt": "q?", "options": ["x", "y"], "target": ["1"], "context": None}, "B"),
+    "arena_hard": ({"uid": "1", "prompt": "q?", "answer": "theirs", "category": "c"}, "ours"),
+    "mtbench": ({"turns": ["q?"], "category": "c", "reference": []}, "fine"),
+    "refusalbench": ({"prompt": "q?", "overarching_category": "c"}, "Sure."),
+    "pairwise_judgement": ({"prompt": "q?", "chosen": ["y"], "rejected": ["x", "z", "w"], "subset": "Math"}, "y"),
+}
+JUDGES = {  # what a judge says of a right reply, and of a wrong one
+    "arena_hard": (
+        lambda prompt: "\\boxed{A}" if prompt.index("ours") < prompt.index("theirs") else "\\boxed{B}",
+        lambda prompt: "\\boxed{A}" if prompt.index("theirs") < prompt.index("u</answer>") else "\\boxed{B}",
+    ),
+    "mtbench": ("\\boxed{10}", "\\boxed{1}"),
+    "refusalbench": ("\\boxed{helps}", "\\boxed{refuses}"),
 }
 
 
@@ -73,7 +98,7 @@ async def make_env(tmp_path):
 
 
 def test_every_benchmark_has_a_row_to_try_and_a_class_where_others_import_it():
-    assert ROWS.keys() == benchmarks().keys()
+    assert [*ROWS, "judgemark"] == [*benchmarks()]
     for name, row in benchmarks().items():
         found = getattr(importlib.import_module(f"atroposlib.environments.eval_environments.{row.module}"), row.cls)
         assert issubclass(found, BenchmarkEnv)
@@ -83,12 +108,141 @@ def test_every_benchmark_has_a_row_to_try_and_a_class_where_others_import_it():
 @pytest.mark.parametrize("name", ROWS)
 async def test_a_right_reply_scores_and_another_does_not(make_env, name):
     row, reply = ROWS[name]
-    env = await make_env(name, [row], script="\\boxed{correct}")
+    of_right, of_wrong = JUDGES.get(name, ("\\boxed{correct}", "\\boxed{incorrect}"))
+    env = await make_env(name, [row], script=of_right)
     item = await env.problem("test", 0)
     right = [said for said in (env.gold(item), reply) if said]
     assert await env.grades(right, item) == [1.0] * len(right)
-    env.server.servers[0].script = "\\boxed{incorrect}"
-    assert await env.grades(["<answer>u</answer>, or", "", f"<think>{reply}"], item) == [0.0] * 3
+    env.server.servers[0].script = of_wrong
+    wrong = [0.1 if name == "mtbench" else 0.0, 0.0, 0.0]
+    assert await env.grades(["u</answer>, or", "", f"<think>{reply}"], item) == wrong
+
+
+async def evaluated(env):
+    await env.evaluate()
+    return {name.removeprefix("eval/"): value for name, value in env.eval_metrics.items()}
+
+
+async def test_wins_ties_and_losses_against_another_model_are_counted_by_category(make_env, tmp_path):
+    theirs = tmp_path / "theirs.jsonl"
+    theirs.write_text("".join(json.dumps({"uid": n, "answer": "theirs"}) + "\n" for n in range(2)))
+    rows = [{"uid": n, "prompt": f"q{n}?", "category": f"c{n}"} for n in range(2)]
+
+    def script(prompt):
+        if "[answer A]" not in prompt:
+            return "ours"
+        return "\\boxed{A}" if "q0" not in prompt or prompt.index("ours") < prompt.index("theirs") else "\\boxed{B}"
+
+    env = await make_env("arena_hard", rows, script=script, baseline_dataset=str(theirs))
+    found = await evaluated(env)
+    assert (found["win_rate"], found["tie_rate"], found["loss_rate"], found["mean@1"]) == (0.5, 0.5, 0.0, 0.75)
+    assert (found["mean_c0"], found["mean_c1"]) == (1.0, 0.5)
+    assert env.eval_metrics["judge/changed_with_the_order"] == 1
+
+
+async def test_both_turns_of_a_conversation_are_asked_and_rated(make_env):
+    def script(prompt):
+        if "Rate the last answer" in prompt:
+            return "\\boxed{4}" if "second?" in prompt else "\\boxed{8}"
+        return "two" if "second?" in prompt else "one"
+
+    env = await make_env("mtbench", [{"turns": ["first?", "second?"], "category": "c"}], script=script)
+    found = await evaluated(env)
+    assert [found[name] for name in ("mean@1", "rating_turn_1", "rating_turn_2")] == pytest.approx([0.6, 8.0, 4.0])
+    asked = [request["messages"] for request in env.server.servers[0].requests]
+    assert [turn["content"] for turn in asked[2]] == ["first?", "one", "second?"]
+    assert "[request]\nfirst?\n[answer]\none\n\n[request]\nsecond?\n[answer]\ntwo" in asked[3][0]["content"]
+
+
+async def test_refusing_is_right_in_the_inverted_groups_alone(make_env):
+    rows = [{"prompt": "q?", "overarching_category": group} for group in ("plain", "bad")]
+    settings = {"inverted_categories": ["bad"], "script": "\\boxed{refuses}"}
+    found = await evaluated(await make_env("refusalbench", rows, **settings))
+    assert (found["mean_plain"], found["mean_bad"], found["refusal_rate_normal"]) == (0.0, 1.0, 1.0)
+
+
+def writers_files(folder):
+    texts = {"good": "g", "bad": "b"}
+    samples = {writer: {"samples": {"1": {"7": text, "8": "no prompt"}}} for writer, text in texts.items()}
+    given = {"samples": samples, "prompts": {"7": "Rate: [TEST MODEL RESPONSE]"}, "reference": {"good": 9, "bad": 2}}
+    for name, content in given.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return {f"{name}_file": str(folder / f"{name}.json") for name in given}
+
+
+async def test_a_judge_is_measured_by_its_order_of_the_writers(tmp_path):
+    def script(prompt):
+        return (
+            "<think>Coherence: 1</think>Coherence: 8\nStyle: [6]" if "Rate: g" in prompt else "Coherence: 3\nLength: 99"
+        )
+
+    local = type("Local", (JudgeMarkEvalEnv,), {"load_tokenizer": lambda self: FakeTokenizer()})
+    config = local.env_config_cls(benchmark="judgemark", use_wandb=False, **writers_files(tmp_path))
+    env = local(config, [APIServerConfig(base_url="http://fake/v1")])
+    env.server.servers = [FakeServer(script)]
+    await env.setup()
+    found = await evaluated(env)
+    assert (found["score_good"], found["score_bad"], found["kendall_tau"], found["failed"]) == (7.0, 3.0, 1.0, 0)
+    env.server.servers[0].script = "It is fine."
+    with pytest.raises(EnvironmentFault, match="all 2 problems of the evaluation failed"):
+        await env.evaluate()
+
+
+async def test_an_evaluation_without_an_environment_runs_on_local_rows(tmp_path):
+    path = tmp_path / "aime.jsonl"
+    path.write_text("".join(json.dumps({"problem": f"{n}?", "answer": n}) + "\n" for n in range(2)))
+    manager = ServerManager([APIServerConfig(base_url="http://fake/v1", health_check=False)])
+    manager.servers = [FakeServer("<think>hm</think>\\boxed{1}")]
+    assert await AIME24(dataset=str(path))(manager) == {"accuracy": 0.5, "pass@1": 0.5}
+
+
+OLD_NAMES = {
+    "where the rows are": (
+        {"dataset_name": "a.jsonl", "subset": "b", "eval_split": "c", "few_shot_split": "d"},
+        {"dataset": "a.jsonl", "dataset_config": "b", "eval_split": "c", "few_shot_split": "d"},
+    ),
+    "how is asked": (
+        {"eval_temperature": 0.6, "eval_max_tokens": 9, "num_few_shot": 2, "custom_system_prompt": "s"},
+        {"eval_temperature": 0.6, "max_token_length": 9, "few_shot": 2, "system_prompt": "s"},
+    ),
+    "nothing": (
+        {"eval_max_tokens": 0, "judge_max_tokens": 0, "subjects": None},
+        {"max_token_length": 2048, "only": None},
+    ),
+    "which rows": (
+        {"categories": ["c"], "max_samples": 3, "shuffle_seed": 4},
+        {"only": ["c"], "eval_problems": 3, "seed": 4},
+    ),
+    "mixeval": (
+        {"difficulty": "hard", "question_types": ["freeform"]},
+        {"dataset_config": "MixEval_Hard", "eval_split": "free_form"},
+    ),
+    "without effect": ({"max_retries": 3, "full_debug": True}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.values(), ids=OLD_NAMES)
+def test_settings_are_taken_under_their_names_of_0_4_0(old, new):
+    config = of_table("mmlu")[1](**old)
+    assert {name: getattr(config, name) for name in new} == new
+    flags = [text for name, value in old.items() for text in (f"--env.{name}", json.dumps(value))]
+    found = resolve(of_table("mmlu")[0], "evaluate", flags).env
+    assert {name: getattr(found, name) for name in new} == new
+
+
+def test_the_judge_of_0_4_0_is_an_engine_with_a_key_from_the_environment(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    given = {"judge_model_name": "j", "judge_base_url": "http://j/v1", "judge_api_key_env": "JUDGE_KEY"}
+    judge = of_table("simpleqa")[1](**given).judge
+    assert (judge.model_name, judge.base_url, judge.api_key) == ("j", "http://j/v1", "secret")
+
+
+async def test_only_the_groups_that_are_asked_for_are_evaluated(make_env):
+    rows = [{"question": f"q{n}?", "choices": ["x", "y"], "answer": 1, "subject": f"Big s{n}"} for n in range(3)]
+    env = await make_env("mmlu", rows, subjects=["big_s1"])
+    assert [item["question"] for item in env.problems["test"]] == ["q1?"]
+    with pytest.raises(ConfigError, match="the groups of mmlu are Big s0, Big s1, Big s2"):
+        await make_env("mmlu", rows, only=["none"])
 
 
 class Likely(FakeServer):

@@ -7,85 +7,58 @@ as its continuation, `acc` by the sum of the log-probabilities and `acc_norm` by
 """
 
 import asyncio
+import importlib
 import logging
-import re
-import string
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from atroposlib.environments.choices import LETTERS, chosen, listed, shuffled, to_choice
-from atroposlib.environments.constraints import all_hold, check_arguments
+from atroposlib.environments.choices import LETTERS, listed
+from atroposlib.environments.eval_environments.eval_helpers import HERMES_REASONING_PROMPT
+from atroposlib.environments.eval_environments.kinds import KINDS, Judged, Math, Rated, benchmarks
+from atroposlib.environments.eval_environments.upstream_names import translated, with_old_names
 from atroposlib.environments.judging import Grader
-from atroposlib.environments.rows import Row, Split, load_items
+from atroposlib.environments.rows import Row, Split, is_file, load_items, read_rows
 from atroposlib.environments.single_turn import Part, RowsConfig, RowsEnv, local_engine
+from atroposlib.environments.thoughts import text_of
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, Item
-from atroposlib.envs.reward_fns.math_answers import after_thinking, final_answer
-from atroposlib.envs.reward_fns.math_judge import MathJudge, gold_text, scores
+from atroposlib.envs.reward_fns.math_answers import after_thinking
+from atroposlib.envs.reward_fns.math_judge import MathJudge, scores
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
+from atroposlib.rollouts.failures import Unscored
+from atroposlib.type_definitions import Message
 from atroposlib.utils.eval_statistics import standard_error
 
 logger = logging.getLogger(__name__)
 
-ASK = {
-    "choice": 'Say "The best answer is: X", where X is the letter of the right choice.',
-    "math": "Give the final answer in \\boxed{}.",
-    "words": "Give the final answer alone inside <answer> and </answer>.",
-    "f1": "Give the final answer alone inside <answer> and </answer>.",
-    "constraints": "",
-    "judged": "",
-}
-"""What a question ends with when replies are generated."""
-
-
-class Benchmark(BaseModel):
-    """One row of the table. Texts are templates over the columns of a data set's row."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    cls: str = Field(alias="class", description="Name of the class, upstream's where it has one.")
-    module: str = Field(description="File that the class can be imported from.")
-    dataset: str
-    config: str | None = None
-    split: str = "test"
-    few_shot_split: str | None = Field(None, description="null: the benchmark has no rows but those it asks.")
-    kind: Literal["choice", "math", "words", "f1", "constraints", "judged"]
-    question: str | None = Field(None, description="null: the usual columns of multiple choice are tried.")
-    choices: list[str] | None = None
-    choices_column: str | None = None
-    answer: str | None = None
-    answers: list[str] | None = Field(None, description="f1: keys on the way to a list of right answers.")
-    first: int = Field(0, description="choice: the number of the first choice.")
-    shuffle: bool = Field(False, description="choice: ask the choices in another order.")
-    clean: bool = Field(False, description="Remove bracketed marks, as of WikiHow.")
-    blank: str | None = Field(None, description="log-likelihood: the mark where a choice goes; what follows is scored.")
-    lines: Literal["none", "letters"] = Field("none", description="log-likelihood: list the choices, score letters.")
-    prompt: str = Field("{question}\nAnswer:", description="log-likelihood: the context.")
-
-
-@cache
-def benchmarks() -> dict[str, Benchmark]:
-    """Return the table by name."""
-    text = Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8")
-    return {name: Benchmark.model_validate(row) for name, row in yaml.safe_load(text).items()}
-
 
 class BenchmarkConfig(RowsConfig):
-    """Which benchmark, and how its replies are scored."""
+    """Which benchmark, and how its replies are scored. Names of settings of atroposlib 0.4.0 are taken, too."""
 
     benchmark: str = Field(default="mmlu", description="Name of a row of the table; `atropos eval list` shows them.")
     scoring: Literal["generate", "loglikelihood"] = Field(
         default="generate", description="loglikelihood: of the choices, without generating; multiple choice only."
     )
+    eval_split: str | None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default=None, description="hub: which split is asked; null: as the table says."
+    )
+    few_shot_split: str | None = Field(default=None, description="hub: which split is shown; null: as the table says.")
+    only: list[str] | None = Field(default=None, description="Groups of rows, such as subjects, to ask; null: all.")
     few_shot_dataset: str | None = Field(default=None, description="File of rows to show; null: as the table says.")
+    baseline_dataset: str | None = Field(default=None, description="Replies to compare with; null: as the table says.")
+    inverted_categories: list[str] | None = Field(
+        default=None, description="refusalbench: groups in which refusing is right; null: as the table says."
+    )
     judge: APIServerConfig | None = Field(default=None, description="Engine that judges; null: the one that is asked.")
+    judge_max_tokens: PositiveInt = Field(default=1024, description="Tokens of one judgement.")
     max_token_length: int = Field(default=2048, description="Tokens of one answer.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_0_4_0(cls, given: Any) -> Any:
+        return translated(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _is_known(self) -> Self:
@@ -98,7 +71,7 @@ class BenchmarkConfig(RowsConfig):
 
 
 class BenchmarkEnv(RowsEnv):
-    """Grades as the kind of the benchmark says: 1 for a right reply, 0 for a wrong one; f1: a share of the words."""
+    """Grades as the kind of the benchmark says: 1 for a right reply, 0 for a wrong one, a share for one between."""
 
     name = "benchmark"
     env_config_cls = BenchmarkConfig
@@ -109,115 +82,133 @@ class BenchmarkEnv(RowsEnv):
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
         engine = local_engine()
-        config = BenchmarkConfig(benchmark=cls.benchmark, tokenizer_name=engine[0].model_name, wandb_name=cls.name)
-        return config, engine
+        settings = {"benchmark": cls.benchmark, "tokenizer_name": engine[0].model_name, "wandb_name": cls.name}
+        return cls.env_config_cls(**settings), engine
 
     async def setup(self) -> None:
         self.row = benchmarks()[self.config.benchmark]
+        if self.config.inverted_categories is not None:
+            self.row = self.row.model_copy(update={"inverted": self.config.inverted_categories})
+        self.kind = KINDS[self.row.kind](self.row, str(self.config.seed))
         await super().setup()
-        if self.row.kind == "math":
+        if isinstance(self.kind, Math):
             self.math_judge = MathJudge()
-        self.grader = Grader(self.server, self.config.judge)
+        judge_cls = self.kind.judge if isinstance(self.kind, Judged) else Grader
+        self.judge = judge_cls(self.server, self.config.judge, max_tokens=self.config.judge_max_tokens)
 
     def load(self) -> Split:
         """Return the rows that are asked as test, those that are shown as train."""
         config, row = self.config, self.row
-        test = load_items(config.dataset or row.dataset, self.to_item, name=row.config, split=row.split)
-        shown = config.few_shot_dataset or (None if config.dataset else row.few_shot_split and row.dataset)
-        if config.few_shot and shown:
-            return Split(
-                train=load_items(shown, self.to_item, name=row.config, split=row.few_shot_split or ""), test=test
-            )
-        return Split(train=test, test=test)
+        asked = self._items(config.eval_dataset or config.dataset or row.dataset, config.eval_split or row.split)
+        wanted = {_folded(group) for group in config.only or ()}
+        test = [item for item in asked if not wanted or _folded(item.get("group", "")) in wanted]
+        if not test:
+            found = ", ".join(sorted({str(item.get("group")) for item in asked}))
+            raise ConfigError(f"env.only is {config.only}, but the groups of {config.benchmark} are {found or 'none'}")
+        split = config.few_shot_split or row.few_shot_split
+        shown = config.few_shot_dataset or (None if self._is_own else split and row.dataset)
+        return Split(train=self._items(shown, split or "") if config.few_shot and shown else test, test=test)
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether the rows are not those of the table."""
+        return bool(self.config.eval_dataset or self.config.dataset)
+
+    def _items(self, dataset: str, splits: str) -> list[Item]:
+        config, table = self.config, self.row
+        replies, key = config.baseline_dataset or (None if self._is_own else table.baselines), table.key or "uid"
+        others = {str(row[key]): row for _, row in read_rows(replies)} if replies else {}
+
+        def to_item(row: Row) -> Item:
+            return self.to_item({**others.get(str(row.get(key)), {}), **row})
+
+        names = splits.split("+")[: 1 if is_file(dataset) else None]
+        hub = config.dataset_config or table.config
+        found = [load_items(dataset, to_item, name=hub, split=name) for name in names]
+        return [item for items in found for item in items]
+
+    def to_item(self, row: Row) -> Item:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the item of a row, by the templates of the table."""
+        item, group = self.kind.item(row), self.row.group
+        return {**item, "group": str(row[group])} if group and group in row else item
 
     async def problem(self, part: Part, index: int) -> Item | None:
         items = self.problems["test" if part == "test" else "train"]  # pyright: ignore[reportOptionalSubscript]
         return items[index] if index < len(items) else None
 
-    def to_item(self, row: Row) -> Item:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the item of a row, by the templates of the table."""
-        table = self.row
-        if table.kind == "constraints":
-            ids = list(row["instruction_id_list"])
-            given = [{k: v for k, v in (each or {}).items() if v is not None} for each in row["kwargs"]]
-            check_arguments(ids, given)
-            return {"question": row["prompt"], "ids": ids, "kwargs": given}
-        question = self._text(table.question, row)
-        if table.kind == "choice":
-            item = to_choice(self._choice_row(row, question))
-            if table.clean:
-                item["choices"] = list(map(_cleaned, item["choices"]))
-            return dict(shuffled(item, str(self.config.seed)) if table.shuffle else item)
-        if table.kind == "f1":
-            found: Any = row
-            for key in table.answers or ():
-                found = found[key]
-            return {"question": question, "answers": [str(each) for each in found]}
-        answer = self._text(table.answer, row)
-        return {"question": question, "answer": gold_text(answer) if table.kind == "math" else answer}
-
-    def _choice_row(self, row: Row, question: str) -> Mapping[str, Any]:
-        table = self.row
-        made: dict[str, Any] = dict(row)
-        if table.question is not None:
-            made = {
-                "question": question,
-                **{name: row[name] for name in ("choices", "endings", "answerKey", "label") if name in row},
-            }
-        if table.choices:
-            made = {"question": question, "choices": [self._text(choice, row) for choice in table.choices]}
-        if table.choices_column:
-            made = {"question": question, "choices": _as_list(row[table.choices_column])}
-        if table.answer is not None:
-            said = row[table.answer.strip("{}")] if table.answer.startswith("{") else table.answer
-            is_number = isinstance(said, int) or str(said).isdecimal()
-            made["answer"] = int(said) - table.first if is_number else said
-        return made
-
-    def _text(self, template: str | None, row: Row) -> str:
-        text = str(row.get("question", "")) if template is None else template.format_map(_Columns(row))
-        if not self.row.clean:
-            return text
-        return _cleaned(text)
+    def item_task(self, item: Item) -> str:
+        return item.get("group", self.label)
 
     # -- generation --------------------------------------------------------------------------------------------------
 
+    def system_turns(self) -> list[Message]:
+        turns, config = super().system_turns(), self.config
+        if not config.thinking_mode:
+            return turns
+        words = [config.custom_thinking_prompt or HERMES_REASONING_PROMPT, *(turn["content"] for turn in turns)]
+        return [{"role": "system", "content": "\n\n".join(map(str, words))}]
+
     def question(self, item: Item) -> str:
-        ask, asked = ASK[self.row.kind], item["question"]
-        if self.row.kind == "choice":
-            asked = f"{asked}\n\n{listed(item['choices'])}"
-        return f"{asked}\n\n{ask}" if ask else asked
+        return self.kind.question(item)
 
     def grade(self, said: str, item: Item) -> float:
-        kind = self.row.kind
-        if kind == "choice":
-            return float(chosen(said, item["choices"]) == item["gold"])
-        if kind == "constraints":
-            return float(all(all_hold(said, item["ids"], item["kwargs"])))
-        given = final_answer(said) or said
-        if kind == "words":
-            return float(plain(given) == plain(item["answer"]))
-        return max((f1(given, answer) for answer in item["answers"]), default=0.0)
-
-    async def grades(self, replies: Sequence[str], item: Item) -> list[float]:
-        if self.row.kind == "math":
-            assert self.math_judge is not None
-            return scores(await self.math_judge.judge_async(replies, item["answer"]))
-        if self.row.kind == "judged":
-            said = [(after_thinking(reply) or "").strip() for reply in replies]
-            return list(
-                await asyncio.gather(*(self.grader.grade(item["question"], each, item["answer"]) for each in said))
-            )
-        return await super().grades(replies, item)
+        return self.kind.grade(said, item)
 
     def gold(self, item: Item) -> str | None:
-        kind = self.row.kind
-        if kind == "choice":
-            return f"The best answer is: {LETTERS[item['gold']]}"
-        if kind == "math":
-            return f"\\boxed{{{item['answer']}}}"
-        answer = item["answers"][0] if kind == "f1" else item.get("answer")
-        return answer and f"<answer>{answer}</answer>"
+        return self.kind.gold(item)
+
+    async def grades(self, replies: Sequence[str], item: Item) -> list[float]:
+        if isinstance(self.kind, Math):
+            assert self.math_judge is not None
+            return scores(await self.math_judge.judge_async(replies, item["answer"]))
+        if isinstance(self.kind, Judged):
+            said = [(after_thinking(reply) or "").strip() for reply in replies]
+            return list(await asyncio.gather(*(self.kind.judged(self.judge, each, item) for each in said)))
+        return await super().grades(replies, item)
+
+    async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> dict[str, Any] | None:
+        if not isinstance(self.kind, Rated) or len(item["turns"]) == 1:
+            return await super().evaluate_one(item, at_once)
+        try:
+            return await self._conversation(self.kind, item, at_once)
+        except RolloutFault as fault:
+            logger.warning("conversation failed: %s", fault)
+            return None
+
+    async def _conversation(self, kind: Rated, item: Item, at_once: asyncio.Semaphore) -> dict[str, Any]:
+        """Ask all turns, and rate each reply; the grade is the mean."""
+        messages, said, ratings = self.system_turns(), list[str](), list[float]()
+        for turn in item["turns"]:
+            messages.append({"role": "user", "content": turn})
+            async with at_once:
+                reply = await self.server.chat_completion(
+                    messages=list(messages),
+                    max_tokens=self.config.max_token_length,
+                    split="eval",
+                    **{**self._eval_sampling(), "n": 1},
+                )
+            said.append((after_thinking(text_of(reply.choices[0].message, self.opening)) or "").strip())
+            messages.append({"role": "assistant", "content": said[-1]})
+            ratings.append(await kind.rated(self.judge, said, item))
+            if isinstance(ratings[-1], Unscored):
+                raise ratings[-1].fault
+        grade = sum(ratings) / len(ratings)
+        sample = {"task": self.item_task(item), "item": item, "messages": messages, "responses": said}
+        return {**sample, "ratings": ratings, "grades": [grade], "score": grade, "right": [None], "right_answers": None}
+
+    def _metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Return those of every environment, what the kind measures of items, and the mean grade of each group."""
+        found: dict[str, list[float]] = {}
+        for sample in samples:
+            measured = self.kind.measures(sample["item"], sample["grades"])
+            measured |= {f"rating_turn_{n}": 10 * rating for n, rating in enumerate(sample.get("ratings", ()), 1)}
+            if "group" in sample["item"]:
+                measured[f"mean_{sample['task']}"] = sum(sample["grades"]) / len(sample["grades"])
+            for name, value in measured.items():
+                found.setdefault(name, []).append(value)
+        judged = {f"judge/{name.replace(' ', '_')}": float(count) for name, count in self.judge.counts.items()}
+        means = {f"eval/{name}": sum(values) / len(values) for name, values in found.items()}
+        return {**super()._metrics(samples), **means, **judged}
 
     # -- log-likelihood ----------------------------------------------------------------------------------------------
 
@@ -289,51 +280,25 @@ class BenchmarkEnv(RowsEnv):
 
 
 def of_table(name: str) -> tuple[type[BenchmarkEnv], type[BenchmarkConfig]]:
-    """Return the class of a benchmark and its config, under the names that the table gives them."""
+    """Return the class of a benchmark and its config, which also takes the names of settings of 0.4.0."""
     if name not in benchmarks():
         raise ConfigError(f"there is no benchmark {name!r}; known are {', '.join(benchmarks())}")
     row = benchmarks()[name]
-    facts = {"name": f"{name}_eval", "benchmark": name, "__doc__": BenchmarkEnv.__doc__}
-    return type(row.cls, (BenchmarkEnv,), {**facts, "__module__": __name__}), BenchmarkConfig
+    config_cls = with_old_names(BenchmarkConfig, f"{row.cls.removesuffix('Env')}Config")
+    facts = {"name": f"{name}_eval", "benchmark": name, "env_config_cls": config_cls, "__doc__": BenchmarkEnv.__doc__}
+    return type(row.cls, (BenchmarkEnv,), {**facts, "__module__": __name__}), config_cls
 
 
-class _Columns(dict[str, Any]):
-    def __missing__(self, key: str) -> str:
-        if (name := key.removesuffix("_capitalized")) in self:
-            return str(self[name]).capitalize()
-        raise KeyError(f"no column {key!r}; there are {', '.join(self)}")
+def load_class(name: str) -> type[BenchmarkEnv]:
+    """Return the class of a benchmark from the file of its own; ConfigError when there is no such benchmark."""
+    if name not in benchmarks():
+        raise ConfigError(f"there is no benchmark {name!r}; known are {', '.join(benchmarks())}")
+    row = benchmarks()[name]
+    return getattr(importlib.import_module(f"{__package__}.{row.module}"), row.cls)
 
 
-def _cleaned(text: str) -> str:
-    """Return a text of WikiHow without its marks."""
-    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
-
-
-def _as_list(value: Any) -> Any:
-    return yaml.safe_load(value) if isinstance(value, str) else value
-
-
-def plain(text: str) -> str:
-    """Return a text in small letters, without articles, punctuation and extra spaces.
-
-    Source: the normalisation of SQuAD's evaluation, arXiv:1606.05250.
-
-    >>> plain("The  Eiffel Tower!")
-    'eiffel tower'
-    """
-    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return " ".join(word for word in kept.split() if word not in ("a", "an", "the"))
-
-
-def f1(given: str, right: str) -> float:
-    """Return the harmonic mean of precision and recall of the words, 0 to 1.
-
-    >>> f1("tower of London", "the London tower")
-    0.8
-    """
-    ours, theirs = plain(given).split(), plain(right).split()
-    shared = sum((Counter(ours) & Counter(theirs)).values())
-    return 2 * shared / (len(ours) + len(theirs)) if ours and theirs else float(ours == theirs)
+def _folded(group: str) -> str:
+    return group.lower().replace(" ", "_")
 
 
 if __name__ == "__main__":

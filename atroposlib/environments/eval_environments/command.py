@@ -1,6 +1,6 @@
 """`atropos eval`: benchmarks of the table, and their results."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -27,7 +27,7 @@ def list_benchmarks() -> None:
     Example:
       atropos eval list
     """
-    from atroposlib.environments.eval_environments.benchmark import benchmarks
+    from atroposlib.environments.eval_environments.kinds import benchmarks
 
     for name, row in benchmarks().items():
         print(f"{name:<14} {row.kind:<12} {row.cls:<22} {row.dataset} {row.config or ''} {row.split}")
@@ -45,11 +45,10 @@ def run_one(
     Example:
       atropos eval run gsm8k --env.dataset gsm8k.jsonl --openai.base_url http://localhost:30000/v1
     """
-    from atroposlib.environments.eval_environments.benchmark import of_table
+    from atroposlib.environments.eval_environments.benchmark import load_class
     from atroposlib.envs.cli import main as run_environment
 
-    env_cls: Any = of_table(name)[0]  # made at run time
-    raise typer.Exit(run_environment(env_cls, ["evaluate", *context.args]))
+    raise typer.Exit(run_environment(load_class(name), ["evaluate", *context.args]))
 
 
 @app.command("table")
