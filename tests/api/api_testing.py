@@ -4,8 +4,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from atroposlib.api.server import ApiSettings, create_app
+from tests.children import Child
 
 REGISTRATION = {
     "wandb_group": "group",
@@ -86,31 +86,21 @@ class ServerRefused(Exception):
 class ServerProcess:
     """A `run-api` process on a free port; start again with the same folder to see what survived."""
 
-    def __init__(self, folder: Path, *options: str, prefix: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
-        self._prefix = prefix
         self._options = options
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Child | None = None
         self.url = ""
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def start(self) -> None:
         """Returns when it listens."""
-        command = [
-            *self._prefix,
-            sys.executable,
-            "-m",
-            "atroposlib.cli.run_api",
-            "--port",
-            "0",
-            "--state-dir",
-            str(self.folder),
-        ]
-        log = open(self.folder.parent / "server.log", "a")  # noqa: SIM115 - the process keeps it
-        self._process = subprocess.Popen(
-            [*command, *self._options], stdout=subprocess.PIPE, stderr=log, text=True, env=dict(os.environ)
-        )
-        log.close()
-        assert self._process.stdout is not None
+        arguments = ["--port", "0", "--state-dir", str(self.folder), *self._options]
+        self._process = Child("atroposlib.cli.run_api", arguments, log=self.folder.parent / "server.log")
         line = self._process.stdout.readline()
         match = re.search(r"http://\S+", line)
         if match is None:
@@ -122,8 +112,7 @@ class ServerProcess:
         assert self._process is not None
         self._process.send_signal(sign)
         code = self._process.wait(timeout=20)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._process.stdout.close()
         self._process = None
         return code
 
@@ -138,9 +127,9 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(folder: Path, *options: str, prefix: Sequence[str] = ()) -> Iterator[ServerProcess]:
+def server_process(folder: Path, *options: str) -> Iterator[ServerProcess]:
     """A started server that is gone afterwards."""
-    server = ServerProcess(folder, *options, prefix=prefix)
+    server = ServerProcess(folder, *options)
     server.start()
     try:
         yield server

@@ -257,7 +257,7 @@ def test_consumed_groups_leave_the_disk(tmp_path):
 
 def test_a_second_server_on_the_same_folder_is_refused_with_the_first_ones_pid(tmp_path):
     with server_process(tmp_path / "state") as server:
-        pid = server._process.pid
+        pid = server.pid
         with pytest.raises(ServerRefused), server_process(tmp_path / "state"):
             pass
         assert f"process id {pid}" in (tmp_path / "server.log").read_text()
