@@ -6,6 +6,7 @@ A start takes 30 ms of CPU in place of a second. Signals, kills, exit codes, std
 import importlib
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,13 +24,13 @@ class Child:
     Args:
         module: has a `main`, as console scripts do.
         log: gets what it says on stderr, at the end.
+        files: how many it may have open; None: as many as this process.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], log: Path) -> None:
+    def __init__(self, module: str, arguments: Sequence[str], log: Path, *, files: int | None = None) -> None:
         reader, writer = _FORKS.Pipe(duplex=False)
-        self._process = _FORKS.Process(
-            target=_main, args=(module, list(arguments), dict(os.environ), os.getcwd(), writer, str(log)), daemon=True
-        )
+        given = (module, list(arguments), dict(os.environ), os.getcwd(), writer, str(log), files)
+        self._process = _FORKS.Process(target=_main, args=given, daemon=True)
         self._process.start()
         writer.close()
         self.stdout: TextIO = os.fdopen(os.dup(reader.fileno()))
@@ -53,7 +54,9 @@ class Child:
         return code
 
 
-def _main(module: str, arguments: list[str], environ: dict[str, str], cwd: str, out: Connection, log: str) -> None:
+def _main(
+    module: str, arguments: list[str], environ: dict[str, str], cwd: str, out: Connection, log: str, files: int | None
+) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
@@ -61,5 +64,7 @@ def _main(module: str, arguments: list[str], environ: dict[str, str], cwd: str, 
     out.close()
     with open(log, "ab") as stream:
         os.dup2(stream.fileno(), 2)
+    if files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     sys.argv = [module.rpartition(".")[2], *arguments]
     importlib.import_module(module).main()

@@ -86,8 +86,9 @@ class ServerRefused(Exception):
 class ServerProcess:
     """A `run-api` process on a free port; start again with the same folder to see what survived."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, files: int | None = None) -> None:
         self.folder = folder
+        self._files = files
         self._options = options
         self._process: Child | None = None
         self.url = ""
@@ -100,7 +101,8 @@ class ServerProcess:
     def start(self) -> None:
         """Returns when it listens."""
         arguments = ["--port", "0", "--state-dir", str(self.folder), *self._options]
-        self._process = Child("atroposlib.cli.run_api", arguments, log=self.folder.parent / "server.log")
+        log = self.folder.parent / "server.log"
+        self._process = Child("atroposlib.cli.run_api", arguments, log, files=self._files)
         line = self._process.stdout.readline()
         match = re.search(r"http://\S+", line)
         if match is None:
@@ -127,9 +129,9 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(folder: Path, *options: str) -> Iterator[ServerProcess]:
-    """A started server that is gone afterwards."""
-    server = ServerProcess(folder, *options)
+def server_process(folder: Path, *options: str, files: int | None = None) -> Iterator[ServerProcess]:
+    """A started server that is gone afterwards; `files`: how many it may have open."""
+    server = ServerProcess(folder, *options, files=files)
     server.start()
     try:
         yield server

@@ -240,8 +240,7 @@ def test_the_oldest_of_too_many_strangers_gives_way_and_whoever_was_let_in_stays
 
 
 def test_more_idle_strangers_than_descriptors_do_not_take_the_server_down(tmp_path):
-    few = ("bash", "-c", 'ulimit -n 256; exec "$@"', "bash")
-    with server_process(tmp_path / "state", prefix=few) as server:
+    with server_process(tmp_path / "state", files=256) as server:
         strangers = [connect(server.url) for _ in range(300)]
         assert httpx.get(f"{server.url}/status").status_code == 200
         for stranger in strangers:
