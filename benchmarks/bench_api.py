@@ -1,13 +1,13 @@
-"""What a group costs the trajectory API: CPU of the server, old JSON clients and our own, with a trainer and without.
+"""Measure what a group costs the trajectory API: CPU of the server, with JSON clients and our own, with a trainer too.
 
-    python benchmarks/bench_api.py                                   # this checkout
-    PYTHONPATH=OTHER_CHECKOUT python benchmarks/bench_api.py         # another, in the same sitting
-    python benchmarks/bench_api.py --upstream VENV/bin/python        # the server of atroposlib 0.4.0 there
-    python benchmarks/bench_api.py --stock                           # uvicorn's own protocol in place of ours
-    python benchmarks/bench_api.py --stored 100000 --tokens 1300     # fill, kill -9, first answer, drain, disk
+    python benchmarks/bench_api.py                                # this checkout
+    python benchmarks/bench_api.py --upstream VENV/bin/python     # and the server of atroposlib 0.4.0 there, in turns
+    python benchmarks/bench_api.py --other CHECKOUT               # and the server of another checkout, in turns
+    python benchmarks/bench_api.py --stored 100000 --tokens 1300  # fill, kill -9, first response, drain, disk
 
-A group is 16 sequences; CPU is of all threads of the server, from the kernel. One line per measurement. `/status-env`
-is asked 20 times a second from a process of its own.
+A group is 16 sequences; CPU is of all threads of the server, from the kernel, after a first round that is not counted.
+Servers take turns, so that all of them meet the same load of the machine; each number is the median of `--rounds`.
+`/status-env` is asked 20 times a second by a process of its own, next to eight clients that post JSON.
 """
 
 import argparse
@@ -23,8 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from atroposlib.api.queue import Group
 from atroposlib.api.store import NewGroup, Store
 
 SEQUENCES = 16
+BATCH = 64
 ENVS = 8
 REGISTRATION = {
     "wandb_group": "bench", "wandb_project": "bench", "max_token_len": 16384, "checkpoint_dir": "",
@@ -60,33 +62,33 @@ def make_group(tokens: int, seed: int) -> dict[str, Any]:
     }
 
 
-STOCK = """
-import atroposlib.api.protocol as protocol
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-protocol.ConnectionProtocol = lambda connections, **settings: HttpToolsProtocol(**settings)
-from atroposlib.cli.run_api import main
-main()
-"""
+@dataclass(frozen=True)
+class Kind:
+    """A server to measure: of this checkout, of another one that has the same routes, or of 0.4.0."""
+
+    name: str
+    checkout: str = ""
+    upstream_python: str = ""
 
 
 class Server:
-    """A `run-api` of the checkout that this runs from, or one that has the same routes."""
+    """A running server of one kind."""
 
-    upstream: str | None = None
-    stock = False
-
-    def __init__(self, folder: Path) -> None:
-        ours = ["-c", STOCK] if self.stock else ["-m", "atroposlib.cli.run_api"]
-        self._command = [sys.executable, *ours, "--port", "0", "--state-dir", str(folder)]
+    def __init__(self, folder: Path, kind: Kind) -> None:
+        self._kind = kind
         self.folder = folder
         self.start()
 
     def start(self) -> None:
         """Return when it listens."""
-        if self.upstream is not None:
-            self._start_upstream(self.upstream)
+        if self._kind.upstream_python:
+            self._start_upstream(self._kind.upstream_python)
             return
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", "0", "--state-dir", str(self.folder)]
+        env = {**os.environ, "PYTHONPATH": self._kind.checkout}
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, cwd=self.folder.parent
+        )
         assert self._process.stdout is not None
         self.url = re.findall(r"http://\S+", self._process.stdout.readline())[0]
 
@@ -97,6 +99,12 @@ class Server:
         command = [python, "-m", "uvicorn", "atroposlib.api:app", "--port", str(port), "--log-level", "error"]
         self._process = subprocess.Popen(command, cwd=self.folder.parent, env={**os.environ, "PYTHONPATH": ""})
         self.url = f"http://127.0.0.1:{port}"
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                return
+            except ConnectionRefusedError:
+                time.sleep(0.05)
 
     def cpu_s(self) -> float:
         """Return the seconds that its threads have run."""
@@ -118,10 +126,10 @@ class Server:
 
 
 @contextmanager
-def server() -> Iterator[Server]:
+def server(kind: Kind) -> Iterator[Server]:
     """Give a server with a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        running = Server(Path(folder) / "state")
+        running = Server(Path(folder) / "state", kind)
         try:
             yield running
         finally:
@@ -129,7 +137,7 @@ def server() -> Iterator[Server]:
 
 
 @asynccontextmanager
-async def run_on(api: Server, batch_size: int = 64) -> AsyncIterator[tuple[TrainerClient, list[EnvClient]]]:
+async def run_on(api: Server, batch_size: int = BATCH) -> AsyncIterator[tuple[TrainerClient, list[EnvClient]]]:
     """Give a trainer that has started and eight environments."""
     async with TrainerClient(api.url) as trainer:
         await trainer.register({**REGISTRATION, "batch_size": batch_size})
@@ -170,71 +178,83 @@ def probe(url: str) -> Iterator[list[float]]:
         waits += map(float, asking.communicate()[0].splitlines())
 
 
-async def ingest(tokens: int, count: int, *, own: bool, with_trainer: bool) -> None:
-    """Post `count` groups from eight environments at once."""
-    with server() as api:
+class Clients:
+    """Eight environments and a trainer, our own or such as speak JSON, on one server."""
+
+    def __init__(self, api: Server, trainer: TrainerClient, envs: list[EnvClient], tokens: int, own: bool) -> None:
+        self._api, self._trainer, self._envs, self._own = api, trainer, envs, own
+        self._groups = [make_group(tokens, seed) for seed in range(4)]
+        self._bodies = [] if own else [json.dumps({**group, "env_id": 0}).encode() for group in self._groups]
+        self._sent = 0
+
+    async def post(self, session: aiohttp.ClientSession, count: int) -> None:
+        """Post `count` groups, eight at once."""
+        last = self._sent + count
+
+        async def one(env: EnvClient) -> None:
+            while self._sent < last:
+                self._sent += 1
+                if self._own:
+                    await env.submit([self._groups[self._sent % 4]])
+                    continue
+                body = self._bodies[self._sent % 4].replace(b"@@@@@@@@", b"%8d" % self._sent)  # equal: may be retries
+                url, headers = f"{self._api.url}/scored_data", {"Content-Type": "application/json"}
+                async with session.post(url, data=body, headers=headers) as response:
+                    assert response.status == 200, await response.text()
+
+        await asyncio.gather(*(one(env) for env in self._envs))
+
+    async def take(self, session: aiohttp.ClientSession, batches: int) -> None:
+        """Take so many batches, waiting for each."""
+        taken = 0
+        while taken < batches:
+            if self._own:
+                batch = await self._trainer.batch(binary=True)
+            else:
+                async with session.get(f"{self._api.url}/batch") as response:
+                    batch = None if (await response.read()).startswith(b'{"batch":null') else True
+            taken += batch is not None
+            await asyncio.sleep(0 if batch else 0.02)
+
+
+async def ingest(kind: Kind, tokens: int, count: int, *, own: bool, with_trainer: bool) -> dict[str, float]:
+    """Return the server's CPU a group while eight environments post."""
+    with server(kind) as api:
         async with run_on(api) as (trainer, envs), aiohttp.ClientSession() as session:
-            groups = [make_group(tokens, seed) for seed in range(4)]
-            bodies = [[json.dumps({**g, "env_id": e}).encode() for g in groups] for e in range(ENVS)]
-            left = count
+            clients = Clients(api, trainer, envs, tokens, own)
+            await clients.post(session, 2 * ENVS)
+            await clients.take(session, 2 * ENVS * SEQUENCES // BATCH if with_trainer else 0)
+            cpu = api.cpu_s()
+            taking = clients.take(session, count * SEQUENCES // BATCH if with_trainer else 0)
+            await asyncio.gather(taking, clients.post(session, count))
+            return {"ms CPU a group": 1e3 * (api.cpu_s() - cpu) / count}
 
-            async def post(e: int) -> None:
-                nonlocal left
-                while left > 0:
-                    left -= 1
-                    if own:
-                        await envs[e].submit([groups[left % 4]])
-                        continue
-                    headers = {"Content-Type": "application/json"}
-                    body = bodies[e][left % 4].replace(b"@@@@@@@@", b"%8d" % left)  # equal posts could be retries
-                    async with session.post(f"{api.url}/scored_data", data=body, headers=headers) as r:
-                        assert r.status == 200, await r.text()
 
-            async def take() -> None:
-                taken = 0
-                while with_trainer and taken < count // 4:
-                    if own:
-                        batch = await trainer.batch(binary=True)
-                    else:
-                        async with session.get(f"{api.url}/batch") as r:
-                            batch = None if (await r.read()).startswith(b'{"batch":null') else True
-                    taken += batch is not None
-                    await asyncio.sleep(0 if batch else 0.02)
-
+async def status_next_to_posts(kind: Kind, tokens: int, count: int) -> dict[str, float]:
+    """Return how long `/status-env` takes next to eight JSON clients."""
+    with server(kind) as api:
+        async with run_on(api) as (trainer, envs), aiohttp.ClientSession() as session:
+            clients = Clients(api, trainer, envs, tokens, own=False)
+            await clients.post(session, ENVS)
             with probe(api.url) as waits:
-                cpu, began = api.cpu_s(), time.perf_counter()
-                await asyncio.gather(take(), *(post(e) for e in range(ENVS)))
-                spent, took = api.cpu_s() - cpu, time.perf_counter() - began
-    kind = f"{'own clients' if own else 'JSON clients'}{', trainer' if with_trainer else ''}"
+                await clients.post(session, count)
     p50, *_, p99 = statistics.quantiles(waits, n=100, method="inclusive")[49:]
-    print(
-        f"{kind:24} 16 x {tokens}: {1e3 * spent / count:6.2f} ms CPU a group, {count / took:4.0f} groups/s, "
-        f"/status-env p50 {1e3 * p50:.1f} p99 {1e3 * p99:.1f} ms, load {os.getloadavg()[0]:.0f}",
-        flush=True,
-    )
+    return {"ms at p50": 1e3 * p50, "ms at p99": 1e3 * p99}
 
 
-async def one_batch(tokens: int, *, own: bool) -> None:
-    """Read batches of 64 sequences, by our own client or as JSON."""
-    with server() as api:
+async def one_batch(kind: Kind, tokens: int, *, own: bool) -> dict[str, float]:
+    """Return what a batch of 64 sequences costs, read by our own client or as JSON."""
+    with server(kind) as api:
         async with run_on(api) as (trainer, envs), aiohttp.ClientSession() as session:
-            for seed in range(20):
-                await envs[0].submit([make_group(tokens, seed)])
-            took, cpu = [], api.cpu_s()
-            for _ in range(5):
-                began = time.perf_counter()
-                if own:
-                    await trainer.batch(binary=True)
-                else:
-                    async with session.get(f"{api.url}/batch") as r:
-                        await r.read()
-                took.append(time.perf_counter() - began)
-            spent = (api.cpu_s() - cpu) / 5
-    print(
-        f"batch of 64 x {tokens}, {'own' if own else 'JSON'}: median {1e3 * statistics.median(took):.0f} ms, least "
-        f"{1e3 * min(took):.0f}, {1e3 * spent:.0f} ms CPU of the server, load {os.getloadavg()[0]:.0f}",
-        flush=True,
-    )
+            clients = Clients(api, trainer, envs, tokens, own)
+            await clients.post(session, 12)
+            await clients.take(session, 1)
+            cpu, began = api.cpu_s(), time.perf_counter()
+            await clients.take(session, 2)
+            return {
+                "ms CPU": 1e3 * (api.cpu_s() - cpu) / 2,
+                "ms until it is read": 1e3 * (time.perf_counter() - began) / 2,
+            }
 
 
 async def stored(count: int, tokens: int) -> None:
@@ -242,7 +262,7 @@ async def stored(count: int, tokens: int) -> None:
 
     The first thousand come over HTTP, the rest go straight into the store, which takes a fifth of the time.
     """
-    with server() as api:
+    with server(Kind("this")) as api:
         group = make_group(tokens, 0)
         async with run_on(api, batch_size=64 * SEQUENCES) as (_, envs):
             for done in range(0, posted := min(count, 1000), 10):
@@ -284,25 +304,41 @@ async def fill(folder: Path, count: int, content: bytes) -> None:
     await store.close()
 
 
-async def main(options: argparse.Namespace) -> None:
-    """Run what was asked for."""
-    Server.upstream, Server.stock = options.upstream, options.stock
-    if options.stored:
-        await stored(options.stored, options.tokens)
-        return
-    kinds = (False,) if options.upstream else (False, True)
-    for own in kinds:
-        for with_trainer in (False, True):
-            await ingest(options.tokens, options.groups, own=own, with_trainer=with_trainer)
-    for own in kinds:
-        await one_batch(8192, own=own)
+async def compare(options: argparse.Namespace) -> None:
+    """Measure each case on each server in turn and print medians and ratios to the first server."""
+    this, tokens, count = Kind("this"), options.tokens, options.groups
+    kinds = [this]
+    kinds += [Kind("other", checkout=options.other)] if options.other else []
+    kinds += [Kind("0.4.0", upstream_python=options.upstream)] if options.upstream else []
+    cases: dict[str, Callable[[Kind], Awaitable[dict[str, float]]]] = {
+        "JSON": lambda kind: ingest(kind, tokens, count, own=False, with_trainer=False),
+        "JSON, trainer": lambda kind: ingest(kind, tokens, count, own=False, with_trainer=True),
+        "own": lambda kind: ingest(kind, tokens, count, own=True, with_trainer=False),
+        "own, trainer": lambda kind: ingest(kind, tokens, count, own=True, with_trainer=True),
+        "/status-env": lambda kind: status_next_to_posts(kind, tokens, 2 * count),
+        "batch, JSON": lambda kind: one_batch(kind, 4 * tokens, own=False),
+        "batch, own": lambda kind: one_batch(kind, 4 * tokens, own=True),
+    }
+    for name, measure in cases.items():
+        if options.only and name not in options.only:
+            continue
+        able = [kind for kind in kinds if not (kind.upstream_python and "own" in name)]
+        rounds = [[await measure(kind) for kind in able] for _ in range(options.rounds)]
+        for what in rounds[0][0]:
+            medians = [statistics.median(row[i][what] for row in rounds) for i in range(len(able))]
+            shown = ", ".join(f"{kind.name} {value:.2f}" for kind, value in zip(able, medians, strict=True))
+            ratios = ", ".join(f"{value / medians[0]:.1f}" for value in medians[1:])
+            print(f"{name:14} {what:20} {shown}  ratio {ratios}  load {os.getloadavg()[0]:.0f}", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=120)
+    parser.add_argument("--groups", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--upstream", help="python of an environment with atroposlib 0.4.0: measure its server")
-    parser.add_argument("--stock", action="store_true", help="measure with uvicorn's own HTTP protocol")
-    parser.add_argument("--stored", type=int, help="measure a queue of so many groups instead")
-    asyncio.run(main(parser.parse_args()))
+    parser.add_argument("--upstream", help="python of an environment with atroposlib 0.4.0: measure its server too")
+    parser.add_argument("--other", help="another checkout: measure its server too")
+    parser.add_argument("--only", nargs="*", help="names of the cases to measure, as they are printed")
+    parser.add_argument("--stored", type=int, help="measure a queue of this many groups instead")
+    options = parser.parse_args()
+    asyncio.run(stored(options.stored, options.tokens) if options.stored else compare(options))

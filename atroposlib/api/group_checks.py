@@ -1,8 +1,8 @@
 """Posted groups: read from JSON or binary, checked, and made into what is stored.
 
-Senders get a sentence that names field, index, what was found and what was expected. msgspec splits a group into its
-fields, simdjson makes arrays of the matrices (16 x 2048, 1.1 MB: 3.5 ms in all; with msgspec's numbers 6.4). What that
-does not take for surely good is read by msgspec, and value by value where that finds a fault.
+Senders get a sentence that names field, index, what was found and what was expected. simdjson reads a JSON body and
+makes arrays of its matrices without a Python number for each value. What it does not take for surely plain is read by
+msgspec, and value by value where that finds a fault.
 """
 
 import json
@@ -41,6 +41,8 @@ _REQUIRED = ("tokens", "masks", "scores")
 _FREE = ("generation_params", "group_overrides", "images", "overrides", "distill_token_ids", "distill_logprobs")
 _PER_SEQUENCE = ("overrides", "distill_token_ids", "distill_logprobs")
 _parsers = threading.local()
+KEPT_PARSER_BYTES = 1 << 22
+"""A parser keeps several times the largest body that it has read; none that read more than this is kept."""
 
 
 class _Fields(msgspec.Struct):
@@ -74,6 +76,7 @@ class _Parts(msgspec.Struct):
     inference_logprobs: Matrix | None = None
 
 
+_FIELD_NAMES = frozenset(_Fields.__struct_fields__)
 _decode_fields = msgspec.json.Decoder(_Fields).decode
 _decode_fields_list = msgspec.json.Decoder(list[_Fields]).decode
 _decode_any = msgspec.json.decode
@@ -119,13 +122,83 @@ def read_group(body: bytes) -> EncodedGroup:
     Raises:
         GroupError: names the field, the index, what was found and what was expected.
     """
+    if (plain := _read_plain(body, simdjson.Object)) is not None:
+        return _check(*plain[0])
     return _check(_parse(_decode_fields, body, "a JSON object with tokens, masks and scores"), {})
 
 
 def read_list(body: bytes) -> list[EncodedGroup]:
     """Return the groups of a JSON array; GroupError as `read_group`, for one of them."""
+    if (plain := _read_plain(body, simdjson.Array)) is not None:
+        return _each(plain, lambda found: _check(*found))
     fields = _parse(_decode_fields_list, body, "a JSON array of scored groups")
     return _each(fields, lambda found: _check(found, {}))
+
+
+def _read_plain(body: bytes, kind: type) -> list[tuple[_Fields, dict[str, Matrix]]] | None:
+    """Return fields and matrices of one group or of a list of them; None when in doubt."""
+    parser = _parser_for(body)
+    document: Any = None
+    try:
+        document = parser.parse(body)
+        if not isinstance(document, kind) or (b"\\" in body and b"\\u005" in body):  # a bracket may hide in a string
+            return None
+        groups = [_plain_fields(each) for each in ([document] if kind is simdjson.Object else document)]
+        brackets = sum(found for _, _, found in groups) + (kind is simdjson.Array)
+        if np.count_nonzero(np.frombuffer(body, np.uint8) == ord("[")) != brackets:
+            return None  # a row within a row, which simdjson has flattened
+        return [(fields, matrices) for fields, matrices, _ in groups]
+    except (ValueError, TypeError, AttributeError, RuntimeError):
+        return None
+    finally:
+        del document  # the parser refuses to be used again before
+
+
+def _parser_for(body: bytes) -> simdjson.Parser:
+    """Return a parser; that of the thread, unless the body would leave it with much memory."""
+    if len(body) > KEPT_PARSER_BYTES:
+        return simdjson.Parser()
+    parser = getattr(_parsers, "one", None)
+    if parser is None:
+        parser = _parsers.one = simdjson.Parser()
+    return parser
+
+
+def _plain_fields(group: Any) -> tuple[_Fields, dict[str, Matrix], int]:
+    """Return fields, matrices, and how many brackets open in them; an error when in doubt."""
+    fields, matrices, brackets, seen = _Fields(), dict[str, Matrix](), 0, set[str]()
+    for name in group:
+        if name in seen:
+            raise ValueError(f"{name} comes twice")
+        seen.add(name)
+        value = group[name]
+        if name in MATRICES and isinstance(value, simdjson.Array) and (matrix := _plain_matrix(name, value)):
+            matrices[name] = matrix
+            brackets += 1 + len(matrix.lengths)
+        elif name in ("env_id", "group_id"):
+            if value is not None and type(value) is not (int if name == "env_id" else str):
+                raise TypeError(f"{name} is {value!r}")
+            setattr(fields, name, value)
+            brackets += value.count("[") if isinstance(value, str) else 0
+        else:
+            text = value.mini if isinstance(value, simdjson.Array | simdjson.Object) else msgspec.json.encode(value)
+            brackets += text.count(b"[")
+            if name in _FIELD_NAMES:
+                setattr(fields, name, msgspec.Raw(text))
+    return fields, matrices, brackets
+
+
+def _plain_matrix(name: str, rows: Any) -> Matrix | None:
+    """Return rows as a matrix if they fit one; rows within rows are flattened."""
+    try:
+        lengths = [len(row) for row in rows]
+        if name not in INTEGER_ROWS:
+            return float_matrix(lengths, np.frombuffer(rows.as_buffer(of_type="d"), np.float64))
+        values = np.frombuffer(rows.as_buffer(of_type="i"), np.int64)
+        lowest = 0 if name == "tokens" else -MAX_TOKEN_ID - 1
+        return integer_matrix(lengths, values) if lowest <= values.min() <= values.max() <= MAX_TOKEN_ID else None
+    except (ValueError, TypeError, AttributeError):
+        return None
 
 
 def read_binary(body: bytes) -> list[EncodedGroup]:
@@ -223,8 +296,6 @@ def _head(fields: _Fields, scores: bytes, matrices: dict[str, Matrix]) -> bytes:
 
 def _read_matrix(text: msgspec.Raw, name: str) -> Matrix | list[int]:
     """Return a JSON matrix as an array, or its row lengths where it fits none; GroupError at the first bad value."""
-    if (matrix := _parse_matrix(text, name)) is not None:
-        return matrix
     integers = name in INTEGER_ROWS
     decode = _decode_tokens if name == "tokens" else _decode_integers if integers else _decode_floats
     try:
@@ -232,28 +303,6 @@ def _read_matrix(text: msgspec.Raw, name: str) -> Matrix | list[int]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         rows = _careful_rows(text, name, integers)
     return matrix_of(rows, integers=integers) or [len(row) for row in rows]
-
-
-def _parse_matrix(text: msgspec.Raw, name: str) -> Matrix | None:
-    """Return a JSON matrix as an array without making a Python number of each value; None when in doubt."""
-    parser = getattr(_parsers, "one", None)
-    if parser is None:
-        parser = _parsers.one = simdjson.Parser()
-    rows: Any = None
-    try:
-        rows = parser.parse(memoryview(text))
-        lengths = [len(row) for row in rows]
-        if np.count_nonzero(np.frombuffer(text, np.uint8) == ord("[")) != len(lengths) + 1:
-            return None  # rows within rows, which simdjson flattens
-        if name not in INTEGER_ROWS:
-            return float_matrix(lengths, np.frombuffer(rows.as_buffer(of_type="d"), np.float64))
-        values = np.frombuffer(rows.as_buffer(of_type="i"), np.int64)
-        lowest = 0 if name == "tokens" else -MAX_TOKEN_ID - 1
-        return integer_matrix(lengths, values) if lowest <= values.min() <= values.max() <= MAX_TOKEN_ID else None
-    except (ValueError, TypeError, AttributeError, RuntimeError):
-        return None
-    finally:
-        del rows  # the parser refuses to be used again before
 
 
 def _careful_rows(text: msgspec.Raw, field: str, integers: bool) -> list[list[Any]]:

@@ -32,6 +32,7 @@ BAD_GROUPS = {
     "fractions": (changed(tokens=[[1, 2, 3.5]] * 4), "tokens[0][2] is 3.5; expected an integer"),
     "booleans": (changed(tokens=[[True, 2, 3]] * 4), "tokens[0][0] is True; expected an integer"),
     "rows in rows": (changed(tokens=[[1, [2], 3]] * 4), "tokens[0][1] is a list; expected an integer"),
+    "rows in rows that make the right length": (changed(masks=[[[], [1, 2], 3]] * 4), "masks[0][0] is a list"),
     "a row too deep": (changed(ref_logprobs=[[[0.0, 0.0, 0.0]]] * 4), "ref_logprobs[0][0] is a list"),
     "negative token": (changed(tokens=[[1, -5, 3]] * 4), "tokens[0][1] is -5; expected an integer from 0"),
     "huge token": (changed(tokens=[[1, 10**30, 3]] * 4), "tokens[0][1] is 1000000000000000000000000000000"),
@@ -81,6 +82,21 @@ async def test_tiny_and_long_numbers_are_accepted():
     row = [1e-300, -1.2345678901234567e-05, -0.000012345678901234567]
     answer = await client.post("/scored_data", json=changed(inference_logprobs=[row] * 4))
     assert answer.json() == {"status": "received"}
+
+
+async def test_an_escaped_bracket_in_a_string_hides_no_row_within_a_row():
+    client = await started(memory_app())
+    text = [[{"role": "user", "content": "<>" * 2}]] * 4
+    body = json.dumps(changed(masks=[[[], [1, 2], 3]] * 4, messages=text)).replace("<", "\\u005b")
+    answer = await client.post("/scored_data", content=body, headers=JSON)
+    assert "masks[0][0] is a list; expected an integer" in answer.json()["detail"][0]["msg"]
+
+
+async def test_of_two_equal_keys_the_last_counts_as_everywhere_in_python():
+    client = await started(memory_app(), batch_size=4)
+    body = json.dumps(make_group(2))[:-1] + ', "tokens": ' + json.dumps(make_group(3)["tokens"]) + "}"
+    await client.post("/scored_data", content=body, headers=JSON)
+    assert uids(await client.get("/batch")) == [3]
 
 
 async def test_white_space_between_values_does_not_matter():
