@@ -202,7 +202,10 @@ class BaseEnv(TrainerSide):
             first, tried = tried, tried + size
             return await self._trajectories(item, range(first, tried))
 
-        rollouts = await sample_until(self.early_stop, self.config.group_size, ask, self._is_accepted)
+        return self._merged(await sample_until(self.early_stop, self.config.group_size, ask, self._is_accepted))
+
+    def _merged(self, rollouts: list[Trajectory | BaseException]) -> tuple[ScoredDataGroup, list[Item]]:
+        """The group of rollouts, without those that failed; raises the first fault where all did."""
         scored = [each for each in rollouts if not isinstance(each, BaseException)]
         faults = {index: each for index, each in enumerate(rollouts) if isinstance(each, BaseException)}
         if not scored:

@@ -1,7 +1,10 @@
 """Environments of other frameworks, with scripted replies; a framework that is not installed skips its tests."""
 
 import json
+import os
 import re
+import signal
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,12 @@ from atroposlib.environments.adapters.episode import EpisodeEnv, Step
 from atroposlib.environments.adapters.gymnasium_env import GymnasiumEnv
 from atroposlib.environments.adapters.skyrl_gym_env import SkyRLEnv
 from atroposlib.environments.adapters.textarena_env import TextArenaEnv
+from atroposlib.environments.check import check
 from atroposlib.envs.base import ServerBaseline
+from atroposlib.envs.cli import main as run_environment
 from atroposlib.errors import ConfigError, EnvironmentFault
 from atroposlib.launch.load import load_config
+from atroposlib.testing import ScriptedEngine, write_tokenizer
 from atroposlib.type_definitions import IGNORE_INDEX
 
 
@@ -88,6 +94,43 @@ async def test_a_game_of_textarena_is_played_to_its_end_and_only_news_are_said()
     assert prompts(again)[0] == prompts(env)[0]
 
 
+MOVES = {0: ["[0]", "[1]", "[2]"], 1: ["[3]", "[4]"]}
+"""Of a game of tic-tac-toe that player 0 wins."""
+
+
+def player_of(prompt):
+    return int(re.search(r"You are Player (\d)", prompt)[1])
+
+
+def moves(prompt):
+    return MOVES[player_of(prompt)][prompt.count("<|im_start|>assistant") - 1]
+
+
+async def test_a_policy_that_plays_itself_gives_a_group_for_each_side():
+    pytest.importorskip("textarena")
+    env = make(TextArenaEnv, moves, id="TicTacToe-v0", players=2, group_size=2)
+    await env.setup()
+    groups, _ = await env.collect_trajectories(await env.get_item(0))
+    assert [group["scores"] for group in groups] == [[1.0, 1.0], [-1.0, -1.0]]
+    for group, said in zip(groups, MOVES.values(), strict=True):
+        assert [learned({"masks": row}) for row in group["masks"]] == ["".join(f"{x}<|im_end|>" for x in said)] * 2
+    last = max((prompt for prompt in prompts(env) if player_of(prompt) == 1), key=len)
+    assert last.count("You are Player") == 1
+    assert last.count("[1]") - last.count("'[1]'") >= 1  # what the other one did
+
+
+@pytest.mark.parametrize(("number", "score"), [(0, 1.0), (1, -1.0)])
+async def test_a_fixed_engine_plays_the_other_side_and_is_no_part_of_the_row(number, score):
+    pytest.importorskip("textarena")
+    env = make(TextArenaEnv, moves, id="TicTacToe-v0", players=2, group_size=2, opponent={"base_url": "http://x/v1"})
+    await env.setup()
+    env.rivals.servers = [FakeServer(moves)]
+    group, _ = await env.collect_trajectories(await env.get_item(number))
+    assert group["scores"] == [score] * 2
+    assert {player_of(prompt) for prompt in prompts(env)} == {number}
+    assert {player_of(request["messages"][0]["content"]) for request in env.rivals.servers[0].requests} == {1 - number}
+
+
 async def test_rows_of_skyrl_gym_are_scored_by_their_environment(tmp_path):
     pytest.importorskip("skyrl_gym")
     rows = tmp_path / "rows.jsonl"
@@ -154,3 +197,67 @@ async def test_a_framework_that_is_missing_is_named():
 
     with pytest.raises(ConfigError, match="pip install no-such-framework"):
         await make(Missing, "ok", id="x").setup()
+
+
+def skyrl_rows(folder):
+    spec = {"reward_spec": {"ground_truth": "4"}, "extra_info": {}}
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+2?"}], **spec} for n in range(9)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"rows": str(folder / "rows.jsonl")}
+
+
+@dataclass
+class Ran:
+    codes: list[int]
+    asked: list[str]
+    groups: list[dict]
+
+
+def run(env_cls, folder, flags, says, *, stop_at=None):
+    """Run `process` to its end, over a signal with request number `stop_at`."""
+    asked = []
+
+    def answer(prompt):
+        asked.append(prompt)
+        if len(asked) == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return says
+
+    rollouts = folder / "rollouts.jsonl"
+    flags = [*flags, "--env.total_steps", str(ITEMS), "--env.data_path_to_save_groups", str(rollouts)]
+    with ScriptedEngine(answer, write_tokenizer(folder / "tokenizer")) as engine:
+        codes = [run_environment(env_cls, ["process", *engine.flags, *flags]) for _ in range(2 if stop_at else 1)]
+    lines = [json.loads(line) for line in rollouts.read_text("utf-8").splitlines()]
+    kept = [{key: line[key] for key in ("item_key", "part", "tokens", "masks", "scores")} for line in lines]
+    return Ran(codes, asked, sorted(kept, key=lambda line: (line["item_key"], line["part"])))
+
+
+EVERY = {
+    "gymnasium": (GymnasiumEnv, {"id": "FrozenLake-v1"}, "1"),
+    "textarena": (TextArenaEnv, {"id": "GuessTheNumber-v0"}, "[1]"),
+    "textarena against itself": (TextArenaEnv, {"id": "KuhnPoker-v0", "players": 2}, "[check]"),
+    "skyrl_gym": (SkyRLEnv, skyrl_rows, "1"),
+}
+ITEMS, IN_FLIGHT = 2, 4
+
+
+@pytest.mark.parametrize(("env_cls", "settings", "says"), EVERY.values(), ids=EVERY)
+def test_every_adapter_serves_evaluates_processes_and_resumes_in_the_middle(
+    tmp_path, monkeypatch, env_cls, settings, says
+):
+    pytest.importorskip(env_cls.framework.replace("-", "_"))
+    settings = {"id": "gsm8k_multi_turn", **settings(tmp_path)} if callable(settings) else settings
+    settings = {"items": ITEMS, "eval_items": 2, "max_turns": 3, **settings}
+    flags = [text for key, value in settings.items() for text in (f"--env.{key}", str(value))]
+    monkeypatch.setattr("atroposlib.envs.cli.leave_soon", lambda code: None)  # the process is that of the tests
+    findings = list(check(env_cls, tmp_path, flags, modes=["serve", "evaluate"]))
+    assert not [str(finding) for finding in findings if finding.fault]
+    assert "eval/items 2" in findings[-2].note
+    rest = {"group_size": 2, "ensure_scores_are_not_same": "false", "response_journal": "responses"}
+    flags += [text for key, value in rest.items() for text in (f"--env.{key}", str(value))]
+    whole = run(env_cls, tmp_path / "whole", flags, says)
+    cut = run(env_cls, tmp_path / "cut", flags, says, stop_at=9)
+    assert (whole.codes, cut.codes) == ([0], [75, 0])
+    assert whole.groups == cut.groups
+    assert len(whole.groups) == ITEMS
+    assert len(cut.asked) <= len(whole.asked) + IN_FLIGHT

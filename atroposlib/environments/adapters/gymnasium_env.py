@@ -6,7 +6,8 @@ The model sees the state as text (`render_mode="ansi"` where there is one) and a
 import re
 from typing import Any, ClassVar
 
-from atroposlib.environments.adapters.episode import EpisodeEnv, Step, text_of
+from atroposlib.environments.adapters.episode import EpisodeEnv, Step
+from atroposlib.environments.adapters.framework import text_of
 from atroposlib.errors import ConfigError
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")

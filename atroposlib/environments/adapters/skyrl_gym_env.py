@@ -4,20 +4,15 @@ Items are the rows of a JSONL file in SkyRL's form: `prompt` (messages), `reward
 reads from its extras; `env.id` names the environment, unless a row has its own `env_class`.
 """
 
-import json
 from typing import Any, ClassVar
 
-from pydantic import Field
-
 from atroposlib.environments.adapters.episode import EpisodeConfig, EpisodeEnv, Step
+from atroposlib.environments.adapters.framework import RowsConfig
 from atroposlib.errors import ConfigError
-from atroposlib.paths import expand_path
 
 
-class SkyRLConfig(EpisodeConfig):
-    """The rows to roll out."""
-
-    rows: str = Field("", description="JSONL file of rows: prompt, reward_spec, extra_info, ...")
+class SkyRLConfig(EpisodeConfig, RowsConfig):
+    """Rows as prompt, reward_spec, extra_info, ..."""
 
 
 class SkyRLEpisode:
@@ -54,8 +49,7 @@ class SkyRLEnv(EpisodeEnv):
     def prepare(self) -> int:
         import skyrl_gym  # noqa: F401 (told here when it is missing)
 
-        text = expand_path(self.config.rows, what="env.rows").read_text("utf-8")
-        self.rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        self.rows = self.config.read()
         return len(self.rows)
 
     def open(self, index: int) -> SkyRLEpisode:

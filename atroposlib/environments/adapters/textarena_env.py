@@ -1,74 +1,194 @@
-"""TextArena's games for one player: Sudoku-v0, Mastermind-v0, TowerOfHanoi-v0, GuessTheNumber-v0, FrozenLake-v0, ...
+"""TextArena's games: for one player (Sudoku-v0, TowerOfHanoi-v0, GuessTheNumber-v0, ...), or for several.
+
+With `env.players` above 1 the policy plays all sides of a game against itself, each in a conversation of its own: an
+item gives `group_size` games and a group for each side, so that a side is compared with the same side of other games.
+With `env.opponent` the policy plays one side (the number of the item says which), a fixed engine all others.
 
 TextArena repeats the whole game in each observation; the model gets what is new. Its games draw from Python's global
-generator, so that a game is made and reset in one piece.
+generator; each has a state of its own of it here, so that an item is the same game at every call.
 """
 
 import random
 import re
-from typing import Any, ClassVar
+from contextlib import AsyncExitStack
+from typing import Any, ClassVar, cast
 
-from atroposlib.environments.adapters.episode import EpisodeEnv, Step
-from atroposlib.errors import ConfigError
+from pydantic import Field, PositiveInt
+
+from atroposlib.environments.adapters.episode import Conversation, EpisodeConfig, EpisodeEnv, Step
+from atroposlib.envs.base import APIServer, APIServerConfig, ScoredDataItem, ServerManager, Trajectory
+from atroposlib.envs.server_handling.fan_out import raise_first
+from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
+from atroposlib.rollouts.trace import held_replies
+from atroposlib.type_definitions import Item
 
 
-class TextArenaEpisode:
-    """One game; the score is the reward of player 0, 0 where it is not over."""
+class TextArenaConfig(EpisodeConfig):
+    """Who plays."""
 
-    def __init__(self, game: Any, first: str) -> None:
-        self.game, self.shown = game, first
+    players: PositiveInt = Field(1, description="Players of a game; above 1 the policy plays against itself.")
+    opponent: dict[str, Any] | None = Field(
+        None, description="Engine that plays against the policy instead: base_url, model_name, api_key."
+    )
+
+
+class Game:
+    """One game; the score of a player is its reward, 0 where the game is not over."""
+
+    def __init__(self, name: str, arguments: dict[str, Any], *, players: int, seed: int) -> None:
+        self.dice = random.Random(seed).getstate()
+        self.shown: dict[int, str] = {}  # by player, as its last observation
+        self.said: dict[int, str] = {}
         self.rewards: dict[int, float] | None = None
+        self.game = self._with_dice(self._made, name, arguments, players, seed)
 
-    def begin(self) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": self.shown.strip()}]
+    def turn(self) -> tuple[int, str]:
+        """Return whose turn it is, and what is new to that player."""
+        player, observation = self._with_dice(self.game.get_observation)
+        new = observation.removeprefix(self.shown.get(player, ""))
+        if said := self.said.get(player):  # the model's own words, under its name
+            own = re.match(r"\s*\[[^\]]*\]\s*" + re.escape(said), new)
+            new = new[own.end() :] if own else new
+        self.shown[player] = observation
+        return player, new.strip() or "Go on."
 
-    def step(self, reply: str) -> Step:
-        is_over, _ = self.game.step(action=reply)
+    def act(self, player: int, reply: str) -> bool:
+        """Do what the player whose turn it is says; True: the game is over."""
+        self.said[player] = reply
+        is_over, _ = self._with_dice(self.game.step, reply)
         if is_over:
             self.rewards, _ = self.game.close()
-            return Step("", is_over=True)
-        _, observation = self.game.get_observation()
-        new = observation.removeprefix(self.shown)
-        self.shown = observation
-        said = re.match(r"\s*\[[^\]]*\]\s*" + re.escape(reply), new)  # the model's own words, under its name
-        return Step((new[said.end() :] if said else new).strip() or "Go on.", is_over=False)
+        return is_over
 
-    def score(self) -> float:
-        return float((self.rewards or {}).get(0, 0.0))
+    def score(self, player: int = 0) -> float:
+        return float((self.rewards or {}).get(player, 0.0))
 
     def close(self) -> None:
         if self.rewards is None:
             self.game.close()
 
+    @staticmethod
+    def _made(name: str, arguments: dict[str, Any], players: int, seed: int) -> Any:
+        import textarena
+
+        game = textarena.make(name, **arguments)
+        game.reset(num_players=players, seed=seed)
+        return game
+
+    def _with_dice(self, function: Any, *arguments: Any) -> Any:
+        others = random.getstate()
+        random.setstate(self.dice)
+        try:
+            return function(*arguments)
+        finally:
+            self.dice = random.getstate()
+            random.setstate(others)
+
+
+class Solo(Game):
+    """A game for one as an episode."""
+
+    def begin(self) -> list[dict[str, Any]]:
+        player, first = self.turn()
+        if player != 0:
+            raise ConfigError(f"the game begins with player {player}; say with env.players how many it has")
+        return [{"role": "user", "content": first}]
+
+    def step(self, reply: str) -> Step:
+        return Step("", is_over=True) if self.act(0, reply) else Step(self.turn()[1], is_over=False)
+
 
 class TextArenaEnv(EpisodeEnv):
-    """A game of TextArena for one player, by `env.id`."""
+    """A game of TextArena, by `env.id`: for one player, against itself, or against another engine."""
 
     name = "textarena"
     framework: ClassVar[str] = "textarena"
     is_thread_safe: ClassVar[bool] = False
+    env_config_cls = TextArenaConfig
+    config: TextArenaConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def prepare(self) -> None:
         import textarena
 
         if self.config.id not in textarena.envs.registration.ENV_REGISTRY:
             raise ConfigError(f"env.id is {self.config.id!r}, which TextArena does not know")
+        if self.config.players > 1 and self.early_stop.is_on:
+            raise ConfigError("games against oneself cannot be stopped early; leave env.stop_after_accepted away")
+        if self.config.opponent is not None:
+            self.rivals = ServerManager([APIServerConfig(**{"health_check": False, **self.config.opponent})])
 
-    def open(self, index: int) -> TextArenaEpisode:
-        import textarena
+    def open(self, index: int) -> Solo:
+        return Solo(self.config.id, self.config.arguments, players=1, seed=self.config.seed + index)
 
-        seed = self.config.seed + index
-        state = random.getstate()
-        random.seed(seed)
+    async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
+        """As for one player; against itself, a group for each side."""
+        if self.config.players == 1 or self.config.opponent is not None:
+            return await super().collect_trajectories(item)
+        games = await self._trajectories(item, range(self.config.group_size))
+        if all(isinstance(game, BaseException) for game in games):
+            raise_first(games)
+        sides = [[_of_side(game, side) for game in games] for side in range(self.config.players)]
+        played = [rows for rows in sides if not all(isinstance(row, BaseException) for row in rows)]
+        return [self._merged(rows)[0] for rows in played], []
+
+    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem, list[Item]]:
+        if self.config.players == 1:
+            return await super().collect_trajectory(item)
+        config, seed = self.config, self.config.seed + item["index"]
+        policy = {item["index"] % config.players} if config.opponent else set(range(config.players))
         try:
-            game = textarena.make(self.config.id, **self.config.arguments)
-            game.reset(num_players=1, seed=seed)
-            player, first = game.get_observation()
-        finally:
-            random.setstate(state)
-        if player != 0:
-            raise ConfigError(f"{self.config.id} begins with player {player}; this adapter plays games for one")
-        return TextArenaEpisode(game, first)
+            game = Game(config.id, config.arguments, players=config.players, seed=seed)
+            try:
+                rows = await self._played(game, policy)
+            finally:
+                game.close()
+        except (RolloutFault, ConfigError):
+            raise
+        except Exception as error:
+            raise EnvironmentFault(f"{config.id} failed: {type(error).__name__}: {error}") from error
+        if config.opponent is None:
+            return cast(ScoredDataItem, rows), []
+        row = _of_side((rows, []), *policy)
+        if isinstance(row, BaseException):
+            raise row
+        return row
+
+    async def _played(self, game: Game, policy: set[int]) -> dict[int, ScoredDataItem]:
+        """Play a game to its end; the row of each side that the policy had and that had a turn."""
+        sides: dict[int, Conversation] = {}
+        async with AsyncExitStack() as stack:
+            for _ in range(self.config.max_turns * self.config.players):
+                side, news = game.turn()
+                if side in sides:
+                    sides[side].hear(news)
+                else:
+                    served = self.server.managed_server(tokenizer=self.tokenizer)
+                    managed = await stack.enter_async_context(served) if side in policy else Rival(self)
+                    sides[side] = Conversation(self.config, managed, [{"role": "user", "content": news}])
+                if game.act(side, await sides[side].reply()):
+                    break
+            return {side: talk.row(game.score(side)) for side, talk in sides.items() if side in policy}
+
+
+class Rival:
+    """The engine that plays against the policy. Its replies outlive a kill, too, but are no part of the rollout."""
+
+    def __init__(self, env: TextArenaEnv) -> None:
+        self.server = env.rivals
+        kept = [server.one_by_one for server in env.server.servers if isinstance(server, APIServer)]
+        self.server.keep_responses(kept[0] if kept else None)
+
+    async def chat_completion(self, **asked: Any) -> Any:
+        with held_replies():
+            return await self.server.chat_completion(**asked)
+
+
+def _of_side(game: Trajectory | BaseException, side: int) -> Trajectory | BaseException:
+    """Return the row of one side of a game, or why there is none."""
+    if isinstance(game, BaseException):
+        return game
+    row = cast(dict[int, ScoredDataItem], game[0]).get(side)
+    return EnvironmentFault(f"the game was over before player {side} had a turn") if row is None else (row, [])
 
 
 if __name__ == "__main__":
