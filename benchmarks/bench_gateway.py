@@ -63,7 +63,7 @@ def serve(delay_s: float) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     print(listener.getsockname()[1], flush=True)
     config = uvicorn.Config(app, log_level="error", lifespan="off", ws="none", access_log=False, timeout_keep_alive=600)
-    asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+    uvicorn.Server(config).run(sockets=[listener])  # on the loop that the gateway's own command runs on
 
 
 def cpu_s(pid: int) -> float:

@@ -40,7 +40,7 @@ OUTPUT_BYTES = 20_000
 
 
 class AgentEnvConfig(BaseEnvConfig):
-    """How agents are run, and what each may use. `max_token_length` limits one reply of the model."""
+    """Runs of agents, and what each may use. `max_token_length` limits one reply of the model."""
 
     agent_timeout_s: PositiveFloat = Field(600, description="Seconds one agent may run.")
     max_calls: PositiveInt | None = Field(64, description="Requests of one agent; null: no limit.")
@@ -56,7 +56,7 @@ class AgentEnvConfig(BaseEnvConfig):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What an agent is told: where its model is, and the key of its rollout."""
+    """Told to an agent: the address of its model, and the key of its rollout."""
 
     root: str
     key: str

@@ -246,6 +246,47 @@ async def test_an_edit_of_the_last_turn_keeps_the_ids_before_it_and_trains_them_
     assert trained(managed) == ["one<|im_end|>two<|im_end|>", "three<|im_end|>"]
 
 
+class Counting(Tokenizer):
+    """Remembers how many messages the template was shown; `numbered` ones say where in the history they stand."""
+
+    def __init__(self, numbered):
+        super().__init__()
+        self.numbered, self.shown = numbered, []
+
+    def apply_chat_template(self, conversation, tokenize=True, add_generation_prompt=False, tools=None):
+        self.shown.append(len(conversation))
+        turns = conversation
+        if self.numbered:
+            turns = [{**turn, "content": f"{place} {turn['content']}"} for place, turn in enumerate(conversation)]
+        return super().apply_chat_template(turns, tokenize, add_generation_prompt, tools)
+
+
+@pytest.mark.parametrize("numbered", [False, True], ids=["a template as any", "a template that numbers its turns"])
+async def test_old_messages_are_rendered_again_only_where_the_new_ones_depend_on_them(numbered):
+    server = FakeServer([f"a{turn}" for turn in range(20)], tokenizer=Counting(numbered))
+    managed = ManagedServer(server, server.tokenizer)
+    history = []
+    for turn in range(20):
+        history.append({"role": "user", "content": f"u{turn}"})
+        history.append(said(await ask(managed, history)))
+        place = f"{2 * turn} " if numbered else ""
+        assert seen(server).endswith(f"<|im_start|>user\n{place}u{turn}<|im_end|>\n<|im_start|>assistant\n")
+
+    assert (server.tokenizer.shown.count(3) > 10) is not numbered  # first question, last answer, and what is new
+    assert trained(managed) == ["".join(f"a{turn}<|im_end|>" for turn in range(20))]
+
+
+async def test_helpers_that_ask_in_between_leave_the_others_their_place():
+    _, managed = managed_of(*(f"a{turn}" for turn in range(12)))
+    histories = [[{"role": "system", "content": name}, USER] for name in ("main", "helper", "main")]
+    for turn in range(12):
+        history = histories[turn % 3]
+        history += [said(await ask(managed, history)), {"role": "user", "content": f"u{turn}"}]
+    assert sorted(trained(managed)) == [
+        "".join(f"a{turn}<|im_end|>" for turn in range(first, 12, 3)) for first in range(3)
+    ]
+
+
 def text_of(message):
     return message["content"] if isinstance(message["content"], str | None) else message["content"][0]["text"]
 

@@ -14,7 +14,7 @@ from atroposlib.envs.agent_env import Access, AgentEnv, AgentEnvConfig, AgentRun
 
 
 class LangGraphConfig(AgentEnvConfig):
-    """Which API the agent speaks."""
+    """The API that the agent speaks."""
 
     api: Literal["chat", "responses"] = Field("chat", description="API of OpenAI that the agent speaks.")
     stream: bool = Field(False, description="Stream the replies.")

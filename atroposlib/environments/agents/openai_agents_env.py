@@ -14,7 +14,7 @@ from atroposlib.envs.agent_env import Access, AgentEnv, AgentEnvConfig, AgentRun
 
 
 class OpenAIAgentsConfig(AgentEnvConfig):
-    """Which API the agent speaks."""
+    """The API that the agent speaks."""
 
     api: Literal["responses", "chat"] = Field("responses", description="API of OpenAI that the agent speaks.")
     stream: bool = Field(False, description="Stream the replies.")

@@ -2,10 +2,14 @@
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 TURN_MARK = "ATROPOSxTURNxMARK"
 """Stands in for a whole assistant turn while the template runs."""
+
+MOST_SHAPES = 4096
 
 _THOUGHT_OPENS = re.compile(r"<think>\s*\Z")
 _THINK_MARKS = {"<think>": "ATROPOSxTHINKxOPEN", "</think>": "ATROPOSxTHINKxCLOSE"}
@@ -38,9 +42,9 @@ def knows_developer(tokenizer: Any) -> bool:
 
 def opened_thought(tokenizer: Any, messages: Sequence[dict[str, Any]], prompt: str) -> str:
     """The `<think>` and white space that the template put before the answer to `messages`, else ""."""
-    opening = _THOUGHT_OPENS.search(prompt)
-    if opening is None or _has_no_template(tokenizer) or not _wants_reply(messages):
+    if not prompt.rstrip().endswith("<think>") or _has_no_template(tokenizer) or not _wants_reply(messages):
         return ""
+    opening = _THOUGHT_OPENS.search(prompt)
     last = messages[-1].get("content") if messages else ""
     if isinstance(last, str) and _THOUGHT_OPENS.search(last):  # maybe it is only the question that ends so
         shown = [_with_content(message) for message in messages]
@@ -60,7 +64,35 @@ def render_keeping_thoughts(tokenizer: Any, messages: Sequence[dict[str, Any]], 
 
 
 def render_after_turn(tokenizer: Any, messages: Sequence[dict[str, Any]], turn: int, tools: Any = None) -> str | None:
-    """The template's text behind the content of `messages[turn]`; None when the template does not show it once."""
+    """The template's text behind the content of `messages[turn]`; None when the template does not show it once.
+
+    Between the first user's message and that turn the template is shown nothing, so that a long history costs nothing,
+    as long as that gives the same text: compared for each form of history, and whenever one has doubled.
+    """
+    head = next((i for i, message in enumerate(messages) if message.get("role") == "user"), len(messages)) + 1
+    if turn <= head:
+        return _behind(tokenizer, messages, turn, tools)
+    window, same = [*messages[:head], *messages[turn:]], _same_by_shape(tokenizer)
+    roles = [message.get("role") for message in messages[head - 1 : turn + 1]]
+    shape = (bool(tools), frozenset(pairwise(roles)), *((message.get("role"), *message) for message in window))
+    is_checked = shape in same and len(messages).bit_length() == turn.bit_length()
+    after = _behind(tokenizer, window, head, tools) if same.get(shape, True) else None
+    if after is not None and is_checked:
+        return after
+    whole = _behind(tokenizer, messages, turn, tools)
+    if len(same) > MOST_SHAPES:
+        same.clear()
+    same[shape] = whole is not None and after == whole
+    return whole
+
+
+@lru_cache(maxsize=8)
+def _same_by_shape(tokenizer: Any) -> dict[tuple[Any, ...], bool]:
+    """Tell, by what is left out (pairs of roles) and what is shown, if the template writes the same behind both."""
+    return {}
+
+
+def _behind(tokenizer: Any, messages: Sequence[dict[str, Any]], turn: int, tools: Any) -> str | None:
     marked = [*messages[:turn], {**messages[turn], "content": TURN_MARK}, *messages[turn + 1 :]]
     _, mark, after = render(tokenizer, marked, tools).partition(TURN_MARK)
     return after if mark and TURN_MARK not in after else None

@@ -21,7 +21,7 @@ class Decoder(Protocol):
 
 
 class Tokenizer(Decoder, Protocol):
-    """What is needed of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is needed."""
 
     eos_token_id: int | None
     bos_token_id: int | None

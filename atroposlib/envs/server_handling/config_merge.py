@@ -1,4 +1,4 @@
-"""Which servers an environment uses: its own `config_init`, then YAML `openai:`, then `--openai.*` flags."""
+"""The servers that an environment uses: its own `config_init`, then YAML `openai:`, then `--openai.*` flags."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -4,17 +4,21 @@ A message that comes back counts as unchanged although its outer white space, th
 arguments, the ids of its calls, or (where it has none) its thoughts differ; any other difference is an edit.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 from pydantic import BaseModel
+from xxhash import xxh3_128_digest
 
 from atroposlib.errors import RequestFault
 
 Message = dict[str, Any]
 Messages = Sequence[Message]
+
+MOST_RECENT = 4
+"""Requests that are kept at hand: an agent and its helpers take turns."""
 
 THINK, THINK_END = "<think>", "</think>"
 _THOUGHT_KEYS = ("reasoning_content", "reasoning")
@@ -49,6 +53,85 @@ class Conversation:
     def answered(self, said: Message, text: str) -> "Conversation":
         """The conversation with the model's answer: the message, and the text of it that the model wrote."""
         return Conversation((*self.turns, Turn(said, {"role": "assistant", "content": text}, ())), self.tools)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One request for an assistant's turn, from whichever API it came."""
+
+    messages: Messages  # in the form of OpenAI's chat completions
+    tools: list[Any] | None = None
+    tool_choice: Any = "auto"
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # n, max_tokens, temperature, ... as engines call them
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "ChatRequest":
+        """A request of the keyword arguments of OpenAI's client."""
+        own = ("messages", "tools", "tool_choice")
+        return cls(
+            options["messages"],
+            options.get("tools") or None,
+            options.get("tool_choice") or "auto",
+            {key: value for key, value in options.items() if key not in own},
+        )
+
+    @property
+    def wanted_tool(self) -> str | None:
+        """The name of the tool that must be called; "" for any, None where none must."""
+        if isinstance(self.tool_choice, str):
+            return "" if self.tool_choice in ("required", "any") else None
+        choice = self.tool_choice if isinstance(self.tool_choice, Mapping) else {}
+        return (choice.get("function") or choice).get("name")
+
+
+class Reader:
+    """Takes the messages of one rollout's requests apart into turns; those that it knows it does not look at again.
+
+    Args:
+        knows_developer: tells if the chat template has a place for a developer's messages.
+        as_text: writes an assistant's message with calls as the text that the model wrote.
+    """
+
+    def __init__(self, knows_developer: Callable[[], bool], as_text: Callable[[Message], Message]) -> None:
+        self._knows_developer, self._as_text = knows_developer, as_text
+        self._turns: dict[bytes, Turn] = {}  # by the names of their messages
+        self._asked: list[tuple[bytes, tuple[Turn, ...]]] = []  # of the last requests, the last first
+
+    def read(self, request: ChatRequest) -> Conversation:
+        """The conversation of a request; RequestFault for a message that is no text."""
+        messages, known = request.messages, self._known(request.messages)
+        new = messages[len(known) :]
+        if any(message.get("role") == "developer" for message in new if isinstance(message, dict)):
+            said = [copied(message) for message in messages]
+            plain = plain_messages(said, knows_developer=self._knows_developer())
+            turns = tuple(self._turn(message, shown) for message, shown in zip(said, plain, strict=True))
+        else:
+            turns = (*known, *(self._known_turn(message, index) for index, message in enumerate(new, len(known))))
+        if (name := _name_of(messages)) is not None:
+            self._asked = [(name, turns), *(one for one in self._asked if one[1] is not known)][:MOST_RECENT]
+        return Conversation(turns, request.tools)
+
+    def _known(self, messages: Messages) -> tuple[Turn, ...]:
+        """The turns of the last request whose messages are the first of these: nothing is done for each."""
+        for name, turns in self._asked:
+            if len(turns) <= len(messages) and _name_of(messages[: len(turns)]) == name:
+                return turns
+        return ()
+
+    def _known_turn(self, message: Message, index: int) -> Turn:
+        name = _name_of(message)
+        turn = self._turns.get(name) if name is not None else None
+        if turn is None:
+            said = copied(message)
+            (shown,) = plain_messages([said], offset=index)
+            turn = self._turn(said, shown)
+            if name is not None:
+                self._turns[name] = turn
+        return turn
+
+    def _turn(self, said: Message, shown: Message | None) -> Turn:
+        keys = keys_of(said if shown is None or said.get("role") == "assistant" else shown)
+        return Turn(said, None if shown is None else self._as_text(shown), keys)
 
 
 def copied(message: Any) -> Any:
@@ -170,5 +253,13 @@ def _call_key(call: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _present(message: Message) -> Message:
-    """What a message says: clients add and leave out keys without a value."""
+    """Return what a message says: clients add and leave out keys without a value."""
     return {key: value for key, value in message.items() if value is not None and value != "" and value != []}
+
+
+def _name_of(value: Any) -> bytes | None:
+    """A name that only equal JSON has; None where it is none: an object of a client, a number of more than 64 bits."""
+    try:
+        return xxh3_128_digest(orjson.dumps(value))
+    except TypeError:
+        return None

@@ -1,4 +1,4 @@
-"""How long a request for a generation may take."""
+"""The time that a request for a generation may take."""
 
 SLOWEST_TOKENS_PER_S = 4.0
 ASSUMED_MAX_TOKENS = 32768

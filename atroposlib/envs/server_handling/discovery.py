@@ -1,4 +1,4 @@
-"""Which endpoints there are when the user named none: inference nodes of a SLURM job, or local ports.
+"""Endpoints where the user named none: inference nodes of a SLURM job, or local ports.
 
 Reads `SLURM_JOB_NODELIST`, `NUM_TRAINING_NODES` (leading nodes that train, default 0) and `INFER_TP` (GPUs per
 server, default 1). Each inference node has 8 GPUs, so it runs 8 / INFER_TP servers from port 9000 on.

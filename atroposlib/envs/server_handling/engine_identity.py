@@ -1,4 +1,4 @@
-"""What an engine is by its own account: model, tokenizer, vocabulary; and the check that a tokenizer is the engine's.
+"""An engine by its own account: model, tokenizer, vocabulary; and the check that a tokenizer is the engine's.
 
 Ids of another tokenizer are valid numbers, so an engine answers them with nonsense instead of an error. Whatever an
 engine does not tell is unknown, and no reason to refuse anything.

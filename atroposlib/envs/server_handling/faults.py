@@ -85,7 +85,7 @@ def fault_in_reply(url: str, reply: Any) -> RolloutFault | None:
 
 
 def read_json(data: bytes) -> Any:
-    """What a reply holds, NaN, infinities and half surrogate pairs included, which are no JSON but are sent.
+    """Read the JSON of a reply, NaN, infinities and half surrogate pairs included, which are no JSON but are sent.
 
     Raises:
         ReplyFault: it is something else.

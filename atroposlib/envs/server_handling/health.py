@@ -37,7 +37,7 @@ class EndpointHealth:
         self.requests_out = 0
 
     async def confirm(self) -> bool:
-        """Whether the endpoint answers now. Concurrent callers share one probe; False starts the recovery."""
+        """Tell if the endpoint answers now. Concurrent callers share one probe; False starts the recovery."""
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self.probe())
         up = await asyncio.shield(self._probing)

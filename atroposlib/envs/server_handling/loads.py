@@ -1,4 +1,4 @@
-"""How busy an engine is, by its own account: SGLang's `/v1/loads`, or the Prometheus gauges of SGLang and vLLM."""
+"""The load of an engine, by its own account: SGLang's `/v1/loads`, or the Prometheus gauges of SGLang and vLLM."""
 
 import math
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class EngineLoad:
 
     @property
     def is_known(self) -> bool:
-        """Whether the endpoint said anything."""
+        """Tell if the endpoint said anything."""
         return self.running is not None
 
 

@@ -11,11 +11,8 @@ was generated is ever rendered or tokenized again.
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import orjson
-from xxhash import xxh3_128_digest
 
 from atroposlib.envs.server_handling.chat_prompt import (
     knows_developer,
@@ -27,13 +24,12 @@ from atroposlib.envs.server_handling.chat_prompt import (
 )
 from atroposlib.envs.server_handling.codec import codec_of
 from atroposlib.envs.server_handling.conversation import (
+    ChatRequest,
     Conversation,
     Message,
     Messages,
-    Turn,
+    Reader,
     copied,
-    keys_of,
-    plain_messages,
     split_thoughts,
 )
 from atroposlib.envs.server_handling.dummy_server import DummyManagedServer
@@ -70,35 +66,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """One request for an assistant's turn, from whichever API it came."""
-
-    messages: Messages  # in the form of OpenAI's chat completions
-    tools: list[Any] | None = None
-    tool_choice: Any = "auto"
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # n, max_tokens, temperature, ... as engines call them
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> "ChatRequest":
-        """A request of the keyword arguments of OpenAI's client."""
-        own = ("messages", "tools", "tool_choice")
-        return cls(
-            options["messages"],
-            options.get("tools") or None,
-            options.get("tool_choice") or "auto",
-            {key: value for key, value in options.items() if key not in own},
-        )
-
-    @property
-    def wanted_tool(self) -> str | None:
-        """The name of the tool that must be called; "" for any, None where none must."""
-        if isinstance(self.tool_choice, str):
-            return "" if self.tool_choice in ("required", "any") else None
-        choice = self.tool_choice if isinstance(self.tool_choice, Mapping) else {}
-        return (choice.get("function") or choice).get("name")
-
-
-@dataclass(frozen=True, slots=True)
 class Reply:
     """One choice: as the caller gets it, and the call of the lineage that it is."""
 
@@ -116,7 +83,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What the engine generated for one choice."""
+    """One choice as the engine generated it."""
 
     ids: list[int]
     logprobs: list[float]
@@ -160,7 +127,7 @@ class ManagedServer:
         self.current_nodes: list[SequenceNode] = []
         self.sequences: dict[str, SequenceNode] = {}  # tree mode only, by full_text
         self.lineage = Lineage()
-        self._turns: dict[bytes, Turn] = {}  # of messages that requests brought
+        self._reader = self._new_reader()
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         self._keeps_thoughts = keeps_thoughts
@@ -197,7 +164,7 @@ class ManagedServer:
         """
         if request.tools:
             self._check_tools()
-        prompt = self._chat_prompt(self._conversation(request))
+        prompt = self._chat_prompt(self._reader.read(request))
         base = prompt.base
         if base is not None:
             base.extensions += 1
@@ -212,36 +179,6 @@ class ManagedServer:
         opening = opened_thought(self.tokenizer, prompt.chat.shown, prompt.text) if prompt.chat is not None else ""
         messages = [self._message(output, request, opening) for output in outputs]
         return self._tracked(prompt, prompt_ids, outputs, messages, opening)
-
-    def _conversation(self, request: ChatRequest) -> Conversation:
-        if any(message.get("role") == "developer" for message in request.messages if isinstance(message, dict)):
-            said = [copied(message) for message in request.messages]
-            plain = plain_messages(said, knows_developer=knows_developer(self.tokenizer))
-            turns = [self._turn(message, shown, request) for message, shown in zip(said, plain, strict=True)]
-        else:
-            turns = [self._known_turn(message, index, request) for index, message in enumerate(request.messages)]
-        return Conversation(tuple(turns), request.tools)
-
-    def _known_turn(self, message: Message, index: int, request: ChatRequest) -> Turn:
-        """The turn of a message; one that was sent before is not looked at again, however long the history grows."""
-        try:
-            name = xxh3_128_digest(orjson.dumps(message))
-        except TypeError:  # an object of a client, a number of more than 64 bits
-            name = None
-        turn = self._turns.get(name) if name is not None else None
-        if turn is None:
-            said = copied(message)
-            (shown,) = plain_messages([said], offset=index)
-            turn = self._turn(said, shown, request)
-            if name is not None:
-                self._turns[name] = turn
-        return turn
-
-    def _turn(self, said: Message, shown: Message | None, request: ChatRequest) -> Turn:
-        translator = self._get_translator() if request.tools or self._tool_parser else None
-        if shown is not None and translator is not None:
-            (shown,) = translator.convert_messages_for_template([shown])
-        return Turn(said, shown, keys_of(said if shown is None or said.get("role") == "assistant" else shown))
 
     def _message(self, output: Output, request: ChatRequest, opening: str) -> tuple[Message, Message]:
         """The assistant's message as the caller gets it, and as it is recorded."""
@@ -326,7 +263,7 @@ class ManagedServer:
 
     def prompt_of(self, request: ChatRequest) -> Prompt:
         """The prompt that a request would send; nothing is generated or tracked."""
-        return self._chat_prompt(self._conversation(request))
+        return self._chat_prompt(self._reader.read(request))
 
     async def complete(self, text: str, sampling: Mapping[str, Any]) -> list[Reply]:
         """The choices of one text completion, tracked; faults as of `completion`."""
@@ -340,11 +277,8 @@ class ManagedServer:
             if base is not None:
                 base.extensions -= 1
         texts = [before_stop(each.text, sampling.get("stop")) if self._for_agents else each.text for each in outputs]
-        messages: list[tuple[Message, Message]] = []
-        for text in texts:
-            message = {"role": "assistant", "content": text}
-            messages.append((message, message))
-        return self._tracked(prompt, prompt_ids, outputs, messages, "")
+        messages: list[Message] = [{"role": "assistant", "content": text} for text in texts]
+        return self._tracked(prompt, prompt_ids, outputs, list(zip(messages, messages, strict=True)), "")
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Log-probabilities of a prompt, given as `prompt`, `messages` or `input_ids`; nothing is tracked.
@@ -372,7 +306,7 @@ class ManagedServer:
         self.current_nodes = []
         self.sequences = {}
         self.lineage.clear()
-        self._turns = {}
+        self._reader = self._new_reader()
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
@@ -459,15 +393,13 @@ class ManagedServer:
         opening: str,
     ) -> list[Reply]:
         """The choices, after their sequences are stored in the same order."""
-        base, prefix = prompt.base, prefix_of(prompt_ids, prompt)
-        earlier = [] if base is None else base.tokens
-        is_extended = prompt_ids[: len(earlier)] == earlier
-        inserted = prompt_ids[len(earlier) :] if is_extended else prompt_ids
+        prefix = prefix_of(prompt_ids, prompt)
+        is_extended = prefix.base is not None
         replies, nodes = [], []
         for output, (message, record) in zip(outputs, messages, strict=True):
             call = Call(
-                parent=base if is_extended else None,
-                inserted=inserted,
+                parent=prefix.base,
+                inserted=prefix.inserted,
                 output=output.ids,
                 logprobs=output.logprobs,
                 rest=prompt.rest if is_extended else prompt.text,
@@ -492,12 +424,13 @@ class ManagedServer:
                 "tool_calls" if message.get("tool_calls") else "stop" if output.reason == "unknown" else output.reason
             )
             replies.append(Reply(output.text, reason, message, call, len(prompt_ids)))
-        self._store(nodes, base)
+        self._store(nodes, prompt.base)
         return replies
 
     def _store(self, nodes: list[SequenceNode], base: Call | None) -> None:
         """Put the first in place of the sequence it extends (unless another call did), the others at the end."""
-        note_chats(nodes)
+        if not self._for_agents:  # whose record knows its messages
+            note_chats(nodes)
         if base is not None:
             base.is_continued = True
         if self.track_tree:
@@ -508,6 +441,13 @@ class ManagedServer:
             self.current_nodes[place] = nodes.pop(0)
             base.node = None
         self.current_nodes.extend(nodes)
+
+    def _new_reader(self) -> Reader:
+        return Reader(lambda: knows_developer(self.tokenizer), self._as_text)
+
+    def _as_text(self, message: Message) -> Message:
+        translator = self._get_translator()
+        return message if translator is None else translator.convert_messages_for_template([message])[0]
 
     def _nodes(self) -> Iterable[SequenceNode]:
         return self.sequences.values() if self.track_tree else self.current_nodes

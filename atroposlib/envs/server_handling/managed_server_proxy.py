@@ -106,7 +106,7 @@ def create_app(
 
 
 class _Proxy:
-    """What the routes do."""
+    """Answers the routes."""
 
     def __init__(self, manager: ServerManager, tokenizer: Any, model_name: str, sessions: Sessions) -> None:
         self.manager = manager

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import orjson
 
@@ -36,7 +36,13 @@ if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
     from openai.types.completion import Completion
 
+_CHATS, _TEXTS, _TOKENS = "_chat_completion_wrapper", "_completion_wrapper", "tokens"
+"""Routes, as they are part of the names of journalled responses and of their seeds: never to be changed."""
+
 _NAMES_NOTHING = frozenset({"n", "timeout", "extra_headers", "seed"})
+
+
+Result = TypeVar("Result")
 
 
 class Asker(Protocol):
@@ -44,7 +50,14 @@ class Asker(Protocol):
 
     config: Any
 
-    async def _request(self, wrapper: str, kwargs: dict[str, Any]) -> Any: ...
+    async def _request(self, attempt: "Attempt[Result]", kwargs: dict[str, Any]) -> Result: ...
+    async def _chat_completion_wrapper(self, **kwargs: Any) -> "ChatCompletion": ...
+    async def _completion_wrapper(self, **kwargs: Any) -> "Completion": ...
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs: ...
+    async def _resumable_wrapper(self, draft: Draft, **kwargs: Any) -> TokensAndLogprobs: ...
+
+
+Attempt = Callable[[Asker, dict[str, Any]], Awaitable[Result]]
 
 
 class OneByOne:
@@ -74,18 +87,24 @@ class OneByOne:
         self._earlier = earlier
 
     def applies(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a request belongs to something whose responses are kept."""
+        """Tell if a request belongs to something whose responses are kept."""
         is_kept = self._evaluations or kwargs.get("split", "train") == "train"
         work = current_work.get()
         return is_kept and work is not None and not work.is_settled
 
     async def chat(self, server: Asker, kwargs: dict[str, Any]) -> "ChatCompletion":
         """As `APIServer.chat_completion`."""
-        return join_choices(await self._openai(server, "_chat_completion_wrapper", kwargs, parse_chat))
+        made = await self._openai(
+            server, _CHATS, lambda one, asked: one._chat_completion_wrapper(**asked), kwargs, parse_chat
+        )
+        return join_choices(made)
 
     async def completion(self, server: Asker, kwargs: dict[str, Any]) -> "Completion":
         """As `APIServer.completion`."""
-        return join_choices(await self._openai(server, "_completion_wrapper", kwargs, parse_completion))
+        made = await self._openai(
+            server, _TEXTS, lambda one, asked: one._completion_wrapper(**asked), kwargs, parse_completion
+        )
+        return join_choices(made)
 
     async def tokens(self, server: Asker, kwargs: dict[str, Any]) -> TokensAndLogprobs:
         """As `APIServer.tokens_and_logprobs_completion`."""
@@ -93,9 +112,11 @@ class OneByOne:
         async def ask(draft: Draft, one: dict[str, Any]) -> None:
             with held_replies() as replies:
                 if self._streams:
-                    result = await server._request("_resumable_wrapper", {**one, "draft": draft})
+                    result = await server._request(lambda at, asked: at._resumable_wrapper(draft, **asked), one)
                 else:
-                    result = await server._request("_tokens_and_logprobs_completion_wrapper", one)
+                    result = await server._request(
+                        lambda at, asked: at._tokens_and_logprobs_completion_wrapper(**asked), one
+                    )
             prompt_ids, (ids,), (logprobs,), (reason,) = result
             reply = replies[-1] if replies else EngineReply([finish_reason_of(reason)], len(prompt_ids), len(ids))
             if draft.ids.tolist() != ids[: len(draft.ids)]:
@@ -103,7 +124,7 @@ class OneByOne:
             draft.grow(ids, logprobs, base=0, version=reply.weight_version, is_over=True)
             draft.finish(reply, prompt_ids=prompt_ids)
 
-        drafts = await self._drafts(server, "tokens", kwargs, ask)
+        drafts = await self._drafts(server, _TOKENS, kwargs, ask)
         return (
             drafts[0].prompt_ids.tolist(),
             [draft.ids.tolist() for draft in drafts],
@@ -112,15 +133,15 @@ class OneByOne:
         )
 
     async def _openai(
-        self, server: Asker, wrapper: str, kwargs: dict[str, Any], parse: Callable[[bytes], Any]
+        self, server: Asker, route: str, attempt: Attempt[Any], kwargs: dict[str, Any], parse: Callable[[bytes], Any]
     ) -> list[Any]:
         async def ask(draft: Draft, one: dict[str, Any]) -> None:
             with held_replies() as replies:
-                result = await server._request(wrapper, one)
+                result = await server._request(attempt, one)
             reply = replies[-1] if replies else reply_facts(result, one, server.config.base_url or "")
             draft.finish(reply, body=orjson.dumps(result.model_dump(mode="json", warnings=False)))
 
-        return [parse(draft.body or b"").result for draft in await self._drafts(server, wrapper, kwargs, ask)]
+        return [parse(draft.body or b"").result for draft in await self._drafts(server, route, kwargs, ask)]
 
     async def _drafts(
         self,
@@ -137,7 +158,7 @@ class OneByOne:
 
         async def finished(place: bytes) -> Draft | RolloutFault:
             draft = self._journal.open(work.key, place)
-            if draft.reply is None and not draft.ids and route == "tokens":
+            if draft.reply is None and not draft.ids and route == _TOKENS:
                 self._recall(draft, server.config.model_name, kwargs)
             if draft.reply is None:
                 one = {**kwargs, "n": 1}
@@ -175,7 +196,7 @@ class OneByOne:
 
 
 def digest_of(route: str, model: str, kwargs: Mapping[str, Any]) -> bytes:
-    """What is asked, in 16 bytes: route, model, prompt and sampling parameters, but not how many responses."""
+    """Digest what is asked, in 16 bytes: route, model, prompt and sampling parameters, but not how many responses."""
     asked = {key: value for key, value in kwargs.items() if key not in _NAMES_NOTHING and value is not None}
     if "input_ids" in asked:
         asked.pop("prompt", None)  # the same in words

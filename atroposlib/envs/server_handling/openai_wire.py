@@ -133,7 +133,7 @@ def join_choices(results: "list[Result]") -> "Result":
 
 
 def reply_facts(result: "ChatCompletion | Completion", body: Mapping[str, Any], base_url: str) -> EngineReply:
-    """What the trace keeps of a reply."""
+    """Take from a reply what the trace keeps."""
     usage = result.usage
     metadata = getattr(result, "metadata", None)  # SGLang only; OpenAI declares the field for chats
     return EngineReply(

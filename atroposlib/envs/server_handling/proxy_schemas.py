@@ -1,4 +1,4 @@
-"""What the managed-server proxy is asked and answers, and its config file."""
+"""Requests and replies of the managed-server proxy, and its config file."""
 
 import logging
 from functools import lru_cache
@@ -52,7 +52,7 @@ def _note_ignored(key: str) -> None:
 
 
 class SessionCreateRequest(BaseModel):
-    """How a session tracks, and on which server."""
+    """Settings of a session: its server, and its ways to track."""
 
     tool_parser: str = "hermes"
     reasoning_parser: str | None = None
@@ -71,7 +71,7 @@ class SessionCreateResponse(BaseModel):
 
 
 class RenderResponse(BaseModel):
-    """What a chat request would send."""
+    """The prompt that a chat request would send."""
 
     prompt_text: str
     token_ids: list[int]

@@ -1,4 +1,4 @@
-"""How much a reasoning model may think, and the request fields that say so to each kind of provider."""
+"""Limits of thinking of a reasoning model, and the request fields that say so to each kind of provider."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -53,7 +53,7 @@ class ReasoningConfig:
         )
 
     def is_reasoning_kwargs_active(self) -> bool:
-        """Whether requests carry reasoning fields."""
+        """Tell if requests carry reasoning fields."""
         return self.enabled
 
     def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> dict[str, Any] | None:

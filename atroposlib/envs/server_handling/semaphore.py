@@ -27,7 +27,7 @@ class AsyncSemWithAdaptiveWeight:
         return self.max_val * (1.0 - self.weight)
 
     def locked(self) -> bool:
-        """Whether `acquire` would wait."""
+        """Tell if `acquire` would wait."""
         return self._value <= self.min_val() or any(not waiter.done() for waiter in self._waiters)
 
     async def acquire(self) -> bool:

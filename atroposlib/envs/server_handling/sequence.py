@@ -7,13 +7,13 @@ IGNORE_INDEX elsewhere; `logprobs[i]` is PROMPT_LOGPROB exactly where masked.
 import logging
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, PrivateAttr
 
 from atroposlib.envs.server_handling.codec import Codec
-from atroposlib.envs.server_handling.conversation import Conversation, canonical, keys_of
+from atroposlib.envs.server_handling.conversation import MOST_RECENT, Conversation, Turn, canonical, keys_of
 from atroposlib.rollouts.trace import Chat, current_trace
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
 
@@ -76,16 +76,31 @@ class Fork:
         self.replies: dict[Hashable, list[Call]] = {}
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The end of a way through the forest: the points behind the last generated one, and the calls that it is."""
+
+    root: Fork
+    turns: tuple[Turn, ...]  # as they were asked, up to and including the generated one
+    calls: list[tuple[Call, int]]  # each with the number of turns on its path that are known by a looser key
+    forks: list[tuple[Fork, int]]
+
+    def best(self) -> tuple[Call, int]:
+        """The call that nobody has continued, nor is continuing; then the first."""
+        return max(self.calls, key=lambda found: (not found[0].is_continued, -found[0].extensions))
+
+
 class Lineage:
     """All generated turns of a rollout as a forest: conversations with the same tools and beginning share their calls.
 
-    Finding what a request continues costs one look-up for each message, however many calls there are.
+    Finding what a request continues costs one look-up for each message that is new since the last request.
     """
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, Fork] = {}
         self._new: list[tuple[Call, tuple[dict[str, Any], ...]]] = []  # that nobody has looked for yet
         self._calls: list[Call] = []
+        self._reached: list[Reached] = []  # by the last requests, the last first
         self.differences = 0  # turns taken as unchanged although white space, ids of calls or thoughts differed
 
     def find(self, chat: Conversation, *, keeps_thoughts: bool = True) -> tuple[Call, int] | None:
@@ -99,29 +114,32 @@ class Lineage:
         for call, others in self._new:
             self._place(call, others)
         self._new = []
-        best: tuple[tuple[int, bool, int], Call, int] | None = None
-        pending = [(self._root(chat), 0, 0)]
-        while pending:
-            fork, at, loose = pending.pop()
-            for index in range(at, len(chat.turns)):
-                keys = chat.turns[index].keys
-                wanted = keys if keeps_thoughts else keys[:2]
-                level, same = next(
-                    ((i, fork.replies[key]) for i, key in enumerate(wanted) if key in fork.replies), (0, [])
-                )
-                for call in same:
-                    rank = (index + 1, not call.is_continued, -call.extensions)
-                    if best is None or rank > best[0]:
-                        best = (rank, call, loose + (level > 0))
-                    pending.append((call.after, index + 1, loose + (level > 0)))
-                onward = fork.given.get(keys[0])
-                if onward is None:
-                    break
-                fork = onward
-        if best is None:
+        root, turns = self._root(chat), chat.turns
+        known = [one for one in self._reached if one.root is root and one.turns == turns[: len(one.turns)]]
+        reached = max(known, key=lambda one: len(one.turns), default=None)
+        forks = [(root, 0)] if reached is None else reached.forks
+        for index in range(0 if reached is None else len(reached.turns), len(turns)):
+            keys = turns[index].keys
+            wanted = keys if keeps_thoughts else keys[:2]
+            calls = [
+                (call, loose + (level > 0))
+                for fork, loose in forks
+                if fork.replies
+                for level, same in [_first(fork.replies, wanted)]
+                for call in same
+            ]
+            onward = [(fork.given[keys[0]], loose) for fork, loose in forks if keys[0] in fork.given]
+            forks = [*onward, *((call.after, loose) for call, loose in calls)]
+            if calls:
+                reached = Reached(root, turns[: index + 1], calls, forks)
+            if not forks:
+                break
+        if reached is None:
             return None
-        self.differences += best[2]
-        return best[1], best[0][0]
+        self._reached = [reached, *(one for one in self._reached if one not in known)][:MOST_RECENT]
+        call, loose = reached.best()
+        self.differences += loose
+        return call, len(reached.turns)
 
     def add(self, call: Call, *others: dict[str, Any]) -> None:
         """Remember a call; its turn may also come back in the form of `others`."""
@@ -131,12 +149,14 @@ class Lineage:
         """Forget all calls, and let go of what they hold of each other: such circles are rarely looked for."""
         for call in [*self._calls, *(call for call, _ in self._new)]:
             call.parent, call.node, call.after = None, None, Fork()
-        self._roots, self._new, self._calls = {}, [], []
+        self._roots, self._new, self._calls, self._reached = {}, [], [], []
 
     def _place(self, call: Call, others: Iterable[dict[str, Any]]) -> None:
         assert call.chat is not None
         call.pack()
         self._calls.append(call)
+        depth, first = len(call.chat.turns), call.chat.turns[0].keys
+        self._reached = [one for one in self._reached if len(one.turns) < depth or one.turns[0].keys != first]
         fork = self._root(call.chat) if call.parent is None or not call.turns else call.parent.after
         for turn in call.chat.turns[call.turns : -1]:
             fork = fork.given.setdefault(turn.keys[0], Fork())
@@ -152,6 +172,11 @@ class Lineage:
 
     def _root(self, chat: Conversation) -> Fork:
         return self._roots.setdefault(canonical(chat.tools or None), Fork())
+
+
+def _first(replies: dict[Hashable, list[Call]], keys: Iterable[Hashable]) -> tuple[int, list[Call]]:
+    """The calls of the strictest key that is known, and its place among the keys."""
+    return next(((level, replies[key]) for level, key in enumerate(keys) if key in replies), (0, []))
 
 
 class SequenceNode(BaseModel):
@@ -170,7 +195,7 @@ class SequenceNode(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is sent: the ids are what counts, the text is what they mean."""
+    """A prompt to be sent: the ids count, the text is what they mean."""
 
     text: str
     ids: list[int]
@@ -215,34 +240,29 @@ def without_repeated(tail: Sequence[str], rest: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What the completions of one request continue from: the prompt as the engine saw it, all lists [P]."""
+    """The beginning of all completions of one request: the prompt as the engine saw it, all lists [P]."""
 
     tokens: list[int]
     masked: list[int]
     logprobs: list[float]
+    base: Call | None = None  # whose sequence it begins with
+    inserted: list[int] = field(default_factory=list)  # ids behind that
 
 
 def prefix_of(prompt_ids: list[int], prompt: Prompt) -> Prefix:
     """The prompt, masked except for what the call that it continues had learned from, unless it does so elsewhere."""
-    base = prompt.base
-    if base is None:
-        return _masked(prompt_ids)
-    earlier = base.tokens
-    if prompt_ids[: len(earlier)] != earlier:
+    base, nothing = prompt.base, Prefix(prompt_ids, [], [], None, prompt_ids)
+    earlier = [] if base is None else base.tokens
+    if base is not None and prompt_ids[: len(earlier)] == earlier:
+        inserted = prompt_ids[len(earlier) :]
+        nothing = Prefix(prompt_ids, [], [], base, inserted)
+        if (node := base.node) is not None:
+            masked = node.masked_tokens + [IGNORE_INDEX] * len(inserted)
+            return Prefix(prompt_ids, masked, node.logprobs + [PROMPT_LOGPROB] * len(inserted), base, inserted)
+    elif base is not None:
         logger.warning("the engine changed the prompt of an extended sequence; its earlier turns take no loss")
-        return _masked(prompt_ids)
-    if base.node is None:
-        return _masked(prompt_ids)
-    inserted = len(prompt_ids) - len(earlier)
-    return Prefix(
-        prompt_ids,
-        base.node.masked_tokens + [IGNORE_INDEX] * inserted,
-        base.node.logprobs + [PROMPT_LOGPROB] * inserted,
-    )
-
-
-def _masked(prompt_ids: list[int]) -> Prefix:
-    return Prefix(prompt_ids, [IGNORE_INDEX] * len(prompt_ids), [PROMPT_LOGPROB] * len(prompt_ids))
+    size = len(prompt_ids)
+    return replace(nothing, masked=[IGNORE_INDEX] * size, logprobs=[PROMPT_LOGPROB] * size)
 
 
 def grow(

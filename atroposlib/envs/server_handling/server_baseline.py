@@ -1,4 +1,4 @@
-"""What every inference client shares: slots, waiting for an endpoint, trying again, timings.
+"""The part that all inference clients share: slots, waiting for an endpoint, trying again, timings.
 
 A request ends in one of three ways: its result, a `RequestFault` (the server refused it), or an `EngineFault` after
 a deadline. In between it waits without using any try while the endpoint is down, moves to a peer that is up, and is
@@ -11,8 +11,8 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.faults import (
     MAX_BAD_REPLIES,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from atroposlib.rollouts.journal import Draft
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 __all__ = [
     "VALID_REASONING_EFFORTS",
@@ -89,23 +90,25 @@ class APIServer(ABC):
         kwargs = self._inject_reasoning_kwargs(kwargs)
         if self.one_by_one is not None and self.one_by_one.applies(kwargs):
             return await self.one_by_one.chat(self, kwargs)
-        return await self._request("_chat_completion_wrapper", kwargs)
+        return await self._request(lambda server, asked: server._chat_completion_wrapper(**asked), kwargs)
 
     async def completion(self, **kwargs: Any) -> "Completion":
         """One text completion request."""
         if self.one_by_one is not None and self.one_by_one.applies(kwargs):
             return await self.one_by_one.completion(self, kwargs)
-        return await self._request("_completion_wrapper", kwargs)
+        return await self._request(lambda server, asked: server._completion_wrapper(**asked), kwargs)
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
         """Generate from `input_ids` (or `prompt`) and return ids and log-probabilities."""
         if self.one_by_one is not None and self.one_by_one.applies(kwargs):
             return await self.one_by_one.tokens(self, kwargs)
-        return await self._request("_tokens_and_logprobs_completion_wrapper", kwargs)
+        return await self._request(
+            lambda server, asked: server._tokens_and_logprobs_completion_wrapper(**asked), kwargs
+        )
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Log-probabilities of a given prompt: `prompt_tokens` [P], `prompt_topk_token_ids` and `_logprobs` [P][k]."""
-        return await self._request("_get_logprobs_wrapper", kwargs)
+        return await self._request(lambda server, asked: server._get_logprobs_wrapper(**asked), kwargs)
 
     @abstractmethod
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
@@ -155,7 +158,10 @@ class APIServer(ABC):
 
     # -- one request ---------------------------------------------------------------------------------------------
 
-    async def _request(self, wrapper: str, kwargs: dict[str, Any]) -> Any:
+    async def _request(
+        self, attempt: "Callable[[APIServer, dict[str, Any]], Awaitable[Result]]", kwargs: dict[str, Any]
+    ) -> Result:
+        """The first good result of an attempt at this server, or at a peer where this one is down."""
         split = kwargs.pop("split", "train")
         started, tries, waits, bad_replies = time.monotonic(), 0, 0, 0
         give_up_at: float | None = None  # set by the first sign of an outage
@@ -164,7 +170,7 @@ class APIServer(ABC):
             pause_s: float | None = None
             try:
                 async with server.slots(split):
-                    result = await getattr(server, wrapper)(**{**kwargs, "model": server.config.model_name})
+                    result = await attempt(server, {**kwargs, "model": server.config.model_name})
             except BadReply:
                 bad_replies += 1
                 if bad_replies >= MAX_BAD_REPLIES:
@@ -218,12 +224,12 @@ class APIServer(ABC):
             self.check_task = asyncio.create_task(self.check_server_status_task())
 
     async def _confirm_up(self) -> bool:
-        """After a failed attempt: whether the endpoint is up all the same."""
+        """Tell, after a failed attempt, if the endpoint is up all the same."""
         return self.server_healthy
 
     @property
     def waits_for(self) -> str | None:
-        """What requests wait for while this endpoint is up and answers none: a limit, or quota (told at once)."""
+        """Say what requests wait for while this endpoint is up and answers none: a limit, or quota (told at once)."""
         refusal = self._refusal
         if refusal is None or (not isinstance(refusal, OutOfQuota) and time.monotonic() - self._refused_at < SILENT_S):
             return None

@@ -1,4 +1,4 @@
-"""Where the inference servers are and how hard to use them."""
+"""Addresses of the inference servers, and the limits of their use."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, PositiveFloat
 
 
 class ServerBaseline(BaseModel):
-    """What holds for every server. Given alone, the endpoints are discovered (SLURM nodes, or local ports)."""
+    """Settings of every server. Given alone, the endpoints are discovered (SLURM nodes, or local ports)."""
 
     timeout: int = Field(
         default=1200,

@@ -54,7 +54,7 @@ CHECK_S = 8.0
 
 
 class ServerManagerConfig(BaseModel):
-    """How the servers of an environment are found and used."""
+    """Settings of finding and using the servers of an environment."""
 
     slurm: bool = Field(default=False, description="Use the inference nodes of this SLURM job.")
     testing: bool = Field(default=False, description="Use scripted answers instead of servers.")
@@ -168,7 +168,7 @@ class ServerManager:
             await server.update_weight(weight)
 
     async def engine_loads(self) -> list[EngineLoad]:
-        """What each server says about its own load, in the order of `servers`; empty values where it says nothing."""
+        """Ask each server for its own load, in the order of `servers`; empty values where it says nothing."""
         servers = [server for server in self.servers if isinstance(server, HttpServer)]
         return list(await asyncio.gather(*(engine_load(server.transport, server.root_url) for server in servers)))
 

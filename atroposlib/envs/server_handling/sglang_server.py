@@ -304,7 +304,7 @@ _PLAIN_REQUEST = frozenset(
 
 
 def is_resumable(body: Mapping[str, Any]) -> bool:
-    """Whether prompt plus partial answer gives the same distribution as continuing would.
+    """Tell if prompt plus partial answer gives the same distribution as continuing would.
 
     Not with penalties, grammars or stop strings, which look at what was generated before.
     """

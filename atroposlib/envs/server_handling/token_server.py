@@ -1,4 +1,4 @@
-"""What SGLang and vLLM clients share: a tokenizer, prompt ids, and the route that takes and gives ids."""
+"""The part that SGLang and vLLM clients share: a tokenizer, prompt ids, and the route that takes and gives ids."""
 
 import logging
 from collections.abc import Mapping, Sequence, Sized
@@ -64,7 +64,7 @@ class TokenServer(HttpServer):
 
     @property
     def identity(self) -> EngineIdentity | None:
-        """What the engine has said of itself; None before it was asked, or where it says nothing."""
+        """The engine by its own account; None before it was asked, or where it says nothing."""
         return self._identity
 
     async def check_tokenizer(self, tokenizer: Any, name: str) -> None:

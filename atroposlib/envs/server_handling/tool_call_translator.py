@@ -20,7 +20,7 @@ VLLM_AVAILABLE = True
 
 
 class FunctionCall(BaseModel):
-    """Which function, with its arguments as JSON text."""
+    """A function's name, with its arguments as JSON text."""
 
     name: str
     arguments: str
@@ -35,7 +35,7 @@ class ToolCall(BaseModel):
 
 
 class Decoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is needed."""
 
     def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
 
@@ -110,7 +110,7 @@ class ToolCallTranslator:
         return parsed is None or bool(parsed.after)
 
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Mapping[str, Any]]) -> str:
-        """What the model wrote for these calls, or the same calls written now when their first id is unknown."""
+        """Return what the model wrote for these calls, or write them now where their first id is unknown."""
         if not tool_calls:
             return ""
         return self.call_id_to_raw_text.get(tool_calls[0].get("id", "")) or self._written(tool_calls)

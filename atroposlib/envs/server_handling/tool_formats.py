@@ -1,4 +1,4 @@
-"""How models of the open families write tool calls: one pure parser and writer for each, under SGLang's names.
+"""Tool calls as models of the open families write them: one pure parser and writer for each, under SGLang's names.
 
 A parser takes the whole text of a finished generation and gives the calls with the text around them, byte for byte. A
 call that cannot be read stays text, and so do drafts inside thoughts and a call that the length limit cut.
@@ -7,23 +7,23 @@ call that cannot be read stays text, and so do drafts inside thoughts and a call
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from atroposlib.envs.server_handling.tool_arguments import (
+    Tools,
+    WrittenCall,
+    arguments_of,
+    as_text,
+    dumped,
+    items_of,
+    json_call,
+    json_text_call,
+    typed_call,
+    written_call,
+)
 from atroposlib.errors import ConfigError
-from atroposlib.utils.tool_call_parser import parse_lenient_object
-
-Tools = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenCall:
-    """One call as the model wrote it."""
-
-    name: str
-    arguments: str  # JSON text
-    id: str | None = None  # where the model gives one itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,113 +83,10 @@ def find_calls(name: str, text: str, tools: Tools = (), *, is_cut: bool = False)
 
 
 def _thoughts_end(text: str) -> int | None:
-    """Where the answer begins; None while the model still thinks."""
+    """Find where the answer begins; None while the model still thinks."""
     if "</think>" in text:
         return text.find("</think>") + len("</think>")
     return None if text.lstrip().startswith("<think>") else 0
-
-
-def escaped(text: str) -> str:
-    """`text` with half a surrogate pair, which no reply can carry, as JSON's escape for it."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-# -- reading and writing of arguments ------------------------------------------------------------------------
-
-
-def _json_call(text: str, *keys: str) -> WrittenCall | None:
-    """A call that is a JSON object with `name` and one of the keys for its arguments."""
-    value = parse_lenient_object(text.strip())
-    if value is None or not isinstance(value.get("name"), str):
-        return None
-    arguments = next((value[key] for key in keys if key in value), {})
-    given = value.get("id")
-    return _call(value["name"], arguments, given if isinstance(given, str) else None)
-
-
-def _call(name: str, arguments: Any, call_id: str | None = None) -> WrittenCall | None:
-    try:
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):  # a Python literal may hold sets, bytes and numbers of any length
-        return None
-    return WrittenCall(escaped(name.strip()), escaped(written), call_id)
-
-
-def _json_text_call(name: str, text: str, call_id: str | None = None) -> WrittenCall | None:
-    arguments = parse_lenient_object(text.strip())
-    return None if arguments is None or not name.strip() else _call(name, arguments, call_id)
-
-
-def _arguments(call: WrittenCall) -> Any:
-    """The arguments as a value; text that is no JSON object as it is."""
-    value = parse_lenient_object(call.arguments)
-    return call.arguments if value is None else value
-
-
-def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _typed(
-    name: str, values: Mapping[str, str], tools: Tools, *, is_text: Mapping[str, bool] | None = None
-) -> WrittenCall | None:
-    """A call whose values are plain text: the schema of the tool says what they are.
-
-    Where it allows text and something else, the something else comes first; where it says nothing, JSON does.
-    """
-    schema = _schema_of(name, tools)
-    told = is_text or {}
-    arguments = {key: value if told.get(key) else _value(value, schema.get(key)) for key, value in values.items()}
-    return _call(name, arguments)
-
-
-def _value(text: str, schema: Any) -> Any:
-    kinds = _kinds(schema)
-    if kinds == {"string"}:
-        return text
-    try:
-        value = json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return text
-    return text if "string" in kinds and not kinds & _KINDS_OF.get(type(value), set()) else value
-
-
-_KINDS_OF: dict[type, set[str]] = {
-    bool: {"boolean"},
-    int: {"integer", "number"},
-    float: {"number"},
-    list: {"array"},
-    dict: {"object"},
-    type(None): {"null"},
-}
-
-
-def _kinds(schema: Any) -> set[str]:
-    """The JSON types that a schema allows."""
-    if not isinstance(schema, Mapping):
-        return set()
-    kind = schema.get("type")
-    kinds = {kind} if isinstance(kind, str) else set(kind or ())
-    for choice in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
-        kinds |= _kinds(choice)
-    return kinds | ({"string"} if all(isinstance(value, str) for value in schema.get("enum", [None])) else set())
-
-
-def _schema_of(name: str, tools: Tools) -> Mapping[str, Any]:
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            return (function.get("parameters") or {}).get("properties") or {}
-    return {}
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else _dumped(value)
-
-
-def _items(call: WrittenCall) -> list[tuple[str, Any]]:
-    value = _arguments(call)
-    return list(value.items()) if isinstance(value, dict) else []
 
 
 # -- shapes --------------------------------------------------------------------------------------------------
@@ -245,7 +142,7 @@ def _json_values(text: str) -> Iterator[tuple[Any, int]]:
 
 def _write_hermes(calls: Sequence[WrittenCall]) -> str:
     return "\n".join(
-        f"<tool_call>{_dumped({'name': call.name, 'arguments': _arguments(call)})}</tool_call>" for call in calls
+        f"<tool_call>{dumped({'name': call.name, 'arguments': arguments_of(call)})}</tool_call>" for call in calls
     )
 
 
@@ -254,7 +151,7 @@ def _open_hermes(name: str | None) -> str:
 
 
 _HERMES = ToolFormat(
-    _blocks(r"<tool_call>(.*?)(?P<end></tool_call>|\Z)", lambda match, _: _json_call(match[1], "arguments")),
+    _blocks(r"<tool_call>(.*?)(?P<end></tool_call>|\Z)", lambda match, _: json_call(match[1], "arguments")),
     _write_hermes,
     _open_hermes,
 )
@@ -270,7 +167,7 @@ def _one_newline_less(text: str) -> str:
 def _read_qwen3_coder(match: re.Match[str], tools: Tools) -> WrittenCall | None:
     body = match["body"]
     values = {key.strip(): _one_newline_less(value) for key, value in _CODER_PARAMETER.findall(body)}
-    return None if _CODER_PARAMETER.sub("", body).strip() else _typed(match["name"].strip(), values, tools)
+    return None if _CODER_PARAMETER.sub("", body).strip() else typed_call(match["name"].strip(), values, tools)
 
 
 _CODER_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
@@ -279,7 +176,7 @@ _CODER_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTA
 def _write_qwen3_coder(calls: Sequence[WrittenCall]) -> str:
     return "\n".join(
         f"<tool_call>\n<function={call.name}>\n"
-        + "".join(f"<parameter={key}>\n{_as_text(value)}\n</parameter>\n" for key, value in _items(call))
+        + "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in items_of(call))
         + "</function>\n</tool_call>"
         for call in calls
     )
@@ -301,7 +198,7 @@ def _read_invoke(match: re.Match[str], tools: Tools) -> WrittenCall | None:
         values[key] = value
         is_text[key] = told == "true"
     rest = _INVOKE_PARAMETER.sub("", match["body"]).strip()
-    return None if rest else _typed(match["name"], values, tools, is_text=is_text)
+    return None if rest else typed_call(match["name"], values, tools, is_text=is_text)
 
 
 _INVOKE_PARAMETER = re.compile(
@@ -314,7 +211,7 @@ def _write_minimax(calls: Sequence[WrittenCall]) -> str:
         "<minimax:tool_call>\n"
         + "".join(
             f'<invoke name="{call.name}">\n'
-            + "".join(f'<parameter name="{key}">{_as_text(value)}</parameter>\n' for key, value in _items(call))
+            + "".join(f'<parameter name="{key}">{as_text(value)}</parameter>\n' for key, value in items_of(call))
             + "</invoke>\n"
             for call in calls
         )
@@ -335,13 +232,13 @@ _MINIMAX = ToolFormat(
 def _write_dsml(calls: Sequence[WrittenCall]) -> str:
     def parameter(key: str, value: Any) -> str:
         told = "true" if isinstance(value, str) else "false"
-        return f'<｜DSML｜parameter name="{key}" string="{told}">{_as_text(value)}</｜DSML｜parameter>\n'
+        return f'<｜DSML｜parameter name="{key}" string="{told}">{as_text(value)}</｜DSML｜parameter>\n'
 
     return (
         "<｜DSML｜function_calls>\n"
         + "".join(
             f'<｜DSML｜invoke name="{call.name}">\n'
-            + "".join(parameter(key, value) for key, value in _items(call))
+            + "".join(parameter(key, value) for key, value in items_of(call))
             + "</｜DSML｜invoke>\n"
             for call in calls
         )
@@ -362,7 +259,7 @@ _DEEPSEEK_32 = ToolFormat(
 def _read_glm(match: re.Match[str], tools: Tools) -> WrittenCall | None:
     body = match["body"]
     values = dict(_GLM_ARGUMENT.findall(body))
-    return None if _GLM_ARGUMENT.sub("", body).strip() else _typed(match["name"].strip(), values, tools)
+    return None if _GLM_ARGUMENT.sub("", body).strip() else typed_call(match["name"].strip(), values, tools)
 
 
 _GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
@@ -370,10 +267,10 @@ _GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_va
 
 def _write_glm(calls: Sequence[WrittenCall]) -> str:
     def argument(key: str, value: Any) -> str:
-        return f"<arg_key>{key}</arg_key>\n<arg_value>{_as_text(value)}</arg_value>\n"
+        return f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(value)}</arg_value>\n"
 
     return "\n".join(
-        f"<tool_call>{call.name}\n" + "".join(argument(key, value) for key, value in _items(call)) + "</tool_call>"
+        f"<tool_call>{call.name}\n" + "".join(argument(key, value) for key, value in items_of(call)) + "</tool_call>"
         for call in calls
     )
 
@@ -394,7 +291,7 @@ _DS_CALL, _DS_CALL_END, _DS_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁cal
 def _deepseek(before: str, head: str, foot: str, inner: str) -> ToolFormat:
     def write(calls: Sequence[WrittenCall]) -> str:
         inside = "\n".join(
-            f"{_DS_CALL}{before}{head.format(name=call.name)}{_dumped(_arguments(call))}{foot}{_DS_CALL_END}"
+            f"{_DS_CALL}{before}{head.format(name=call.name)}{dumped(arguments_of(call))}{foot}{_DS_CALL_END}"
             for call in calls
         )
         return f"{_DS_BEGIN}{inside}{_DS_END}"
@@ -402,7 +299,7 @@ def _deepseek(before: str, head: str, foot: str, inner: str) -> ToolFormat:
     parse = _within(
         rf"{_DS_BEGIN}(?P<body>.*?)(?P<end>{_DS_END}|\Z)",
         inner,
-        lambda match, _: _json_text_call(match["name"], match["body"]),
+        lambda match, _: json_text_call(match["name"], match["body"]),
     )
     return ToolFormat(parse, write)
 
@@ -420,13 +317,13 @@ _DEEPSEEK_31 = _deepseek(
 
 def _read_kimi(match: re.Match[str], _: Tools) -> WrittenCall | None:
     name = match["id"].rpartition(":")[0].removeprefix("functions.") or match["id"]
-    return _json_text_call(name, match["body"], match["id"].strip())
+    return json_text_call(name, match["body"], match["id"].strip())
 
 
 def _write_kimi(calls: Sequence[WrittenCall]) -> str:
     inside = "".join(
         f"<|tool_call_begin|>{call.id or f'functions.{call.name}:{index}'}<|tool_call_argument_begin|>"
-        f"{_dumped(_arguments(call))}<|tool_call_end|>"
+        f"{dumped(arguments_of(call))}<|tool_call_end|>"
         for index, call in enumerate(calls)
     )
     return f"<|tool_calls_section_begin|>{inside}<|tool_calls_section_end|>"
@@ -456,12 +353,12 @@ def _parse_mistral(text: str, tools: Tools, is_cut: bool) -> Found | None:
     try:
         if body.lstrip().startswith("["):
             for value, _ in _json_values(body):
-                calls += [_json_call(_dumped(one), "arguments", "parameters") for one in value]
+                calls += [json_call(dumped(one), "arguments", "parameters") for one in value]
         else:  # name[ARGS]{...}, each with a mark of its own
             for part in body.split(_MISTRAL_MARK):
                 name, _, arguments = part.partition("[ARGS]")
                 name, _, given = name.partition("[CALL_ID]")
-                calls.append(_json_text_call(name, arguments, given or None))
+                calls.append(json_text_call(name, arguments, given or None))
     except (ValueError, TypeError):
         return None
     usable = [call for call in calls if call is not None]
@@ -470,9 +367,9 @@ def _parse_mistral(text: str, tools: Tools, is_cut: bool) -> Found | None:
 
 def _write_mistral(calls: Sequence[WrittenCall]) -> str:
     written = [
-        {"name": call.name, "arguments": _arguments(call), **({"id": call.id} if call.id else {})} for call in calls
+        {"name": call.name, "arguments": arguments_of(call), **({"id": call.id} if call.id else {})} for call in calls
     ]
-    return f"{_MISTRAL_MARK}{_dumped(written)}"
+    return f"{_MISTRAL_MARK}{dumped(written)}"
 
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -486,7 +383,7 @@ def _parse_llama3(text: str, tools: Tools, is_cut: bool) -> Found | None:
         return None
     known = {tool.get("function", tool).get("name") for tool in tools}
     try:
-        calls = [_json_call(_dumped(value), "parameters", "arguments") for value, _ in _json_values(body)]
+        calls = [json_call(dumped(value), "parameters", "arguments") for value, _ in _json_values(body)]
     except (ValueError, RecursionError):
         return None
     usable = [call for call in calls if call is not None and (begin >= 0 or call.name in known)]
@@ -494,7 +391,7 @@ def _parse_llama3(text: str, tools: Tools, is_cut: bool) -> Found | None:
 
 
 def _write_llama3(calls: Sequence[WrittenCall]) -> str:
-    written = (_dumped({"name": call.name, "parameters": _arguments(call)}) for call in calls)
+    written = (dumped({"name": call.name, "parameters": arguments_of(call)}) for call in calls)
     return _PYTHON_TAG + "; ".join(written)
 
 
@@ -517,12 +414,12 @@ def _python_call(node: ast.expr) -> WrittenCall | None:
     if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
         return None
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-    return _call(ast.unparse(node.func), arguments)
+    return written_call(ast.unparse(node.func), arguments)
 
 
 def _write_pythonic(calls: Sequence[WrittenCall]) -> str:
     def one(call: WrittenCall) -> str:
-        return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in _items(call))})"
+        return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in items_of(call))})"
 
     return f"[{', '.join(map(one, calls))}]"
 
@@ -537,13 +434,13 @@ _HARMONY_CALL = re.compile(
 def _write_harmony(calls: Sequence[WrittenCall]) -> str:
     return "<|start|>assistant".join(
         f"<|channel|>commentary to=functions.{call.name} "
-        f"<|constrain|>json<|message|>{_dumped(_arguments(call))}<|call|>"
+        f"<|constrain|>json<|message|>{dumped(arguments_of(call))}<|call|>"
         for call in calls
     )
 
 
 _HARMONY = ToolFormat(
-    _blocks(_HARMONY_CALL.pattern, lambda match, _: _json_text_call(match["name"], match["body"])), _write_harmony
+    _blocks(_HARMONY_CALL.pattern, lambda match, _: json_text_call(match["name"], match["body"])), _write_harmony
 )
 
 FORMATS: dict[str, ToolFormat] = {

@@ -157,7 +157,7 @@ def bearer(api_key: str | None) -> dict[str, str]:
 
 
 def request_json(payload: dict[str, Any]) -> bytes:
-    """What OpenAI's own client makes of a payload, which may hold its message objects; NumPy's numbers, too.
+    """Write a payload as OpenAI's own client does, which may hold its message objects; NumPy's numbers, too.
 
     Raises:
         RequestFault: something in it cannot be written, such as half a surrogate pair.

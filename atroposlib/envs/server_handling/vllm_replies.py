@@ -1,4 +1,4 @@
-"""What vLLM's two token routes answer, as one shape: ids, log-probabilities and the reason for the end of each choice.
+"""Replies of vLLM's two token routes, in one shape: ids, log-probabilities and the reason for the end of each choice.
 
 `/generate` is the route of upstream's own server. Stock vLLM has `/v1/completions`, which takes ids as the prompt and
 gives them back with `return_token_ids`.
@@ -27,7 +27,7 @@ class Choices:
     weight_version: str | None = None  # of the oldest token, so that no reply counts as fresher than it is
 
     def flaw(self, n: int) -> str | None:
-        """What is not as it should be: n choices, in which every token has an entry for its log-probability."""
+        """Say what is not as it should be: n choices, in which every token has an entry for its log-probability."""
         if not len(self.ids) == len(self.logprobs) == len(self.finish_reasons) == n:
             return f"{len(self.ids)} choices for n={n}"
         for index, (ids, logprobs) in enumerate(zip(self.ids, self.logprobs, strict=True)):

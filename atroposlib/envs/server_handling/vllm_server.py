@@ -72,7 +72,7 @@ class VLLMServer(TokenServer):
         }
 
     def _choices(self, reply: dict[str, Any], n: int) -> Choices:
-        """What the reply holds; BadReply when that is not n whole choices."""
+        """Read a reply; BadReply when that is not n whole choices."""
         try:
             choices = completion_choices(reply) if self._is_stock else generate_choices(reply)
         except (AttributeError, IndexError, KeyError, TypeError) as error:  # null where a choice or a position belongs

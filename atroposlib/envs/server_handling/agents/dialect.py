@@ -1,4 +1,4 @@
-"""What the three APIs that agents speak have in common: a request is understood, a reply written, at once or as events.
+"""The common part of the APIs that agents speak: a request is understood, a reply written, at once or as events.
 
 Events are made of the whole reply: what is streamed is what is recorded.
 """
@@ -44,7 +44,7 @@ def name_of(prefix: str, rollout: Rollout, exchange: Exchange, part: str = "") -
 
 def objects(value: Any, what: str) -> Sequence[dict[str, Any]]:
     """A list of objects, or what is wrong with it."""
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
         raise RequestFault(f"{what} must be a list of objects, not {value!r:.100}")
     return value
 
@@ -78,7 +78,8 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
     checked = list(objects(messages, "messages"))
     if not checked:
         raise RequestFault("messages must not be empty")
-    for index, message in enumerate(checked):
-        if not isinstance(message.get("role"), str):
-            raise RequestFault(f"messages[{index}] has no role; give each message one, such as 'user'")
+    roles = [message.get("role") for message in checked]
+    if set(map(type, roles)) != {str}:
+        index = next(index for index, role in enumerate(roles) if not isinstance(role, str))
+        raise RequestFault(f"messages[{index}] has no role; give each message one, such as 'user'")
     return checked

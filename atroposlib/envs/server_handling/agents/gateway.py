@@ -5,7 +5,6 @@ keeps its status; then an agent that waits is kept awake with events (blanks in 
 """
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from xxhash import xxh3_128_digest
 
 from atroposlib.api.auth import is_authorized
 from atroposlib.envs.server_handling.agents.chat import CHAT, COMPLETIONS, openai_error
@@ -80,7 +80,7 @@ class Gateway:
         self.rollouts, self._token, self._other, self._model = rollouts, token, other, model
 
     def model_routes(self) -> list[Route]:
-        """What an agent may call, with the key in a header or as the first part of the path."""
+        """Routes that an agent may call, with the key in a header or as the first part of the path."""
         endpoints: list[tuple[str, str, Endpoint]] = [
             ("POST", "/v1/chat/completions", self._speaking(CHAT)),
             ("POST", "/v1/completions", self._speaking(COMPLETIONS)),
@@ -94,7 +94,7 @@ class Gateway:
         return [Route(path, endpoint, methods=[method]) for method, path, endpoint in paths]
 
     def control_routes(self) -> list[Route]:
-        """What the environment calls."""
+        """Routes that the environment calls."""
         return [
             Route("/rollouts", self._controlling(self._create), methods=["POST"]),
             Route("/rollouts/{id}", self._controlling(self._record), methods=["GET"]),
@@ -116,7 +116,7 @@ class Gateway:
                 return _failure(dialect, error)
             tries = request.headers.get("x-stainless-retry-count", "0")
             key = request.headers.get("idempotency-key", "")
-            digest = hashlib.blake2b(f"{dialect.name}/{key}/".encode() + data, digest_size=16).digest()
+            digest = xxh3_128_digest(f"{dialect.name}/{key}/".encode() + data)
             exchange = rollout.exchange(asked, digest, is_retry=bool(key) or tries not in ("", "0"))
             return await self._replied(dialect, body, rollout, exchange)
 
@@ -261,7 +261,7 @@ class UnknownRolloutError(AtroposError, LookupError):
 
 
 def created(rollout: Rollout, root: str) -> dict[str, Any]:
-    """What whoever creates a rollout is told."""
+    """Describe a new rollout to whoever created it."""
     return {
         "id": rollout.id,
         "key": rollout.key,

@@ -79,7 +79,7 @@ class CallLog:
         self._file.write(orjson.dumps(event, default=repr, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What is in the file, in order."""
+        """Read the file, in order."""
         with self._path.open("rb") as file:
             yield from map(orjson.loads, file)
 

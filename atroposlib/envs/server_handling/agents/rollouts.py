@@ -32,7 +32,7 @@ _SHAPES = words(
     """temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias regex
     json_schema ebnf structural_tag min_new_tokens min_tokens ignore_eos"""
 )
-"""What changes the distribution that tokens are drawn from."""
+"""They change the distribution that tokens are drawn from."""
 
 
 class SealedError(Exception):
@@ -40,7 +40,7 @@ class SealedError(Exception):
 
 
 class RolloutSettings(BaseModel):
-    """How a rollout samples, what it may use, and what it belongs to."""
+    """Sampling and budgets of a rollout, and what it belongs to."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -142,7 +142,7 @@ class Rollout:
                 del self._running[digest]
 
     async def _joined(self, task: "asyncio.Task[Exchange]") -> Exchange:
-        """What a running request gives. Who asks may go away: it is recorded all the same, for a retry."""
+        """Wait for a running request. Who asks may go away: it is recorded all the same, for a retry."""
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -156,7 +156,7 @@ class Rollout:
         return any(not task.done() for task in self._running.values())
 
     def spent(self) -> str | None:
-        """Which budget is used up; None while none is."""
+        """Name the budget that is used up; None while none is."""
         settings, calls = self.settings, len(self.exchanges) + len(self._running)
         if settings.max_calls is not None and calls >= settings.max_calls:
             return f"{calls} of {settings.max_calls} calls"
