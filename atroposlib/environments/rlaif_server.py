@@ -1,9 +1,11 @@
-"""RLAIF: a judge compares the replies of a group in pairs, each pair in both orders.
+"""RLAIF: a judge compares the replies of a group in pairs, each pair in both orders; or a reward model scores them.
 
 python environments/rlaif_server.py process --env.dataset my_requests.jsonl
+atropos-dpo-gen ROLLOUTS --allow-negative-scores --minimum-score-diff-max-min 0 --output pairs.jsonl
 
 A reply's score is its mean preference over its pairs, less one half; pairs that no judgement can be read of count
-nowhere, and a reply without any pair has no score. `atropos dpo` makes preference pairs of the groups.
+nowhere, and a reply without any pair has no score. Replies that are as good as each other score alike and make no pair.
+With `--env.reward_model '{"base_url": ..., "tokenizer_name": ...}'` it is that of the model, in its own unit.
 """
 
 import asyncio
@@ -14,6 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from atroposlib.environments.judging import WANTED, PairJudge
+from atroposlib.environments.reward_model import RewardModel, RewardModelConfig
 from atroposlib.environments.rows import Row
 from atroposlib.environments.single_turn import RowsConfig, RowsEnv, local_engine
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item
@@ -30,17 +33,19 @@ class RLAIFConfig(RowsConfig):
         description="A .jsonl or .parquet file with the field prompt or conversation, or a name on the model hub.",
     )
     judge: APIServerConfig | None = Field(default=None, description="Engine that judges; null: the one that answers.")
+    reward_model: RewardModelConfig | None = Field(default=None, description="Scores replies in the place of a judge.")
     wanted: str = Field(default=WANTED, description="What makes a reply better, in words for the judge.")
     all_pairs: bool = Field(default=False, description="Compare all pairs; else each reply with the next one.")
 
 
 class RLAIFEnv(RowsEnv):
-    """Score between -0.5 and 0.5: how often the judge prefers a reply to others of its group."""
+    """Score between -0.5 and 0.5: how often the judge prefers a reply to others of its group; or a reward model's."""
 
     name = "rlaif"
     env_config_cls = RLAIFConfig
     config: RLAIFConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     is_verifiable = False
+    reward_model: RewardModel | None = None
     wanted = 'an object like {"prompt": "..."}'
 
     @classmethod
@@ -51,6 +56,7 @@ class RLAIFEnv(RowsEnv):
     async def setup(self) -> None:
         await super().setup()
         self.judge = PairJudge(self.server, self.config.judge, wanted=self.config.wanted)
+        self.reward_model = RewardModel(self.config.reward_model) if self.config.reward_model else None
 
     @classmethod
     def sample_rows(cls) -> list[dict[str, Any]]:
@@ -64,8 +70,11 @@ class RLAIFEnv(RowsEnv):
         return {"question": prompt}
 
     async def grades(self, replies: Sequence[str], item: Item) -> list[float]:
-        """Return the mean preference of each reply, 0 to 1."""
+        """Return the mean preference of each reply, 0 to 1, or the reward model's scores."""
         said = [(after_thinking(reply) or "").strip() for reply in replies]
+        if self.reward_model is not None:
+            asked = [*self.system_turns(), {"role": "user", "content": item["question"]}]
+            return await self.reward_model.scores([[*asked, {"role": "assistant", "content": text}] for text in said])
         numbers = range(len(said))
         ring = [(number, (number + 1) % len(said)) for number in numbers if len(said) > 2 or number == 0]
         pairs = list(itertools.combinations(numbers, 2)) if self.config.all_pairs else ring if len(said) > 1 else []
@@ -79,15 +88,18 @@ class RLAIFEnv(RowsEnv):
         return [sum(found) / len(found) if found else Unscored(none) for found in of_reply]
 
     def reward(self, grade: float) -> float:
-        return grade - 0.5
+        return grade if self.reward_model is not None else grade - 0.5
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: a reply alone has no preference."""
-        await BaseEnv.evaluate(self, *args, **kwargs)
+        """Score replies by the reward model; without one do nothing, as a reply alone has no preference."""
+        await (BaseEnv if self.reward_model is None else RowsEnv).evaluate(self, *args, **kwargs)
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        judged = {f"judge/{name.replace(' ', '_')}": count for name, count in self.judge.counts.items()}
-        self.judge.counts.clear()
+        judged: dict[str, Any] = {}
+        for area, judge in (("judge", self.judge), ("reward_model", self.reward_model)):
+            if judge is not None:
+                judged |= {f"{area}/{name.replace(' ', '_')}": count for name, count in judge.counts.items()}
+                judge.counts.clear()
         await super().wandb_log({**(wandb_metrics or {}), **judged})
 
 

@@ -212,12 +212,17 @@ class EvalBase(ABC):
         return outcomes
 
 
-async def eval_runner(eval_env: EvalBase) -> dict[str, float]:
-    """Run a benchmark from the command line: `--server-url`, `--model-name`. Prints the metrics as JSON."""
+async def eval_runner(eval_env: EvalBase, arguments: Sequence[str] | None = None) -> dict[str, float]:
+    """Run a benchmark from the command line: `--server-url`, `--model-name`. Prints the metrics as JSON.
+
+    Args:
+        eval_env: the benchmark.
+        arguments: None: those of this process.
+    """
     parser = argparse.ArgumentParser(description=type(eval_env).__doc__)
     parser.add_argument("--server-url", default="http://localhost:8000", help="Address of an OpenAI-style engine.")
     parser.add_argument("--model-name", help="Model to ask for; left out: the server's only one.")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     model = {"model_name": args.model_name} if args.model_name else {}
     config = APIServerConfig(api_key="none", base_url=args.server_url, health_check=False, **model)
     metrics = await eval_env(ServerManager(configs=[config]))
