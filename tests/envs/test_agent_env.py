@@ -10,6 +10,7 @@ from fakes import FakeServer, FakeTokenizer
 
 from atroposlib.data.validate import validate
 from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv
+from atroposlib.environments.agents.stock_env import StockEnv
 from atroposlib.envs.agent_env import AgentEnv, AgentEnvConfig
 from atroposlib.envs.base import ServerBaseline
 from atroposlib.errors import EngineFault, EnvironmentFault, RequestFault, VerifierFault
@@ -192,3 +193,19 @@ async def test_a_whole_run_writes_rollouts_that_pass_every_check(tmp_path):
     assert (outcome.exit_code, len(lines)) == (0, 3)
     assert [message["role"] for message in lines[0]["messages"][0]] == ["user", "assistant"] * 2
     assert list(validate(path)) == []
+
+
+STOCK = {"thing": "figs", "shelf": {"figs": 31, "hats": 12}}
+CLERKS = {
+    "looks and answers": (["look: figs", "There are 31 figs."], 1.0, 2),
+    "looks and answers something else": (["look: figs", "31 or 32"], 0.3, 2),
+    "looks at another shelf": (["look: hats", "There are 31 figs."], 0.0, 2),
+    "does not look": (["There are 31 figs."], 0.0, 1),
+}
+
+
+@pytest.mark.parametrize(("texts", "score", "calls"), CLERKS.values(), ids=CLERKS)
+async def test_a_clerk_is_scored_by_where_it_looked_and_what_it_said(texts, score, calls):
+    group = await rolled_out(make(StockEnv, texts, group_size=1), STOCK)
+    assert group["scores"] == [score]
+    assert learned(group["masks"][0]) == "".join(f"{text}<|im_end|>" for text in texts[:calls])

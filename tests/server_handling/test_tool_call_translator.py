@@ -7,6 +7,7 @@ from atroposlib.errors import ConfigError
 
 TOOLS = [{"type": "function", "function": {"name": "search"}}]
 CALL = '<tool_call>{"name": "search", "arguments": {"query": "cats"}}</tool_call>'
+WRITTEN = CALL.replace("<tool_call>", "<tool_call>\n").replace("</tool_call>", "\n</tool_call>")
 
 
 class Characters:
@@ -80,12 +81,12 @@ def unknown_call(name, arguments):
 
 def test_calls_from_elsewhere_are_written_afresh(translator):
     calls = [unknown_call("search", '{"query": "cats"}'), unknown_call("stop", "now")]
-    written = f'{CALL}\n<tool_call>{{"name": "stop", "arguments": "now"}}</tool_call>'
+    written = f'{WRITTEN}\n<tool_call>\n{{"name": "stop", "arguments": "now"}}\n</tool_call>'
     assert translator.reconstruct_raw_text_from_tool_calls(calls) == written
     assert translator.reconstruct_raw_text_from_tool_calls([]) == ""
 
 
-@pytest.mark.parametrize(("content", "text"), [("Looking.", f"Looking.\n{CALL}"), (None, CALL), ("", CALL)])
+@pytest.mark.parametrize(("content", "text"), [("Looking.", f"Looking.\n{WRITTEN}"), (None, WRITTEN), ("", WRITTEN)])
 def test_content_of_a_call_from_elsewhere_comes_before_it(translator, content, text):
     message = {"role": "assistant", "content": content, "tool_calls": [unknown_call("search", '{"query": "cats"}')]}
     assert translator.convert_messages_for_template([message]) == [{"role": "assistant", "content": text}]

@@ -39,7 +39,7 @@ def read(name, text, **options):
     return None if parsed is None else [(call.name, json.loads(call.arguments)) for call in parsed.calls]
 
 
-@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"qwen", "qwen25", "glm47"}))
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"qwen", "qwen25"}))
 @given(wanted=calls, before=st.sampled_from(["", "So. ", "<think>a {draft}</think>\n"]))
 @settings(max_examples=25, deadline=None)
 def test_what_is_written_is_read(name, wanted, before):

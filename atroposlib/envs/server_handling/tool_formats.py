@@ -142,7 +142,7 @@ def _json_values(text: str) -> Iterator[tuple[Any, int]]:
 
 def _write_hermes(calls: Sequence[WrittenCall]) -> str:
     return "\n".join(
-        f"<tool_call>{dumped({'name': call.name, 'arguments': arguments_of(call)})}</tool_call>" for call in calls
+        f"<tool_call>\n{dumped({'name': call.name, 'arguments': arguments_of(call)})}\n</tool_call>" for call in calls
     )
 
 
@@ -265,21 +265,25 @@ def _read_glm(match: re.Match[str], tools: Tools) -> WrittenCall | None:
 _GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def _write_glm(calls: Sequence[WrittenCall]) -> str:
-    def argument(key: str, value: Any) -> str:
-        return f"<arg_key>{key}</arg_key>\n<arg_value>{as_text(value)}</arg_value>\n"
+def _glm(newline: str) -> ToolFormat:
+    """GLM 4.5 and 4.6 put a new line behind each part, 4.7 none."""
 
-    return "\n".join(
-        f"<tool_call>{call.name}\n" + "".join(argument(key, value) for key, value in items_of(call)) + "</tool_call>"
-        for call in calls
+    def write(calls: Sequence[WrittenCall]) -> str:
+        return newline.join(
+            f"<tool_call>{call.name}{newline}"
+            + "".join(
+                f"<arg_key>{key}</arg_key>{newline}<arg_value>{as_text(value)}</arg_value>{newline}"
+                for key, value in items_of(call)
+            )
+            + "</tool_call>"
+            for call in calls
+        )
+
+    return ToolFormat(
+        _blocks(r"<tool_call>(?P<name>[^<\n]+)(?P<body>.*?)(?P<end></tool_call>|\Z)", _read_glm),
+        write,
+        lambda name: "<tool_call>" + ("" if name is None else f"{name}{newline}"),
     )
-
-
-_GLM = ToolFormat(
-    _blocks(r"<tool_call>(?P<name>[^<\n]+)(?P<body>.*?)(?P<end></tool_call>|\Z)", _read_glm),
-    _write_glm,
-    lambda name: "<tool_call>" + ("" if name is None else f"{name}\n"),
-)
 
 
 # -- deepseek, kimi: special tokens around JSON --------------------------------------------------------------
@@ -369,7 +373,7 @@ def _write_mistral(calls: Sequence[WrittenCall]) -> str:
     written = [
         {"name": call.name, "arguments": arguments_of(call), **({"id": call.id} if call.id else {})} for call in calls
     ]
-    return f"{_MISTRAL_MARK}{dumped(written)}"
+    return f"{_MISTRAL_MARK} {dumped(written)}"
 
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -455,8 +459,8 @@ FORMATS: dict[str, ToolFormat] = {
     "deepseekv31": _DEEPSEEK_31,
     "deepseekv32": _DEEPSEEK_32,
     "kimi_k2": _KIMI,
-    "glm45": _GLM,
-    "glm47": _GLM,
+    "glm45": _glm("\n"),
+    "glm47": _glm(""),
     "gpt-oss": _HARMONY,
     "minimax-m2": _MINIMAX,
 }
