@@ -47,6 +47,8 @@ from atroposlib.api.store import Store
 MEGABYTE = 1_000_000
 STATE_DIR_VARIABLE = "ATROPOS_STATE_DIR"
 
+app: FastAPI
+
 
 @dataclass(frozen=True)
 class ApiSettings:
@@ -414,6 +416,10 @@ def _received_list(receipts: list[Receipt]) -> dict[str, Any]:
     return {**response, "duplicates": duplicates} if duplicates else response
 
 
-app = create_app(
-    ApiSettings(state_dir=Path(os.environ[STATE_DIR_VARIABLE]) if os.environ.get(STATE_DIR_VARIABLE) else None)
-)
+def __getattr__(name: str) -> Any:
+    """Build `app` when it is first asked for: `run-api` has one of its own."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    folder = os.environ.get(STATE_DIR_VARIABLE)
+    globals()[name] = create_app(ApiSettings(state_dir=Path(folder) if folder else None))
+    return globals()[name]
