@@ -128,11 +128,14 @@ class EngineInfo(TypedDict, total=False):
     weight_version_end: str | None
 
 
+FAILURE_CLASSES = ("request", "engine", "kill", "length", "verifier", "environment")
+
+
 class UnscoredResponse(TypedDict):
     """A response without a score, kept next to the group of its siblings."""
 
     index: int  # among the responses as they were rolled out
-    failure: str  # the failure class
+    failure: str  # one of FAILURE_CLASSES
     error: str
     finish_reason: NotRequired[FinishReason]
     tokens: NotRequired[list[int]]  # absent when it never became a row

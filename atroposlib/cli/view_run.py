@@ -3,7 +3,7 @@
 import logging
 import socket
 import threading
-from pathlib import Path
+import time
 from typing import Annotated
 
 import typer
@@ -11,14 +11,14 @@ import uvicorn
 
 from atroposlib.cli.boundary import App, run
 from atroposlib.data.rollout_files import find_rollout_files
-from atroposlib.data.table import table_of
-from atroposlib.data.tokenizers import load_tokenizer
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.frontend.live_rollouts import LiveRollouts
-from atroposlib.frontend.run_view import Decode, FileRollouts, Rollouts, make_app
+from atroposlib.frontend.run_view import FileRollouts, Rollouts, make_app
+from atroposlib.frontend.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 
+_LOOK_AGAIN_S = 2.0
 app = App()
 
 BATCH_GROUPS = 8
@@ -30,46 +30,45 @@ def view(
         list[str] | None, typer.Argument(help="Rollout files, folders (a run's too) or patterns; none: a running API.")
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0: a free one.")] = 9001,
-    tokenizer: Annotated[str | None, typer.Option(help="Shows tokens as text; without one as ids.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Of the model; without it that of the run.")] = None,
     api_url: Annotated[str, typer.Option(help="Live: the trajectory API.")] = "http://localhost:8000",
     group_size: Annotated[int, typer.Option(min=1, help="Live: responses per group.")] = 2,
     max_token_len: Annotated[int, typer.Option(min=1, help="Live: longest sequence registered.")] = 2048,
 ) -> None:
-    """Browse rollouts: filter, groups side by side, tokens with mask and logprobs.
+    """Browse rollouts: search, filter, compare runs; tokens with mask and log-probabilities; live while a run goes on.
 
-    The page is served on 127.0.0.1 only; reach another machine's through an SSH tunnel.
+    The page is served on 127.0.0.1 only; reach another machine's through an SSH tunnel. Press ? on it for the keys.
 
     \b
     Examples:
       view-run runs/main/
+      view-run runs/a runs/b                                      (to compare)
       view-run runs/main/ --tokenizer ./tokenizer --port 9100
       view-run --api-url http://localhost:8000 --group-size 8     (live)
     """
     source: Rollouts
     if rollouts:
         source = FileRollouts()
-        files = find_rollout_files(rollouts)
-        threading.Thread(target=_index, args=(source, files), name="index", daemon=True).start()
+        source.pending = "looking at the files"
+        find_rollout_files(rollouts)  # says what is wrong with the names before the page is up
+        threading.Thread(target=_follow, args=(source, rollouts), name="index", daemon=True).start()
     else:
         source = LiveRollouts(api_url, batch_size=group_size * BATCH_GROUPS, max_token_len=max_token_len)
         source.start()
     listener = _listen(port)
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    server = uvicorn.Server(uvicorn.Config(make_app(source, _decoder(tokenizer)), log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(make_app(source, TokenTexts(tokenizer)), log_level="warning"))
     server.run(sockets=[listener])
 
 
-def _index(source: FileRollouts, files: list[Path]) -> None:
-    """Make every file known to the view; a damaged one is named and left out."""
-    for number, path in enumerate(files, 1):
-        source.pending = f"indexing {path.name} ({number} of {len(files)})"
+def _follow(source: FileRollouts, rollouts: list[str]) -> None:
+    """Make every file known to the view, and what a run adds to them."""
+    while True:
         try:
-            table = table_of(path)
-            table.set_aside.warn()
-            source.add(table)
-        except (AtroposError, OSError) as error:
+            source.follow(find_rollout_files(rollouts, warns=False))
+        except AtroposError as error:
             logger.warning("%s", error)
-    source.pending = ""
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def _listen(port: int) -> socket.socket:
@@ -82,20 +81,6 @@ def _listen(port: int) -> socket.socket:
         raise ConfigError(f"port {port} of 127.0.0.1 cannot be used ({error.strerror}); give another --port") from error
     listener.listen()
     return listener
-
-
-def _decoder(spec: str | None) -> Decode | None:
-    """The text of each id, from a tokenizer that is loaded when the first group is shown."""
-    if spec is None:
-        return None
-    loaded = []
-
-    def decode(ids: list[int]) -> list[str]:
-        if not loaded:
-            loaded.append(load_tokenizer(spec))
-        return loaded[0].batch_decode([[token] for token in ids], clean_up_tokenization_spaces=False)
-
-    return decode
 
 
 def main() -> None:

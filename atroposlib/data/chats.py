@@ -70,6 +70,31 @@ def chat_fault(messages: object) -> str | None:
     return None
 
 
+def shared_prompt(conversations: Sequence[object]) -> int:
+    """Return how many messages at the beginning are the same in all conversations, and are no answer of any.
+
+    Few-shot turns of the assistant count where more follow; each conversation keeps at least one message.
+
+    >>> shared_prompt([[{"role": "user", "content": "q"}, {"role": "assistant", "content": a}] for a in "ab"])
+    1
+    """
+    chats = [chat for chat in conversations if isinstance(chat, list)]
+    if not chats or len(chats) < len(conversations):
+        return 0
+    same = 0
+    for messages in zip(*chats, strict=False):
+        if any(message != messages[0] for message in messages):
+            break
+        same += 1
+    same = min(same, *(len(chat) - 1 for chat in chats))
+    asked = [at for at, message in enumerate(chats[0][:same]) if _role(message) not in ASSISTANT_ROLES]
+    return asked[-1] + 1 if asked else 0
+
+
+def _role(message: object) -> object:
+    return message.get("role") if isinstance(message, dict) else None
+
+
 def assistant_turns(messages: Sequence[Message]) -> list[int]:
     """Positions of the assistant's messages."""
     return [at for at, message in enumerate(messages) if message.get("role") in ASSISTANT_ROLES]

@@ -23,7 +23,7 @@ import numpy as np
 from atroposlib.data.rollout_files import NO_GROUP, NOT_UTF8, Line, check_counts, row_error
 from atroposlib.errors import RowError
 from atroposlib.json_lines import LONE_SURROGATE, read_leniently, strict_json
-from atroposlib.type_definitions import IGNORE_INDEX
+from atroposlib.type_definitions import FAILURE_CLASSES, IGNORE_INDEX
 
 _KEY = re.compile(rb"\w+")
 _LONGEST_KEY = 64
@@ -132,6 +132,8 @@ class LazyGroup(msgspec.Struct):
     env: str | None = None
     task: str | None = None
     tools: Raw = Raw()
+    engine: Raw = Raw()
+    unscored: Raw = Raw()
     recorded_scores: list[float | bool | None] | None = msgspec.field(default=None, name="scores")
     hole: tuple[int, int] = msgspec.field(default=(0, 0), name="(known after reading)")
     """Start and end of a stretch of the line that holds only lists of numbers."""
@@ -142,6 +144,22 @@ class LazyGroup(msgspec.Struct):
     def has_tokens(self) -> bool:
         """True when token ids were recorded for every response."""
         return bool(self.tokens) and bool(self.masks)
+
+    def weights_version(self) -> str:
+        """The engine's weights when the group ended, as the engine calls them; "" when that was not recorded."""
+        if b"weight_version_end" not in bytes(self.engine):
+            return ""
+        engine = msgspec.json.decode(self.engine)
+        version = engine.get("weight_version_end") if isinstance(engine, dict) else None
+        return "" if version is None else str(version)
+
+    def failure_classes(self) -> set[str]:
+        """The ways in which responses that have no score failed."""
+        if b"failure" not in bytes(self.unscored):
+            return set()
+        said = msgspec.json.decode(self.unscored)
+        failed = [each.get("failure") for each in said if isinstance(each, dict)] if isinstance(said, list) else []
+        return {kind for kind in FAILURE_CLASSES if kind in failed}
 
     def finish_reason(self, index: int) -> str:
         """Why response `index` ended; "unknown" when it was not recorded."""

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from atroposlib.data.duplicates import Contamination, contaminated, duplicates, near_duplicates
 from atroposlib.data.rollout_files import expand_input
+from atroposlib.data.search_text import SearchText
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.type_definitions import Array
@@ -108,6 +109,43 @@ class PassRateStep(Step):
         """The share is of all recorded responses of the problem, kept or not."""
         rate = pass_rates(table, self.accept_score)
         return keep & (rate >= self.min) & (rate <= self.max)
+
+
+class TaskStep(Step):
+    """Responses to some of the tasks."""
+
+    step: Literal["task"]
+    allow: list[str] = Field(min_length=1, description='Tasks that stay; "": groups without one.')
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """Row by row."""
+        return keep & np.isin(table.column("task"), _places(table.tasks, self.allow))
+
+
+class WeightsStep(Step):
+    """Responses of some of the versions that the engine's weights had, as the engine calls them."""
+
+    step: Literal["weights"]
+    allow: list[str] = Field(min_length=1, description='Versions that stay; "": groups without one.')
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """Row by row; the version is that of the group's last generation."""
+        return keep & np.isin(table.column("weights"), _places(table.weights, self.allow))
+
+
+class TextStep(Step):
+    """Responses whose conversation holds a text, in prompt or answer; upper and lower case are the same."""
+
+    step: Literal["text"]
+    contains: str = Field(min_length=1)
+
+    def apply(self, table: Table, keep: Array, seed: int) -> Array:
+        """Read the messages of all rows in `keep`; where none were recorded nothing is found."""
+        text, found = SearchText(self.contains), np.zeros_like(keep)
+        for chosen in table.read(keep, with_ids=False):
+            for index, row in zip(chosen.indices, chosen.rows, strict=True):
+                found[row] = text.is_in(chosen.group, index)
+        return found
 
 
 class TopStep(Step):
@@ -210,6 +248,9 @@ AnyStep = Annotated[
     | FinishReasonStep
     | LengthStep
     | PassRateStep
+    | TaskStep
+    | WeightsStep
+    | TextStep
     | TopStep
     | TaskCapStep
     | UniqueStep
@@ -217,6 +258,10 @@ AnyStep = Annotated[
     | TargetStep,
     Field(discriminator="step"),
 ]
+
+
+def _places(names: list[str], wanted: Sequence[str]) -> list[int]:
+    return [place for place, name in enumerate(names) if name in wanted]
 
 
 def pass_rates(table: Table, accept_score: float) -> Array:

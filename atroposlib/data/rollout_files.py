@@ -121,6 +121,16 @@ def find_rollout_files(
     return list(found.values())
 
 
+def run_name(path: Path) -> str:
+    """The beginning of a file's name that all shards of its run share.
+
+    >>> run_name(Path("r/gsm8k_rollouts_main_0002.jsonl.zst")), run_name(Path("a.jsonl"))
+    ('gsm8k_rollouts_main', 'a')
+    """
+    shard = _SHARD.fullmatch(path.name)
+    return shard[1] if shard else path.name.partition(".jsonl")[0]
+
+
 def _warn_of_partial_runs(found: dict[Path, Path]) -> None:
     """Say which runs have more shards than were found; by the folder and the name of the run."""
     shards: Counter[tuple[Path, str]] = Counter()

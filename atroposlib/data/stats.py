@@ -4,19 +4,16 @@ The page is one self-contained file with bar charts in inline SVG, nothing fetch
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from jinja2 import Environment, FileSystemLoader, Template
 
+from atroposlib.data.failures import read_failures
 from atroposlib.data.policy import StepResult, pass_rates
-from atroposlib.data.rollout_files import sound_lines
-from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
 from atroposlib.paths import shown
 from atroposlib.type_definitions import Array
@@ -88,30 +85,13 @@ def describe(table: Table, *, accept_score: float = 0.0, retention: list[StepRes
             for code, name in sorted(enumerate(table.tasks), key=lambda pair: pair[1])
         ],
         finish_reasons={FINISH_REASONS[code]: count for code, count in sorted(finish.items())},
-        failures=count_failures(table.files),
+        failures=read_failures(table.files, most=0)[0],
         scores=_histogram(table.responses["score"]),
         pass_rate=_histogram(rate[first], limits=(0.0, 1.0)),
         completion_tokens=_histogram(lengths[lengths != UNKNOWN_LENGTH]),
         retention=retention or [],
         set_aside=[*table.set_aside.as_json(), *table.odd_responses().as_json()],
     )
-
-
-def count_failures(files: Iterable[Path]) -> dict[str, int]:
-    """Failed tries by class, from the `failures.jsonl` next to the rollout files; {} without one."""
-    counts: Counter[str] = Counter()
-    for folder in sorted({path.parent for path in files}):
-        path = folder / "failures.jsonl"
-        if not path.exists():
-            continue
-        for line in sound_lines(path, SetAside()):
-            try:
-                failure = orjson.loads(line.data)
-            except orjson.JSONDecodeError:  # a killed process's last line
-                continue
-            if isinstance(failure, dict):
-                counts[str(failure.get("class", "environment"))] += 1
-    return dict(sorted(counts.items()))
 
 
 def _task_stats(name: str, table: Table, rows: Array, rate: Array, accept_score: float) -> TaskStats:

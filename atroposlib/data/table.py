@@ -26,7 +26,7 @@ from atroposlib.data.rollout_files import Line, SpanReader, find_rollout_files, 
 from atroposlib.data.set_aside import OddRow, SetAside
 from atroposlib.errors import DataError, PathError, RowError
 from atroposlib.paths import shown
-from atroposlib.type_definitions import Array
+from atroposlib.type_definitions import FAILURE_CLASSES, Array
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ GROUP = np.dtype(
     [
         ("file", "u2"),  # index into Table.files
         ("task", "u2"),  # index into Table.tasks
+        ("weights", "u2"),  # index into Table.weights: the version of the engine's weights at the group's end
+        ("failed", "u1"),  # bits, by place in FAILURE_CLASSES: how responses that have no score failed
         ("line", "u4"),  # from 1
         ("offset", "u8"),  # of the line, in the decompressed file
         ("size", "u4"),  # bytes of the line
@@ -95,6 +97,7 @@ class Table:
     groups: Array  # [groups] of GROUP
     responses: Array  # [responses] of RESPONSE
     set_aside: SetAside = field(default_factory=SetAside)  # lines that are not in it
+    weights: list[str] = field(default_factory=list)  # versions of the engine's weights; "" where none was recorded
 
     def has_broken_text(self, row: int) -> bool:
         """True when a response of this group row says what cannot be read."""
@@ -184,6 +187,7 @@ class TableBuilder:
     def __init__(self) -> None:
         self._files: list[Path] = []
         self._tasks: dict[str, int] = {}
+        self._weights: dict[str, int] = {}
         self._blocks: list[tuple[Array, Array]] = []
         self._groups: list[tuple[int, ...]] = []
         self._responses: list[tuple[float, ...]] = []
@@ -206,7 +210,10 @@ class TableBuilder:
         lengths = [group.lengths(index) for index in range(len(group.scores))]
         self._groups.append(
             (
-                *(len(self._files) - 1, task, line.number, line.offset, line.size),
+                *(len(self._files) - 1, task),
+                self._weights.setdefault(group.weights_version(), len(self._weights)),
+                sum(1 << FAILURE_CLASSES.index(kind) for kind in group.failure_classes()),
+                *(line.number, line.offset, line.size),
                 *(self._response_rows, len(group.scores)),
                 *(item, group.prompt_hash(), _group_hash(group, item, lengths)),
                 *(group.hole[0], group.hole[1] - group.hole[0]),
@@ -229,7 +236,10 @@ class TableBuilder:
         """The table of everything added."""
         self._flush()
         groups, responses = zip(*self._blocks, strict=True)
-        return Table(self._files, list(self._tasks), np.concatenate(groups), np.concatenate(responses), self.set_aside)
+        return Table(
+            *(self._files, list(self._tasks), np.concatenate(groups), np.concatenate(responses), self.set_aside),
+            list(self._weights),
+        )
 
     def _flush(self) -> None:
         self._blocks.append((np.array(self._groups, GROUP), np.array(self._responses, RESPONSE)))
@@ -266,21 +276,23 @@ def concatenate(tables: Sequence[Table]) -> Table:
     """One table over the files of all `tables`, in order."""
     files: dict[Path, int] = {}
     tasks: dict[str, int] = {}
+    weights: dict[str, int] = {}
     groups, responses = [np.zeros(0, GROUP)], [np.zeros(0, RESPONSE)]
     set_aside = SetAside()
     group_rows = response_rows = 0
     for table in tables:
-        codes = np.array([tasks.setdefault(name, len(tasks)) for name in table.tasks], "u2")
         group, response = table.groups.copy(), table.responses.copy()
         group["file"] = np.array([files.setdefault(path, len(files)) for path in table.files], "u2")[group["file"]]
-        group["task"] = codes[group["task"]] if len(codes) else group["task"]
+        for column, names, all_names in (("task", table.tasks, tasks), ("weights", table.weights, weights)):
+            codes = np.array([all_names.setdefault(name, len(all_names)) for name in names], "u2")
+            group[column] = codes[group[column]] if len(codes) else group[column]
         group["first"] += response_rows
         response["group"] += group_rows
         group_rows, response_rows = group_rows + len(group), response_rows + len(response)
         groups.append(group)
         responses.append(response)
         set_aside.update(table.set_aside)
-    return Table(list(files), list(tasks), np.concatenate(groups), np.concatenate(responses), set_aside)
+    return Table(list(files), list(tasks), np.concatenate(groups), np.concatenate(responses), set_aside, list(weights))
 
 
 def without_doubles(table: Table, *, strict: bool = False) -> Table:
@@ -335,7 +347,7 @@ def _read_json(reader: SpanReader, row: Any, with_ids: bool) -> bytes:
     return reader.read(start, hole) + b"null" + reader.read(resume, end)
 
 
-_VERSION = 6  # a change to `GROUP`, `RESPONSE`, `ODD` or a hash needs a new one
+_VERSION = 7  # a change to `GROUP`, `RESPONSE`, `ODD` or a hash needs a new one
 _END_BYTES = 1 << 16
 
 
@@ -432,7 +444,7 @@ def _load(path: Path) -> tuple[int, Table] | None:
         return None
     if len(groups) != head["groups"] or len(responses) != head["responses"]:
         return None
-    return head["bytes"], Table([path], head["tasks"], groups, responses, set_aside)
+    return head["bytes"], Table([path], head["tasks"], groups, responses, set_aside, head["weights"])
 
 
 def _save(path: Path, size: int, table: Table) -> None:
@@ -444,6 +456,7 @@ def _save(path: Path, size: int, table: Table) -> None:
         "inode": status.st_ino,
         "ends": _ends(path, table.groups),
         "tasks": table.tasks,
+        "weights": table.weights,
         "groups": len(table.groups),
         "responses": len(table.responses),
         "set_aside": [[row.where.removeprefix(shown(path)), row.reason, row.text] for row in table.set_aside.rows],

@@ -33,7 +33,7 @@ def load_tokenizer(spec: str) -> "PreTrainedTokenizerBase":
     Raises:
         ModelError: there is none, in words that say what was tried.
     """
-    folder = _tokenizer_folder(spec)
+    folder = tokenizer_folder(spec)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch, which nobody needs here
     from transformers import AutoTokenizer  # 1 to 2 s; only commands that need a tokenizer pay for it
 
@@ -88,7 +88,7 @@ def padded_vocabulary(spec: str) -> int | None:
 
     The file lies next to the tokenizer, or in the hub's cache.
     """
-    folder = _tokenizer_folder(spec)
+    folder = tokenizer_folder(spec)
     path = folder / "config.json" if folder else _cached_config(spec)
     try:
         config = json.loads(path.read_bytes()) if path else {}
@@ -110,7 +110,7 @@ def check_ids(ids: list[int], vocabulary_size: int, where: str) -> None:
         )
 
 
-def _tokenizer_folder(spec: str) -> Path | None:
+def tokenizer_folder(spec: str) -> Path | None:
     """The local folder of `spec`; None when it can only be a hub name."""
     path = expand_input(spec, what="--tokenizer")
     if path.is_dir():

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import orjson
 
 from atroposlib.api.auth import TOKEN_VARIABLE
 from atroposlib.api.client import EnvClient, TrainerClient
-from atroposlib.data.lazy_group import hash64
+from atroposlib.data.lazy_group import LazyGroup, hash64, parse_lazily
 from atroposlib.data.rollout_files import Line
 from atroposlib.data.table import Table, TableBuilder, concatenate
 from atroposlib.errors import AtroposError
+from atroposlib.type_definitions import Array
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class LiveRollouts:
         self._batch_size, self._max_token_len = batch_size, max_token_len
         self._lines: list[bytes] = []
         self._tables: list[Table] = []
+        self._joined = concatenate([])
         self._seen: set[int] = set()
         self._state = f"connecting to {api_url}"
 
@@ -46,11 +49,23 @@ class LiveRollouts:
 
     def table(self) -> Table:
         """The groups so far."""
-        return concatenate(list(self._tables))
+        known, joined = list(self._tables), self._joined
+        if len(joined.groups) != len(known):  # each holds one
+            self._joined = joined = concatenate(known)
+        return joined
 
     def group(self, row: int) -> bytes:
         """One group as JSON."""
         return self._lines[row]
+
+    def read(self, table: Table, rows: Array, *, with_ids: bool) -> Iterator[tuple[int, Line, LazyGroup]]:
+        """Group row, line and group of each of `rows`."""
+        for row in rows.tolist():
+            line = self._line(row, self._lines[row])
+            yield row, line, parse_lazily(line)
+
+    def _line(self, row: int, data: bytes) -> Line:
+        return Line(Path("live"), row + 1, 0, data, True)
 
     def state(self) -> str:
         """Return what the collector does; never empty, so the page keeps asking."""
@@ -66,7 +81,7 @@ class LiveRollouts:
             self._seen.add(key)
             builder = TableBuilder()
             builder.add_file(Path(self._url.rpartition("@")[2]))
-            builder.add_line(Line(Path("live"), len(self._lines) + 1, 0, data, True))
+            builder.add_line(self._line(len(self._lines), data))
             if builder.set_aside:
                 logger.warning("group left out: %s", builder.set_aside.rows[0].text)
                 continue

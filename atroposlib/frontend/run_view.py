@@ -1,42 +1,63 @@
 """The application behind `view-run`: rollouts of files, or of a running API, browsed in a browser.
 
 Files are found through their index (`data.table`): opening reads no rollouts, showing a group reads one line.
-Files without an index are indexed in a thread while the page is already up. Everything the page shows of a rollout is
-set as text, never as markup.
+Files without an index are indexed in a thread while the page is already up, and read on while a run adds to them.
+The page is the plain ES modules of `viewer/`; it sets everything of a rollout as text, never as markup, and the policy
+that it is served with lets nothing else run. A group's address is `file:line`, which does not change as files grow.
 """
 
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 
 from atroposlib.api.auth import names_this_machine
-from atroposlib.data.table import FINISH_REASONS, Table, concatenate, read_group
-from atroposlib.errors import AtroposError
-from atroposlib.json_lines import parse_anyhow
-from atroposlib.type_definitions import IGNORE_INDEX
+from atroposlib.data.dpo import PairRules, choose_pairs
+from atroposlib.data.failures import read_failures
+from atroposlib.data.lazy_group import LazyGroup
+from atroposlib.data.rollout_files import Line, run_name
+from atroposlib.data.search_text import SearchText
+from atroposlib.data.table import FINISH_REASONS, Table, concatenate, read_group, table_of
+from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.frontend.comparison import compare, side_rows
+from atroposlib.frontend.group_detail import group_detail, mean_gap, subset, tokens_of
+from atroposlib.frontend.progressive import Scan
+from atroposlib.frontend.query import Query, by_task, facets, given, histogram, lengths, within
+from atroposlib.frontend.token_texts import TokenTexts
+from atroposlib.json_lines import one_line, parse_anyhow, to_json
+from atroposlib.type_definitions import Array
 
 logger = logging.getLogger(__name__)
 
 PAGE_GROUPS = 50
-MAX_TOKENS = 4_000  # tokens shown one by one; of longer responses the rest is left out
-Decode = Callable[[list[int]], list[str]]
-"""The text of each token id."""
+_VIEWER = Path(__file__).with_name("viewer")
+_MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_FIRST_WAIT_S = 0.3  # for a scan, so that of a small run the first answer is the whole one
+_MOST_SCANS = 6
 
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; script-src 'self'; style-src 'self'; img-src 'self' data:",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
 }
 
 
 class Rollouts(Protocol):
-    """Where a view's groups come from."""
+    """The source of a view's groups."""
 
     def table(self) -> Table:
         """Return the table as far as it is known."""
@@ -44,6 +65,10 @@ class Rollouts(Protocol):
 
     def group(self, row: int) -> bytes:
         """The recorded line of one group row."""
+        ...
+
+    def read(self, table: Table, rows: Array, *, with_ids: bool) -> Iterator[tuple[int, Line, LazyGroup]]:
+        """Group row, line and group of each of `rows` of `table`, ascending."""
         ...
 
     def state(self) -> str:
@@ -55,173 +80,367 @@ class FileRollouts:
     """Rollout files; tables are added while they are being indexed."""
 
     def __init__(self) -> None:
-        self._tables: list[Table] = []
-        self._joined: tuple[int, Table] = (0, concatenate([]))  # of this many files
+        self._tables: dict[Path, Table] = {}
+        self._sizes: dict[Path, tuple[int, int]] = {}
+        self._joined: Table | None = concatenate([])
+        self._additions = 0
+        self._lock = threading.Lock()
         self.pending = ""
 
     def add(self, table: Table) -> None:
-        """One more file is known. Called from the indexing thread."""
-        self._tables.append(table)
+        """One more file is known, or one has grown. Called from the indexing thread."""
+        with self._lock:
+            self._tables[table.files[0]] = table
+            self._joined, self._additions = None, self._additions + 1
+
+    def follow(self, files: list[Path]) -> None:
+        """Index what is new in `files` since the last call; a damaged one is named and left out, one gone forgotten."""
+        for gone in self._sizes.keys() - set(files):  # compressed under another name, say
+            with self._lock:
+                del self._sizes[gone]
+                if self._tables.pop(gone, None) is not None:
+                    self._joined, self._additions = None, self._additions + 1
+        for number, path in enumerate(files, 1):
+            try:
+                status = path.stat()
+                size = (status.st_size, status.st_mtime_ns)
+                if self._sizes.get(path) == size:
+                    continue
+                if path not in self._sizes:
+                    self.pending = f"indexing {path.name} ({number} of {len(files)})"
+                self._sizes[path] = size
+                table = table_of(path)
+                table.set_aside.warn()
+                self.add(table)
+            except (AtroposError, OSError) as error:
+                logger.warning("%s", error)
+        self.pending = ""
 
     def table(self) -> Table:
         """Return the table as far as it is known."""
-        known = list(self._tables)
-        count, joined = self._joined
-        if count != len(known):
+        with self._lock:
+            known, joined, additions = list(self._tables.values()), self._joined, self._additions
+        if joined is None:
             joined = concatenate(known)
-            self._joined = (len(known), joined)
+            with self._lock:
+                if additions == self._additions:
+                    self._joined = joined
         return joined
 
     def group(self, row: int) -> bytes:
         """The recorded line of one group row."""
         return read_group(self.table(), row)[0].data
 
+    def read(self, table: Table, rows: Array, *, with_ids: bool) -> Iterator[tuple[int, Line, LazyGroup]]:
+        """Group row, line and group of each of `rows` of `table`, ascending."""
+        keep = np.isin(table.responses["group"], rows)
+        for chosen in table.read(keep, with_ids=with_ids):
+            yield int(table.responses["group"][chosen.rows[0]]), chosen.line, chosen.group
+
     def state(self) -> str:
         """Which file is being indexed."""
         return self.pending
 
 
-def make_app(rollouts: Rollouts, decode: Decode | None = None) -> FastAPI:
-    """The application. `decode` None: tokens are shown as ids."""
+class View:
+    """Answers the page's questions about one source of rollouts."""
+
+    def __init__(self, rollouts: Rollouts, texts: TokenTexts) -> None:
+        self.rollouts, self.texts = rollouts, texts
+        self._searches: dict[str, Scan] = {}
+        self._gaps = Scan(rollouts, _gaps, with_ids=True)
+        self._has_gaps: bool | None = None
+        self._names: tuple[list[Path], list[str], list[str]] = ([], [], [])
+        self._sides: tuple[Table | None, dict[int, str]] = (None, {})
+
+    def names(self, table: Table) -> tuple[list[str], list[str]]:
+        """Each file's name in addresses, and that of its run; as short as they are different."""
+        files, labels, runs = self._names
+        if len(files) != len(table.files):
+            labels = _labels(table.files)
+            folders = _labels([path.parent / run_name(path) for path in table.files])
+            self._names = (table.files, labels, folders)
+            runs = folders
+        return labels, runs
+
+    def place(self, table: Table, row: int) -> str:
+        """The address of a group."""
+        group = table.groups[row]
+        return f"{self.names(table)[0][group['file']]}:{group['line']}"
+
+    def row(self, table: Table, place: str) -> int:
+        """The group at an address; 404 when there is none."""
+        label, _, line = place.rpartition(":")
+        files = [at for at, path in enumerate(table.files) if f"/{path}".endswith(f"/{label}")]
+        number = int(line) if line.isdecimal() and len(line) < 12 else -1
+        rows = np.flatnonzero(np.isin(table.groups["file"], files) & (table.groups["line"] == number))
+        if not len(rows):
+            raise HTTPException(404, f"there is no group {place[:200]}; {len(table.groups)} are known")
+        return int(rows[0])
+
+    def matching(self, table: Table, query: Query) -> tuple[Array, int]:
+        """[responses] of bool, and how many groups a search has still to read."""
+        keep, left = query.plain(table, self.names(table)[1]), 0
+        if query.text is not None:
+            found, left = self._search(query.text).values(table, wait_s=_FIRST_WAIT_S)
+            keep &= found > 0
+        if query.min_gap is not None or query.max_gap is not None:
+            gaps, unread = self._gaps.values(table, wait_s=_FIRST_WAIT_S)
+            keep, left = keep & within(gaps, query.min_gap, query.max_gap), max(left, unread)
+        return keep, left
+
+    def _search(self, text: str) -> Scan:
+        scan = self._searches.pop(text, None)
+        if scan is None:
+            needle = SearchText(text)
+            scan = Scan(
+                self.rollouts,
+                lambda line, group: [float(needle.is_in(group, index)) for index in range(len(group.scores))],
+            )
+        self._searches[text] = scan
+        if len(self._searches) > _MOST_SCANS:
+            self._searches.pop(next(iter(self._searches)))
+        return scan
+
+    def gaps(self, table: Table) -> Array | None:
+        """[responses] the engine-trainer gap as far as it is read; None where the first group has none recorded."""
+        if self._has_gaps is None and len(table.groups):
+            record = parse_anyhow(self.rollouts.group(0))
+            self._has_gaps = any(not math.isnan(mean_gap(record, at)) for at in range(len(record.get("scores") or [])))
+        return self._gaps.values(table)[0] if self._has_gaps else None
+
+    def record(self, row: int) -> dict[str, Any]:
+        """The recorded group, as lenient as can be; 500 with a sentence when it cannot be read."""
+        try:
+            return parse_anyhow(self.rollouts.group(row))
+        except (AtroposError, OSError, ValueError, RecursionError) as error:
+            raise HTTPException(500, str(error)) from error
+
+    def sides(self, table: Table) -> dict[int, str]:
+        """Which responses, by row, a DPO export with its default rules would choose or reject."""
+        known, sides = self._sides
+        if known is not table:
+            pairs = choose_pairs(table, table.responses["odd"] == 0, PairRules(), seed=0)
+            sides = {}
+            for each in pairs.values():
+                for better, worse in each:
+                    sides[better], sides[worse] = "chosen", "rejected"
+            self._sides = (table, sides)
+        return sides
+
+    def summary(self, table: Table, row: int, keep: Array) -> dict[str, Any]:
+        """One line of the list."""
+        group = table.groups[row]
+        span = slice(int(group["first"]), int(group["first"]) + int(group["responses"]))
+        responses = table.responses[span]
+        return {
+            "at": self.place(table, row),
+            "task": table.tasks[group["task"]],
+            "weights": table.weights[group["weights"]] if table.weights else "",
+            "scores": [None if math.isnan(score) else score for score in responses["score"].tolist()],
+            "tokens": responses["completion"].tolist(),
+            "finish": [FINISH_REASONS[code] for code in responses["finish"]],
+            "failed": int(group["failed"]) > 0,
+            "matches": keep[span].tolist(),
+        }
+
+
+def make_app(rollouts: Rollouts, texts: TokenTexts | None = None) -> FastAPI:
+    """The application; `texts` None: the tokenizer is that of the run."""
     app = FastAPI(title="atropos view-run", docs_url=None, redoc_url=None, openapi_url=None)
+    view = View(rollouts, texts or TokenTexts())
+    assets = {path.name: path for path in _VIEWER.iterdir() if path.suffix in _MEDIA_TYPES}
 
     @app.middleware("http")
     async def only_this_machine(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         host = request.headers.get("host", "")
-        if names_this_machine(host):
-            return await answer(request)
-        return Response(f"Host is {host[:80]!r}; rollouts are shown to localhost only", status_code=403)
+        if not names_this_machine(host):
+            return Response(f"Host is {host[:80]!r}; rollouts are shown to localhost only", status_code=403)
+        response = await answer(request)
+        response.headers.update(_HEADERS)
+        return response
+
+    @app.exception_handler(ConfigError)
+    def refused(request: Request, error: Exception) -> Response:
+        return JSONResponse({"detail": str(error)}, status_code=400)
 
     @app.get("/")
     def page() -> Response:
-        return HTMLResponse(_asset("view_run.html"), headers=_HEADERS)
+        return _asset(_VIEWER / "index.html")
 
-    @app.get("/view_run.js")
-    def script() -> Response:
-        return Response(_asset("view_run.js"), media_type="text/javascript", headers=_HEADERS)
+    @app.get("/viewer/{name}")
+    def asset(name: str) -> Response:
+        if name not in assets:
+            raise HTTPException(404, f"there is no {name[:80]!r}")
+        return _asset(assets[name])
 
-    @app.get("/view_run.css")
-    def style() -> Response:
-        return Response(_asset("view_run.css"), media_type="text/css", headers=_HEADERS)
+    @app.get("/api/state")
+    def state() -> Response:
+        table = rollouts.table()
+        return _json({"state": rollouts.state(), "groups": len(table.groups), "responses": len(table.responses)})
 
     @app.get("/api/groups")
-    def groups(
-        task: str | None = None,
-        min_score: float | None = None,
-        max_score: float | None = None,
-        min_tokens: int | None = None,
-        max_tokens: int | None = None,
-        offset: int = 0,
-    ) -> Response:
+    def groups(request: Request) -> Response:
+        """The list: `offset` of the first group, or `around` the address of one that it should hold."""
+        query, rest = _query(request, "offset", "around")
         table = rollouts.table()
-        rows = matching_groups(
-            table, task=task, score=(min_score, max_score), completion_tokens=(min_tokens, max_tokens)
+        keep, left = view.matching(table, query)
+        rows = query.order(
+            table, np.unique(table.responses["group"][keep]), view.gaps(table) if query.sort == "gap" else None
         )
-        shown = rows[offset : offset + PAGE_GROUPS]
-        return JSONResponse(
+        offset = _offset(rest, rows, lambda place: view.row(table, place))
+        return _json(
             {
                 "state": rollouts.state(),
-                "tasks": sorted(table.tasks),
+                "unread": left,
+                "facets": facets(table, view.names(table)[1]),
                 "groups_total": len(table.groups),
                 "responses_total": len(table.responses),
                 "matching": len(rows),
-                "groups": [group_summary(table, int(row)) for row in shown],
+                "matching_responses": int(keep.sum()),
+                "offset": offset,
+                "page": PAGE_GROUPS,
+                "groups": [view.summary(table, int(row), keep) for row in rows[offset : offset + PAGE_GROUPS]],
             }
         )
 
-    @app.get("/api/group/{row}")
-    def group(row: int) -> Response:
+    @app.get("/api/numbers")
+    def numbers(request: Request) -> Response:
+        query, _ = _query(request)
         table = rollouts.table()
-        if not 0 <= row < len(table.groups):
-            raise HTTPException(404, f"there is no group {row}; {len(table.groups)} are known")
-        try:
-            record = parse_anyhow(rollouts.group(row))
-        except AtroposError as error:
-            raise HTTPException(500, str(error)) from error
-        return Response(json.dumps(group_detail(record, decode)), media_type="application/json")
+        keep, _ = view.matching(table, query)
+        gaps = view.gaps(table)
+        return _json(
+            {
+                "score": histogram(table.responses["score"][keep]),
+                "tokens": histogram(lengths(table)[keep]),
+                "gap": histogram(gaps[keep]) if gaps is not None else None,
+                "tasks": by_task(table, keep),
+            }
+        )
+
+    @app.get("/api/group")
+    def group(at: str) -> Response:
+        table = rollouts.table()
+        row = view.row(table, at)
+        detail = group_detail(view.record(row))
+        first, sides = int(table.groups[row]["first"]), view.sides(table)
+        for index, response in enumerate(detail["responses"]):
+            response["side"] = sides.get(first + index)
+            response["completion"] = int(table.responses["completion"][first + index])
+        return _json({"at": view.place(table, row), "task": table.tasks[table.groups[row]["task"]], **detail})
+
+    @app.get("/api/tokens")
+    def tokens(at: str, response: int = 0, start: int = 0) -> Response:
+        table = rollouts.table()
+        row = view.row(table, at)
+        record = view.record(row)
+        found = tokens_of(record, max(0, response), max(0, start))
+        if found is None:
+            raise HTTPException(404, f"no token ids were recorded for response {response} of {at[:200]}")
+        spec = texts_of_ids = None
+        reason = "these are no ids"
+        if all(isinstance(token, int) and 0 <= token < 1 << 32 for token in found.ids):
+            spec = view.texts.spec_of(table.files[table.groups[row]["file"]], record)
+            texts_of_ids, reason = view.texts.texts(spec, found.ids)
+        return _json({**found._asdict(), "texts": texts_of_ids, "tokenizer": spec, "reason": reason})
+
+    @app.get("/api/compare")
+    def comparison(request: Request) -> Response:
+        query, rest = _query(request, "left", "right", "offset")
+        table = rollouts.table()
+        keep, left = view.matching(table, query)
+        runs = view.names(table)[1]
+        sides = [side_rows(table, runs, rest.get(name, "")) for name in ("left", "right")]
+        found = compare(table, keep & sides[0], keep & sides[1])
+        offset = _offset(rest, np.zeros(0), lambda place: 0)
+        total = len(found["items"])
+        found["items"] = [
+            {**item, "groups": [view.place(table, row) for row in item["groups"]]}
+            for item in found["items"][offset : offset + PAGE_GROUPS]
+        ]
+        return _json({**found, "offset": offset, "page": PAGE_GROUPS, "matching": total, "unread": left})
+
+    @app.get("/api/failures")
+    def failures(kind: str | None = None) -> Response:
+        counts, newest = read_failures(rollouts.table().files, kind=kind or None)
+        return _json({"counts": counts, "failures": newest})
+
+    @app.get("/api/policy.yaml")
+    def policy(request: Request) -> Response:
+        return Response(_query(request)[0].policy(), media_type="application/yaml", headers=_attached("policy.yaml"))
+
+    @app.get("/api/rollouts.jsonl")
+    def lines(request: Request) -> Response:
+        query, _ = _query(request)
+        table = rollouts.table()
+        keep, left = view.matching(table, query)
+        if left:
+            raise ConfigError(f"the search has {left} groups still to read; export when it has ended")
+        return StreamingResponse(
+            _chosen_lines(rollouts, table, keep), media_type="application/jsonl", headers=_attached("rollouts.jsonl")
+        )
 
     return app
 
 
-def matching_groups(
-    table: Table,
-    *,
-    task: str | None = None,
-    score: tuple[float | None, float | None] = (None, None),
-    completion_tokens: tuple[int | None, int | None] = (None, None),
-) -> Any:
-    """Rows of groups with at least one response within all limits (both ends included), in order."""
-    responses = table.responses
-    keep = np.ones(len(responses), bool)
-    for name, (low, high) in (("score", score), ("completion", completion_tokens)):
-        if low is not None:
-            keep &= responses[name] >= low
-        if high is not None:
-            keep &= responses[name] <= high
-    if task is not None:
-        keep &= table.column("task") == (table.tasks.index(task) if task in table.tasks else len(table.tasks))
-    return np.unique(responses["group"][keep])
+def _chosen_lines(rollouts: Rollouts, table: Table, keep: Array) -> Iterator[bytes]:
+    """The lines of groups with a response in `keep`, each with those responses only."""
+    for row, line, _ in rollouts.read(table, np.unique(table.responses["group"][keep]), with_ids=True):
+        group = table.groups[row]
+        first = int(group["first"])
+        indices = np.flatnonzero(keep[first : first + int(group["responses"])]).tolist()
+        if len(indices) == group["responses"]:
+            yield line.data.rstrip(b"\n") + b"\n"
+        else:
+            yield one_line(to_json(subset(parse_anyhow(line.data), indices))) + b"\n"
 
 
-def group_summary(table: Table, row: int) -> dict[str, Any]:
-    """One line of the list."""
-    group = table.groups[row]
-    responses = table.responses[int(group["first"]) : int(group["first"]) + int(group["responses"])]
-    return {
-        "row": row,
-        "task": table.tasks[group["task"]],
-        "where": f"{table.files[group['file']].name}:{group['line']}",
-        "scores": [None if math.isnan(score) else score for score in responses["score"].tolist()],
-        "tokens": responses["completion"].tolist(),
-        "finish": [FINISH_REASONS[code] for code in responses["finish"]],
-    }
+def _gaps(line: Line, group: LazyGroup) -> list[float]:
+    record = parse_anyhow(line.data)
+    return [mean_gap(record, index) for index in range(len(group.scores))]
 
 
-def group_detail(record: dict[str, Any], decode: Decode | None) -> dict[str, Any]:
-    """Return what the page shows of one group: messages and tokens of each response, and the rest as it is."""
-    scores = record.get("scores") or []
-    responses = [
-        {
-            "score": score,
-            "finish": _at(record, "finish_reasons", index),
-            "messages": _at(record, "messages", index),
-            "tokens": _tokens(record, index, decode),
-        }
-        for index, score in enumerate(scores)
-    ]
-    big = {"tokens", "masks", "messages", "inference_logprobs", "advantages", "ref_logprobs", "images", "scores"}
-    about = {key: value for key, value in record.items() if key not in big and value is not None}
-    return {"responses": responses, "about": about, "images": _data_images(record.get("images"))}
+def _query(request: Request, *others: str) -> tuple[Query, dict[str, str]]:
+    """The query in an address, and its other parameters by name; 422 for anything else."""
+    parameters = dict(request.query_params)
+    rest = {name: parameters.pop(name) for name in others if name in parameters}
+    try:
+        return given(parameters), rest
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise HTTPException(422, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def _tokens(record: dict[str, Any], index: int, decode: Decode | None) -> dict[str, Any] | None:
-    ids, masks = _at(record, "tokens", index), _at(record, "masks", index)
-    if not (ids and masks and isinstance(ids, list) and isinstance(masks, list)):
-        return None
-    shown = ids[:MAX_TOKENS]
-    are_ids = all(isinstance(token, int) and token >= 0 for token in shown)
-    logprobs = _at(record, "inference_logprobs", index)
-    return {
-        "texts": decode(shown) if decode and are_ids else [str(token) for token in shown],
-        "ids": shown,
-        "trained": [mask != IGNORE_INDEX for mask in masks[:MAX_TOKENS]],
-        "logprobs": logprobs[:MAX_TOKENS] if logprobs else None,
-        "left_out": len(ids) - len(shown),
-    }
+def _offset(rest: dict[str, str], rows: Array, row_of: Callable[[str], int]) -> int:
+    """Where a page of the list begins: at `offset`, or with the page of the group `around` if it is in the list."""
+    if rest.get("around"):
+        try:
+            at = np.flatnonzero(rows == row_of(rest["around"]))
+        except HTTPException:
+            at = []
+        return int(at[0]) // PAGE_GROUPS * PAGE_GROUPS if len(at) else 0
+    offset = rest.get("offset", "0")
+    return int(offset) if offset.isdecimal() and len(offset) < 12 else 0
 
 
-def _at(record: dict[str, Any], key: str, index: int) -> Any:
-    rows = record.get(key)
-    return rows[index] if isinstance(rows, list) and index < len(rows) else None
+def _labels(paths: list[Path]) -> list[str]:
+    """The last part of each path; where two would be the same, as many more in front of all as tell them apart."""
+    different = len(set(paths))
+    for parts in range(1, max((len(path.parts) for path in paths), default=1) + 1):
+        labels = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(labels)) == different:
+            return labels
+    return [str(path) for path in paths]
 
 
-def _data_images(value: Any) -> list[str]:
-    """Images that are held in the record itself; nothing is fetched from elsewhere."""
-    if isinstance(value, str):
-        return [value] if value.startswith("data:image/") else []
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [image for each in inner for image in _data_images(each)]
+def _json(value: object) -> Response:
+    return Response(json.dumps(value), media_type="application/json")
 
 
-def _asset(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+def _attached(name: str) -> dict[str, str]:
+    return {"Content-Disposition": f'attachment; filename="{name}"'}
+
+
+def _asset(path: Path) -> Response:
+    return Response(path.read_text(encoding="utf-8"), media_type=_MEDIA_TYPES[path.suffix])

@@ -24,11 +24,11 @@ from atroposlib.errors import LaunchError
 from atroposlib.lock_files import start_time
 from atroposlib.paths import write_text_atomic
 from atroposlib.status.training import Training, read_training
+from atroposlib.type_definitions import FAILURE_CLASSES
 
 RUN_FILE = "run.json"
 PROGRESS_FILE = "progress.json"
 RESULTS_FILE = "metrics.json"
-FAILURE_CLASSES = ("request", "engine", "kill", "length", "verifier", "environment")
 WASTE_CAUSES = ("retry", "kill", "truncation", "rejected")
 _ELSEWHERE_SILENT_S = 60.0
 _SERVICE = ("name", "pid", "state", "restarts", "started")

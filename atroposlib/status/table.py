@@ -3,7 +3,8 @@
 import time
 from typing import TYPE_CHECKING
 
-from atroposlib.status.runs import FAILURE_CLASSES, RunStatus
+from atroposlib.status.runs import RunStatus
+from atroposlib.type_definitions import FAILURE_CLASSES
 
 if TYPE_CHECKING:  # an environment that writes its page draws no table
     from rich.console import Console, Group

@@ -1,16 +1,25 @@
 import json
+import time
 
 import pytest
+import yaml
 from fastapi.testclient import TestClient
 
-from atroposlib.data.table import concatenate, table_of
+from atroposlib.data.policy import SelectionPolicy, select
+from atroposlib.data.table import concatenate, open_table, table_of
 from atroposlib.frontend import run_view
-from atroposlib.frontend.run_view import MAX_TOKENS, FileRollouts, make_app
+from atroposlib.frontend.group_detail import PAGE_TOKENS
+from atroposlib.frontend.live_rollouts import LiveRollouts
+from atroposlib.frontend.query import Query
+from atroposlib.frontend.run_view import FileRollouts, make_app
+from atroposlib.frontend.token_texts import TokenTexts, pieces
+from tests.data.rollout_factory import write_groups
+from tests.data.small_tokenizer import write_tokenizer
 
 HOSTILE = "<script>alert(1)</script>"
 
 
-def group(scores, task, tokens=3):
+def group(scores, task, tokens=3, item="7", version="1", said="Lyon", **extra):
     rows = [[1, *range(2, tokens + j)] for j in range(len(scores))]
     return {
         "tokens": rows,
@@ -18,28 +27,59 @@ def group(scores, task, tokens=3):
         "inference_logprobs": [[1.0, *[-0.5] * (len(row) - 1)] for row in rows],
         "scores": scores,
         "task": task,
-        "messages": [[{"role": "user", "content": HOSTILE}] for _ in scores],
+        "messages": [
+            [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": f"{said} {j}"}]
+            for j in range(len(scores))
+        ],
         "images": ["data:image/png;base64,AAAA", "http://example.com/x.png"],
-        "item_key": "7",
+        "finish_reasons": ["stop"] * (len(scores) - 1) + ["length"],
+        "engine": {"weight_version_end": version},
+        "item_key": item,
+        **extra,
     }
 
 
-@pytest.fixture
-def client(tmp_path):
-    path = tmp_path / "a.jsonl"
-    groups = [group([1.0, 0.0], "sums"), group([-1.0], "sorting", tokens=MAX_TOKENS + 11)]
-    path.write_text("".join(json.dumps(each) + "\n" for each in groups))
+GROUPS = [
+    group([1.0, 0.0], "sums", trainer_logprobs=[[1.0, -0.75], [1.0, -0.5, -1.5]], verdicts=["right", {"why": "no 4"}]),
+    group([-1.0], "sorting", tokens=PAGE_TOKENS + 11, item="8"),
+    group([0.5, 0.5, 1.0], "sums", version="2", said="Gdańsk"),
+    group([0.0], "", item="9", unscored=[{"index": 1, "failure": "verifier", "error": "no verdict", "tokens": [1]}]),
+]
+
+
+def make_client(*paths, texts=None):
     rollouts = FileRollouts()
-    rollouts.add(table_of(path))
-    return TestClient(
-        make_app(rollouts, decode=lambda ids: [f"t{token}" for token in ids]), base_url="http://localhost"
-    )
+    rollouts.follow(list(paths))
+    return TestClient(make_app(rollouts, texts), base_url="http://localhost")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_groups(tmp_path_factory.mktemp("run") / "a.jsonl", GROUPS)
+
+
+@pytest.fixture(scope="module")
+def client(path):
+    return make_client(path)
+
+
+def lines_of(client, **query):
+    return [int(each["at"].removeprefix("a.jsonl:")) for each in groups_of(client, **query)["groups"]]
+
+
+def groups_of(client, **query):
+    """The answer when every search has ended."""
+    for _ in range(100):
+        found = client.get("/api/groups", params=query)
+        assert found.status_code == 200, found.text
+        if not found.json()["unread"]:
+            return found.json()
+        time.sleep(0.01)
+    raise AssertionError("the search does not end")
 
 
 def test_a_file_that_becomes_known_while_the_list_is_made_is_in_the_next_list(tmp_path, monkeypatch):
-    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for path in paths:
-        path.write_text(json.dumps(group([1.0], "sums")) + "\n")
+    paths = [write_groups(tmp_path / name, [GROUPS[0]]) for name in ("a.jsonl", "b.jsonl")]
     rollouts = FileRollouts()
     rollouts.add(table_of(paths[0]))
 
@@ -60,49 +100,260 @@ def test_a_page_whose_name_was_made_to_resolve_to_this_machine_reads_nothing(cli
 
 
 FILTERS = {
-    "all": ({}, [0, 1]),
-    "task": ({"task": "sorting"}, [1]),
+    "all": ({}, [1, 2, 3, 4]),
+    "task": ({"task": "sorting"}, [2]),
     "unknown task": ({"task": "none"}, []),
-    "score from": ({"min_score": 0.5}, [0]),
-    "score to": ({"max_score": -0.5}, [1]),
-    "tokens from": ({"min_tokens": 10}, [1]),
-    "tokens to": ({"max_tokens": 10}, [0]),
+    "score from": ({"min_score": 0.75}, [1, 3]),
+    "score to": ({"max_score": -0.5}, [2]),
+    "tokens from": ({"min_tokens": 10}, [2]),
+    "tokens to": ({"max_tokens": 1}, [1, 3, 4]),
+    "reason": ({"finish": "stop"}, [1, 3]),
+    "failure class": ({"failed": "verifier"}, [4]),
+    "step": ({"weights": "2"}, [3]),
+    "run": ({"run": "a"}, [1, 2, 3, 4]),
+    "no run": ({"run": "b"}, []),
+    "pass rate of the item in all its groups": ({"min_rate": 0.8, "max_rate": 0.9}, [1, 3]),
+    "gap": ({"min_gap": 0.4}, [1]),
+    "text of an answer, in any case": ({"text": "gDAŃsk 2"}, [3]),
+    "text of a prompt": ({"text": "alert(1)"}, [1, 2, 3, 4]),
+    "text that is in none": ({"text": "Bonn"}, []),
+    "two filters": ({"task": "sums", "text": "lyon"}, [1]),
+    "best score first": ({"sort": "-score"}, [3, 1, 4, 2]),
+    "longest first": ({"sort": "-tokens"}, [2, 3, 1, 4]),
+    "widest spread first": ({"sort": "-spread"}, [1, 3, 2, 4]),
+    "hardest first": ({"sort": "rate"}, [2, 4, 1, 3]),
+    "by task": ({"sort": "task"}, [4, 2, 1, 3]),
+    "largest gap first": ({"sort": "gap"}, [1, 2, 3, 4]),
 }
 
 
-@pytest.mark.parametrize(("query", "rows"), FILTERS.values(), ids=FILTERS)
-def test_groups_are_filtered(client, query, rows):
-    found = client.get("/api/groups", params=query).json()
-    assert [each["row"] for each in found["groups"]] == rows
-    assert found["matching"] == len(rows)
-    assert found["groups_total"] == 2
+@pytest.mark.parametrize(("query", "lines"), FILTERS.values(), ids=FILTERS)
+def test_groups_are_filtered_and_sorted(client, query, lines):
+    found = groups_of(client, **query)
+    if query.get("sort") == "gap":  # read by a thread
+        groups_of(client, min_gap=0)
+    assert lines_of(client, **query) == lines
+    assert (found["matching"], found["groups_total"]) == (len(lines), 4)
 
 
-def test_a_group_is_shown_with_tokens_masks_and_logprobs(client):
-    detail = client.get("/api/group/0").json()
-    tokens = detail["responses"][0]["tokens"]
-    assert tokens["texts"] == ["t1", "t2"]
-    assert tokens["trained"] == [False, True]
-    assert tokens["logprobs"] == [1.0, -0.5]
-    assert detail["about"] == {"task": "sums", "item_key": "7"}
+@pytest.mark.parametrize("query", [{"colour": "red"}, {"min_score": "high"}, {"sort": "size"}])
+def test_a_filter_that_is_none_is_refused_by_name(client, query):
+    answer = client.get("/api/groups", params=query)
+    assert answer.status_code == 422
+    assert next(iter(query)) in answer.json()["detail"]
+
+
+def test_what_can_be_chosen_is_listed(client):
+    assert client.get("/api/groups").json()["facets"] == {
+        "task": ["", "sorting", "sums"],
+        "run": ["a"],
+        "weights": ["1", "2"],
+        "finish": ["stop", "length"],
+        "failed": ["verifier"],
+    }
+
+
+def test_a_page_of_the_list_is_found_by_an_offset_or_by_a_group_that_it_holds(tmp_path):
+    path = write_groups(tmp_path / "a.jsonl", [group([1.0], "t", item=str(item)) for item in range(120)])
+    client = make_client(path)
+    for place in ({"offset": 50}, {"around": "a.jsonl:77"}):
+        found = client.get("/api/groups", params=place).json()
+        assert (found["offset"], found["groups"][0]["at"], len(found["groups"])) == (50, "a.jsonl:51", 50)
+
+
+def test_a_group_is_its_prompt_once_and_each_answer_with_what_was_said_of_it(client):
+    detail = client.get("/api/group", params={"at": "a.jsonl:1"}).json()
+    assert detail["prompt"] == [{"role": "user", "content": HOSTILE}]
+    first, second = detail["responses"]
+    assert first["messages"] == [{"role": "assistant", "content": "Lyon 0"}]
+    assert (first["facts"], second["facts"]) == ({"verdicts": "right"}, {"verdicts": {"why": "no 4"}})
+    assert (first["score"], second["finish"], second["completion"]) == (1.0, "length", 2)
+    assert (first["side"], second["side"]) == ("chosen", "rejected")
+    assert detail["channels"] == ["inference_logprobs", "trainer_logprobs"]
+    assert detail["about"]["item_key"] == "7"
+    assert "tokens" not in detail["about"]
     assert detail["images"] == ["data:image/png;base64,AAAA"]
 
 
-def test_of_long_responses_only_the_first_tokens_are_sent(client):
-    tokens = client.get("/api/group/1").json()["responses"][0]["tokens"]
-    assert len(tokens["texts"]) == MAX_TOKENS
-    assert tokens["left_out"] == 10
+def test_responses_that_failed_are_shown_with_their_reason(client):
+    failed = client.get("/api/group", params={"at": "a.jsonl:4"}).json()["unscored"]
+    assert failed == [{"index": 1, "failure": "verifier", "error": "no verdict"}]
 
 
-def test_an_unknown_group_is_404(client):
-    assert client.get("/api/group/9").status_code == 404
+def test_of_long_responses_a_page_of_tokens_is_sent_at_a_time(client):
+    start = PAGE_TOKENS
+    tokens = client.get("/api/tokens", params={"at": "a.jsonl:2", "start": start}).json()
+    assert (tokens["total"], len(tokens["ids"]), tokens["ids"][0]) == (PAGE_TOKENS + 10, 10, PAGE_TOKENS + 1)
+    assert tokens["channels"]["inference_logprobs"] == [-0.5] * 10
+    assert tokens["trained"] == [True] * 10
 
 
-def test_the_page_runs_only_its_own_script_and_never_sets_markup(client):
-    page = client.get("/")
-    assert "script-src 'self'" in page.headers["Content-Security-Policy"]
-    script = client.get("/view_run.js").text
-    assert "textContent" in script
-    for markup in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write"):
-        assert markup not in script
-    assert client.get("/view_run.css").status_code == 200
+@pytest.mark.parametrize("at", ["a.jsonl:9", "b.jsonl:1", "a.jsonl", "a.jsonl:-1", "", "a.jsonl:" + "9" * 40])
+def test_an_unknown_group_is_404(client, at):
+    assert client.get("/api/group", params={"at": at}).status_code == 404
+
+
+def test_the_tokenizer_is_that_of_the_run_and_is_loaded_while_ids_are_shown(tmp_path):
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "a.config.yaml").write_text(f"env: {{tokenizer_name: {tokenizer}}}\n")
+    client = make_client(write_groups(tmp_path / "a.jsonl", [group([1.0], "t", tokens=20)]))
+    for _ in range(200):
+        tokens = client.get("/api/tokens", params={"at": "a.jsonl:1"}).json()
+        assert tokens["tokenizer"] == str(tokenizer)
+        if tokens["texts"]:
+            break
+        assert tokens["reason"] == "loading"
+        time.sleep(0.01)
+    assert tokens["texts"][:2] == ["<|im_start|>", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("spec", [None, "/nowhere/tokenizer"])
+def test_without_a_tokenizer_ids_are_shown_with_the_reason(path, spec):
+    client = make_client(path, texts=TokenTexts(spec))
+    for _ in range(500):
+        tokens = client.get("/api/tokens", params={"at": "a.jsonl:1"}).json()
+        if tokens["reason"] != "loading":
+            break
+        time.sleep(0.02)
+    assert tokens["texts"] is None
+    assert (spec or "--tokenizer") in tokens["reason"]
+
+
+def test_a_character_of_several_tokens_stands_with_the_last_of_them():
+    def decode(ids):
+        return bytes(ids).decode(errors="replace")
+
+    assert pieces(decode, list("aü€".encode())) == ["a", "", "ü", "", "", "€"]
+    assert pieces(decode, [0xE2, 0x61]) == ["", "\ufffda"]
+
+
+def test_histograms_are_filters(client):
+    numbers = client.get("/api/numbers").json()
+    for name in ("score", "tokens", "gap"):
+        for bar in numbers[name]["bars"]:
+            found = groups_of(client, **{f"min_{name}": bar["from"], f"max_{name}": bar["to"]})
+            assert found["matching_responses"] == bar["count"], (name, bar)
+    assert numbers["tasks"][0] == {"task": "sums", "responses": 5, "accepted": 4}
+
+
+def test_wide_ranges_are_put_into_bars_whose_limits_are_exact(tmp_path):
+    path = write_groups(tmp_path / "a.jsonl", [group([score / 7], "t", item=str(score)) for score in range(-40, 60)])
+    client = make_client(path)
+    bars = client.get("/api/numbers").json()["score"]["bars"]
+    assert (len(bars), sum(bar["count"] for bar in bars)) == (20, 100)
+    for bar in bars[:3]:
+        assert groups_of(client, min_score=bar["from"], max_score=bar["to"])["matching"] == bar["count"]
+
+
+EXPORTS = [
+    {},
+    {"task": "sums", "min_score": 0.5},
+    {"weights": "2"},
+    {"text": "lyon", "finish": "length"},
+    {"min_rate": 0.5, "max_tokens": 2},
+]
+
+
+@pytest.mark.parametrize("query", EXPORTS, ids=str)
+def test_policy_and_lines_hold_what_was_filtered(client, path, tmp_path, query):
+    wanted = groups_of(client, **query)["matching_responses"]
+    policy = SelectionPolicy.model_validate(yaml.safe_load(client.get("/api/policy.yaml", params=query).text))
+    assert int(select(open_table(path), policy).keep.sum()) == wanted
+    target = tmp_path / "out.jsonl"
+    target.write_bytes(client.get("/api/rollouts.jsonl", params=query).content)
+    assert len(open_table(target).responses) == wanted
+
+
+def test_a_line_of_which_some_responses_are_exported_is_a_whole_group_of_them(client):
+    (line,) = client.get("/api/rollouts.jsonl", params={"task": "sums", "max_score": 0.0}).text.splitlines()
+    record = json.loads(line)
+    assert (record["scores"], record["verdicts"], record["group_overrides"]) == (
+        [0.0],
+        [{"why": "no 4"}],
+        {"group_size": 1},
+    )
+    assert record["tokens"] == [GROUPS[0]["tokens"][1]]
+
+
+def test_what_no_policy_can_say_is_refused_with_what_to_do():
+    with pytest.raises(run_view.ConfigError, match="export JSONL"):
+        Query(failed="verifier").policy()
+
+
+def test_two_runs_are_compared_item_by_item(tmp_path):
+    paths = []
+    for name, scores in (("a", [(0.0, 0.0), (1.0, 1.0), (0.5, 0.5)]), ("b", [(1.0, 0.0), (0.0, 0.0), (0.5, 0.5)])):
+        (tmp_path / name).mkdir()
+        groups = [group(list(pair), "t", item=str(item)) for item, pair in enumerate(scores)]
+        groups.append(group([1.0], "t", item=name))
+        paths.append(write_groups(tmp_path / name / "x_rollouts_main_0001.jsonl", groups))
+    client = make_client(*paths)
+    runs = client.get("/api/groups").json()["facets"]["run"]
+    assert runs == ["a/x_rollouts_main", "b/x_rollouts_main"]
+    found = client.get("/api/compare", params={"left": f"run:{runs[0]}", "right": f"run:{runs[1]}"}).json()
+    assert (found["wins"], found["ties"], found["only"]) == ([1, 1], 1, [1, 1])
+    assert found["items"][0]["scores"] == [1.0, 0.0]
+    assert found["items"][0]["groups"] == [f"{name}/x_rollouts_main_0001.jsonl:2" for name in "ab"]
+
+
+def test_two_steps_are_compared_and_an_unknown_side_is_named(client):
+    found = client.get("/api/compare", params={"left": "step:1", "right": "step:2"}).json()
+    assert [each["scores"] for each in found["items"]] == [[0.5, pytest.approx(2 / 3)]]
+    answer = client.get("/api/compare", params={"left": "step:9", "right": "step:2"})
+    assert answer.status_code == 400
+    assert "step:1" in answer.json()["detail"]
+
+
+def test_failures_come_newest_first_with_their_tracebacks(tmp_path):
+    path = write_groups(tmp_path / "a.jsonl", [GROUPS[0]])
+    failures = [{"class": kind, "at": at, "traceback": f"T{at}"} for at, kind in enumerate(("kill", "engine", "kill"))]
+    (tmp_path / "failures.jsonl").write_text("".join(json.dumps(each) + "\n" for each in failures) + '{"torn')
+    client = make_client(path)
+    found = client.get("/api/failures").json()
+    assert found["counts"] == {"engine": 1, "kill": 2}
+    assert [each["traceback"] for each in found["failures"]] == ["T2", "T1", "T0"]
+    assert len(client.get("/api/failures", params={"kind": "engine"}).json()["failures"]) == 1
+
+
+def test_a_run_that_goes_on_is_followed_and_addresses_and_searches_stay(tmp_path):
+    paths = [write_groups(tmp_path / name, [group([1.0], "t", item=name)]) for name in ("a.jsonl", "b.jsonl")]
+    rollouts = FileRollouts()
+    rollouts.follow(paths)
+    client = TestClient(make_app(rollouts), base_url="http://localhost")
+    assert groups_of(client, text="lyon")["matching"] == 2
+    with paths[0].open("a") as stream:
+        stream.write(json.dumps(group([0.0], "t", item="late")) + "\n")
+    rollouts.follow(paths)
+    assert [each["at"] for each in groups_of(client, text="lyon")["groups"]] == ["a.jsonl:1", "a.jsonl:2", "b.jsonl:1"]
+    assert client.get("/api/group", params={"at": "b.jsonl:1"}).json()["about"]["item_key"] == "b.jsonl"
+    paths[1].unlink()
+    rollouts.follow(paths[:1])
+    assert groups_of(client)["groups_total"] == 2
+
+
+def test_groups_of_a_running_api_are_searched_and_shown_too():
+    live = LiveRollouts("http://user:pass@localhost:8000", batch_size=8, max_token_len=64)
+    live.add([GROUPS[0], GROUPS[0], GROUPS[2]])
+    client = TestClient(make_app(live), base_url="http://localhost")
+    (found,) = groups_of(client, text="gdańsk")["groups"]
+    assert found["at"] == "localhost:8000:2"
+    assert len(client.get("/api/group", params={"at": found["at"]}).json()["responses"]) == 3
+    assert client.get("/api/tokens", params={"at": found["at"]}).json()["texts"] is None
+
+
+def test_every_answer_forbids_all_scripts_but_the_pages_own(client):
+    for place in ("/", "/viewer/main.js", "/api/groups", "/nowhere"):
+        headers = client.get(place).headers
+        assert "default-src 'none'; script-src 'self'; style-src 'self';" in headers["Content-Security-Policy"]
+        assert "unsafe" not in headers["Content-Security-Policy"]
+        assert "require-trusted-types-for 'script'" in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_the_pages_modules_never_set_markup_and_nothing_else_is_served(client):
+    for path in run_view._VIEWER.glob("*.js"):
+        script = client.get(f"/viewer/{path.name}").text
+        for markup in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "setHTML", "srcdoc"):
+            assert markup not in script, path
+    for name in ("..%2frun_view.py", "../run_view.py", "none.js"):
+        assert client.get(f"/viewer/{name}").status_code == 404

@@ -1,0 +1,144 @@
+"""One recorded group as the page shows it: the prompt once, then each response with everything that was said of it.
+
+Lists with one entry per response are told by their length, so what an environment added (verdicts, overrides, entropy
+ranks, the trainer's log-probabilities) is shown without being known here.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from atroposlib.data.chats import shared_prompt
+from atroposlib.type_definitions import IGNORE_INDEX
+
+PAGE_TOKENS = 4_000
+"""Tokens sent at a time."""
+
+TRAINER_LOGPROBS = ("trainer_logprobs", "old_logprobs", "ref_logprobs")
+"""Keys, best first, whose difference to `inference_logprobs` is the gap."""
+
+_SHOWN = {"tokens", "masks", "messages", "scores", "finish_reasons", "images", "unscored"}
+
+
+class Tokens(NamedTuple):
+    """Some of one response's tokens."""
+
+    start: int
+    total: int
+    ids: list[int]
+    trained: list[bool]
+    channels: dict[str, list[float | None]]  # numbers recorded for each token, by the record's key
+
+
+def group_detail(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return prompt, responses and the rest of a record; the latter without long lists."""
+    scores = record.get("scores") or []
+    messages = record.get("messages") or []
+    shared = shared_prompt(messages) if isinstance(messages, list) else 0
+    per_response = {key: value for key, value in record.items() if _is_per_response(key, value, len(scores))}
+    responses = [
+        {
+            "score": score,
+            "finish": _at(record, "finish_reasons", index),
+            "messages": _rest(_at(record, "messages", index), shared),
+            "tokens": len(_at(record, "tokens", index) or ()),
+            "facts": {
+                key: value[index]
+                for key, value in per_response.items()
+                if key not in _SHOWN and value[index] not in (None, {}, []) and not _is_channel(value[index])
+            },
+        }
+        for index, score in enumerate(scores)
+    ]
+    unscored = record.get("unscored")
+    return {
+        "channels": [
+            key for key, value in per_response.items() if key not in _SHOWN and value and _is_channel(value[0])
+        ],
+        "prompt": messages[0][:shared] if shared else [],
+        "responses": responses,
+        "unscored": [_short(each) for each in unscored if isinstance(each, dict)] if isinstance(unscored, list) else [],
+        "about": {
+            key: value
+            for key, value in record.items()
+            if key not in _SHOWN and key not in per_response and value is not None
+        },
+        "images": _data_images(record.get("images")),
+    }
+
+
+def tokens_of(record: Mapping[str, Any], index: int, start: int) -> Tokens | None:
+    """Return `PAGE_TOKENS` tokens of one response from `start`; None where no ids were recorded."""
+    ids, masks = _at(record, "tokens", index), _at(record, "masks", index)
+    if not (ids and masks and isinstance(ids, list) and isinstance(masks, list)):
+        return None
+    end = start + PAGE_TOKENS
+    channels = {
+        key: rows[index]
+        for key, rows in record.items()
+        if key not in ("tokens", "masks") and isinstance(rows, list) and index < len(rows) and _is_channel(rows[index])
+    }
+    return Tokens(
+        start,
+        len(ids),
+        ids[start:end],
+        [mask != IGNORE_INDEX for mask in masks[start:end]],
+        {key: values[start:end] for key, values in channels.items() if len(values) == len(ids)},
+    )
+
+
+def mean_gap(record: Mapping[str, Any], index: int) -> float:
+    """Mean distance of the trainer's log-probabilities from the engine's over trained tokens; NaN when not recorded."""
+    theirs = next((rows for key in TRAINER_LOGPROBS if (rows := _at(record, key, index))), None)
+    ours, masks = _at(record, "inference_logprobs", index), _at(record, "masks", index)
+    if not (theirs and ours and masks):
+        return math.nan
+    gaps = [
+        abs(a - b)
+        for a, b, mask in zip(theirs, ours, masks, strict=False)
+        if mask != IGNORE_INDEX and a is not None and b is not None
+    ]
+    return sum(gaps) / len(gaps) if gaps else math.nan
+
+
+def subset(record: Mapping[str, Any], indices: list[int]) -> dict[str, Any]:
+    """The record with these responses only, which says its own size then."""
+    count = len(record.get("scores") or [])
+    if indices == list(range(count)):
+        return dict(record)
+    rest = {
+        key: [value[index] for index in indices] if _is_per_response(key, value, count) else value
+        for key, value in record.items()
+    }
+    return rest | {"group_overrides": {**(record.get("group_overrides") or {}), "group_size": len(indices)}}
+
+
+def _is_per_response(key: str, value: object, count: int) -> bool:
+    if not isinstance(value, list) or len(value) != count or key == "unscored":
+        return False
+    return key != "tools" or all(isinstance(each, list | None) for each in value)  # of the group, or of each response
+
+
+def _is_channel(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, int | float | None) for each in value)
+
+
+def _at(record: Mapping[str, Any], key: str, index: int) -> Any:
+    rows = record.get(key)
+    return rows[index] if isinstance(rows, list) and index < len(rows) else None
+
+
+def _rest(messages: Any, shared: int) -> Any:
+    return messages[shared:] if shared else messages
+
+
+def _short(unscored: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in unscored.items() if key not in ("tokens", "masks", "inference_logprobs")}
+
+
+def _data_images(value: Any) -> list[str]:
+    """Images that are held in the record itself; nothing is fetched from elsewhere."""
+    if isinstance(value, str):
+        return [value] if value.startswith("data:image/") else []
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [image for each in inner for image in _data_images(each)]

@@ -1,0 +1,211 @@
+"""A question to a set of rollouts: which responses, in which order of their groups; and its answer in numbers.
+
+A group belongs to the answer when one of its responses does. What a filter leaves is described as histograms whose
+bars are filters themselves, and can be had as a policy for `atropos sft` or as rollout lines.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from atroposlib.data.policy import SelectionPolicy, pass_rates
+from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
+from atroposlib.errors import ConfigError
+from atroposlib.type_definitions import FAILURE_CLASSES, Array
+
+BARS = 20
+Sorting = Literal[
+    "recorded", "score", "-score", "tokens", "-tokens", "rate", "-rate", "spread", "-spread", "task", "gap"
+]
+"""Orders of groups: as recorded, mean score, longest response, pass rate, spread of scores, task, gap; "-": falling."""
+
+
+class Query(BaseModel):
+    """Limits are inclusive; what is None does not limit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    task: str | None = None
+    run: str | None = None  # the beginning of its files' names
+    weights: str | None = Field(default=None, description="Version of the engine's weights, the trainer's step.")
+    finish: str | None = None
+    failed: str | None = Field(default=None, description="Groups with a response that failed like this.")
+    min_score: float | None = None
+    max_score: float | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    min_rate: float | None = None
+    max_rate: float | None = None
+    min_gap: float | None = None
+    max_gap: float | None = None
+    text: str | None = None
+    sort: Sorting = "recorded"
+
+    def plain(self, table: Table, runs: list[str]) -> Array:
+        """[responses] of bool: within the limits that need nothing but the table. `runs` names each file's."""
+        responses = table.responses
+        keep = within(responses["score"], self.min_score, self.max_score)
+        keep &= within(lengths(table), self.min_tokens, self.max_tokens)
+        if self.min_rate is not None or self.max_rate is not None:
+            keep &= within(pass_rates(table, 0.0), self.min_rate, self.max_rate)
+        for column, names, wanted in (
+            ("task", table.tasks, self.task),
+            ("weights", table.weights, self.weights),
+            ("file", runs, self.run),
+        ):
+            if wanted is not None:
+                keep &= np.isin(table.column(column), [at for at, name in enumerate(names) if name == wanted])
+        if self.finish is not None:
+            keep &= responses["finish"] == _place(FINISH_REASONS, self.finish)
+        if self.failed is not None:
+            keep &= (table.column("failed") >> _place(FAILURE_CLASSES, self.failed)) & 1 == 1
+        return keep
+
+    def order(self, table: Table, rows: Array, gaps: Array | None) -> Array:
+        """The group rows in the order that was asked for; equal ones as recorded, what has no value at the end."""
+        name = self.sort.removeprefix("-")
+        if name == "recorded" or not len(rows):
+            return rows
+        if name == "task":
+            values = np.argsort(np.argsort(table.tasks, kind="stable"))[table.groups["task"]].astype("f8")
+        else:
+            values = _group_values(table, name, gaps)
+        chosen = values[rows]
+        falling = self.sort.startswith("-") or name == "gap"
+        return rows[np.argsort(np.where(np.isnan(chosen), np.inf, -chosen if falling else chosen), kind="stable")]
+
+    def policy(self) -> str:
+        """YAML of the policy that keeps the same responses, of the same files.
+
+        Raises:
+            ConfigError: no step of policies says the same as one of the limits.
+        """
+        for name in ("failed", "min_gap", "max_gap"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"no step of a policy is like the filter {name}; remove it, or export JSONL")
+        steps: list[dict[str, Any]] = []
+        for name, fields in (
+            ("task", {"allow": self.task and [self.task]}),
+            ("weights", {"allow": self.weights and [self.weights]}),
+            ("finish_reason", {"allow": self.finish and [self.finish]}),
+            ("score", {"at_least": self.min_score, "at_most": self.max_score}),
+            ("length", {"min_tokens": self.min_tokens, "max_tokens": self.max_tokens}),
+            ("pass_rate", {"min": self.min_rate, "max": self.max_rate}),
+            ("text", {"contains": self.text}),
+        ):
+            given = {key: value for key, value in fields.items() if value is not None}
+            if given:
+                steps.append({"step": name, **given})
+        policy = SelectionPolicy.model_validate({"steps": steps})
+        head = f"# of the files of run {self.run} only\n" if self.run else ""
+        return head + yaml.safe_dump({"seed": policy.seed, "steps": steps}, sort_keys=False, allow_unicode=True)
+
+
+def lengths(table: Table) -> Array:
+    """[responses] completion tokens, NaN where no ids were recorded."""
+    completion = table.responses["completion"]
+    return np.where(completion == UNKNOWN_LENGTH, np.nan, completion)
+
+
+def within(values: Array, low: float | None, high: float | None) -> Array:
+    """Of bool: the values within the limits; one that is not known (NaN) lies in none."""
+    keep = np.ones(len(values), bool)
+    if low is not None:
+        keep &= values >= low
+    return keep if high is None else keep & (values <= high)
+
+
+def histogram(values: Array) -> dict[str, Any]:
+    """Bars from the lowest to the highest value; `from` and `to` are the limits of a query that gives the same `count`.
+
+    Where there are few different values each has a bar of its own; empty bars are left out, `place` is one of `places`.
+    """
+    values = np.sort(values[np.isfinite(values)])
+    if not len(values):
+        return {"places": 0, "bars": []}
+    different = np.unique(values)
+    if len(different) <= BARS:
+        bins, places = np.searchsorted(different, values), len(different)
+    else:
+        low, high = float(values[0]), float(values[-1])
+        bins, places = np.minimum((values - low) / (high - low) * BARS, BARS - 1).astype(int), BARS
+    starts = np.flatnonzero(np.r_[True, bins[1:] != bins[:-1]])
+    ends = np.r_[starts[1:], len(values)]
+    bars = [
+        {"place": place, "from": least, "to": greatest, "count": count}
+        for place, least, greatest, count in zip(
+            *(each.tolist() for each in (bins[starts], values[starts], values[ends - 1], ends - starts)), strict=True
+        )
+    ]
+    return {"places": places, "bars": bars}
+
+
+def by_task(table: Table, keep: Array) -> list[dict[str, Any]]:
+    """Responses and accepted ones (score above 0) of each task among the rows in `keep`, most responses first."""
+    tasks = table.column("task")[keep]
+    accepted = table.responses["score"][keep] > 0
+    counts = np.bincount(tasks, minlength=len(table.tasks))
+    good = np.bincount(tasks, weights=accepted, minlength=len(table.tasks))
+    order = np.argsort(-counts, kind="stable")
+    return [
+        {"task": table.tasks[code], "responses": int(counts[code]), "accepted": int(good[code])}
+        for code in order.tolist()
+        if counts[code]
+    ]
+
+
+def facets(table: Table, runs: list[str]) -> dict[str, list[str]]:
+    """Everything that the selectable filters can be set to."""
+    failed = int(np.bitwise_or.reduce(table.groups["failed"])) if len(table.groups) else 0
+    finish = np.unique(table.responses["finish"]).tolist()
+    return {
+        "task": sorted(table.tasks),
+        "run": sorted(set(runs)),
+        "weights": sorted(table.weights, key=_version_order),
+        "finish": [FINISH_REASONS[code] for code in finish],
+        "failed": [kind for place, kind in enumerate(FAILURE_CLASSES) if failed >> place & 1],
+    }
+
+
+def _version_order(name: str) -> tuple[bool, int, str]:
+    return (not name.isdecimal(), int(name) if name.isdecimal() and len(name) < 20 else 0, name)
+
+
+def _group_values(table: Table, name: str, gaps: Array | None) -> Array:
+    """[groups] of f8, NaN where there is none."""
+    score = table.responses["score"]
+    if name == "tokens":
+        return _per_group(table, np.fmax, lengths(table))
+    if name == "rate":
+        return _per_group(table, np.fmax, pass_rates(table, 0.0))
+    if name == "gap":
+        return _per_group(table, np.fmax, gaps if gaps is not None else np.full(len(score), np.nan))
+    if name == "spread":
+        return _per_group(table, np.fmax, score) - _per_group(table, np.fmin, score)
+    group, known = table.responses["group"], ~np.isnan(score)
+    count = np.bincount(group, weights=known, minlength=len(table.groups))
+    total = np.bincount(group, weights=np.where(known, score, 0), minlength=len(table.groups))
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _per_group(table: Table, choose: np.ufunc, values: Array) -> Array:
+    """[groups] what `choose` leaves of the known values of each group, NaN where there is none."""
+    found = np.full(len(table.groups), np.nan)
+    choose.at(found, table.responses["group"], values)
+    return found
+
+
+def _place(names: tuple[str, ...], wanted: str) -> int:
+    return names.index(wanted) if wanted in names else 31
+
+
+def given(parameters: Mapping[str, str]) -> Query:
+    """The query of an address; empty values do not limit.
+
+    Raises:
+        ValidationError: an unknown name, or a value that is none.
+    """
+    return Query.model_validate({name: value for name, value in parameters.items() if value != ""})

@@ -1,0 +1,64 @@
+// What the filters leave, as bars; a click on one filters by it.
+
+import { byId, make, short, svg } from "./dom.js";
+import { filterBy, filters } from "./address.js";
+import { ask } from "./server.js";
+
+const WIDTH = 260, HEIGHT = 96, BASE = 78, LEFT = 4;
+let asked = 0;
+
+export async function loadNumbers() {
+  if (!byId("filter-panel").open) return;
+  const mine = ++asked;
+  const found = await ask("/api/numbers", filters());
+  if (mine !== asked) return;
+  byId("numbers").replaceChildren(
+    histogram("score", found.score, "score"),
+    histogram("completion tokens", found.tokens, "tokens"),
+    found.gap ? histogram("engine-trainer gap", found.gap, "gap") : "",
+    tasks(found.tasks),
+  );
+}
+
+function histogram(title, { places, bars }, name) {
+  const most = Math.max(1, ...bars.map((bar) => bar.count));
+  const width = (WIDTH - 2 * LEFT) / Math.max(places, 1);
+  const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title });
+  for (const bar of bars) {
+    const height = Math.max(1.5, (bar.count / most) * (BASE - 14));
+    const range = bar.from === bar.to ? short(bar.from) : `${short(bar.from)} to ${short(bar.to)}`;
+    const area = svg("g", { class: "bar", tabindex: "0", role: "button", "aria-label": `${title} ${range}: ${bar.count} responses` },
+      svg("rect", { x: LEFT + bar.place * width, y: 12, width, height: BASE - 12, class: "hit" }),
+      svg("rect", { x: LEFT + bar.place * width + Math.min(1, width / 8), y: BASE - height, width: Math.min(width * 0.9, 60), height, rx: 1 }),
+      svg("title"));
+    area.lastChild.textContent = `${range}: ${short(bar.count)} responses`;
+    const choose = () => filterBy({ [`min_${name}`]: String(bar.from), [`max_${name}`]: String(bar.to) });
+    area.addEventListener("click", choose);
+    area.addEventListener("keydown", (event) => event.key === "Enter" && choose());
+    picture.append(area);
+  }
+  if (bars.length) {
+    picture.append(label(LEFT, HEIGHT - 4, short(bars[0].from), "start"));
+    if (places > 1) picture.append(label(WIDTH - LEFT, HEIGHT - 4, short(bars.at(-1).to), "end"));
+    picture.append(label(WIDTH - LEFT, 9, `most ${short(most)}`, "end"));
+  } else picture.append(label(WIDTH / 2, HEIGHT / 2, "nothing recorded", "middle"));
+  return make("figure", {}, make("figcaption", { text: title }), picture);
+}
+
+function label(x, y, text, anchor) {
+  const made = svg("text", { x, y, "text-anchor": anchor });
+  made.textContent = text;
+  return made;
+}
+
+function tasks(rows) {
+  const list = make("div", { className: "task-rates" });
+  for (const { task, responses, accepted } of rows.slice(0, 40)) {
+    const line = make("button", { type: "button", title: `${short(accepted)} of ${short(responses)} accepted`, on: { click: () => filterBy({ task }) } },
+      make("span", { className: "name", text: task || "(no task)" }), make("span", { className: "rate" }, make("span")),
+      make("span", { className: "share", text: `${Math.round((100 * accepted) / responses)}%` }));
+    line.querySelector(".rate span").style.width = `${(100 * accepted) / responses}%`; // of the script's own, which the policy allows
+    list.append(line);
+  }
+  return make("figure", {}, make("figcaption", { text: "pass rate by task" }), list);
+}
