@@ -149,7 +149,7 @@ def number_of(reply: Any, label: int | None = None) -> float:
             found = found[name]
     while isinstance(found, list) and found and isinstance(found[-1], list):
         found = found[-1]  # a number for each token: that of the last one
-    numbers = found if isinstance(found, list) else [found]
+    numbers: list[Any] = found if isinstance(found, list) else [found]
     if label is None and len(numbers) > 1:
         raise VerifierFault(f"{len(numbers)} numbers came; set `label` to the index of the one that is the score")
     try:

@@ -145,7 +145,7 @@ class BenchmarkEnv(RowsEnv):
         turns, config = super().system_turns(), self.config
         if not config.thinking_mode:
             return turns
-        words = [config.custom_thinking_prompt or HERMES_REASONING_PROMPT, *(turn["content"] for turn in turns)]
+        words = [config.custom_thinking_prompt or HERMES_REASONING_PROMPT, *(turn.get("content", "") for turn in turns)]
         return [{"role": "system", "content": "\n\n".join(map(str, words))}]
 
     def question(self, item: Item) -> str:

@@ -1,6 +1,6 @@
 """`atropos eval`: benchmarks of the table, and their results."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -48,7 +48,8 @@ def run_one(
     from atroposlib.environments.eval_environments.benchmark import load_class
     from atroposlib.envs.cli import main as run_environment
 
-    raise typer.Exit(run_environment(load_class(name), ["evaluate", *context.args]))
+    env_cls: Any = load_class(name)  # its class attributes are narrower than the protocol's
+    raise typer.Exit(run_environment(env_cls, ["evaluate", *context.args]))
 
 
 @app.command("table")

@@ -81,7 +81,7 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     if (difficulty := settings.pop("difficulty", None)) is not None:
         settings["dataset_config"] = DIFFICULTIES.get(difficulty, difficulty)
     if (types := settings.pop("question_types", None)) is not None:
-        settings["eval_split"] = "+".join(SPLITS.get(each, each) for each in types)
+        settings["eval_split"] = "+".join(SPLITS.get(str(each), str(each)) for each in types)
     if idle := [name for name in WITHOUT_EFFECT if settings.pop(name, None) is not None]:
         logger.warning("settings of 0.4.0 without effect: %s", ", ".join(idle))
     return settings
