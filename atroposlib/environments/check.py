@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 
 from atroposlib.environments.mixture_env import MixtureEnv
+from atroposlib.environments.multi_turn import MultiTurnEnv, Reply, Step, World
 from atroposlib.environments.policies import Rates, measure
 from atroposlib.environments.single_turn import SingleTurnEnv
 from atroposlib.envs.base import APIServerConfig, BaseEnv
@@ -68,9 +69,9 @@ def check(
     yield _finding("documentation", lambda: _documented(env_cls))
     yield _finding("config_init", lambda: type(env_cls.config_init()[0]).__name__)
     tokenizer = write_tokenizer(folder / "tokenizer")
-    has_own = issubclass(env_cls, SingleTurnEnv | MixtureEnv)
+    has_own = issubclass(env_cls, SingleTurnEnv | MultiTurnEnv | MixtureEnv)
     flags = env_cls.check_flags(folder) if has_own and not flags else [*flags]
-    noting, answer = _knowing(env_cls)
+    noting, answer = knowing(env_cls)
     common = ["--env.group_size", str(GROUP_SIZE), "--env.ensure_scores_are_not_same", "false", *flags]
     with ScriptedEngine(answer, tokenizer) as engine:
 
@@ -90,7 +91,7 @@ def check(
 
         def evaluate() -> str:
             limits = ["--env.data_dir_to_save_evals", str(folder / "evals")]
-            if issubclass(env_cls, SingleTurnEnv):
+            if issubclass(env_cls, SingleTurnEnv | MultiTurnEnv):
                 limits += ["--env.eval_problems", "4"]
             _ended(run_environment(noting, ["evaluate", *engine.flags, *limits, *common]), "evaluate")
             if env_cls.evaluate is BaseEnv.evaluate:
@@ -102,13 +103,15 @@ def check(
         runs = {"serve": serve, "process": process, "evaluate": evaluate}
         for mode in modes:
             yield _finding(mode, runs[mode])
-    if issubclass(env_cls, SingleTurnEnv) and env_cls.is_verifiable:
+    if issubclass(env_cls, SingleTurnEnv | MultiTurnEnv) and env_cls.is_verifiable:
         yield _finding("honest rewards", lambda: _honest(env_cls, tokenizer, flags, problems))
     else:
-        yield Finding("honest rewards", note="not tried: no SingleTurnEnv that is verifiable")
+        yield Finding("honest rewards", note="not tried: no SingleTurnEnv or MultiTurnEnv that is verifiable")
 
 
-def rates_of(env_cls: type[SingleTurnEnv], tokenizer: Path, flags: Sequence[str], *, problems: int = 32) -> Rates:
+def rates_of(
+    env_cls: type[SingleTurnEnv | MultiTurnEnv], tokenizer: Path, flags: Sequence[str], *, problems: int = 32
+) -> Rates:
     """Measure the scripted policies on an environment with these flags."""
     address = ["--openai.base_url", "http://127.0.0.1:1/v1", "--env.tokenizer_name", str(tokenizer)]
     settings = resolve(env_cls, "process", [*address, "--env.use_wandb", "false", *flags])
@@ -201,28 +204,59 @@ def _documented(env_cls: type[BaseEnv]) -> str:
     return module.__doc__.strip().splitlines()[0]
 
 
-def _honest(env_cls: type[SingleTurnEnv], tokenizer: Path, flags: Sequence[str], problems: int) -> str:
+def _honest(env_cls: type[SingleTurnEnv | MultiTurnEnv], tokenizer: Path, flags: Sequence[str], problems: int) -> str:
     rates = rates_of(env_cls, tokenizer, flags, problems=problems)
-    if faults := rates.faults(guessing=env_cls.guessing):
+    is_solvable = not issubclass(env_cls, MultiTurnEnv) or env_cls.is_solvable
+    if faults := rates.faults(guessing=env_cls.guessing, is_solvable=is_solvable):
         raise DataError("; ".join(faults))
     return f"{rates.problems} problems, best constant {rates.constant:.2f}"
 
 
-def _knowing(env_cls: type[BaseEnv]) -> tuple[type[BaseEnv], Answer]:
+def knowing(env_cls: type[BaseEnv]) -> tuple[type[BaseEnv], Answer]:
     """Return the environment, and a function that answers its prompts: right replies and wrong ones take turns."""
-    if not issubclass(env_cls, SingleTurnEnv):
-        return env_cls, lambda prompt: ANSWERS
     golds: dict[str, str] = {}
-
-    async def messages(self: SingleTurnEnv, item: Any) -> Any:
-        golds[self.question(item)] = self.gold(item) or ANSWERS[1]
-        return await env_cls.messages(self, item)
 
     def answer(prompt: str) -> Sequence[str]:
         asked = max((question for question in list(golds) if question in prompt), key=prompt.rfind, default="")
         return [golds.get(asked, ANSWERS[1]), ANSWERS[0]]
 
+    if issubclass(env_cls, MultiTurnEnv):
+        return _noting_moves(env_cls, golds), answer
+    if not issubclass(env_cls, SingleTurnEnv):
+        return env_cls, lambda prompt: ANSWERS
+
+    async def messages(self: SingleTurnEnv, item: Any) -> Any:
+        golds[self.question(item)] = self.gold(item) or ANSWERS[1]
+        return await env_cls.messages(self, item)
+
     return type(env_cls.__name__, (env_cls,), {"messages": messages, "__doc__": env_cls.__doc__}), answer
+
+
+def _noting_moves(env_cls: type[MultiTurnEnv], golds: dict[str, str]) -> type[MultiTurnEnv]:
+    """Return the environment with worlds that leave the right reply to each of their observations in `golds`."""
+
+    async def open_(self: MultiTurnEnv, item: Any) -> World:
+        world = await env_cls.open(self, item)
+        begin, step = world.begin, world.step
+
+        def noted(observation: Any) -> Any:
+            last = observation if isinstance(observation, str) else str(observation[-1]["content"])
+            golds[last.strip()] = world.gold() or ANSWERS[1]
+            return observation
+
+        async def begin_() -> Any:
+            return noted(await begin())
+
+        async def step_(reply: Reply) -> Step:
+            made = await step(reply)
+            if not made.is_over:
+                noted(made.observation)
+            return made
+
+        world.begin, world.step = begin_, step_
+        return world
+
+    return type(env_cls.__name__, (env_cls,), {"open": open_, "__doc__": env_cls.__doc__})
 
 
 def _ended(code: int, mode: str) -> None:

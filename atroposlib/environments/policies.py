@@ -8,11 +8,13 @@ The constant is the best one of those tried: right replies to other problems, an
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from string import ascii_lowercase
 from typing import Any
 
+from atroposlib.environments.multi_turn import MultiTurnEnv, Player, World, message_of
 from atroposlib.environments.single_turn import Part, SingleTurnEnv
 from atroposlib.envs.reward_fns.math_answers import after_thinking
 from atroposlib.rollouts.early_stop import wilson_upper
@@ -22,13 +24,14 @@ GUESSES = ("0", "1", "2", "10", "42", "yes", "no", "True", "False", "A", "B", "C
 FORMS = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}")
 """In which the guesses are said."""
 _MOST_CONSTANTS = 24
+_MOST_CONSTANT_MOVES, _OTHER_EPISODES = 6, 12
 JUNK = 3
 """Junk replies to each problem."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Mean grades, 0 to 1, over the problems. None: the environment knows no such reply."""
+    """Mean grades over the problems, 0 to 1 for single turns. None: the environment knows no such reply."""
 
     gold: float | None  # a right reply
     spelling: float | None  # the same, spelt otherwise
@@ -40,14 +43,20 @@ class Rates:
     constant_reply: str
     problems: int
 
-    def faults(self, *, guessing: float) -> list[str]:
+    def faults(self, *, guessing: float, is_solvable: bool = True) -> list[str]:
         """Return what is not honest about these rates.
 
         Args:
+            is_solvable: a right reply scores 1 and others 0; False: right ones score more than all others do.
             guessing: what a constant may score, which is chance. The rate found is above it when the lower end of
                 Wilson's 95% interval is: few problems say little.
         """
         found = []
+        if not is_solvable:
+            names = ("junk", "empty", "question", "unfinished", "constant")
+            gold = -inf if self.gold is None else self.gold
+            worse = [f"{name} {getattr(self, name):.2f}" for name in names if getattr(self, name) >= gold]
+            return [f"right replies score {gold:.2f} on average, not above {', '.join(worse)}"] if worse else []
         for name in ("gold", "spelling"):
             rate = getattr(self, name)
             if rate is not None and rate < 1:
@@ -66,8 +75,10 @@ class Rates:
         return ["-" if getattr(self, name) is None else f"{getattr(self, name):.2f}" for name in names]
 
 
-async def measure(env: SingleTurnEnv, *, problems: int = 32) -> Rates:
+async def measure(env: SingleTurnEnv | MultiTurnEnv, *, problems: int = 32) -> Rates:
     """Grade the policies' replies to `problems` problems of an environment that is set up."""
+    if isinstance(env, MultiTurnEnv):
+        return await _measure_episodes(env, max(problems, env.least_problems))
     items = await _items(env, "train", problems)
     others = await _items(env, "test", problems)
     golds = [env.gold(item) for item in items]
@@ -92,6 +103,55 @@ async def measure(env: SingleTurnEnv, *, problems: int = 32) -> Rates:
         problems=len(items),
         **known,
     )
+
+
+async def _measure_episodes(env: MultiTurnEnv, problems: int) -> Rates:
+    """Play episodes with policies that see a world and its conversation in place of an engine."""
+    items = await _items(env, "train", problems)
+    others: Counter[str] = Counter()  # right replies in other episodes
+
+    def gold(world: World, player: Player) -> str:
+        return world.gold() or ""
+
+    def noted(world: World, player: Player) -> str:
+        others[gold(world, player)] += 1
+        return gold(world, player)
+
+    def repeated(world: World, player: Player) -> str:
+        return str(player.messages[-1].get("content"))
+
+    def unfinished(world: World, player: Player) -> str:
+        return f"<think>So {world.gold()}"
+
+    async def rate(policy: Callable[[World, Player], str]) -> float:
+        scores = [(await scripted(env, item, policy)).score for item in items]
+        return sum(scores) / len(scores)
+
+    rates = {"gold": await rate(gold), "question": await rate(repeated), "unfinished": await rate(unfinished)}
+    rates["junk"] = await rate(lambda world, player: junk(repr(player.messages))[len(player.rewards) % JUNK])
+    rates["empty"] = await rate(lambda world, player: "")
+    for item in await _items(env, "test", _OTHER_EPISODES):
+        await scripted(env, item, noted)
+    constants = [reply for reply, _ in others.most_common(_MOST_CONSTANT_MOVES)]
+    tried = {reply: await rate(lambda world, player, reply=reply: reply) for reply in constants}
+    best = max(tried, key=lambda reply: tried[reply])
+    return Rates(**rates, spelling=None, constant=tried[best], constant_reply=best, problems=len(items))
+
+
+async def scripted(env: MultiTurnEnv, item: Any, policy: Callable[[World, Player], str]) -> Player:
+    """Return the first player of an episode whose replies a function gives; no engine is asked."""
+    world = await env.open(item)
+    players: list[Player] = []
+
+    async def ask(messages: Any, tools: Any) -> Any:
+        return message_of(policy(world, players[world.seat]), tools), "stop"
+
+    try:
+        players += [env.player(ask) for _ in range(env.seats)]
+        await env.take_turns(world, players)
+    finally:
+        await world.close()
+    return players[0]
 
 
 async def best_constant(env: SingleTurnEnv, items: Sequence[Any], replies: Sequence[str]) -> tuple[str, float]:
@@ -122,6 +182,6 @@ def _constants(golds: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*frequent, *(form.format(guess) for form in FORMS for guess in GUESSES)]))
 
 
-async def _items(env: SingleTurnEnv, part: Part, count: int) -> list[Any]:
+async def _items(env: SingleTurnEnv | MultiTurnEnv, part: Part, count: int) -> list[Any]:
     found = [await env.problem(part, index) for index in range(count)]
     return [item for item in found if item is not None]

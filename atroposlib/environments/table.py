@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from atroposlib.environments.check import rates_of
+from atroposlib.environments.multi_turn import MultiTurnEnv
 from atroposlib.environments.single_turn import RowsEnv, SingleTurnEnv
 from atroposlib.envs import catalog
 from atroposlib.envs.base import BaseEnv
@@ -86,16 +87,19 @@ def measure(names: Sequence[str], engine: str | None) -> None:
     """
     for name in names:
         env_cls = catalog.load(name)
-        if not issubclass(env_cls, SingleTurnEnv) or not env_cls.is_verifiable:
+        if not issubclass(env_cls, SingleTurnEnv | MultiTurnEnv) or not env_cls.is_verifiable:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            found = _played(env_cls, Path(folder), engine) if engine else _measured(env_cls, Path(folder))
+            if engine and issubclass(env_cls, SingleTurnEnv):
+                found = _played(env_cls, Path(folder), engine)
+            else:
+                found = _measured(env_cls, Path(folder))
         kept = read_measured()
         kept[name] = {**kept.get(name, {}), **found}
         write_text_atomic(MEASURED, json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
 
 
-def _measured(env_cls: type[SingleTurnEnv], folder: Path) -> Measured:
+def _measured(env_cls: type[SingleTurnEnv | MultiTurnEnv], folder: Path) -> Measured:
     flags = env_cls.check_flags(folder)
     found = Measured(rates=rates_of(env_cls, write_tokenizer(folder / "tokenizer"), flags).cells())
     size = ["--env.group_size", str(GROUP_SIZE), "--env.ensure_scores_are_not_same", "false", *flags]
@@ -136,6 +140,8 @@ def _line(name: str, env_cls: type[BaseEnv], measured: Mapping[str, object]) -> 
         turns, extra = "1", env_cls.extra or "-"
         is_made = env_cls.make is not SingleTurnEnv.make or not issubclass(env_cls, RowsEnv)
         data = ("made, or rows" if is_made else "rows") if issubclass(env_cls, RowsEnv) else "made"
+    elif issubclass(env_cls, MultiTurnEnv):
+        extra, data = env_cls.extra or "-", env_cls.data
     rates = measured.get("rates") or ["-"] * 7
     numbers = [str(measured.get(key, "-")) for key in ("group_ms", "score", "seconds")]
     assert isinstance(rates, list)

@@ -211,11 +211,16 @@ class BaseEnv(TrainerSide):
         if not scored:
             faults.clear()
             raise_first(rollouts)
-        group = self.sized(group_checks.merge_items([rollout for rollout, _ in scored]))
+        group = self.sized(self.joined([rollout for rollout, _ in scored]))
         if faults:
-            group["group_overrides"] = {**(group.get("group_overrides") or {}), "group_size": len(scored)}
+            size = len(group.get("scores", ()))
+            group["group_overrides"] = {**(group.get("group_overrides") or {}), "group_size": size}
             group["unscored"] = [self._unscored(fault, index) for index, fault in faults.items()]
         return group, [more for _, backlog in scored for more in backlog]
+
+    def joined(self, items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
+        """Optional: the group of the rollouts of `collect_trajectory`; another way is for rollouts of several rows."""
+        return group_checks.merge_items(items)
 
     async def _trajectories(self, item: Item, rows: Iterable[int]) -> list[Trajectory | BaseException]:
         """Rollouts of these rows at the same time, each or why there is none."""

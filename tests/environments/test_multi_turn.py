@@ -1,0 +1,303 @@
+"""Episodes: their tokens, rewards, ends and restarts, for every environment of several turns."""
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+
+import pytest
+from fakes import FakeServer, FakeTokenizer
+
+from atroposlib.data.tokenizers import load_tokenizer
+from atroposlib.environments.check import knowing
+from atroposlib.environments.game_environments.sudoku_env import solutions
+from atroposlib.environments.multi_turn import MultiTurnConfig, MultiTurnEnv, Player, Reply, Step, World, last_move
+from atroposlib.environments.multi_turn import by_turn as gains_by_turn
+from atroposlib.environments.policies import scripted
+from atroposlib.envs import catalog
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.cli import main as run_environment
+from atroposlib.errors import EnvironmentFault
+from atroposlib.testing import ScriptedEngine, write_tokenizer
+from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
+
+ENVS = [
+    name
+    for name, entry in catalog.entries().items()
+    if entry.package == "atroposlib" and issubclass(entry.load(), MultiTurnEnv)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(str(write_tokenizer(tmp_path_factory.mktemp("tokenizer"))))
+
+
+def logprob_of(context, token):
+    """What the engine of these tests gives a token behind these ids."""
+    digest = hashlib.blake2b(repr((context, token)).encode(), digest_size=2).digest()
+    return -(1 + int.from_bytes(digest, "big")) / 2**16
+
+
+class TellingServer(FakeServer):
+    """Gives each token a log-probability of its own, by all that stands before it."""
+
+    async def tokens_and_logprobs_completion(self, **kwargs):
+        await asyncio.sleep(0)
+        ids = list(kwargs["input_ids"])
+        (text,) = self._answer(self.tokenizer.decode(ids), kwargs)
+        made = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        values = [logprob_of(ids + made[:place], token) for place, token in enumerate(made)]
+        return ids, [made], [values], ["stop"]
+
+
+def make_env(env_cls, script, tokenizer=None, **settings):
+    tokenizer = tokenizer or FakeTokenizer()
+    local = type(env_cls.__name__, (env_cls,), {"load_tokenizer": lambda self: tokenizer})
+    defaults = env_cls.config_init()[0].model_dump(exclude_unset=True)
+    config = env_cls.env_config_cls(**{**defaults, "use_wandb": False, "group_size": 2, **settings})
+    env = local(config, [APIServerConfig(base_url="http://fake/v1", health_check=False)])
+    env.server.servers = [TellingServer(script, tokenizer=tokenizer)]
+    return env
+
+
+def settings_of(env_cls, folder):
+    """The settings that its own flags for checks make."""
+    flags = env_cls.check_flags(folder)
+    return {name.removeprefix("--env."): value for name, value in zip(flags[::2], flags[1::2], strict=True)}
+
+
+def needed(env_cls):
+    if env_cls.needs:
+        pytest.importorskip(env_cls.needs)
+
+
+async def rolled_out(name, folder, tokenizer):
+    """A group of an environment whose players are mostly right, and what its engine was asked."""
+    env_cls, answer = knowing(catalog.load(name))
+    needed(env_cls)
+    told = []
+
+    def script(prompt):
+        told.append(prompt)
+        return answer(prompt)[len(told) % 4 == 3]
+
+    env = make_env(env_cls, script, tokenizer, **settings_of(env_cls, folder))
+    try:
+        await env.setup()
+        group, _ = await env.collect_trajectories(await env.get_item(0))
+    finally:
+        await env.teardown()
+    return group, env.server.servers[0].requests
+
+
+@pytest.mark.parametrize("name", ENVS)
+async def test_every_trained_token_is_the_engines_with_its_logprob_and_trained_once(name, tmp_path, tokenizer):
+    group, requests = await rolled_out(name, tmp_path, tokenizer)
+    trained = 0
+    for tokens, masks, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
+        for place, (token, mask, logprob) in enumerate(zip(tokens, masks, logprobs, strict=True)):
+            expected = PROMPT_LOGPROB if mask == IGNORE_INDEX else logprob_of(tokens[:place], token)
+            assert (mask in (IGNORE_INDEX, token), logprob) == (True, expected)
+            trained += mask != IGNORE_INDEX
+    ends = sum(masks.count(tokenizer.eos_token_id) for masks in group["masks"])
+    assert (ends, trained > ends) == (len(requests), True)
+    for messages in group["messages"]:
+        assert all("reward" in said for said in messages if said["role"] == "assistant")
+
+
+@pytest.mark.parametrize("name", ENVS)
+async def test_the_same_replies_lead_to_the_same_episode_in_another_process(name, tmp_path, tokenizer):
+    first, second = [await rolled_out(name, tmp_path, tokenizer) for _ in range(2)]
+    assert [request["input_ids"] for request in first[1]] == [request["input_ids"] for request in second[1]]
+    assert first[0]["scores"] == second[0]["scores"]
+
+
+def test_a_run_that_ends_in_the_middle_of_an_episode_plays_it_on_with_the_replies_that_were_there(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("atroposlib.envs.cli.leave_soon", lambda exit_code: None)  # it would end the tests
+    env_cls, answer = knowing(catalog.load("sudoku"))
+    limits = ["--env.total_steps", "2", "--env.group_size", "2", "--env.response_journal", "responses"]
+    limits += ["--env.ensure_scores_are_not_same", "false", "--env.max_num_workers", "1"]
+    asked = []
+
+    def run(folder, stop_at=None):
+        def said(prompt):
+            asked.append(prompt)
+            if len(asked) == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return answer(prompt)[0]
+
+        with ScriptedEngine(said, write_tokenizer(tmp_path / "tokenizer")) as engine:
+            output = tmp_path / folder / "groups.jsonl"
+            code = run_environment(
+                env_cls, ["process", *engine.flags, *limits, "--env.data_path_to_save_groups", str(output)]
+            )
+            return code, [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+
+    code, whole = run("whole")
+    turns, asked[:] = len(asked), []
+    assert (code, len(whole)) == (0, 2)
+    assert run("stopped", stop_at=5)[0] == 75
+    code, resumed = run("stopped")
+    assert code == 0
+    assert [(each["tokens"], each["scores"]) for each in resumed] == [
+        (each["tokens"], each["scores"]) for each in whole
+    ]
+    assert len(asked) <= turns + 2  # those in flight, one of each episode
+
+
+class Counting(World):
+    """Wants the numbers from 1 on; each earns 1."""
+
+    def __init__(self, last):
+        self.last, self.next, self.closed = last, 1, 0
+
+    async def begin(self):
+        return "Count."
+
+    async def step(self, reply):
+        if reply.text == "break":
+            raise RuntimeError("lost")
+        if not reply.text.isdigit():
+            return Step("A number.", is_invalid=True)
+        if int(reply.text) != self.next:
+            return Step(is_over=True)
+        self.next += 1
+        return Step("And?", is_over=self.next > self.last, reward=1.0)
+
+    async def finish(self, seat, end):
+        return 10.0 if self.next > self.last else 0.0
+
+    async def close(self):
+        self.closed += 1
+
+
+class CountingEnv(MultiTurnEnv):
+    name = "counting"
+    forfeit = -1.0
+
+    def make(self, rng, level):
+        return {"last": 3}
+
+    async def open(self, item):
+        self.world = Counting(item["last"])
+        return self.world
+
+
+PLAYED = {
+    "to the end": (["1", "2", "3"], {}, (13.0, "over", 0)),
+    "with a discount": (["1", "2", "3"], {"discount": 0.5}, (1 + 0.5 + 0.25 * 11, "over", 0)),
+    "lost": (["1", "7"], {}, (1.0, "over", 0)),
+    "a move that is none": (["one", "1", "2", "3"], {"invalid_penalty": 0.5}, (12.5, "over", 1)),
+    "too many that are none": (["1", "x", "y", "z"], {}, (-1.0, "invalid", 3)),
+    "without a limit of these": (["x"], {"max_invalid": None, "max_turns": 5}, (0.0, "turns", 5)),
+    "at the limit of turns": (["1", "2"], {"max_turns": 2}, (2.0, "turns", 0)),
+    "a thought that never ends": (["<think>1"], {}, (-1.0, "invalid", 3)),
+    "a move behind a thought": (["<think>2?</think>1", "2", "3"], {}, (13.0, "over", 0)),
+}
+
+
+@pytest.mark.parametrize(("said", "settings", "expected"), PLAYED.values(), ids=PLAYED)
+async def test_rewards_ends_and_replies_that_are_no_move(said, settings, expected):
+    env = make_env(CountingEnv, "", **settings)
+    await env.setup()
+    replies = iter(said * 5)
+    player = await scripted(env, {"last": 3}, lambda world, player: next(replies))
+    assert (player.score, player.end, player.invalid) == expected
+
+
+async def test_a_reply_that_is_cut_off_ends_the_episode_and_is_no_mistake():
+    env = make_env(CountingEnv, "1")
+    env.server.servers = [FakeServer("1", finish_reason="length")]
+    await env.setup()
+    row, _ = await env.collect_trajectory({"last": 3})
+    assert row["overrides"] == {"end": "length", "turns": 1, "invalid_moves": 0, "set_advantage_to_zero": True}
+
+
+async def test_an_episode_as_long_as_it_may_be_ends():
+    env = make_env(CountingEnv, "x", max_invalid=None, max_episode_tokens=100)
+    await env.setup()
+    row, _ = await env.collect_trajectory({"last": 3})
+    assert (row["overrides"]["end"], 100 <= len(row["tokens"]) < 150) == ("length", True)
+
+
+async def test_a_world_that_breaks_is_a_fault_of_the_environment_and_is_closed():
+    env = make_env(CountingEnv, "break")
+    await env.setup()
+    with pytest.raises(EnvironmentFault, match="counting failed: RuntimeError: lost"):
+        await env.collect_trajectory({"last": 3})
+    assert env.world.closed == 1
+
+
+async def test_with_credit_by_turn_each_token_has_the_advantage_of_its_turn():
+    script = iter(["1", "1", "2", "9", "3"])
+    env = make_env(CountingEnv, lambda prompt: next(script), credit="turn")
+    await env.setup()
+    group, _ = await env.collect_trajectories({"last": 3})
+    assert group["scores"] == [13.0, 1.0]
+    by_turn = [
+        [gain for gain, mask in zip(gains, masks, strict=True) if mask == FakeTokenizer.eos_token_id]
+        for gains, masks in zip(group["advantages"], group["masks"], strict=True)
+    ]
+    assert by_turn == [[1.0, 1.0, 0.0], [-1.0, -1.0]]
+
+
+def test_a_forfeited_episode_counts_as_lost_in_its_last_turn():
+    async def nothing(messages, tools):
+        raise AssertionError
+
+    config = MultiTurnConfig(discount=0.5)
+    good = Player(nothing, config, rewards=[0.0, 1.0], end="over")
+    bad = Player(nothing, config, rewards=[0.0, 0.0], end="invalid", forfeit=-1.0)
+    assert gains_by_turn([good, bad]) == [[1.0, 1.0], [-1.0, -1.0]]
+
+
+async def test_an_evaluation_tells_lost_games_from_moves_that_are_none(tmp_path):
+    replies = iter(["1", "2", "3", "5", "x", "x", "x"])
+    env = make_env(
+        CountingEnv,
+        lambda prompt: next(replies),
+        eval_problems=3,
+        data_dir_to_save_evals=str(tmp_path),
+        max_eval_workers=1,
+    )
+    await env.setup()
+    await env.evaluate()
+    found = json.loads((tmp_path / "metrics.json").read_text())["results"]["all"]
+    assert (found["eval/ended_over"], found["eval/ended_invalid"]) == (2 / 3, 1 / 3)
+    assert found["eval/score"] == (13 + 0 - 1) / 3
+
+
+MOVES = {
+    "the last line": ("I could hit.\n**Stick.**", "Stick"),
+    "a box": ("So \\boxed{1 2} it is", "1 2"),
+    "a tag": ("<answer> e4 </answer>\nGood luck!", "e4"),
+    "nothing": ("", ""),
+}
+
+
+@pytest.mark.parametrize(("text", "move"), MOVES.values(), ids=MOVES)
+def test_the_move_is_what_a_reply_ends_with(text, move):
+    assert last_move(text) == move
+
+
+def test_replies_have_neither_thoughts_nor_calls_in_their_text():
+    from atroposlib.environments.multi_turn import message_of, reply_of
+
+    text = '<think>a <tool_call>{"name": "f"}</tool_call></think>now <tool_call>{"name": "g", "arguments": {"x": 1}}'
+    tools = [{"type": "function", "function": {"name": "g", "parameters": {"type": "object", "properties": {}}}}]
+    reply = reply_of(message_of(text + "</tool_call>", tools))
+    assert (reply.text, [(call.name, call.arguments) for call in reply.calls]) == ("now", [("g", {"x": 1})])
+    assert reply_of({"content": "1"}, opening="<think>\n") == Reply("", (), "<think>\n1")
+
+
+@pytest.mark.parametrize("level", [1, 2, 4])
+async def test_a_sudoku_has_empty_cells_and_one_solution(level):
+    env = make_env(catalog.load("sudoku"), "", levels=[level])
+    for index in range(6):
+        item = await env.problem("train", index)
+        assert sum(row.count(0) for row in item["grid"]) >= 4
+        assert list(solutions([list(row) for row in item["grid"]])) == [item["solution"]]
