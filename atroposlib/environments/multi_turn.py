@@ -152,11 +152,14 @@ class Player:
         return self.forfeit if self.end == "invalid" else self.returns()[0] if self.rewards else 0.0
 
     def returns(self) -> list[float]:
-        """Return for each turn the discounted sum of the rewards from there on."""
+        """Return for each turn the discounted sum of the rewards from there on.
+
+        Rounded, as sums of the same shares in another order would be compared as if one episode were better.
+        """
         total, found = 0.0, []
         for reward in reversed(self.rewards):
             total = reward + self.config.discount * total
-            found.append(total)
+            found.append(round(total, 9))
         return found[::-1]
 
     def hear(self, observation: str | list[Message]) -> None:

@@ -271,6 +271,14 @@ async def test_an_evaluation_tells_lost_games_from_moves_that_are_none(tmp_path)
     assert found["eval/score"] == (13 + 0 - 1) / 3
 
 
+def test_equal_rewards_in_another_order_are_equal_scores():
+    async def nothing(messages, tools):
+        raise AssertionError
+
+    players = [Player(nothing, MultiTurnConfig(), rewards=order) for order in ([0.1, 0.2, 0.3], [0.3, 0.2, 0.1])]
+    assert [player.score for player in players] == [0.6, 0.6]
+
+
 MOVES = {
     "the last line": ("I could hit.\n**Stick.**", "Stick"),
     "a box": ("So \\boxed{1 2} it is", "1 2"),
