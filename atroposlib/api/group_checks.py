@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
@@ -181,7 +181,8 @@ def _plain_fields(group: Any) -> tuple[_Fields, dict[str, Matrix], int]:
             setattr(fields, name, value)
             brackets += value.count("[") if isinstance(value, str) else 0
         else:
-            text = value.mini if isinstance(value, simdjson.Array | simdjson.Object) else msgspec.json.encode(value)
+            is_parsed = isinstance(value, simdjson.Array | simdjson.Object)
+            text = cast(bytes, value.mini) if is_parsed else msgspec.json.encode(value)
             brackets += text.count(b"[")
             if name in _FIELD_NAMES:
                 setattr(fields, name, msgspec.Raw(text))

@@ -101,8 +101,9 @@ class FrameworkEnv(BaseEnv):
 
 def scores_of(group: ScoredDataGroup) -> list[float]:
     """[G] score of each rollout of a group, one that became several rows counted once."""
-    names = [(each or {}).get("rollout_id") for each in group.get("overrides") or [None] * len(group["scores"])]
-    by_name = {name or number: score for number, (name, score) in enumerate(zip(names, group["scores"], strict=True))}
+    scores = group.get("scores") or []
+    names = [(each or {}).get("rollout_id") for each in group.get("overrides") or [None] * len(scores)]
+    by_name = {name or number: score for number, (name, score) in enumerate(zip(names, scores, strict=True))}
     return list(by_name.values())
 
 

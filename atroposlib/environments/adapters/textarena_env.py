@@ -148,7 +148,7 @@ class TextArenaEnv(EpisodeEnv):
             raise EnvironmentFault(f"{config.id} failed: {type(error).__name__}: {error}") from error
         if config.opponent is None:
             return cast(ScoredDataItem, rows), []
-        row = _of_side((rows, []), *policy)
+        row = _of_side((cast(ScoredDataItem, rows), []), *policy)
         if isinstance(row, BaseException):
             raise row
         return row

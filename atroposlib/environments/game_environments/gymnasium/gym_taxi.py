@@ -49,7 +49,7 @@ def _best_actions() -> dict[int, int]:
     """Return for each state the first action of a shortest way to the drop-off."""
     import gymnasium  # pyright: ignore[reportMissingImports]
 
-    taxi: Any = gymnasium.make("Taxi-v4").unwrapped
+    taxi: Any = gymnasium.make("Taxi-v4").unwrapped  # pyright: ignore[reportAttributeAccessIssue]
     moves: dict[int, dict[int, Any]] = taxi.P
     best: dict[int, int] = {}
     while len(best) < len(moves):

@@ -71,7 +71,8 @@ class ActionEnv(MultiTurnEnv):
     async def open(self, item: dict[str, int]) -> ActionWorld:
         import gymnasium  # pyright: ignore[reportMissingImports]
 
-        return self.world_cls(item["seed"], self.idle, self.idle.pop() if self.idle else gymnasium.make(self.id))
+        world = self.idle.pop() if self.idle else gymnasium.make(self.id)  # pyright: ignore[reportAttributeAccessIssue]
+        return self.world_cls(item["seed"], self.idle, world)
 
     async def teardown(self) -> None:
         for env in getattr(self, "idle", ()):
