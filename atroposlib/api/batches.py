@@ -12,10 +12,10 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from atroposlib.api import auth
-from atroposlib.api.edge import CONNECTION_KEY, Receive, Scope, Send
+from atroposlib.api.edge import Receive, Scope, Send
 from atroposlib.api.group_codec import GROUPS_TYPE, batch_json, join_batch
 from atroposlib.api.metrics import Metrics
-from atroposlib.api.protocol import CHUNK_BYTES, Connection
+from atroposlib.api.protocol import CHUNK_BYTES, CONNECTION_KEY, Connection
 from atroposlib.api.queue import Batch
 from atroposlib.api.run import LiveRun
 from atroposlib.api.schemas import Refused
@@ -65,14 +65,17 @@ class Batches:
         """Return the groups of a batch in binary form.
 
         Raises:
-            GroupLost: one is damaged; it is dropped, ask for another batch.
+            GroupLost: one is damaged and dropped, or the run was reset; ask for another batch.
             Unreadable: the batch is as before, say `not_sent`.
         """
         try:
-            return await self._store.read(batch.groups)
+            contents = await self._store.read(batch.groups)
         except GroupLost as error:
             await self._drop_lost(batch, error)
             raise
+        if batch.run_id != self._live.run.run_id:
+            raise GroupLost(batch.groups[0], "its run was reset")
+        return contents
 
     def log_sent(self, batch: Batch) -> Commit:
         """Prepare the log entry after which no death of the process can deliver the batch once more.

@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from atroposlib.api import auth
 from atroposlib.api.group_codec import GROUPS_TYPE
 from atroposlib.api.metrics import Metrics
-from atroposlib.api.protocol import Connections
+from atroposlib.api.protocol import CONNECTION_KEY, Connection, Strangers
 from atroposlib.api.schemas import Refused
 from atroposlib.api.store import StorageFull, Unreadable
 from atroposlib.errors import GroupError
@@ -37,7 +37,6 @@ App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 DISCARD_FACTOR = 16
 """A body over the limit is read to its end, up to this many times the limit, so that the client sees the answer."""
 
-CONNECTION_KEY = "atropos.connection"
 BODY_KEY = "atropos.body"
 """Where the hot routes find the body in the ASGI scope; Request.body() would copy it once more."""
 
@@ -50,23 +49,21 @@ class Gate:
     """Refuses strangers and web pages of other sites; times every request."""
 
     def __init__(
-        self, app: App, *, token: str | None, check_host: bool, metrics: Metrics, connections: Connections
+        self, app: App, *, token: str | None, check_host: bool, metrics: Metrics, strangers: Strangers
     ) -> None:
         self._app = app
         self._token = token
         self._check_host = check_host
         self._metrics = metrics
-        self._connections = connections
+        self._strangers = strangers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        peer = tuple(scope.get("client") or ())
-        connection = self._connections.get(peer)
+        connection: Connection | None = scope.get(CONNECTION_KEY)
         if connection is not None:
             connection.next_request()
-        scope[CONNECTION_KEY] = connection
         started, status = time.perf_counter(), 500
 
         async def send_and_watch(message: Message) -> None:
@@ -78,8 +75,8 @@ class Gate:
             await send(message)
 
         refusal = self._refusal(scope)
-        if refusal is None and (self._token is None or scope["path"] not in OPEN_PATHS):
-            self._connections.let_in(peer)
+        if connection is not None and refusal is None and (self._token is None or scope["path"] not in OPEN_PATHS):
+            self._strangers.forget(connection)
         await (refusal or self._app)(scope, receive, send_and_watch)
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.request_done(route, status, time.perf_counter() - started)

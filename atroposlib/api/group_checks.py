@@ -148,7 +148,7 @@ def _read_plain(body: bytes, kind: type) -> list[tuple[_Fields, dict[str, Matrix
         if np.count_nonzero(np.frombuffer(body, np.uint8) == ord("[")) != brackets:
             return None  # a row within a row, which simdjson has flattened
         return [(fields, matrices) for fields, matrices, _ in groups]
-    except (ValueError, TypeError, AttributeError, RuntimeError):
+    except (ValueError, TypeError, AttributeError, LookupError, RuntimeError):
         return None
     finally:
         del document  # the parser refuses to be used again before

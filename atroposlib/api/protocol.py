@@ -13,6 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+CONNECTION_KEY = "atropos.connection"
 CHUNK_BYTES = 1 << 18
 MAX_STRANGERS = 512
 MOST_DESCRIPTORS = 1 << 16
@@ -40,10 +41,11 @@ class Progress:
 
 
 class Connection:
-    """One client connection."""
+    """One client connection; the scope of each of its requests holds it under `CONNECTION_KEY`."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, host: str = "") -> None:
         self.transport = transport
+        self.host = host
         self.progress = Progress()
         self._on_fate: Callable[[bool], None] | None = None
 
@@ -68,7 +70,7 @@ class Connection:
         self.progress.broken = self.progress.broken or self._unacknowledged() > 0
 
     def is_leaving(self) -> bool:
-        """Whether what is sent now would not go out any more."""
+        """Return True when what is sent now would not go out any more."""
         return self.progress.closed or self.transport.is_closing()
 
     def when_known(self, request: int, callback: Callable[[bool], None]) -> None:
@@ -99,56 +101,32 @@ class Connection:
         return pending[0]
 
 
-class Connections:
-    """Open connections by peer address, as in an ASGI scope's `client`.
+class Strangers:
+    """Strangers: connections none of whose requests was let in yet.
 
-    A connection is a stranger until one of its requests was let in. Of one host's strangers at most `max_strangers`
-    stay: the oldest gives way, so that whoever only holds connections open takes no descriptor from those who ask.
+    Of one host's at most `max_strangers` stay: the oldest gives way, so that whoever only holds connections open takes
+    no descriptor from those who ask.
     """
 
     def __init__(self, max_strangers: int = MAX_STRANGERS) -> None:
         self.max_strangers = max_strangers
-        self._by_peer: dict[Any, Connection] = {}
         self._strangers: dict[str, dict[Connection, None]] = {}  # host -> connections, oldest first
 
-    def __len__(self) -> int:
-        return len(self._by_peer)
-
-    def get(self, peer: Any) -> Connection | None:
-        """Return the connection from that address and port, if there is one."""
-        return self._by_peer.get(peer)
-
-    def add(self, peer: Any, connection: Connection) -> None:
+    def add(self, connection: Connection) -> None:
         """Count a new connection; the oldest stranger of its host is cut off when there are too many."""
-        self._by_peer[peer] = connection
-        strangers = self._strangers.setdefault(_host(peer), {})
+        strangers = self._strangers.setdefault(connection.host, {})
         strangers[connection] = None
         if len(strangers) > self.max_strangers:
             oldest = next(iter(strangers))
             del strangers[oldest]
             oldest.transport.abort()
 
-    def let_in(self, peer: Any) -> None:
-        """Note that a request over this connection was let in."""
-        strangers = self._strangers.get(_host(peer))
-        if strangers is not None and (connection := self._by_peer.get(peer)) is not None:
-            self._forget_stranger(peer, connection)
-
-    def remove(self, peer: Any, connection: Connection) -> None:
-        """Forget a connection that is gone, not a later one from the same port."""
-        if self._by_peer.get(peer) is connection:
-            del self._by_peer[peer]
-        self._forget_stranger(peer, connection)
-
-    def _forget_stranger(self, peer: Any, connection: Connection) -> None:
-        strangers = self._strangers.get(_host(peer), {})
+    def forget(self, connection: Connection) -> None:
+        """Count a connection no longer: a request over it was let in, or it is gone."""
+        strangers = self._strangers.get(connection.host, {})
         strangers.pop(connection, None)
         if not strangers:
-            self._strangers.pop(_host(peer), None)
-
-
-def _host(peer: Any) -> str:
-    return peer[0] if peer else ""
+            self._strangers.pop(connection.host, None)
 
 
 def raise_descriptor_limit() -> int:
@@ -173,20 +151,19 @@ HEAD_BYTES = 1 << 16
 
 
 class ConnectionProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with deadlines for what comes in, which keeps `connections` up to date."""
+    """uvicorn's HTTP protocol with deadlines for what comes in, which tells each request its connection."""
 
-    def __init__(self, connections: Connections, **uvicorn_settings: Any) -> None:
+    def __init__(self, strangers: Strangers, **uvicorn_settings: Any) -> None:
         super().__init__(**uvicorn_settings)
-        self._open = connections
+        self._strangers = strangers
         self._deadline: asyncio.TimerHandle | None = None
         self._in_head = False
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._peer = tuple(transport.get_extra_info("peername") or ())[:2]
-        self._connection = Connection(transport)
-        self._open.add(self._peer, self._connection)
+        self._connection = Connection(transport, (transport.get_extra_info("peername") or ("",))[0])
+        self._strangers.add(self._connection)
         self._expect(HEAD_S)
 
     def data_received(self, data: bytes) -> None:
@@ -197,6 +174,7 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope[CONNECTION_KEY] = self._connection  # pyright: ignore[reportGeneralTypeIssues]
         self._in_head, self._head_bytes = True, 0
         self._expect(HEAD_S)
 
@@ -218,7 +196,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._open.remove(self._peer, self._connection)
+        self._strangers.forget(self._connection)
         self._expect(None)
         self._connection.lost(exc)
         super().connection_lost(exc)

@@ -23,7 +23,6 @@ from atroposlib.api import schemas
 from atroposlib.api.batches import BatchResponse
 from atroposlib.api.edge import (
     BODY_KEY,
-    CONNECTION_KEY,
     ERROR_RESPONSES,
     App,
     BodyReader,
@@ -39,7 +38,7 @@ from atroposlib.api.edge import (
 from atroposlib.api.group_checks import EncodedGroup, read_binary, read_group, read_list
 from atroposlib.api.group_codec import GROUP_KEYS
 from atroposlib.api.group_intake import Receipt
-from atroposlib.api.protocol import Connections
+from atroposlib.api.protocol import CONNECTION_KEY, Strangers
 from atroposlib.api.schemas import Refused
 from atroposlib.api.service import TrajectoryService
 from atroposlib.api.store import Store
@@ -78,7 +77,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     max_bytes = None if settings.max_queue_mb is None else int(settings.max_queue_mb * MEGABYTE)
     store = Store(settings.state_dir, max_bytes, accept_older=settings.accept_older)
     service = TrajectoryService(store, env_timeout_s=settings.env_timeout_s)
-    connections = Connections()
+    strangers = Strangers()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -87,14 +86,14 @@ def create_app(settings: ApiSettings) -> FastAPI:
 
     api = FastAPI(title="Atropos trajectory API", version="0.5.0", lifespan=lifespan)
     api.state.service = service
-    api.state.connections = connections
+    api.state.strangers = strangers
     api.state.reading = asyncio.Lock()
     add_routes(api)
     api.add_middleware(DirectRoutes, routes=add_hot_routes(api))
     add_error_responses(api)
     api.add_middleware(BodyReader, max_bytes=int(settings.max_body_mb * MEGABYTE))
     api.add_middleware(
-        Gate, token=settings.token, check_host=settings.check_host, metrics=service.metrics, connections=connections
+        Gate, token=settings.token, check_host=settings.check_host, metrics=service.metrics, strangers=strangers
     )
     return api
 

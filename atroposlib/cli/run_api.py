@@ -118,10 +118,10 @@ def _run(app, listener: socket.socket) -> None:
 
     from atroposlib.api.protocol import MAX_STRANGERS, ConnectionProtocol, raise_descriptor_limit
 
-    app.state.connections.max_strangers = min(MAX_STRANGERS, raise_descriptor_limit() // 2)
+    app.state.strangers.max_strangers = min(MAX_STRANGERS, raise_descriptor_limit() // 2)
     config = uvicorn.Config(
         app,
-        http=cast(Any, partial(ConnectionProtocol, app.state.connections)),  # which is only called
+        http=cast(Any, partial(ConnectionProtocol, app.state.strangers)),  # which is only called
         ws="none",
         access_log=False,
         log_config=None,

@@ -92,6 +92,12 @@ async def test_an_escaped_bracket_in_a_string_hides_no_row_within_a_row():
     assert "masks[0][0] is a list; expected an integer" in answer.json()["detail"][0]["msg"]
 
 
+async def test_a_key_with_a_zero_character_hides_no_other_key():
+    client = await started(memory_app(), batch_size=4)
+    assert (await client.post("/scored_data", json={"tokens\0": [[9]], "\0": 1, **make_group(3)})).status_code == 200
+    assert uids(await client.get("/batch")) == [3]
+
+
 async def test_of_two_equal_keys_the_last_counts_as_everywhere_in_python():
     client = await started(memory_app(), batch_size=4)
     body = json.dumps(make_group(2))[:-1] + ', "tokens": ' + json.dumps(make_group(3)["tokens"]) + "}"

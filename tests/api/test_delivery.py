@@ -9,8 +9,7 @@ from api_testing import ENV, client_of, make_group, needs_root, small_disk, star
 
 from atroposlib.api import state_folder
 from atroposlib.api.batches import BatchResponse
-from atroposlib.api.edge import CONNECTION_KEY
-from atroposlib.api.protocol import Connection
+from atroposlib.api.protocol import CONNECTION_KEY, Connection
 from atroposlib.api.server import ApiSettings, create_app
 from atroposlib.api.state_folder import DeliveryLog, LogEntry
 

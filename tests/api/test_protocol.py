@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from api_testing import make_group, register_run, server_process, uids
+from api_testing import client_of, make_group, memory_app, register_run, server_process, started, uids
 from uvicorn.server import ServerState
 
 from atroposlib.api.group_intake import RetryFinder
-from atroposlib.api.protocol import Connection, ConnectionProtocol, Connections
+from atroposlib.api.protocol import CONNECTION_KEY, Connection, ConnectionProtocol, Strangers
 from atroposlib.api.queue import Group
 
 TEXT = [[{"role": "user", "content": "x" * 200_000}]] * 4
@@ -148,20 +148,6 @@ def test_a_head_of_60_kb_is_taken(url):
     assert answer.json() == {"status": "received"}
 
 
-def test_a_closed_connection_does_not_take_a_later_one_of_the_same_address_with_it():
-    connections = Connections()
-    settings = {"config": Mock(), "server_state": ServerState(), "app_state": {}, "_loop": Mock()}
-    old, new = ConnectionProtocol(connections, **settings), ConnectionProtocol(connections, **settings)
-    for made in (old, new):
-        made.connection_made(Mock(get_extra_info=lambda name: ("127.0.0.1", 4000) if "name" in name else None))
-    known = connections.get(("127.0.0.1", 4000))
-    old.connection_lost(None)
-    assert connections.get(("127.0.0.1", 4000)) is known
-    assert not known.progress.closed
-    new.connection_lost(None)
-    assert len(connections) == 0
-
-
 class Clock:
     """Stands in for an event loop's timers: `pass_(seconds)` calls what is due."""
 
@@ -185,12 +171,12 @@ class Clock:
         return Mock()
 
 
-def silent_client(connections, port, clock):
+def silent_client(strangers, clock):
     """(its protocol, transport) of a new connection."""
-    transport = Mock(get_extra_info=lambda name: ("127.0.0.1", port) if "name" in name else None)
+    transport = Mock(get_extra_info=lambda name: ("127.0.0.1", 4000) if "name" in name else None)
     transport.is_closing = lambda: transport.close.called or transport.abort.called
     config = Mock(limit_concurrency=None, reset_contextvars=False, root_path="")
-    client = ConnectionProtocol(connections, config=config, server_state=ServerState(), app_state={}, _loop=clock)
+    client = ConnectionProtocol(strangers, config=config, server_state=ServerState(), app_state={}, _loop=clock)
     client.connection_made(transport)
     return client, transport
 
@@ -207,7 +193,7 @@ PARTS = {
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 def test_a_connection_without_a_whole_head_is_closed_in_time(parts):
     clock = Clock()
-    client, transport = silent_client(Connections(), 4000, clock)
+    client, transport = silent_client(Strangers(), clock)
     for part in parts:
         client.data_received(part)
         clock.pass_(1)
@@ -218,11 +204,11 @@ def test_a_connection_without_a_whole_head_is_closed_in_time(parts):
 
 def test_a_whole_request_is_never_cut_off_and_a_half_body_is():
     clock = Clock()
-    client, transport = silent_client(Connections(), 4000, clock)
+    client, transport = silent_client(Strangers(), clock)
     client.data_received(b"GET / HTTP/1.1\r\n\r\n")
     clock.pass_(1000)
     assert not transport.close.called
-    client, transport = silent_client(Connections(), 4000, clock)
+    client, transport = silent_client(Strangers(), clock)
     client.data_received(b"POST / HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + b"1" * 70_000)
     clock.pass_(1000)
     assert not transport.close.called  # nobody has asked for the rest
@@ -232,11 +218,12 @@ def test_a_whole_request_is_never_cut_off_and_a_half_body_is():
 
 
 def test_the_oldest_of_too_many_strangers_gives_way_and_whoever_was_let_in_stays():
-    connections, clock = Connections(max_strangers=3), Clock()
-    transports = [silent_client(connections, port, clock)[1] for port in range(3)]
-    connections.let_in(("127.0.0.1", 0))
-    transports += [silent_client(connections, port, clock)[1] for port in range(3, 6)]
-    assert [transport.abort.called for transport in transports] == [False, True, True, False, False, False]
+    strangers, clock = Strangers(max_strangers=3), Clock()
+    clients = [silent_client(strangers, clock) for _ in range(3)]
+    clients[0][0].on_message_begin()
+    strangers.forget(clients[0][0].scope[CONNECTION_KEY])
+    clients += [silent_client(strangers, clock) for _ in range(3)]
+    assert [transport.abort.called for _, transport in clients] == [False, True, True, False, False, False]
 
 
 def test_more_idle_strangers_than_descriptors_do_not_take_the_server_down(tmp_path):
@@ -258,3 +245,15 @@ def test_what_may_be_a_lost_answer_keeps_no_connection_and_no_body_alive():
     gc.collect()
     assert alive() is None
     assert retries.lost_responses(b"digest") == 1
+
+
+async def test_a_post_whose_connection_broke_before_it_was_looked_at_is_known_when_it_comes_again():
+    app = memory_app()
+    client, gone = await started(app), Connection(Mock())
+    gone.lost(ConnectionResetError())
+
+    async def over_the_broken_one(scope, receive, send):
+        await app({**scope, CONNECTION_KEY: gone}, receive, send)
+
+    await client_of(over_the_broken_one).post("/scored_data", json=make_group(1))
+    assert (await client.post("/scored_data", json=make_group(1))).json() == {"status": "received", "duplicate": True}
