@@ -3,6 +3,7 @@
 A start takes 30 ms of CPU in place of a second. Signals, kills, exit codes, stdout and stderr are those of a process.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -43,7 +44,10 @@ class Child:
 
     def send_signal(self, sign: signal.Signals) -> None:
         if self._process.exitcode is None:
-            os.kill(self.pid, sign)
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # it has ended, and the server that forked it has yet to say so
+                os.kill(self.pid, sign)
 
     def wait(self, timeout: float) -> int:
         """Exit code; that of a signal is negative."""
