@@ -13,7 +13,7 @@ from tests.fakes import FakeServer, FakeTokenizer
 
 USER = {"role": "user", "content": "hi"}
 MORE = {"role": "user", "content": "more"}
-ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 SUB = ADD.replace("add", "sub")
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("add", "sub")]
 
