@@ -1,7 +1,9 @@
-"""Settings of every test: no hub, no wandb, no colour."""
+"""Settings of every test: no hub, no wandb, no colour; the whole suite runs on every core."""
 
 import os
 from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -10,3 +12,23 @@ os.environ.setdefault("NO_COLOR", "1")
 ROOT = str(Path(__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
 """Processes that tests start run this checkout, wherever they start, and whatever is installed."""
+
+LONGEST = ("launch/test_datagen_run.py", "rollouts/test_auto_concurrency.py", "api/test_durability.py")
+"""Files that begin first, so that none of them is what the other cores wait for in the end."""
+MOST_WORKERS = 8
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Spread the whole suite over the cores, file by file. Named files run here, and so does everything with `-n0`."""
+    options, cores = config.option, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    has_choice = getattr(options, "numprocesses", 0) is None and not hasattr(config, "workerinput")  # pytest-xdist's
+    if is_whole and has_choice and not options.collectonly and not options.usepdb and (cores or 1) > 1:
+        options.numprocesses, options.dist = min(cores or 1, MOST_WORKERS), "loadfile"
+        options.loadscopereorder = False  # it would begin with the files of most tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
