@@ -19,6 +19,8 @@ from atroposlib.envs import catalog
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.cli import main as run_environment
 from atroposlib.errors import EnvironmentFault
+from atroposlib.sandbox.host import require_host
+from atroposlib.sandbox.workers import SandboxError
 from atroposlib.testing import ScriptedEngine, write_tokenizer
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
 
@@ -71,6 +73,11 @@ def settings_of(env_cls, folder):
 def needed(env_cls):
     if env_cls.needs:
         pytest.importorskip(env_cls.needs)
+    if hasattr(env_cls, "sandbox"):
+        try:
+            require_host()
+        except SandboxError as error:
+            pytest.skip(str(error))
 
 
 async def rolled_out(name, folder, tokenizer):

@@ -1,0 +1,1 @@
+"""Programs that are written, run in a sandbox, and repaired."""
