@@ -6,11 +6,13 @@ for finding in check(env_cls, folder):
 
 import asyncio
 import contextlib
+import importlib.util
 import inspect
 import json
 import logging
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +111,13 @@ def check(
         yield Finding("honest rewards", note="not tried: no SingleTurnEnv or MultiTurnEnv that is verifiable")
 
 
+def missing_extra(env_cls: type[BaseEnv]) -> str | None:
+    """Return the extra of this package that an environment cannot run without, None when all is there."""
+    if not issubclass(env_cls, SingleTurnEnv | MultiTurnEnv) or not env_cls.needs:
+        return None
+    return None if importlib.util.find_spec(env_cls.needs) else env_cls.extra
+
+
 def rates_of(
     env_cls: type[SingleTurnEnv | MultiTurnEnv], tokenizer: Path, flags: Sequence[str], *, problems: int = 32
 ) -> Rates:
@@ -181,9 +190,10 @@ class _Trainer:
 
 
 def _finding(what: str, does: Callable[[], str]) -> Finding:
-    """Run one check; whatever it raises is its fault."""
+    """Run one check; whatever it raises is its fault, and what it prints are diagnostics."""
     try:
-        return Finding(what, note=does())
+        with contextlib.redirect_stdout(sys.stderr):
+            return Finding(what, note=does())
     except (Exception, SystemExit) as error:
         logging.getLogger(__name__).debug("check failed: %s", what, exc_info=error)
         text = str(error) if isinstance(error, AtroposError) else f"{type(error).__name__}: {error}"

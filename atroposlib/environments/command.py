@@ -82,22 +82,42 @@ def check(
     """Check an environment: documentation, config, its three modes against a scripted engine, honest rewards.
 
     Flags of its own command line may follow, such as a data set. Exit code 1: something is not as it should be.
+    With --all, those that lack an extra of this package are named and left out.
 
     Examples:
       atropos env check my_env.py
       atropos env check mcqa_thinking --env.dataset my_questions.jsonl
       atropos env check --all
     """
+    from atroposlib.environments.check import Finding, missing_extra
     from atroposlib.environments.check import check as findings
 
     if every == bool(name):
         raise ConfigError("name one environment, or say --all")
-    failed = 0
-    for each in [name] if name else catalog.entries():
+    names, failed, skipped = [name] if name else [*catalog.entries()], set[str](), set[str]()
+    for each in names:
+        try:
+            env_cls = catalog.load(each)
+        except ConfigError as error:
+            if name:
+                raise
+            failed.add(each)
+            print(f"{each}: {Finding('import', fault=str(error))}", flush=True)
+            continue
+        if every and (extra := missing_extra(env_cls)):
+            skipped.add(each)
+            print(f"{each}: skipped, it needs: pip install 'atroposlib[{extra}]'", flush=True)
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            for finding in findings(catalog.load(each), Path(folder), context.args):
+            for finding in findings(env_cls, Path(folder), context.args):
                 print(f"{each}: {finding}", flush=True)
-                failed += finding.fault is not None
+                if finding.fault is not None:
+                    failed.add(each)
+    if every:
+        passed = len(names) - len(failed) - len(skipped)
+        print(
+            f"{passed} environments passed, {len(skipped)} skipped, {len(failed)} failed {sorted(failed) or ''}".strip()
+        )
     if failed:
         raise typer.Exit(1)
 

@@ -53,7 +53,7 @@ class MathEnv(RowsEnv):
     env_config_cls = RSConfig
     config: RSConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     judge: MathJudge | None = None
-    extra = "rewards"
+    extra, needs = "rewards", "math_verify"
     system: ClassVar[str] = THINK + "give the final answer in \\boxed{}."
     wanted = 'an object like {"question": "...", "answer": "42"} or {"problem": "...", "solution": "... \\\\boxed{42}"}'
 

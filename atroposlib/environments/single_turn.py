@@ -69,6 +69,7 @@ class SingleTurnEnv(BaseEnv):
     is_verifiable: ClassVar[bool] = True  # a right reply can be told from a wrong one
     guessing: ClassVar[float] = 0.05  # mean grade that the best constant reply may have
     extra: ClassVar[str] = ""  # of this package, which it needs
+    needs: ClassVar[str] = ""  # module that the extra installs
     opening = ""  # of a thought, where the chat template writes it
 
     @classmethod

@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from atroposlib.cli.new import env as new_env
+from atroposlib.environments import check as check_module
 from atroposlib.environments import community, table
-from atroposlib.environments.check import check
+from atroposlib.environments.check import Finding, check, missing_extra
 from atroposlib.environments.command import app
 from atroposlib.envs import catalog
 from atroposlib.envs.base import BaseEnv
@@ -18,7 +19,11 @@ from atroposlib.envs.cli import MODES
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.launch.load import load_config
 
-OURS = [name for name, entry in catalog.entries().items() if entry.package == "atroposlib"]
+OURS = {
+    name: f"{entry.module}:{entry.attribute}"
+    for name, entry in catalog.entries().items()
+    if entry.package == "atroposlib"
+}
 WHOLE = ("countdown", "word_guess")
 """What is tried in all modes here; `atropos env check --all` tries all."""
 TRIED_ELSEWHERE = ("gsm8k",)
@@ -28,8 +33,8 @@ TRIED_ELSEWHERE = ("gsm8k",)
 @pytest.mark.parametrize("name", [name for name in OURS if name not in TRIED_ELSEWHERE])
 def test_every_environment_of_ours_passes_its_check(name, tmp_path):
     env_cls = catalog.load(name)
-    if needs := getattr(env_cls, "needs", ""):
-        pytest.importorskip(needs)
+    if extra := missing_extra(env_cls):
+        pytest.skip(f"needs the extra {extra}")
     modes = tuple(MODES) if name in WHOLE else ("process",) if name != "reasoning_gym" else ()  # it loads much
     findings = list(check(env_cls, tmp_path, modes=modes, problems=12))
     assert [str(finding) for finding in findings if finding.fault] == []
@@ -87,6 +92,25 @@ def test_a_check_finds_rewards_that_are_not_honest_and_files_that_cannot_be_star
     assert "does not end with `if __name__" in faults["documentation"]
     assert "junk scores 1.00" in faults["honest rewards"]
     assert "the constant reply" in faults["honest rewards"]
+
+
+def test_a_check_of_all_names_what_lacks_an_extra_and_what_fails_costs_itself(monkeypatch):
+    declare(
+        monkeypatch,
+        ("broken", "no_such_module:Env"),
+        ("fine", OURS["countdown"]),
+        ("lacking", OURS["gym_taxi"]),
+    )
+    monkeypatch.setattr(catalog.load("lacking"), "needs", "no_such_module")
+    monkeypatch.setattr(check_module, "check", lambda *given: iter([Finding("process", note="done")]))
+    done = CliRunner().invoke(app, ["check", "--all"])
+    assert done.stdout.splitlines()[1:] == [
+        "fine: ok    process: done",
+        "lacking: skipped, it needs: pip install 'atroposlib[gymnasium]'",
+        "1 environments passed, 1 skipped, 1 failed ['broken']",
+    ]
+    assert done.stdout.startswith("broken: FAIL  import: environment 'broken' of ? cannot be imported")
+    assert done.exit_code == 1
 
 
 BAD_FILES = {

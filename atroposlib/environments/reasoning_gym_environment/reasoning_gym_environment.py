@@ -66,7 +66,7 @@ class ReasoningGymEnv(InternBootcampEnv):
 
     name = "reasoning_gym"
     env_config_cls = ReasoningGymEnvConfig
-    extra = "envs"
+    extra, needs = "envs", "reasoning_gym"
     config: ReasoningGymEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     system = THINK + "give your final answer in exactly the form that the problem asks for."
 
