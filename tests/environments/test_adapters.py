@@ -221,7 +221,7 @@ def run(env_cls, folder, flags, says, *, stop_at=None):
         asked.append(prompt)
         if len(asked) == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
-        return says
+        return says(prompt) if callable(says) else says
 
     rollouts = folder / "rollouts.jsonl"
     flags = [*flags, "--env.total_steps", str(ITEMS), "--env.data_path_to_save_groups", str(rollouts)]
@@ -247,17 +247,26 @@ def test_every_adapter_serves_evaluates_processes_and_resumes_in_the_middle(
 ):
     pytest.importorskip(env_cls.framework.replace("-", "_"))
     settings = {"id": "gsm8k_multi_turn", **settings(tmp_path)} if callable(settings) else settings
-    settings = {"items": ITEMS, "eval_items": 2, "max_turns": 3, **settings}
-    flags = [text for key, value in settings.items() for text in (f"--env.{key}", str(value))]
+    runs_in_all_modes(env_cls, {"max_turns": 3, **settings}, says, tmp_path, monkeypatch)
+
+
+def runs_in_all_modes(env_cls, settings, says, folder, monkeypatch, *, stop_at=9):
+    """Assert: serve, evaluate, and process over a signal with request number `stop_at`, compared with one without."""
     monkeypatch.setattr("atroposlib.envs.cli.leave_soon", lambda code: None)  # the process is that of the tests
-    findings = list(check(env_cls, tmp_path, flags, modes=["serve", "evaluate"]))
+    settings = {"items": ITEMS, "eval_items": 2, **settings}
+    flags = [text for key, value in settings.items() for text in (f"--env.{key}", as_flag(value))]
+    findings = list(check(env_cls, folder, flags, modes=["serve", "evaluate"]))
     assert not [str(finding) for finding in findings if finding.fault]
     assert "eval/items 2" in findings[-2].note
     rest = {"group_size": 2, "ensure_scores_are_not_same": "false", "response_journal": "responses"}
     flags += [text for key, value in rest.items() for text in (f"--env.{key}", str(value))]
-    whole = run(env_cls, tmp_path / "whole", flags, says)
-    cut = run(env_cls, tmp_path / "cut", flags, says, stop_at=9)
+    whole = run(env_cls, folder / "whole", flags, says)
+    cut = run(env_cls, folder / "cut", flags, says, stop_at=stop_at)
     assert (whole.codes, cut.codes) == ([0], [75, 0])
     assert whole.groups == cut.groups
     assert len(whole.groups) == ITEMS
-    assert len(cut.asked) <= len(whole.asked) + IN_FLIGHT
+    assert len(whole.asked) <= len(cut.asked) <= len(whole.asked) + IN_FLIGHT < len(whole.asked) + stop_at
+
+
+def as_flag(value):
+    return value if isinstance(value, str) else json.dumps(value)
