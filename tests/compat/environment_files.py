@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[2]
 CLASS = re.compile(r"^class \w+\(.*?(Env|EvalBase)\w*\b", re.M | re.S)
 ENDS = ("done", "kept nothing")
 LATE = "not at its end after"
+NOTHING_KEPT = "none gave a usable group"
 MISSING = (
     (r"No module named '([\w.]+)'", "package {}"),
     (r"(?:connect to the Hub|offline mode|OfflineMode|huggingface\.co|not found on the Hub|on the Hub)", "hub data"),
@@ -290,6 +291,7 @@ class Trial:
             False,
         )
         from atroposlib.envs.base import BaseEnv
+        from atroposlib.errors import AtroposError
 
         hooks = ("collect_trajectories", "collect_trajectory")
         rolls_out = "eval" not in self.report.file and any(getattr(cls, h) is not getattr(BaseEnv, h) for h in hooks)
@@ -314,6 +316,9 @@ class Trial:
         env.n_groups_to_process, env.group_size_to_process = GROUPS, GROUP_SIZE
         try:
             asyncio.run(env.process_manager())
+        except AtroposError as error:
+            if NOTHING_KEPT not in str(error):
+                raise
         finally:
             groups = folder / "groups.jsonl"
             self.report.groups = sum(1 for _ in groups.open()) if groups.exists() else 0
