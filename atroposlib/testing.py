@@ -120,6 +120,9 @@ class ScriptedEngine:
         ids, sampling = body["input_ids"], body.get("sampling_params") or {}
         texts = self._answers(self._tokenizer.decode(ids, skip_special_tokens=False), sampling.get("n") or 1)
         replies = [self._reply(text, len(ids), sampling.get("max_new_tokens")) for text in texts]
+        if body.get("return_logprob") and (start := body.get("logprob_start_len", -1)) >= 0:
+            for reply in replies:
+                reply["meta_info"] |= _of_prompt(ids[start:], body.get("top_logprobs_num") or 0)
         return web.json_response(replies[0] if len(replies) == 1 else replies)
 
     async def _chat(self, request: web.Request) -> web.Response:
@@ -154,6 +157,16 @@ class ScriptedEngine:
                 "output_token_logprobs": [[_LOGPROB, token, None] for token in ids],
             },
         }
+
+
+def _of_prompt(ids: Sequence[int], top_k: int) -> dict[str, Any]:
+    """Return what SGLang says of a prompt: nothing of its first token, and of each other that it was the likeliest."""
+    top = [[[(n + 1) * _LOGPROB, token + n, None] for n in range(top_k)] for token in ids[1:]]
+    given = [[_LOGPROB, token, None] for token in ids[1:]]
+    return {
+        "input_token_logprobs": [[None, token, None] for token in ids[:1]] + given,
+        "input_top_logprobs": [None for _ in ids[:1]] + top,
+    }
 
 
 def roll_out(

@@ -1,5 +1,6 @@
 """The table of benchmarks: their rows, classes and scores; judges; results."""
 
+import asyncio
 import importlib
 import json
 
@@ -14,9 +15,11 @@ from atroposlib.environments.judging import Grader, PairJudge
 from atroposlib.environments.rlaif_server import RLAIFConfig, RLAIFEnv
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.cli import resolve
+from atroposlib.envs.kept_evaluation import kept_responses
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, DataError, EnvironmentFault, VerifierFault
 from atroposlib.rollouts.failures import is_scored
+from atroposlib.testing import ScriptedEngine, write_tokenizer
 from atroposlib.utils.eval_statistics import paired_test, standard_error
 from tests.fakes import FakeServer, FakeTokenizer
 
@@ -264,6 +267,30 @@ async def test_choices_are_compared_by_their_likelihood_and_by_that_of_a_charact
     samples = [json.loads(line) for line in (tmp_path / "result/samples.jsonl").read_text().splitlines()]
     assert samples[0]["loglikelihoods"] == pytest.approx([-2.0, -4.3])
     assert (env.eval_metrics["eval/acc"], env.eval_metrics["eval/acc_norm"]) == (0.0, 1.0)
+
+
+async def test_a_comparison_of_choices_that_was_killed_asks_only_for_what_is_missing(make_env, tmp_path):
+    rows = [{"question": f"q{n}?", "choices": ["xx", "y"], "answer": 1, "subject": "s"} for n in range(3)]
+    env = await make_env("mmlu", rows, scoring="loglikelihood")
+    await env.server.close()
+    with ScriptedEngine(lambda prompt: "", write_tokenizer(tmp_path / "tokenizer")) as engine:
+        address = APIServerConfig(model_name="scripted", base_url=f"{engine.url}/v1", server_type="sglang")
+        env.server = ServerManager([address])
+
+        async def killed():
+            with kept_responses(env.server, tmp_path):
+                await env.compare(await env.problem("test", 0), asyncio.Semaphore())
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            await killed()
+        assert len(engine.prompts) == 2
+        with kept_responses(env.server, tmp_path):
+            await env.evaluate()
+        await env.server.close()
+    assert len(engine.prompts) == len(set(engine.prompts)) == 2 * len(rows)
+    assert (env.eval_metrics["eval/acc"], env.eval_metrics["eval/failed"]) == (0.0, 0)
+    assert list(tmp_path.glob("evaluate.journal.*")) == []
 
 
 async def test_letters_follow_the_listed_choices_and_solved_questions_stand_before(make_env):

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import msgspec
 import orjson
 
 from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from openai.types.completion import Completion
 
 _CHATS, _TEXTS, _TOKENS = "_chat_completion_wrapper", "_completion_wrapper", "tokens"
+_LOGPROBS = "_get_logprobs_wrapper"
 """Routes, as they are part of the names of journalled responses and of their seeds: never to be changed."""
 
 _NAMES_NOTHING = frozenset({"n", "timeout", "extra_headers", "seed"})
@@ -55,6 +57,7 @@ class Asker(Protocol):
     async def _completion_wrapper(self, **kwargs: Any) -> "Completion": ...
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs: ...
     async def _resumable_wrapper(self, draft: Draft, **kwargs: Any) -> TokensAndLogprobs: ...
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]: ...
 
 
 Attempt = Callable[[Asker, dict[str, Any]], Awaitable[Result]]
@@ -131,6 +134,18 @@ class OneByOne:
             [draft.logprobs.tolist() for draft in drafts],
             [_reply_of(draft).finish_reasons[0] for draft in drafts],
         )
+
+    async def prompt_logprobs(self, server: Asker, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """As `APIServer.get_logprobs`."""
+
+        async def ask(draft: Draft, one: dict[str, Any]) -> None:
+            with held_replies() as replies:
+                view = await server._request(lambda at, asked: at._get_logprobs_wrapper(**asked), one)
+            reply = replies[-1] if replies else EngineReply([], len(view["prompt_tokens"]), 0)
+            draft.finish(reply, body=msgspec.msgpack.encode(view))  # unlike JSON it keeps -inf
+
+        (draft,) = await self._drafts(server, _LOGPROBS, {**kwargs, "n": 1}, ask)
+        return msgspec.msgpack.decode(draft.body or b"")
 
     async def _openai(
         self, server: Asker, route: str, attempt: Attempt[Any], kwargs: dict[str, Any], parse: Callable[[bytes], Any]

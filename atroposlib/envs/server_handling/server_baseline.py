@@ -108,6 +108,8 @@ class APIServer(ABC):
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Log-probabilities of a given prompt: `prompt_tokens` [P], `prompt_topk_token_ids` and `_logprobs` [P][k]."""
+        if self.one_by_one is not None and kwargs.get("split") == "eval" and self.one_by_one.applies(kwargs):
+            return await self.one_by_one.prompt_logprobs(self, kwargs)
         return await self._request(lambda server, asked: server._get_logprobs_wrapper(**asked), kwargs)
 
     @abstractmethod
