@@ -35,7 +35,7 @@ COLUMNS = (
     "question",
     "unfinished",
 )
-HEAD = "| " + " | ".join((*COLUMNS, "constant", "CPU ms a group", "smollm2-135m", "its s a group")) + " |"
+HEAD = "| " + " | ".join((*COLUMNS, "constant", "CPU ms a group", "smollm2-135m", "its s a reply")) + " |"
 GROUPS, GROUP_SIZE = 20, 8
 PROBLEMS, SHOTS, TOKENS = 64, 4, 64
 """Of the embedded model's score."""
