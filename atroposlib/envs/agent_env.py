@@ -10,6 +10,7 @@ runs when the agent has ended and its rollout is sealed.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -62,6 +63,7 @@ class Access:
     key: str
     model: str
     folder: Path  # of this rollout, empty at the start; the working folder of commands
+    score_key: str  # in no variable of the agent's process: who has it sets the reward
 
     @property
     def openai_base_url(self) -> str:
@@ -72,6 +74,11 @@ class Access:
     def anthropic_base_url(self) -> str:
         """For Anthropic's clients, which add /v1 themselves."""
         return self.root
+
+    @property
+    def event_url(self) -> str:
+        """Where Agent-Lightning's agents post their reward; given to an agent, it sets its own score."""
+        return f"{self.root}/{self.score_key}/events"
 
     def variables(self) -> dict[str, str]:
         """The environment of an agent's process: its model, an empty home, and no secret but its key."""
@@ -140,7 +147,7 @@ class AgentEnv(BaseEnv):
         raise NotImplementedError(f"{type(self).__name__} must define run_agent(item, access)")
 
     async def verify(self, item: Item, run: AgentRun) -> float:
-        """Score an agent that has ended."""
+        """Score an agent that has ended, as a finite number; raise where there is none."""
         raise NotImplementedError(f"{type(self).__name__} must define verify(item, run)")
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup, list[Item]]:
@@ -180,11 +187,14 @@ class AgentEnv(BaseEnv):
         count_lease(rollout.managed.server, "train", 1)
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="atropos-agent-"))
         try:
-            access = Access(service.url, rollout.key, rollout.model_name, folder)
+            access = Access(service.url, rollout.key, rollout.model_name, folder, rollout.score_key)
             run = await self._agent_run(item, access, rollout)
             await rollout.end("done")
             try:
-                return rollout, float(await contained(self.verify(item, run)))
+                score = float(await contained(self.verify(item, run)))
+                if not math.isfinite(score):
+                    raise VerifierFault(f"the verifier gave {score}; a score is a finite number")
+                return rollout, score
             except RolloutFault:
                 raise
             except Exception as error:
@@ -324,14 +334,15 @@ class GatewayService:
             import uvicorn
             from starlette.applications import Starlette
 
-            from atroposlib.envs.server_handling.agents.gateway import Gateway
+            from atroposlib.envs.server_handling.agents.gateway import BodyLimit, Gateway
 
             class Quiet(uvicorn.Server):
                 @contextlib.contextmanager
                 def capture_signals(self) -> Any:  # they belong to the run
                     yield
 
-            app = Starlette(routes=Gateway(self.rollouts).model_routes())
+            gateway = Gateway(self.rollouts)
+            app = BodyLimit(Starlette(routes=[*gateway.model_routes(), *gateway.event_routes()]))
             listener = socket.create_server(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", access_log=False)

@@ -152,7 +152,19 @@ class Unverified(CoroutineEnv):
         raise ZeroDivisionError("a bug of the verifier")
 
 
+class Infinite(CoroutineEnv):
+    async def verify(self, item, run):
+        return -float("inf")
+
+
+class NotANumber(CoroutineEnv):
+    async def verify(self, item, run):
+        return float("nan")
+
+
 FAULTS = {
+    "an infinite score": (Infinite, None, VerifierFault, "the verifier gave -inf"),
+    "no number": (NotANumber, None, VerifierFault, "the verifier gave nan"),
     "agent": (Failing, None, EnvironmentFault, "the agent failed: ValueError: a bug"),
     "verifier": (Unverified, None, VerifierFault, "the verifier failed: ZeroDivisionError"),
     "engine": (CoroutineEnv, EngineFault("down"), EngineFault, "failed after the engine did"),

@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
 
 from atroposlib.envs.server_handling.agents import gateway as gateway_module
+from atroposlib.envs.server_handling.agents.gateway import Gateway
 from atroposlib.envs.server_handling.agents.record import CallLog
-from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, RolloutSettings
+from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, RolloutSettings, managed_for
 from atroposlib.envs.server_handling.agents.rows import advantages, group_of, rows_of
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.managed_server_proxy import create_app
@@ -72,6 +74,50 @@ async def ask(client, made, path="chat/completions", headers=None, **body):
 
 async def record_of(client, made):
     return (await client.get(f"/rollouts/{made['id']}", headers=ADMIN)).json()
+
+
+BODIES = {
+    "chat": ("/v1/chat/completions", "key"),
+    "completions": ("/v1/completions", "key"),
+    "responses": ("/v1/responses", "key"),
+    "messages": ("/v1/messages", "key"),
+    "count_tokens": ("/v1/messages/count_tokens", "key"),
+    "new rollout": ("/rollouts", None),
+    "end": ("/rollouts/{id}/end", None),
+    "score": ("/rollouts/{id}/score", "score_key"),
+    "new session": ("/sessions/create", None),
+    "a session's prompt": ("/{id}/v1/chat/completions/render", None),
+    "servers": ("/setup", None),
+}
+
+
+@pytest.mark.parametrize("length", [1001, 5000], ids=["read to its end", "cut"])
+@pytest.mark.parametrize(("path", "key"), BODIES.values(), ids=BODIES)
+async def test_a_body_that_is_too_long_is_refused_with_a_sentence_and_changes_nothing(monkeypatch, path, key, length):
+    monkeypatch.setattr(gateway_module, "MAX_BODY_BYTES", 1000)
+
+    async def chunks():
+        for _ in range(length // 100):
+            yield b" " * 100
+        yield b"{" * (length % 100)
+
+    async with client_of("ok") as client:
+        made = await new_rollout(client)
+        headers = {"Authorization": f"Bearer {made[key]}"} if key else ADMIN
+        reply = await client.post(path.format(**made), content=chunks(), headers=headers)
+        assert (reply.status_code, reply.headers["connection"]) == (413, "close")
+        assert "above the 1000 bytes" in reply.json()["error"]["message"]
+        record = await record_of(client, made)
+        assert (record["calls"], record["scores"], record["end_reason"]) == ([], [], None)
+
+
+async def test_a_body_of_just_the_limit_is_taken(monkeypatch):
+    body = json.dumps({"model": "any", "messages": HELLO}).encode()
+    monkeypatch.setattr(gateway_module, "MAX_BODY_BYTES", len(body))
+    async with client_of("ok") as client:
+        headers = {"Authorization": f"Bearer {(await new_rollout(client))['key']}"}
+        assert (await client.post("/v1/chat/completions", content=body, headers=headers)).status_code == 200
+        assert (await client.post("/v1/chat/completions", content=body + b" ", headers=headers)).status_code == 413
 
 
 # -- the key ------------------------------------------------------------------------------------------------------
@@ -426,7 +472,9 @@ async def test_scores_come_from_the_environment_or_the_rollouts_verifier_and_are
         assert (await client.post(path, json={"score": 0.5}, headers=verifier)).status_code == 200
         assert (await client.post(path, json={"score": 1, "final": True}, headers=ADMIN)).json()["score"] == 1.0
         assert (await client.post(path, json={"score": 0.2}, headers=verifier)).json()["score"] == 1.0
-        assert (await client.post(path, json={"score": "x"}, headers=ADMIN)).status_code == 400
+        for wrong in ('"x"', '"nan"', '"-Infinity"', "1e999", "NaN"):
+            sent = await client.post(path, content=f'{{"score": {wrong}}}', headers=ADMIN)
+            assert sent.status_code == 400, wrong
         assert (await client.get(f"/rollouts/{made['id']}", headers=verifier)).status_code == 401
         assert len((await record_of(client, made))["scores"]) == 3
 
@@ -461,6 +509,60 @@ async def test_rollouts_at_the_same_time_never_see_each_others_conversations():
         assert [entry["answers"][0]["message"]["content"] for entry in record["calls"]] == [
             f"r{index}/{t}" for t in range(3)
         ]
+
+
+REWARD = {"event_type": "reward", "data": {"value": 0.5, "source": "agent"}}
+SCORE = {"score": 0.5}
+EVENT, CONTROL_SCORE = "/{}/events", "/rollouts/r/score"
+SCORINGS = {  # route, whose key, body, what happened before; status, words, scores afterwards
+    "a reward event": (EVENT, "score_key", REWARD, None, 200, "", [0.5]),
+    "another event": (EVENT, "score_key", {"event_type": "note"}, None, 200, "", []),
+    "a reward after the last call": (EVENT, "score_key", REWARD, "spent", 200, "", [0.5]),
+    "a reward after the end": (EVENT, "score_key", REWARD, "sealed", 409, "can add no score", []),
+    "a reward after both": (EVENT, "score_key", REWARD, "spent, sealed", 409, "can add no score", []),
+    "an infinite reward": (EVENT, "score_key", {**REWARD, "data": {"value": "inf"}}, None, 400, "finite number", []),
+    "a reward without a value": (EVENT, "score_key", {**REWARD, "data": {}}, None, 400, "value", []),
+    "a list as event": (EVENT, "score_key", [REWARD], None, 400, "must be a JSON object", []),
+    "a reward by the rollout's key": (EVENT, "key", REWARD, None, 403, "routes of its model only", []),
+    "a reward by the token": (EVENT, "admin", REWARD, None, 401, "no rollout has this key", []),
+    "a reward by nobody": (EVENT, "nobody", REWARD, None, 401, "no rollout has this key", []),
+    "a reward by another's": (EVENT, "another", REWARD, None, 200, "", []),
+    "a score": (CONTROL_SCORE, "score_key", SCORE, None, 200, "", [0.5]),
+    "a score after the last call": (CONTROL_SCORE, "score_key", SCORE, "spent", 200, "", [0.5]),
+    "a score after the end": (CONTROL_SCORE, "score_key", SCORE, "sealed", 409, "can add no score", []),
+    "the environment's after the end": (CONTROL_SCORE, "admin", SCORE, "sealed", 200, "", [0.5]),
+    "a score by the rollout's key": (CONTROL_SCORE, "key", SCORE, None, 403, "routes of its model only", []),
+    "a score by another's": (CONTROL_SCORE, "another", SCORE, None, 401, "needs the gateway's token", []),
+    "a score by nobody": (CONTROL_SCORE, "nobody", SCORE, None, 401, "needs the gateway's token", []),
+}
+
+
+@pytest.mark.parametrize(
+    ("route", "key", "body", "before", "status", "words", "scores"), SCORINGS.values(), ids=SCORINGS
+)
+async def test_only_who_may_adds_a_score_and_only_while_it_counts(route, key, body, before, status, words, scores):
+    rollouts = Rollouts(lambda settings: managed_for(FakeServer("ok", tokenizer=Tokenizer()), Tokenizer(), settings))
+    gateway = Gateway(rollouts, token="admin")
+    app = Starlette(routes=[*gateway.event_routes(), *gateway.model_routes(), *gateway.control_routes()])
+    rollout, other = (rollouts.create(RolloutSettings.of(rollout_id=name, max_calls=1)) for name in "ro")
+    keys = {"key": rollout.key, "score_key": rollout.score_key, "another": other.score_key}
+    sent = keys.get(key, key)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as client:
+        for _ in range(2 if before and "spent" in before else 0):
+            await ask(client, {"key": rollout.key})
+        if before and "sealed" in before:
+            await rollout.end("done")
+        headers = {"Authorization": f"Bearer {rollout.key if route == EVENT else sent}"}
+        reply = await client.post(route.format(sent), json=body, headers=headers)
+    assert (reply.status_code, [entry["score"] for entry in rollout.scores]) == (status, scores), reply.text
+    assert words in reply.text
+
+
+async def test_a_gateway_as_a_process_takes_no_events():
+    async with client_of("ok") as client:
+        made = await new_rollout(client)
+        reply = await client.post(f"/{made['score_key']}/events", json=REWARD, headers=ADMIN)
+        assert (reply.status_code, (await record_of(client, made))["scores"]) == (404, [])
 
 
 # -- the record on disk ---------------------------------------------------------------------------------------------

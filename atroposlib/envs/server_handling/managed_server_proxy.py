@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from atroposlib.api.auth import TOKEN_VARIABLE, is_loopback, read_token
 from atroposlib.envs.server_handling.agents.chat import openai_error
 from atroposlib.envs.server_handling.agents.dialect import checked_messages
-from atroposlib.envs.server_handling.agents.gateway import Gateway
+from atroposlib.envs.server_handling.agents.gateway import BodyLimit, Gateway
 from atroposlib.envs.server_handling.agents.record import CallLog
 from atroposlib.envs.server_handling.agents.rollouts import Rollouts, RolloutSettings, managed_for
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer
@@ -96,6 +96,7 @@ def create_app(
     for method, path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=[method])
     app.router.routes[:0] = [*gateway.model_routes(), *gateway.control_routes()]  # the first that matches is taken
+    app.add_middleware(BodyLimit)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(UnknownSessionError, _unknown_session)
     app.add_exception_handler(RolloutFault, _rollout_fault)
@@ -255,7 +256,9 @@ def _access_check(gateway: Gateway) -> Any:
 
 
 async def _http_error(_: Request, error: Any) -> JSONResponse:
-    return _error(error.status_code, str(error.detail))
+    reply = _error(error.status_code, str(error.detail))
+    reply.headers.update(error.headers or {})
+    return reply
 
 
 async def _unknown_session(_: Request, error: Exception) -> JSONResponse:

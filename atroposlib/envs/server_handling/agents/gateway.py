@@ -6,15 +6,18 @@ keeps its status; then an agent that waits is kept awake with events (blanks in 
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import orjson
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from xxhash import xxh3_128_digest
 
 from atroposlib.api.auth import is_authorized
@@ -34,6 +37,8 @@ QUIET_JSON_S = 60.0
 AWAKE_S = 10.0  # between two signs of life
 LONGEST_POLL_S = 60.0
 RETRY_AFTER_S = 2
+MAX_BODY_BYTES = 64 * 1024 * 1024
+DISCARD_FACTOR = 2  # of a longer body so much is read and thrown away, for a client that sends all before it reads
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -47,6 +52,19 @@ class ScoreRequest(BaseModel):
     name: str | None = None
     call_id: str | None = None
     final: bool = False
+
+
+class EventRequest(BaseModel):
+    """An event as agents of Agent-Lightning post it."""
+
+    event_type: str
+    data: dict[str, Any] = {}
+
+
+class RewardData(BaseModel):
+    """Data of a reward event; what else is in it has no meaning here."""
+
+    value: float
 
 
 class EndRequest(BaseModel):
@@ -92,6 +110,10 @@ class Gateway:
         ]
         paths = [(method, prefix + path, endpoint) for method, path, endpoint in endpoints for prefix in ("", "/{key}")]
         return [Route(path, endpoint, methods=[method]) for method, path, endpoint in paths]
+
+    def event_routes(self) -> list[Route]:
+        """Route where an agent that may set its own reward posts it, with the rollout's key for scores in the path."""
+        return [Route("/{score_key}/events", self._event, methods=["POST"])]
 
     def control_routes(self) -> list[Route]:
         """Routes that the environment calls."""
@@ -232,7 +254,7 @@ class Gateway:
         return _json({"id": rollout.id, "status": "deleted"})
 
     async def _score(self, request: Request) -> Response:
-        """Open to the environment and to the rollout's own verifier."""
+        """Open to the environment, and until the end to the rollout's own verifier."""
         rollout = self.rollouts.of_id(request.path_params["id"])
         is_verifier = rollout is not None and is_authorized(request.headers.get("authorization"), rollout.score_key)
         if not is_verifier and (refusal := self._refusal(request)) is not None:
@@ -240,10 +262,29 @@ class Gateway:
         try:
             rollout = self._wanted(request)
             asked = ScoreRequest.model_validate(_object_of(await request.body()))
-        except (AtroposError, ValidationError) as error:
+            if is_verifier:
+                rollout.refuse_if_sealed()
+            rollout.add_score(asked.score, name=asked.name, call_id=asked.call_id, final=asked.final)
+        except Exception as error:
             return _failure(CHAT, error)
-        rollout.add_score(asked.score, name=asked.name, call_id=asked.call_id, final=asked.final)
         return _json({"id": rollout.id, "score": rollout.score})
+
+    async def _event(self, request: Request) -> Response:
+        """Take an event in Agent-Lightning's form: a reward is a score, any other kind is answered only."""
+        key = request.path_params["score_key"]
+        if self.rollouts.of_key(key) is not None:
+            return _refused(CHAT, 403, "the key of a rollout opens the routes of its model only")
+        if (rollout := self.rollouts.of_score_key(key)) is None:
+            return _refused(CHAT, 401, "no rollout has this key for scores; post to the address in AGL_EVENT_URL")
+        try:
+            asked = EventRequest.model_validate(_object_of(await request.body()))
+            rollout.refuse_if_sealed()
+            if asked.event_type == "reward":
+                rollout.add_score(RewardData.model_validate(asked.data).value, name="reward")
+        except Exception as error:
+            return _failure(CHAT, error)
+        told = {"event_type": asked.event_type, "rollout_id": rollout.id, "attempt_id": "0", "data": asked.data}
+        return _json({**told, "timestamp": time.time()})
 
     def _wanted(self, request: Request) -> Rollout:
         rollout = self.rollouts.of_id(request.path_params["id"])
@@ -258,6 +299,39 @@ class UnknownKeyError(AtroposError, LookupError):
 
 class UnknownRolloutError(AtroposError, LookupError):
     """There is no rollout of this id."""
+
+
+class TooLargeError(AtroposError, HTTPException):
+    """The body of a request is longer than this gateway takes."""
+
+    def __init__(self, sentence: str) -> None:
+        HTTPException.__init__(self, 413, sentence, headers={"connection": "close"})
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+class BodyLimit:
+    """Makes reading a body above `MAX_BODY_BYTES` raise TooLargeError, on every route of an application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size <= MAX_BODY_BYTES:
+                return message
+            while message.get("more_body") and size <= MAX_BODY_BYTES * DISCARD_FACTOR:
+                message = await receive()
+                size += len(message.get("body", b""))
+            raise TooLargeError(f"the body is above the {MAX_BODY_BYTES} bytes that are taken; send less")
+
+        await self._app(scope, counted, send)
 
 
 def created(rollout: Rollout, root: str) -> dict[str, Any]:
@@ -305,6 +379,8 @@ def _reason(error: BaseException) -> tuple[int, str, str]:
         return 409, str(error), "invalid_request_error"
     if isinstance(error, UnknownKeyError):
         return 401, str(error), "invalid_request_error"
+    if isinstance(error, TooLargeError):
+        return 413, str(error), "invalid_request_error"
     if isinstance(error, UnknownSessionError):
         return 404, str(error), UNKNOWN_SESSION
     if isinstance(error, UnknownRolloutError):
@@ -327,7 +403,7 @@ def _failure(dialect: Dialect, error: BaseException, *, is_session: bool = False
 
 
 def _refused(dialect: Dialect, status: int, sentence: str, kind: str = "invalid_request_error") -> Response:
-    headers = {"retry-after": str(RETRY_AFTER_S)} if status == 429 else None
+    headers = {429: {"retry-after": str(RETRY_AFTER_S)}, 413: {"connection": "close"}}.get(status)
     return Response(orjson.dumps(dialect.error(status, sentence, kind)), status, headers, "application/json")
 
 

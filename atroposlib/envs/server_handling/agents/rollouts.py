@@ -7,6 +7,7 @@ is replied that is not recorded, and a request that is sent again gets the reply
 import asyncio
 import contextvars
 import logging
+import math
 import secrets
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ from atroposlib.envs.server_handling.agents.record import Answer, CallLog, Excha
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, Reply
 from atroposlib.envs.server_handling.sampling import words
 from atroposlib.envs.server_handling.tool_formats import tool_format
-from atroposlib.errors import RolloutFault
+from atroposlib.errors import RequestFault, RolloutFault
 from atroposlib.rollouts.trace import current_trace, held_replies
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class Rollout:
         self.exchanges: list[Exchange] = []
         self.scores: list[dict[str, Any]] = []
         self.end_reason: str | None = None
+        self.is_sealed = False  # by whoever rolls out; a budget that is used up only ends what is generated
         self.faults: Counter[str] = Counter()  # of requests that got no reply, by class
         self._running: dict[bytes, asyncio.Task[Exchange]] = {}
         self._log = log
@@ -131,7 +133,7 @@ class Rollout:
         if self.end_reason is not None:
             raise SealedError(f"rollout {self.id} has ended ({self.end_reason}); start another one")
         if spent := self.spent():
-            self._end(f"budget: {spent}")
+            self._end(f"budget: {spent}", is_sealed=False)
             return self._said(asked, digest, BUDGET_TEXT)
         task = asyncio.get_running_loop().create_task(self._generate(asked, digest), context=self._context.copy())
         self._running[digest] = task
@@ -240,7 +242,9 @@ class Rollout:
     def add_score(
         self, score: float, *, name: str | None = None, call_id: str | None = None, final: bool = False
     ) -> None:
-        """Add a score of the rollout, or of one call; never changed afterwards."""
+        """Add a score of the rollout, or of one call; never changed afterwards. RequestFault for NaN and infinities."""
+        if not math.isfinite(score):
+            raise RequestFault(f"the score is {score}; a score is a finite number, and a failure has none")
         entry = {"score": score, "name": name, "call_id": call_id, "final": final, "at": time.time()}
         self.scores.append(entry)
         if self._log is not None:
@@ -254,7 +258,7 @@ class Rollout:
 
     async def end(self, reason: str = "ended", *, grace_s: float = 0.0) -> None:
         """Seal the rollout: requests that run get `grace_s` seconds more, later ones are refused."""
-        self._end(reason)
+        self._end(reason, is_sealed=True)
         running = [task for task in self._running.values() if not task.done()]
         if running:
             await asyncio.wait(running, timeout=grace_s)
@@ -263,12 +267,17 @@ class Rollout:
                     self.faults["abandoned"] += 1
             await asyncio.gather(*running, return_exceptions=True)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, *, is_sealed: bool) -> None:
         self._ended.set()
-        if self.end_reason is None:
-            self.end_reason = reason
-            if self._log is not None:
-                self._log.append({"end": reason, "rollout": self.id})
+        is_new = self.end_reason is None or (is_sealed and not self.is_sealed)
+        self.end_reason, self.is_sealed = self.end_reason or reason, self.is_sealed or is_sealed
+        if is_new and self._log is not None:
+            self._log.append({"end": reason, "sealed": is_sealed, "rollout": self.id})
+
+    def refuse_if_sealed(self) -> None:
+        """Raise SealedError once whoever rolls out has ended the rollout: its agent has no say in it any more."""
+        if self.is_sealed:
+            raise SealedError(f"rollout {self.id} has ended ({self.end_reason}); its agent can add no score")
 
     async def wait_for_end(self, timeout_s: float) -> bool:
         """Wait until the rollout is sealed, at most so long; tell if it is."""
@@ -326,6 +335,7 @@ class Rollouts:
         self._make, self._log = make, log
         self._by_id: dict[str, Rollout] = {}
         self._by_key: dict[str, Rollout] = {}
+        self._by_score_key: dict[str, Rollout] = {}
         for event in log.events() if log is not None else ():
             self._replay(event)
 
@@ -343,6 +353,10 @@ class Rollouts:
         """The rollout whose key this is."""
         return self._by_key.get(key) if key else None
 
+    def of_score_key(self, key: str) -> Rollout | None:
+        """The rollout whose key for scores this is."""
+        return self._by_score_key.get(key)
+
     def of_id(self, rollout_id: str) -> Rollout | None:
         """The rollout of this id."""
         return self._by_id.get(rollout_id)
@@ -351,6 +365,7 @@ class Rollouts:
         """Its rows were taken: it is not needed any more."""
         self._by_id.pop(rollout.id, None)
         self._by_key.pop(rollout.key, None)
+        self._by_score_key.pop(rollout.score_key, None)
 
     def __iter__(self) -> Iterator[Rollout]:
         return iter(list(self._by_id.values()))
@@ -358,6 +373,7 @@ class Rollouts:
     def _added(self, rollout: Rollout) -> Rollout:
         self._by_id[rollout.id] = rollout
         self._by_key[rollout.key] = rollout
+        self._by_score_key[rollout.score_key] = rollout
         return rollout
 
     def _replay(self, event: dict[str, Any]) -> None:
@@ -372,4 +388,5 @@ class Rollouts:
         elif (score := event.get("score")) is not None:
             rollout.scores.append(score)
         else:
-            rollout.end_reason = rollout.end_reason or event.get("end")
+            rollout.end_reason = rollout.end_reason or event["end"]
+            rollout.is_sealed |= event.get("sealed", True)
