@@ -102,6 +102,17 @@ def write_rows(path: Path, rows: Iterable[Row]) -> str:
     return str(path)
 
 
+def item_at(items: Split, part: str, index: int, *, seed: int, epochs: int | None) -> Any:
+    """Return item number `index` of a part: those to train on shuffled for each epoch; None from the end on."""
+    chosen = items["test" if part == "test" else "train"]
+    if part != "train":
+        return chosen[index] if index < len(chosen) else None
+    epoch, place = divmod(index, len(chosen))
+    if epochs is not None and epoch >= epochs:
+        return None
+    return chosen[order(len(chosen), f"{seed}/{epoch}")[place]]
+
+
 @lru_cache(maxsize=2)  # both sides of the end of an epoch; a shuffle of 100,000 rows takes 0.1 s
 def order(count: int, seed: str) -> Sequence[int]:
     """Return a shuffled order of `count` items, the same for the same seed."""

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from atroposlib.environments.cut_off import overrides_of
-from atroposlib.environments.rows import Row, Split, load_split, order, write_rows
+from atroposlib.environments.rows import Row, Split, item_at, load_split, write_rows
 from atroposlib.environments.thoughts import opening_of, text_of
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
 from atroposlib.envs.eval import evaluate_items
@@ -372,13 +372,7 @@ class RowsEnv(SingleTurnEnv):
     async def problem(self, part: Part, index: int) -> Item | None:
         if self.problems is None:
             return await super().problem(part, index)
-        items = self.problems["test" if part == "test" else "train"]
-        if part != "train":
-            return items[index] if index < len(items) else None
-        epoch, position = divmod(index, len(items))
-        if self.config.epochs is not None and epoch >= self.config.epochs:
-            return None
-        return items[order(len(items), f"{self.config.seed}/{epoch}")[position]]
+        return item_at(self.problems, part, index, seed=self.config.seed, epochs=self.config.epochs)
 
 
 def local_engine(model: str = "Qwen/Qwen3-4B") -> list[APIServerConfig]:

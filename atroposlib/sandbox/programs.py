@@ -547,6 +547,7 @@ def _system_folders() -> Iterator[str]:
             yield from ("--symlink", os.readlink(folder), folder)
         elif os.path.isdir(folder):
             yield from ("--ro-bind", folder, folder)
+    yield from ("--perms", "0755", "--dir", "/etc")  # else root's alone, and links such as awk lead nowhere
     for path in ("/etc/alternatives", "/etc/ld.so.cache"):
         yield from ("--ro-bind-try", path, path)
 

@@ -20,7 +20,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from atroposlib.environments.code_execution_server.pipelines import make_problem
 from atroposlib.environments.code_execution_server.verdicts import Case, Examiner, Problem, Verdict
 from atroposlib.environments.multi_turn import MultiTurnConfig, MultiTurnEnv, Reply, Step, World
-from atroposlib.environments.rows import Row, Split, load_split, order
+from atroposlib.environments.rows import Row, Split, item_at, load_split
 from atroposlib.environments.single_turn import Part
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.sandbox.sandbox import Sandbox
@@ -128,13 +128,7 @@ class CodingEnv(MultiTurnEnv):
     async def problem(self, part: Part, index: int) -> Problem | None:
         if self.problems is None:
             return await super().problem(part, index)
-        items = self.problems["test" if part == "test" else "train"]
-        if part != "train":
-            return items[index] if index < len(items) else None
-        epoch, place = divmod(index, len(items))
-        if self.config.epochs is not None and epoch >= self.config.epochs:
-            return None
-        return items[order(len(items), f"{self.config.seed}/{epoch}")[place]]
+        return item_at(self.problems, part, index, seed=self.config.seed, epochs=self.config.epochs)
 
     async def open(self, item: Problem) -> CodeWorld:
         return CodeWorld(item, self.examiner, self.config)
