@@ -5,15 +5,17 @@
 A row is `{"prompt": ..., "files": {name: text}, "expect": {name: text}, "check": script, "solution": command}`, with
 `expect`, `check` or both. Every command runs in a fresh sandbox that has the agent's files and nothing else; processes
 end with it. Expected files are compared outside of any sandbox. A check is a script that runs in one of its own, in
-the agent's folder, and passes by exit code 0; what it starts from that folder, the agent has written. Exit code 125:
-the check could not be made, so there is no score. Without a data set, tasks are made.
+the agent's folder, and passes by exit code 0; what it starts from that folder, the agent has written. There is no
+score where the sandbox failed, or where the check also ends with 125 in the folder as the agent got it (`git bisect`'s
+"cannot tell"): what an agent does never avoids a score. Without a data set, tasks are made.
 """
 
 import asyncio
 import json
 import random
+import re
 from collections.abc import Sequence
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar, NotRequired, TypedDict, TypeGuard
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -21,7 +23,7 @@ from atroposlib.environments.multi_turn import End, Message, MultiTurnConfig, Mu
 from atroposlib.environments.rows import Row, Split, item_at, load_split
 from atroposlib.environments.single_turn import Part
 from atroposlib.errors import VerifierFault
-from atroposlib.sandbox.programs import Limits, Outcome
+from atroposlib.sandbox.programs import Limits, Outcome, inside_work
 from atroposlib.sandbox.sandbox import Sandbox
 
 CANNOT_TELL = 125
@@ -30,6 +32,7 @@ _UNPACK = f"mkdir -p {_BOX} && {{ [ ! -s {_STATE} ] || tar -C {_BOX} -xf {_STATE
 _COMMAND = f'{_UNPACK}; cd {_BOX} && sh -c "$1"; code=$?; tar -C /work/{_BOX} -cf /work/{_STATE} . ; exit $code'
 _CHECKING = f'{_UNPACK} && cd {_BOX} && PYTHONSAFEPATH=1 sh -c "$1"'
 _SHOWN = 4000  # characters of what a command wrote
+_LONGEST = 100_000  # bytes of a command; the kernel takes 128 KiB
 SHELL = {
     "type": "function",
     "function": {
@@ -68,7 +71,8 @@ class ShellWorld(World):
 
     def __init__(self, task: Task, sandbox: Sandbox, limits: Limits) -> None:
         self.task, self.sandbox, self.limits = task, sandbox, limits
-        self.files: dict[str, bytes] = {f"{_BOX}/{name}": text.encode() for name, text in task["files"].items()}
+        self.given = {f"{_BOX}/{name}": text.encode() for name, text in task["files"].items()}
+        self.files = self.given
         self.commands = 0
 
     async def begin(self) -> str:
@@ -98,17 +102,21 @@ class ShellWorld(World):
             said = {name: found.get(f"{_BOX}/{name}", b"\xff").decode(errors="replace") for name in self.task["expect"]}
             if any(said[name].rstrip() != text.rstrip() for name, text in self.task["expect"].items()):
                 return False
-        if "check" not in self.task:
+        if (check := self.task.get("check")) is None:
             return bool(names)
-        outcome = await self._run(_CHECKING, self.task["check"])
-        if outcome.exit_code == CANNOT_TELL:
+        outcome = await self._run(_CHECKING, check)
+        if outcome.exit_code == CANNOT_TELL and await self._cannot_tell(check):
             raise VerifierFault(f"the check could not be made: {outcome.stderr[-500:].decode(errors='replace')}")
         return outcome.verdict == "exit" and outcome.exit_code == 0
+
+    async def _cannot_tell(self, check: str) -> bool:
+        self.files = self.given
+        return (await self._run(_CHECKING, check)).exit_code == CANNOT_TELL
 
     async def _called(self, call: ToolCall) -> Message:
         command = _command(call)
         if call.name != "shell" or command is None:
-            said = 'The only tool is shell, with the arguments {"command": "..."}.'
+            said = f'The only tool is shell, with the arguments {{"command": "..."}}, of up to {_LONGEST} bytes.'
         else:
             self.commands += 1
             outcome = await self._run(_COMMAND, command, keep=[_STATE])
@@ -163,13 +171,17 @@ class ShellEnv(MultiTurnEnv):
 
 
 def to_task(row: Row) -> Task:
-    """Return the task of a row; ValueError, KeyError or TypeError for others."""
+    """Return the task of a row; ValueError, KeyError or TypeError where it is none."""
     files, expect = dict(row.get("files") or {}), dict(row.get("expect") or {})
     if not expect and not row.get("check"):
         raise ValueError("it has neither files that are expected nor a check")
-    if wrong := [name for name in (*files, *expect) if name.startswith("/") or ".." in name.split("/") or not name]:
-        raise ValueError(f"{wrong[0]!r} is no path in the agent's folder")
+    for name in (*files, *expect):
+        inside_work(name)
     kept: dict[str, Any] = {name: row[name] for name in ("check", "solution") if row.get(name)}
+    if wrong := [
+        text for text in (*files, *expect, *files.values(), *expect.values(), *kept.values()) if not _is_passable(text)
+    ]:
+        raise ValueError(f"{wrong[0]!r:.99} is no text of a file or a command")
     return Task(prompt=row["prompt"], files=files, expect=expect, **kept)
 
 
@@ -197,7 +209,11 @@ def make_task(rng: random.Random, level: int) -> Task:
 
 def _command(call: ToolCall) -> str | None:
     command = (call.arguments or {}).get("command")
-    return command if isinstance(command, str) and "\0" not in command else None
+    return command if _is_passable(command) and len(command.encode()) <= _LONGEST else None
+
+
+def _is_passable(text: Any) -> TypeGuard[str]:
+    return isinstance(text, str) and "\0" not in text and not re.search("[\ud800-\udfff]", text)
 
 
 def _said(outcome: Outcome) -> str:

@@ -132,8 +132,8 @@ class Program:
             ValueError: a path leads out of /work.
         """
         self._tools, self._limits, self._user = tools, limits or Limits(), user
-        self._files = {_inside(name): _as_bytes(content) for name, content in (files or {}).items()}
-        self._keep = [_inside(name) for name in keep]
+        self._files = {inside_work(name): _as_bytes(content) for name, content in (files or {}).items()}
+        self._keep = [inside_work(name) for name in keep]
         self._stdin, self._readable = stdin, [Path(sys.base_prefix), *readable]
         self._command = ["/bin/sh", "-c", _KEEPING if keep else _RUNNING, "sh", *command]
         self._wake, self._cancelled = socket.socketpair()
@@ -159,14 +159,13 @@ class Program:
         hold, release = os.pipe()  # until the limits are set
         channel, theirs = socket.socketpair()
         with open(status_read, "rb") as status, channel, theirs:
-            stdin = theirs.fileno() if self._keep else self._memory(self._stdin)
             seccomp = self._memory(filter_program())
             arguments = self._arguments(status_write, seccomp, hold)
             begun = time.monotonic()
             try:
                 process = subprocess.Popen(
                     arguments,
-                    stdin=stdin,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env={},
@@ -179,14 +178,13 @@ class Program:
                 os.close(hold)
                 self._descriptors.append(release)
             theirs.close()
-            kept = channel if self._keep else None
-            watch = _Watch(process, status, kept, self._wake, release, self._limits, begun)
+            watch = _Watch(process, status, channel, self._wake, release, self._limits, begun)
             ended_by = watch.until_end()
         return self._outcome(watch, ended_by)
 
     def _outcome(self, watch: "_Watch", ended_by: Verdict | None) -> Outcome:
-        exit_code = watch.exit_code
-        if ended_by is None and exit_code is None:
+        exit_code, archive = watch.exit_code, bytes(watch.channel).removeprefix(_BEGUN)
+        if ended_by is None and (exit_code is None or not watch.channel):
             said = bytes(watch.stderr[-500:]).decode(errors="replace").strip()
             raise SandboxError(f"the sandbox did not start: {said or 'bubblewrap said nothing'}")
         verdict = ended_by or (_failed_at(exit_code, bytes(watch.stderr), watch, self._limits) if exit_code else "exit")
@@ -198,7 +196,7 @@ class Program:
             wall_s=watch.wall_s,
             cpu_s=max(watch.cpu_s, watch.seen_cpu_s),
             peak_memory_mb=watch.peak_memory / 2**20,
-            files={} if ended_by else dict(_regular_files(bytes(watch.channel), self._keep)),
+            files={} if ended_by else dict(_regular_files(archive, self._keep)),
         )
 
     def _memory(self, content: bytes) -> int:
@@ -257,19 +255,21 @@ class Program:
             for folder in reversed(PurePosixPath(name).parents[:-1]):
                 yield from ("--perms", "0777", "--dir", f"{WORK}/{folder}")
             yield from ("--perms", "0777", "--file", str(self._memory(content)), f"{WORK}/{name}")
+        yield from ("--perms", "0444", "--file", str(self._memory(self._stdin)), "/.stdin")
         if self._keep:
-            yield from ("--perms", "0444", "--file", str(self._memory(self._stdin)), "/.stdin")
             names = b"\0".join(name.encode() for name in self._keep)
             yield from ("--perms", "0444", "--file", str(self._memory(names)), "/.keep")
 
 
 ENVIRONMENT = {"HOME": WORK, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-_RUNNING = '"$@"; exit $?'
+_BEGUN = b"\n"
+_RUNNING = 'echo >&0; "$@" </.stdin; exit $?'
 _KEEPING = (
-    '"$@" </.stdin; code=$?; '
+    'echo >&0; "$@" </.stdin; code=$?; '
     "tar -cf - --ignore-failed-read --null --verbatim-files-from -T /.keep >&0 2>/dev/null; exit $code"
 )
-"""Runs a program and sends files after it, over a socket that the program has not."""
+"""Says over a socket that the program has not that it begins, so that a sandbox which fails before is never taken for
+a program that does; runs it; sends files after it."""
 
 
 class _Watch:
@@ -279,7 +279,7 @@ class _Watch:
         self,
         process: subprocess.Popen[bytes],
         status: io.BufferedReader,
-        channel: socket.socket | None,
+        channel: socket.socket,
         wake: socket.socket,
         release: int,
         limits: Limits,
@@ -294,8 +294,8 @@ class _Watch:
         self.peak_memory = self.peak_processes = 0
         self._sources = {status.fileno(): self._status}
         for stream, buffer in ((process.stdout, self.stdout), (process.stderr, self.stderr), (channel, self.channel)):
-            if stream is not None:
-                self._sources[stream.fileno()] = buffer
+            assert stream is not None
+            self._sources[stream.fileno()] = buffer
         for source in self._sources:
             os.set_blocking(source, False)
 
@@ -516,7 +516,7 @@ def _regular_files(archive: bytes, wanted: Sequence[str]) -> Iterator[tuple[str,
                 yield member.name, content.read(member.size)
 
 
-def _inside(name: str) -> str:
+def inside_work(name: str) -> str:
     """Return a path below /work in its shortest form; ValueError when it leads elsewhere."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name or "\n" in name:

@@ -18,7 +18,7 @@ from atroposlib.sandbox.workers import SandboxError
 ADD = Problem(
     prompt="Add.",
     function="add",
-    tests=[{"args": [1, 2], "returns": 3}, {"args": [2, 2], "returns": 4}, {"args": [5, 6], "returns": 11}],
+    tests=[{"args": [1, 2], "returns": 3}, {"args": [2, 2], "returns": 4}, {"args": [5, 6], "returns": 11.0}],
 )
 SUM = Problem(prompt="Add.", tests=[{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 6\n", "stdout": "11\n"}])
 CHECKED = to_problem(
@@ -35,6 +35,10 @@ READ = "a, b = map(int, input().split())\n"
 BOMB = "x = [bytearray(2**20) for _ in range(100_000)]\n"
 EQUAL = "class Any:\n    __eq__ = lambda self, other: True\n    __repr__ = lambda self: 'any'\n"
 PEEK = "import glob\nseen = [open(path).read() for path in glob.glob('**', recursive=True) if path != 'main.py']\n"
+FORGED = """for number in range(3, 9):
+    try: os.write(number, b'{"number": 0, "repr": "3", "json": "3"}\\n')
+    except OSError: pass
+"""
 
 CALLED = {
     "right": ("def add(a, b): return a + b", ["right"] * 3),
@@ -62,6 +66,8 @@ CALLED = {
         "import json\njson.dumps = lambda *a, **k: '{\"passed\": true}'\ndef add(a, b): return 0",
         ["crash"] * 3,
     ),
+    "a number beyond floats": ("def add(a, b): return a + b if a == 1 else 10**400", ["right", "wrong", "wrong"]),
+    "results that are written before any call": (f"import os\n{FORGED}os._exit(0)", ["right", "crash", "crash"]),
     "the tests read": (
         f"{PEEK}def add(a, b): return 11 if any('11' in text for text in seen[:-1]) else 0",
         ["wrong"] * 3,

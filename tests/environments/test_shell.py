@@ -82,9 +82,19 @@ async def test_a_check_that_could_not_be_made_is_no_score(sandbox):
         await done(sandbox, {"check": "echo no tool >&2; exit 125"}, "true")
 
 
-async def test_a_call_that_is_none_is_told_so_and_no_move(sandbox):
+@pytest.mark.parametrize("code", [1, 125, 126, 127, 137, 255])
+async def test_no_exit_code_of_what_the_agent_wrote_avoids_a_score(sandbox, code):
+    task = {"check": "sh test.sh", "files": {"test.sh": "exit 1"}}
+    assert (await done(sandbox, task, f"echo 'exit {code}' > test.sh"))[0] is False
+
+
+ODD = ({"command": "x\0"}, {"command": "\ud800"}, {"command": "#" * 200_000}, {"command": 1}, {}, None)
+
+
+@pytest.mark.parametrize("arguments", ODD, ids=["nul", "a lone surrogate", "too long", "a number", "none", "no JSON"])
+async def test_a_call_that_is_none_is_told_so_and_no_move(sandbox, arguments):
     world = ShellWorld(to_task({"prompt": "", **WANTED}), sandbox, Limits())
-    step = await world.step(Reply("", (ToolCall("1", "shell", None), ToolCall("2", "ls", {"command": "x"}))))
+    step = await world.step(Reply("", (ToolCall("1", "shell", arguments), ToolCall("2", "ls", {"command": "x"}))))
     assert step.is_invalid
     assert "The only tool is shell" in json.dumps(step.observation)
 
@@ -95,7 +105,15 @@ async def test_the_solutions_of_made_tasks_do_them(sandbox):
         assert (await done(sandbox, task, task["solution"]))[0], task
 
 
-@pytest.mark.parametrize("row", [{"prompt": "x"}, {"prompt": "x", "expect": {"../x": "y"}}])
-def test_a_row_without_an_end_that_can_be_checked_is_no_task(row):
-    with pytest.raises(ValueError, match=r"neither files|no path"):
+NO_TASKS = (
+    ({"prompt": "x"}, "neither files"),
+    ({"prompt": "x", "expect": {"../x": "y"}}, "no path below"),
+    ({"prompt": "x", "expect": {"x": 1}}, "1 is no text"),
+    ({"prompt": "x", "check": "\0"}, "is no text"),
+)
+
+
+@pytest.mark.parametrize(("row", "said"), NO_TASKS)
+def test_a_row_without_an_end_that_can_be_checked_is_no_task(row, said):
+    with pytest.raises(ValueError, match=said):
         to_task(row)

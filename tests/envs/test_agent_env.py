@@ -114,6 +114,8 @@ async def test_a_failed_check_is_score_0_and_one_that_cannot_be_made_is_none(tmp
     env = command_env(tmp_path, check="echo no tool >&2; exit 125")
     with pytest.raises(VerifierFault, match="no tool"):
         await rolled_out(env, await item_of(env))
+    env = command_env(tmp_path, check="test ! -e answer.txt || exit 125")  # which the agent writes
+    assert (await rolled_out(env, await item_of(env)))["scores"] == [0.0]
 
 
 STUBBORN = """

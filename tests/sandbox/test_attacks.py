@@ -486,6 +486,12 @@ async def test_a_cancelled_program_is_killed():
     sandbox.close()
 
 
+def test_a_sandbox_that_fails_before_its_program_begins_is_no_exit_code_of_that(layers, monkeypatch):
+    monkeypatch.setattr(programs, "_RUNNING", "setpriv --reuid nobody-has-this-name; exit $?")
+    with pytest.raises(SandboxError, match="the sandbox did not start: setpriv"):
+        programs.Program(programs.find_tools(), ["true"]).to_end()
+
+
 def test_the_command_shows_every_layer():
     done = subprocess.run([sys.executable, "-m", "atroposlib.sandbox"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

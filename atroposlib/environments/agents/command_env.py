@@ -4,10 +4,12 @@
 
 Each line of `tasks` is `{"prompt": ..., "check": ...}`: `check` is a shell command that runs in the agent's folder when
 the agent has ended; the score is 1.0 where it exits with 0. Files of the task can be given as `"files": {name: text}`.
+There is no score where the check exits with 125, as of `git bisect`, and does so in a folder of the task's files alone.
 """
 
 import asyncio
 import json
+import tempfile
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -18,7 +20,7 @@ from atroposlib.errors import ConfigError, VerifierFault
 from atroposlib.paths import expand_path
 
 CANNOT_TELL = 125
-"""Exit code of a check that could not be made, as of `git bisect`: no score, rather than 0."""
+"""Exit code of a check that could not be made; from the agent's folder it says nothing, as the agent may cause it."""
 
 
 class Task(TypedDict):
@@ -54,20 +56,31 @@ class CommandEnv(AgentEnv):
         return self.tasks[index] if index < len(self.tasks) else None
 
     async def run_agent(self, item: Task, access: Access) -> Command:
-        for name, text in item.get("files", {}).items():
-            path = (access.folder / name).resolve()
-            if not path.is_relative_to(Path(access.folder).resolve()):
-                raise ConfigError(f"a file of a task is {name!r}, which is outside the agent's folder")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, "utf-8")
+        write_files(item, access.folder)
         return Command([*self.config.command, item["prompt"]])
 
     async def verify(self, item: Task, run: AgentRun) -> float:
         async with asyncio.timeout(self.config.check_timeout_s):
             code, said = await run_command(Command(["sh", "-c", item["check"]]), run.folder, {})
-        if code == CANNOT_TELL:
-            raise VerifierFault(f"the check could not be made: {said[-500:]}")
+            if code == CANNOT_TELL and await self._cannot_tell(item):
+                raise VerifierFault(f"the check could not be made: {said[-500:]}")
         return float(code == 0)
+
+    async def _cannot_tell(self, item: Task) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            write_files(item, Path(folder))
+            code, _ = await run_command(Command(["sh", "-c", item["check"]]), Path(folder), {})
+        return code == CANNOT_TELL
+
+
+def write_files(item: Task, folder: Path) -> None:
+    """Write the files of a task to a folder; ConfigError for one that would lie elsewhere."""
+    for name, text in item.get("files", {}).items():
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise ConfigError(f"a file of a task is {name!r}, which is outside the agent's folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ class Examiner:
                 verdict = _failed(outcome)
                 timeouts += verdict.word == "time"
                 found += [verdict] * (1 if begun else len(rest))
-        return found
+        return found[: len(calls)]  # a program may write more of them
 
     async def _checked(self, program: str, problem: Problem) -> Verdict:
         function, check = problem.get("function", ""), problem.get("check", "")
@@ -169,7 +169,7 @@ def _facts(outcome: Outcome) -> list[dict[str, Any]]:
 def _compared(result: dict[str, Any], expected: Any) -> Verdict:
     try:
         is_right = is_same(json.loads(result["json"]), expected)
-    except (TypeError, ValueError, RecursionError, KeyError):  # no JSON
+    except (TypeError, ValueError, RecursionError, KeyError, OverflowError):  # no JSON, or beyond a float
         is_right = False
     return Verdict("right" if is_right else "wrong", str(result["repr"])[:_SHOWN])
 
