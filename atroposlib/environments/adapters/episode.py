@@ -4,6 +4,7 @@ An adapter says how item number `index` begins and what a reply does. Blocking c
 """
 
 import asyncio
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -33,7 +34,7 @@ class Step:
 
 
 class Episode(Protocol):
-    """One run of an environment. Called from one thread at a time; may block."""
+    """One run of an environment. Called from one thread at a time; may block, or be coroutines."""
 
     def begin(self) -> list[dict[str, Any]]:
         """The first messages."""
@@ -116,5 +117,7 @@ class EpisodeEnv(FrameworkEnv):
                 await self._call(episode.close)
 
     async def _call(self, function: Any, *arguments: Any) -> Any:
-        """In a thread, except for frameworks whose episodes would draw from each other's numbers there."""
+        """In a thread, except for coroutines, and frameworks whose episodes would draw from each other's numbers."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
         return await asyncio.to_thread(function, *arguments) if self.is_thread_safe else function(*arguments)
