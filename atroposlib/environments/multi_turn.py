@@ -430,7 +430,7 @@ class MultiTurnEnv(BaseEnv):
         samples = [sample for sample in found if sample is not None]
         if not samples:
             raise EnvironmentFault(f"all {len(found)} episodes of the evaluation failed; the log has the reasons")
-        self.eval_metrics = eval_metrics(samples) | {"eval/failed": len(found) - len(samples)}
+        self.eval_metrics = self.sample_metrics(samples) | {"eval/failed": len(found) - len(samples)}
         await self.evaluate_log(
             self.eval_metrics,
             samples=samples,
@@ -438,6 +438,10 @@ class MultiTurnEnv(BaseEnv):
             end_time=time.time(),
             generation_parameters={"temperature": 0.0},
         )
+
+    def sample_metrics(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Optional: return the metrics of an evaluation's episodes; add yours to these."""
+        return eval_metrics(samples)
 
     async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> dict[str, Any] | None:
         """Return one episode as it was played; None: it failed."""

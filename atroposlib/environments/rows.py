@@ -60,14 +60,16 @@ def load_split(
     if eval_dataset is not None:
         loaded = Split(train=found, test=items(eval_dataset, splits[1]))
     elif is_file(dataset):
-        train = [item for number, item in enumerate(found, 1) if number % EVAL_EVERY]
-        loaded = Split(train=train, test=found[EVAL_EVERY - 1 :: EVAL_EVERY])
+        return tenth_kept(found, dataset)
     else:
         loaded = Split(train=found, test=items(dataset, splits[1]))
-    if not loaded["train"] or not loaded["test"]:
-        counts = f"{len(loaded['train'])} problems to train on and {len(loaded['test'])} to evaluate with"
-        raise DataError(f"{dataset} gives {counts}; at least one of each is needed, so a file needs {EVAL_EVERY} rows")
-    return loaded
+    return _with_both(loaded, dataset)
+
+
+def tenth_kept(items: Sequence[Any], dataset: str) -> Split:
+    """Return the items, every tenth kept for evaluation; DataError where that leaves none on one side."""
+    train = [item for number, item in enumerate(items, 1) if number % EVAL_EVERY]
+    return _with_both(Split(train=train, test=[*items[EVAL_EVERY - 1 :: EVAL_EVERY]]), dataset)
 
 
 def load_items(
@@ -117,6 +119,13 @@ def item_at(items: Split, part: str, index: int, *, seed: int, epochs: int | Non
 def order(count: int, seed: str) -> Sequence[int]:
     """Return a shuffled order of `count` items, the same for the same seed."""
     return random.Random(seed).sample(range(count), count)
+
+
+def _with_both(loaded: Split, dataset: str) -> Split:
+    if not loaded["train"] or not loaded["test"]:
+        counts = f"{len(loaded['train'])} problems to train on and {len(loaded['test'])} to evaluate with"
+        raise DataError(f"{dataset} gives {counts}; at least one of each is needed, so a file needs {EVAL_EVERY} rows")
+    return loaded
 
 
 def _item(row: Row, where: str, to_item: Callable[[Row], T], wanted: str) -> T:
