@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from atroposlib.environments.adapters.framework import FrameworkEnv
 from atroposlib.environments.mixture_env import MixtureEnv
 from atroposlib.environments.multi_turn import MultiTurnEnv, Reply, Step, World
 from atroposlib.environments.policies import Rates, measure
@@ -111,11 +112,13 @@ def check(
         yield Finding("honest rewards", note="not tried: no SingleTurnEnv or MultiTurnEnv that is verifiable")
 
 
-def missing_extra(env_cls: type[BaseEnv]) -> str | None:
-    """Return the extra of this package that an environment cannot run without, None when all is there."""
+def missing(env_cls: type[BaseEnv]) -> str | None:
+    """Return what an environment cannot be checked without, None when all is there."""
+    if issubclass(env_cls, FrameworkEnv):
+        return f"--env.id, {env_cls.id_is} of {env_cls.framework}"
     if not issubclass(env_cls, SingleTurnEnv | MultiTurnEnv) or not env_cls.needs:
         return None
-    return None if importlib.util.find_spec(env_cls.needs) else env_cls.extra
+    return None if importlib.util.find_spec(env_cls.needs) else f"pip install 'atroposlib[{env_cls.extra}]'"
 
 
 def rates_of(

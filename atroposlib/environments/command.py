@@ -82,14 +82,14 @@ def check(
     """Check an environment: documentation, config, its three modes against a scripted engine, honest rewards.
 
     Flags of its own command line may follow, such as a data set. Exit code 1: something is not as it should be.
-    With --all, those that lack an extra of this package are named and left out.
+    With --all, those that need a package or a name are told and left out.
 
     Examples:
       atropos env check my_env.py
       atropos env check mcqa_thinking --env.dataset my_questions.jsonl
       atropos env check --all
     """
-    from atroposlib.environments.check import Finding, missing_extra
+    from atroposlib.environments.check import Finding, missing
     from atroposlib.environments.check import check as findings
 
     if every == bool(name):
@@ -104,9 +104,9 @@ def check(
             failed.add(each)
             print(f"{each}: {Finding('import', fault=str(error))}", flush=True)
             continue
-        if every and (extra := missing_extra(env_cls)):
+        if every and (wanted := missing(env_cls)):
             skipped.add(each)
-            print(f"{each}: skipped, it needs: pip install 'atroposlib[{extra}]'", flush=True)
+            print(f"{each}: skipped, it needs: {wanted}", flush=True)
             continue
         with tempfile.TemporaryDirectory() as folder:
             for finding in findings(env_cls, Path(folder), context.args):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from atroposlib.environments.adapters.framework import FrameworkEnv
 from atroposlib.environments.check import rates_of
 from atroposlib.environments.multi_turn import MultiTurnEnv
 from atroposlib.environments.single_turn import RowsEnv, SingleTurnEnv
@@ -142,6 +143,8 @@ def _line(name: str, env_cls: type[BaseEnv], measured: Mapping[str, object]) -> 
         data = ("made, or rows" if is_made else "rows") if issubclass(env_cls, RowsEnv) else "made"
     elif issubclass(env_cls, MultiTurnEnv):
         extra, data = env_cls.extra or "-", env_cls.data
+    elif issubclass(env_cls, FrameworkEnv):
+        data = f"of {env_cls.framework}"
     rates = measured.get("rates") or ["-"] * 7
     numbers = [str(measured.get(key, "-")) for key in ("group_ms", "score", "seconds")]
     assert isinstance(rates, list)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from atroposlib.cli.new import env as new_env
 from atroposlib.environments import check as check_module
 from atroposlib.environments import community, table
-from atroposlib.environments.check import Finding, check, missing_extra
+from atroposlib.environments.check import Finding, check, missing
 from atroposlib.environments.command import app
 from atroposlib.envs import catalog
 from atroposlib.envs.base import BaseEnv
@@ -33,8 +33,8 @@ TRIED_ELSEWHERE = ("gsm8k",)
 @pytest.mark.parametrize("name", [name for name in OURS if name not in TRIED_ELSEWHERE])
 def test_every_environment_of_ours_passes_its_check(name, tmp_path):
     env_cls = catalog.load(name)
-    if extra := missing_extra(env_cls):
-        pytest.skip(f"needs the extra {extra}")
+    if wanted := missing(env_cls):
+        pytest.skip(f"needs {wanted}")
     modes = tuple(MODES) if name in WHOLE else ("process",) if name != "reasoning_gym" else ()  # it loads much
     findings = list(check(env_cls, tmp_path, modes=modes, problems=12))
     assert [str(finding) for finding in findings if finding.fault] == []

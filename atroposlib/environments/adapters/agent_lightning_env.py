@@ -42,7 +42,8 @@ class AgentLightningEnv(FrameworkEnv, AgentEnv):
     """Agents of Agent-Lightning. Score: the last reward that the agent posted."""
 
     name = "agent_lightning"
-    framework: ClassVar[str] = "nothing: the agent's interpreter has what it needs"
+    framework: ClassVar[str] = "Agent-Lightning"
+    id_is: ClassVar[str] = "the class of an agent (module:Class)"
     env_config_cls = AgentLightningConfig
     config: AgentLightningConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 

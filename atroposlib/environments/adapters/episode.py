@@ -5,7 +5,7 @@ An adapter says how item number `index` begins and what a reply does. Blocking c
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -36,11 +36,11 @@ class Step:
 class Episode(Protocol):
     """One run of an environment. Called from one thread at a time; may block, or be coroutines."""
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self) -> list[dict[str, Any]] | Awaitable[list[dict[str, Any]]]:
         """The first messages."""
         ...
 
-    def step(self, reply: str) -> Step:
+    def step(self, reply: str) -> Step | Awaitable[Step]:
         """Take a reply of the model."""
         ...
 
@@ -48,7 +48,7 @@ class Episode(Protocol):
         """Score of the episode so far; called once, at the end."""
         ...
 
-    def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
         """Free what the episode holds; called once, whatever happened."""
         ...
 

@@ -54,6 +54,7 @@ class FrameworkEnv(BaseEnv):
     env_config_cls = FrameworkConfig
     config: FrameworkConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     framework: ClassVar[str] = ""  # to be installed
+    id_is: ClassVar[str] = "the name of an environment"
 
     def prepare(self) -> int | None:
         """Optional: import the framework and load what is needed; the number of items, None without an end."""
@@ -61,7 +62,7 @@ class FrameworkEnv(BaseEnv):
 
     async def setup(self) -> None:
         if not self.config.id:
-            raise ConfigError(f"env.id is empty; name an environment of {self.framework}")
+            raise ConfigError(f"env.id is empty; give {self.id_is} of {self.framework}")
         try:
             found = await asyncio.to_thread(self.prepare)
         except ImportError as error:

@@ -33,7 +33,8 @@ class NemoGymEnv(FrameworkEnv, AgentEnv):
     """Score: the reward of `/verify`, or the sum of those of `/step`."""
 
     name = "nemo_gym"
-    framework: ClassVar[str] = "nothing: NeMo-Gym's servers have environments of their own"
+    framework: ClassVar[str] = "NeMo-Gym"
+    id_is: ClassVar[str] = "the address of a resources server"
     env_config_cls = NemoGymConfig
     config: NemoGymConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 

@@ -142,7 +142,8 @@ class OpenEnvEnv(EpisodeEnv):
     """An environment of OpenEnv, by the address of its server."""
 
     name = "openenv"
-    framework: ClassVar[str] = "nothing: OpenEnv's server has an environment of its own"
+    framework: ClassVar[str] = "OpenEnv"
+    id_is: ClassVar[str] = "the address of a server"
     env_config_cls = OpenEnvConfig
     config: OpenEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
