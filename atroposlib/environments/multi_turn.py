@@ -346,10 +346,15 @@ class MultiTurnEnv(BaseEnv):
     def _each_seat(
         self, players: Sequence[Player], compare: Callable[[Sequence[Player]], list[list[float]]]
     ) -> list[list[float]]:
-        """Compare players of the same seat, as both sides of a game do not have the same chances."""
-        found: list[list[float]] = [[]] * len(players)
+        """Compare players of the same seat, as both sides of a game do not have the same chances.
+
+        One whose game was over before its first turn has nothing to compare.
+        """
+        found: list[list[float]] = [[] for _ in players]
         for seat in range(self.seats):
-            found[seat :: self.seats] = compare(players[seat :: self.seats])
+            there = [number for number in range(seat, len(players), self.seats) if players[number].rewards]
+            for number, gains in zip(there, compare([players[number] for number in there]), strict=True):
+                found[number] = gains
         return found
 
     def player(self, ask: Ask) -> Player:
