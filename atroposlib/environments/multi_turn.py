@@ -213,8 +213,9 @@ class Player:
                 "scores": self.score,
                 "overrides": self.facts(),
             }
-            if node.messages is not None:
-                row["messages"] = cast(Any, self._with_rewards(node.messages))
+            said = node.messages if node.messages is not None or self.ends[0][0] != self.ends[-1][0] else self.messages
+            if said is not None:
+                row["messages"] = cast(Any, self._with_rewards(said))
             if gains is not None:
                 row["advantages"] = self._by_token(number, len(node.tokens), gains)
             made.append(row)
@@ -314,7 +315,7 @@ class MultiTurnEnv(BaseEnv):
             if len(players) == self.seats:
                 return await self.play(item, players)
             async with self._managed() as managed:
-                player = self.player(self._asking(managed.chat_completion, temperature=self.config.temperature))
+                player = self.player(self._asking(managed, temperature=self.config.temperature))
                 player.nodes = lambda: managed.get_state()["nodes"]
                 played = await seated([*players, player])
                 nodes = player.nodes()
@@ -404,10 +405,10 @@ class MultiTurnEnv(BaseEnv):
         parser = self.config.tool_parser if self.uses_tools else None
         return self.server.managed_server(tokenizer=self.tokenizer, tool_parser=parser)
 
-    def _asking(self, complete: Callable[..., Awaitable[Any]], **sampling: Any) -> Ask:
+    def _asking(self, managed: Any, **sampling: Any) -> Ask:
         async def ask(messages: Sequence[Message], tools: Sequence[Message]) -> tuple[Message, str]:
             given = {"tools": list(tools)} if tools else {}
-            reply = await complete(
+            reply = await managed.chat_completion(
                 messages=list(messages),
                 max_tokens=self.config.max_token_length,
                 top_p=self.config.top_p,
@@ -452,7 +453,7 @@ class MultiTurnEnv(BaseEnv):
         """Return one episode as it was played; None: it failed."""
         try:
             async with at_once, self._managed() as managed:
-                ask = self._asking(managed.chat_completion, temperature=0.0, split="eval")
+                ask = self._asking(managed, temperature=0.0, split="eval")
                 player, *_ = await self.play(item, [self.player(ask) for _ in range(self.seats)])
         except RolloutFault as fault:
             logger.warning("evaluation episode failed: error=%s", fault)
@@ -522,9 +523,9 @@ def last_move(text: str) -> str:
     return said.strip(" \t\n*_`'\".,!")
 
 
-def message_of(text: str, tools: Sequence[Message]) -> Message:
-    """Return a scripted reply as the message that a managed server makes of it; calls in the form `hermes`."""
-    parsed = find_calls("hermes", text, tools) if tools else None
+def message_of(text: str, tools: Sequence[Message], parser: str = "hermes", *, is_cut: bool = False) -> Message:
+    """Return the text of a reply as the message that a managed server makes of it."""
+    parsed = find_calls(parser, text, tools, is_cut=is_cut) if tools else None
     if parsed is None:
         return {"role": "assistant", "content": text}
     calls = [

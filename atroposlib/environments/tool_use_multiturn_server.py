@@ -1,0 +1,255 @@
+"""Wishes of several turns that tools fulfil: the tools really run, and what they hold at the end is what counts.
+
+    python tool_use_multiturn_server.py process --env.levels '[1, 2]' --env.total_steps 20 ...
+
+The world is a small office (files, calendar, calculator), or one of the simulated services of the Berkeley
+Function-Calling Leaderboard's set multi_turn_base (v4), whose classes and files are those of the installed package
+`bfcl-eval`. After each wish the state must be that of the right calls, and the results that it asks for must have come.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ClassVar, NotRequired, TypedDict
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from atroposlib.environments.multi_turn import (
+    Ask,
+    Message,
+    MultiTurnConfig,
+    MultiTurnEnv,
+    Player,
+    Reply,
+    Step,
+    ToolCall,
+    World,
+)
+from atroposlib.environments.rows import Split, item_at, tenth_kept
+from atroposlib.environments.single_turn import Part
+from atroposlib.environments.tool_calling_server import written
+from atroposlib.environments.tool_use.bfcl import WrittenCall, call_of, data_folder, package_folder, read_lines, tool_of
+from atroposlib.environments.tool_use.boxes import SERVICES, Compared, Spec, compare, play
+from atroposlib.environments.tool_use.inline import Inline, calling_inside
+from atroposlib.environments.tool_use.office import Wish, make_office, make_wish, office_tools
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
+from atroposlib.errors import DataError, EnvironmentFault
+from atroposlib.sandbox.workers import SandboxError, WorkerPool
+
+_BOXES = "atroposlib.environments.tool_use.boxes"
+_FILE = "BFCL_v4_multi_turn_base.json"
+MOST_RESULT = 8000
+"""Characters of a result that the model sees."""
+
+
+class ToolUseConfig(MultiTurnConfig):
+    """Where the wishes come from, and how far a model may go for one."""
+
+    dataset: str | None = Field(
+        None,
+        description="bfcl: multi_turn_base of the installed package bfcl-eval; or a folder of its files; null: made.",
+    )
+    epochs: PositiveInt | None = Field(1, description="How often all rows are rolled out; null: without end.")
+    eval_all: bool = Field(False, description="Evaluate with all rows; false: every tenth, which is not trained on.")
+    max_steps: PositiveInt = Field(20, description="Replies with calls for one wish; with more the episode is lost.")
+    partial_credit: bool = Field(False, description="Score the share of wishes fulfilled before one fails, not 0 or 1.")
+    interleaved_thinking: bool = Field(
+        False, description="A call inside a thought runs at once, and the same turn continues behind its result."
+    )
+    tool_timeout_s: PositiveFloat = Field(10.0, description="Seconds for BFCL's tools; a call that takes longer fails.")
+    workers: PositiveInt = Field(2, description="Processes in which BFCL's tools run.")
+
+
+class Task(TypedDict):
+    """One episode."""
+
+    id: str
+    spec: Spec
+    wishes: list[Wish]
+    tools: NotRequired[list[Message]]  # none: those of the office
+
+
+Run = Callable[..., Awaitable[Any]]
+"""Calls a function of `boxes`, where it is safe to."""
+
+
+class ToolUseWorld(World):
+    """A user with some wishes, one after the other; the last one fulfilled earns 1, or each its share."""
+
+    def __init__(self, task: Task, run: Run, config: ToolUseConfig) -> None:
+        self.task, self.config, self._run = task, config, run
+        self.tools = task.get("tools") or office_tools()
+        self.calls: list[WrittenCall] = []
+        self.turn, self.begun, self.steps = 0, 0, 0  # wish, calls before it, replies with calls for it
+        self.fault = ""  # what was wrong with the wish that failed
+
+    async def begin(self) -> str:
+        return self.task["wishes"][0]["said"]
+
+    async def step(self, reply: Reply) -> Step:
+        if reply.calls:
+            self.steps += 1
+            results = await self.run(reply.calls)
+            said: list[Message] = [
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result[:MOST_RESULT]}
+                for call, result in zip(reply.calls, results, strict=True)
+            ]
+            return Step(said, self.steps >= self.config.max_steps)
+        if not reply.text:
+            return Step("Call tools, or say that it is done.", is_invalid=True)
+        return await self._next()
+
+    async def run(self, calls: Sequence[ToolCall]) -> list[str]:
+        """Run calls and return what comes of each; one that takes too long leaves no trace."""
+        results: list[str] = []
+        for call in calls:
+            if call.arguments is None:
+                results.append("Error: the arguments are no JSON object")
+                continue
+            made: WrittenCall = {"name": call.name, "arguments": call.arguments}
+            try:
+                played = await self._run(play, self.task["spec"], [*self.calls, made])
+            except SandboxError as error:
+                await self._still_works(error)
+                results.append(f"Error: {error}")
+                continue
+            self.calls.append(made)
+            results.append(played[-1] or "(nothing)")
+        return results
+
+    async def _still_works(self, error: SandboxError) -> None:
+        """Return where the fault is the last call's; EnvironmentFault where the box fails without it, too."""
+        try:
+            await self._run(play, self.task["spec"], self.calls)
+        except SandboxError:
+            raise EnvironmentFault(f"the tools of {self.task['id']} do not run: {error}") from error
+
+    async def _next(self) -> Step:
+        wishes = self.task["wishes"]
+        self.fault = await self._fault()
+        self.turn, self.begun, self.steps = self.turn + 1, len(self.calls), 0
+        is_last = self.turn == len(wishes)
+        share = 1 / len(wishes) if self.config.partial_credit else float(is_last)
+        if self.fault or is_last:
+            return Step(is_over=True, reward=0.0 if self.fault else share)
+        return Step(wishes[self.turn]["said"], reward=share)
+
+    async def _fault(self) -> str:
+        """Return what is wrong with the state or the results after a wish; "" where nothing is."""
+        wish = self.task["wishes"][self.turn]
+        if wish["calls"] and len(self.calls) == self.begun:
+            return "no tool was called"
+        right = [call for wish in self.task["wishes"][: self.turn + 1] for call in wish["calls"]]
+        found: Compared = await self._run(compare, self.task["spec"], self.calls, right)
+        if found["differ"]:
+            return f"another state: {', '.join(found['differ'])}"
+        left = [*found["results"]]
+        for result in found["expected"][len(right) - len(wish["calls"]) :][: wish["seen"]]:
+            if result not in left:
+                return f"no call gave {result[:200]}"
+            left.remove(result)
+        return ""
+
+    def gold(self) -> str:
+        wish = self.task["wishes"][self.turn]
+        if len(self.calls) > self.begun or not wish["calls"]:
+            return "It is done."
+        return written(self._named(call) for call in wish["calls"])
+
+    def _named(self, call: WrittenCall) -> WrittenCall:
+        """Return a call with all of its arguments by name."""
+        tool = next(tool["function"] for tool in self.tools if tool["function"]["name"] == call["name"])
+        by_place = zip(tool["parameters"]["properties"], call.get("positional", ()), strict=False)
+        return {"name": call["name"], "arguments": {**dict(by_place), **call["arguments"]}}
+
+
+class MultiTurnToolCallingEnv(MultiTurnEnv):
+    """Score 1 where all wishes are fulfilled, else 0; with `partial_credit` the share before the first that is not."""
+
+    name = "tool_use_multiturn"
+    env_config_cls = ToolUseConfig
+    config: ToolUseConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    system: ClassVar[str] = "Do what the user asks with the tools. When it is done, say so without a call."
+    uses_tools: ClassVar[bool] = True
+    data: ClassVar[str] = "made, or rows"
+    tasks: Split | None = None
+    pool: WorkerPool | None = None
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
+        config, engine = super().config_init()
+        return cls.env_config_cls(**{**config.model_dump(exclude_unset=True), "max_turns": 64}), engine
+
+    async def setup(self) -> None:
+        """Read the rows; ConfigError where the package is not there."""
+        await super().setup()
+        if self.config.dataset is not None:
+            package_folder()
+            found = read_tasks(self.config.dataset)
+            self.tasks = Split(train=found, test=found) if self.config.eval_all else tenth_kept(found, _FILE)
+            self.pool = WorkerPool(workers=self.config.workers, timeout_s=self.config.tool_timeout_s, memory_mb=1024)
+
+    async def teardown(self) -> None:
+        if self.pool is not None:
+            await asyncio.to_thread(self.pool.close)
+
+    def make(self, rng: random.Random, level: int) -> Task:
+        office = make_office(rng)
+        start = {"files": dict(office.files), "events": dict(office.events)}
+        wishes = [make_wish(rng, office) for _ in range(min(level, MOST_WISHES) + 1)]
+        return Task(id="office", spec=Spec(classes=["Office"], start={"Office": start}), wishes=wishes)
+
+    async def problem(self, part: Part, index: int) -> Task | None:
+        if self.tasks is None:
+            return await super().problem(part, index)
+        return item_at(self.tasks, part, index, seed=self.config.seed, epochs=self.config.epochs)
+
+    async def open(self, item: Task) -> ToolUseWorld:
+        return ToolUseWorld(item, self.run_box, self.config)
+
+    async def run_box(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self.pool is None:
+            return function(*arguments)
+        return await self.pool.call(f"{_BOXES}:{function.__name__}", *arguments)
+
+    async def take_turns(self, world: World, players: Sequence[Player]) -> None:
+        if self.config.interleaved_thinking and isinstance(world, ToolUseWorld):
+            for player in players:
+                player.ask = calling_inside(player.ask, world.run, self.config, self.opening)
+        await super().take_turns(world, players)
+
+    def _asking(self, managed: Any, **sampling: Any) -> Ask:
+        if self.config.interleaved_thinking:
+            return Inline(managed, self.tokenizer, self.config, self.opening, sampling).ask
+        return super()._asking(managed, **sampling)
+
+
+MOST_WISHES = 5
+
+
+def read_tasks(dataset: str) -> list[Task]:
+    """Return the episodes of multi_turn_base; errors as of `read_problems`."""
+    folder = data_folder(dataset)
+    answers = {row["id"]: row["ground_truth"] for row in read_lines(folder / "possible_answer" / _FILE)}
+    documents = folder / "multi_turn_func_doc"
+    tools = {name: [*map(tool_of, read_lines(documents / f"{file}.json"))] for name, file in SERVICES.items()}
+    try:
+        return [_task(row, answers[row["id"]], tools) for row in read_lines(folder / _FILE)]
+    except (KeyError, IndexError, TypeError) as error:
+        raise DataError(f"{folder / _FILE} has a row that is no episode of BFCL v4: {error!r}") from error
+
+
+def _task(row: dict[str, Any], answers: list[list[str]], tools: dict[str, list[Message]]) -> Task:
+    without = row.get("excluded_function", [])
+    offered = [tool for name in row["involved_classes"] for tool in tools[name]]
+    wishes = []
+    for said, sources in zip(row["question"], answers, strict=True):
+        calls = [call_of(source) for source in sources]
+        wishes.append(Wish(said="\n\n".join(turn["content"] for turn in said), calls=calls, seen=len(calls)))
+    spec = Spec(classes=row["involved_classes"], start=row["initial_config"], without=without)
+    kept = [tool for tool in offered if tool["function"]["name"] not in without]
+    return Task(id=row["id"], spec=spec, wishes=wishes, tools=kept)
+
+
+if __name__ == "__main__":
+    MultiTurnToolCallingEnv.cli()
