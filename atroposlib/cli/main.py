@@ -38,6 +38,9 @@ SECTIONS: dict[str, dict[str, Word]] = {
             "atropos-grpo-run",
         ),
         "env": Word("atroposlib.environments.command", "List, show, run and check environments by name."),
+        "serve-env": Word(
+            "atroposlib.environments.adapters.openenv_server", "Serve an environment to clients of OpenEnv."
+        ),
         "eval": Word("atroposlib.environments.eval_environments.command", "Run benchmarks, show and compare results."),
         "status": Word("atroposlib.cli.status", "Show the progress of a run, running or not."),
         "runs": Word("atroposlib.cli.runs", "List the runs below a folder, with state and size."),
