@@ -106,7 +106,7 @@ class Office:
 
 
 def _value(tree: ast.expr) -> float:
-    if isinstance(tree, ast.Constant) and type(tree.value) in (int, float) and abs(tree.value) < _LARGEST:
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, int | float) and abs(tree.value) < _LARGEST:
         return tree.value
     if isinstance(tree, ast.BinOp) and type(tree.op) in _OPERATORS:
         return _OPERATORS[type(tree.op)](_value(tree.left), _value(tree.right))
