@@ -3,17 +3,20 @@
 import asyncio
 import importlib
 import json
+import os
+import signal
 
 import pytest
 
 from atroposlib.environments.eval_environments.aime24_hermes_example import AIME24
-from atroposlib.environments.eval_environments.benchmark import BenchmarkEnv, of_table
+from atroposlib.environments.eval_environments.benchmark import BenchmarkEnv, load_class, of_table
 from atroposlib.environments.eval_environments.judgemark_eval import JudgeMarkEvalEnv
 from atroposlib.environments.eval_environments.kinds import benchmarks, f1, plain
 from atroposlib.environments.eval_environments.results import compare, table
 from atroposlib.environments.judging import Grader, PairJudge
 from atroposlib.environments.rlaif_server import RLAIFConfig, RLAIFEnv
 from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.cli import main as run_environment
 from atroposlib.envs.cli import resolve
 from atroposlib.envs.kept_evaluation import kept_responses
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -21,6 +24,7 @@ from atroposlib.errors import ConfigError, DataError, EnvironmentFault, Verifier
 from atroposlib.rollouts.failures import is_scored
 from atroposlib.testing import ScriptedEngine, write_tokenizer
 from atroposlib.utils.eval_statistics import paired_test, standard_error
+from tests.children import Child
 from tests.fakes import FakeServer, FakeTokenizer
 
 ROWS = {  # a row as the set has it, and another right reply
@@ -291,6 +295,39 @@ async def test_a_comparison_of_choices_that_was_killed_asks_only_for_what_is_mis
     assert len(engine.prompts) == len(set(engine.prompts)) == 2 * len(rows)
     assert (env.eval_metrics["eval/acc"], env.eval_metrics["eval/failed"]) == (0.0, 0)
     assert list(tmp_path.glob("evaluate.journal.*")) == []
+
+
+def test_a_process_that_compares_choices_is_killed_and_started_again(tmp_path):
+    rows = [{"question": f"q{n}?", "choices": ["xx", "y"], "answer": n % 2, "subject": "s"} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    killed = []
+
+    def kill_at_the_fourth(prompt):
+        if len(engine.prompts) == 4 and not killed:
+            killed.append(child.pid)
+            os.kill(child.pid, signal.SIGKILL)
+        return ""
+
+    def flags(folder):
+        settings = {"dataset": tmp_path / "rows.jsonl", "scoring": "loglikelihood", "max_eval_workers": 1}
+        settings["data_dir_to_save_evals"] = tmp_path / folder
+        return [*engine.flags, *(text for name, value in settings.items() for text in (f"--env.{name}", str(value)))]
+
+    def result(folder):
+        metrics = json.loads((tmp_path / folder / "metrics.json").read_text())["results"]
+        return metrics, (tmp_path / folder / "samples.jsonl").read_text()
+
+    with ScriptedEngine(kill_at_the_fourth, write_tokenizer(tmp_path / "tokenizer")) as engine:
+        module = "atroposlib.environments.eval_environments.command"
+        child = Child(module, ["run", "mmlu", *flags("killed")], tmp_path / "log")
+        child.stdout.close()
+        assert child.wait(60) == -signal.SIGKILL, (tmp_path / "log").read_text()
+        assert run_environment(load_class("mmlu"), ["evaluate", *flags("killed")]) == 0
+        asked, engine.prompts = engine.prompts, []
+        assert run_environment(load_class("mmlu"), ["evaluate", *flags("whole")]) == 0
+    assert asked == [*engine.prompts[:4], *engine.prompts[3:]]
+    assert result("killed") == result("whole")
+    assert result("whole")[0]["all"]["eval/acc"] == pytest.approx(2 / 3)
 
 
 async def test_letters_follow_the_listed_choices_and_solved_questions_stand_before(make_env):
