@@ -4,7 +4,7 @@ r"""Compare our evaluations with lm-eval's on the same rows, prompts and engine,
     python -m benchmarks.bench_lm_eval http://127.0.0.1:9004 VENV/bin/python
 
 VENV is an environment of its own with `pip install 'lm-eval[api]==0.4.13'`. Rows are made, with the columns of GSM8K,
-MMLU and ARC; prompts of generation are ours, and lm-eval reads the replies with the filters and the metric of its tasks.
+MMLU and ARC; prompts of generation are ours, and lm-eval reads replies with the filters and the metric of its tasks.
 """
 
 import argparse
@@ -242,7 +242,7 @@ def compare(url: str, python: str, folder: Path, only: Sequence[str]) -> None:
 
 
 def scored(left: Scores, right: Scores) -> str:
-    """Return how far apart log-likelihoods are; or how many replies are the same, and how many of these scored alike."""
+    """Return how far apart log-likelihoods are; or how many replies are the same, and of these scored alike."""
     pairs = [(left.said[key], right.said[key]) for key in left.said]
     if not isinstance(pairs[0][0], str):
         return f"{max(abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True)):.1e} nats apart"
