@@ -25,6 +25,8 @@ Answer = Callable[[str], str | Sequence[str]]
 """From the prompt's text to what the model says: one text for every response, or texts that take turns."""
 
 _LOGPROB = -0.25
+_NEXT_LOGPROB = -1.75
+"""From one token of a prompt's top-k to the next; all of them together stay below 1."""
 _SPECIALS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 _TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\n# Tools\n' }}{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}"
@@ -161,7 +163,7 @@ class ScriptedEngine:
 
 def _of_prompt(ids: Sequence[int], top_k: int) -> dict[str, Any]:
     """Return what SGLang says of a prompt: nothing of its first token, and of each other that it was the likeliest."""
-    top = [[[(n + 1) * _LOGPROB, token + n, None] for n in range(top_k)] for token in ids[1:]]
+    top = [[[_LOGPROB + n * _NEXT_LOGPROB, token + n, None] for n in range(top_k)] for token in ids[1:]]
     given = [[_LOGPROB, token, None] for token in ids[1:]]
     return {
         "input_token_logprobs": [[None, token, None] for token in ids[:1]] + given,

@@ -67,6 +67,7 @@ PRESETS: dict[str, Preset] = {
     "reinforce_pp": Preset("reinforce_pp", "clipped", "token_mean"),
     "reinforce_pp_baseline": Preset("reinforce_pp_baseline", "clipped", "token_mean"),
     "lite_ppo": Preset("batch_std", "clipped", "token_mean"),
+    "distill": Preset("dr_grpo", "distill", "token_mean"),
     "maxent": Preset("dr_grpo", "maxent", "token_mean"),
     "xdr_grpo": Preset("dr_grpo", "clipped", "seq_sum_const", xdr=True),
 }
@@ -158,6 +159,7 @@ class LossSettings(RecipeSettings):
         "reinforce_pp",
         "reinforce_pp_baseline",
         "lite_ppo",
+        "distill",
         "maxent",
         "xdr_grpo",
     ] = "grpo"
@@ -180,6 +182,10 @@ class LossSettings(RecipeSettings):
     )
     mask_truncated: bool = Field(False, description="No loss on responses that reached max_completion_length.")
     overlong_cache: NonNegativeInt = Field(0, description="DAPO's soft penalty over this many last tokens; 0: none.")
+    distill_coeff: NonNegativeFloat | None = Field(
+        None,
+        description="Times the KL from the teacher's top-k tokens, added to the loss; null: 1 for distill, else 0.",
+    )
     entropy_metric: bool = Field(True, description="Log the entropy of the policy; one more pass over the logits.")
 
 
@@ -278,6 +284,11 @@ class TrainingConfig(
         )
 
     @property
+    def teacher_weight(self) -> float:
+        """The factor of the teacher's KL in the loss."""
+        return float(self.objective == "distill") if self.distill_coeff is None else self.distill_coeff
+
+    @property
     def sync_urls(self) -> list[str]:
         """Base URLs of the engines."""
         return self.engine_urls or [f"http://127.0.0.1:{self.vllm_port}"]
@@ -300,6 +311,13 @@ class TrainingConfig(
             )
         if self.kl_in_reward and self.preset.loss == "maxent":
             raise ConfigError("kl_in_reward needs advantages, which objective 'maxent' does not have; set it to false")
+        if self.distill_coeff and self.preset.loss == "maxent":
+            raise ConfigError(
+                "distill_coeff is added to a loss per token, which objective 'maxent' does not have; set it to "
+                "0, or use another objective"
+            )
+        if self.objective == "distill" and self.teacher_weight == 0:
+            raise ConfigError("objective is 'distill' but distill_coeff is 0, so there is no loss; leave it out")
         if self.objective == "maxent" and math.isinf(self.maxent_tau):
             raise ConfigError("maxent_tau is inf; use objective 'dr_grpo' for uniform weights")
         return self

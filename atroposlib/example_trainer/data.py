@@ -28,6 +28,8 @@ class TrainingRow:
     temperature: float
     advantages: np.ndarray | None = None  # [T] given by the environment
     zero_advantage: bool = False
+    teacher_ids: np.ndarray | None = None  # [T,k] int64 tokens that a teacher named
+    teacher_logp: np.ndarray | None = None  # [T,k] float32 its log-probabilities of them; -inf where it named fewer
 
     @property
     def trained_tokens(self) -> int:
@@ -109,14 +111,18 @@ def _population_advantages(rows: Sequence[TrainingRow]) -> list[float]:
 def _row(group: Mapping[str, Any], i: int, number: int, seq_len: int, temperature: float) -> TrainingRow:
     tokens = np.asarray(group["tokens"][i], dtype=np.int64)
     trained = np.asarray(group["masks"][i], dtype=np.int64) != IGNORE_INDEX
-    logprobs, advantages = (_of_row(group, key, i) for key in ("inference_logprobs", "advantages"))
+    logprobs, advantages, teacher_ids, teacher_logp = (
+        _of_row(group, key, i) for key in ("inference_logprobs", "advantages", "distill_token_ids", "distill_logprobs")
+    )
     what = f"sequence {i} of group {number}"
     if len(tokens) > seq_len:
         raise DataError(
             f"{what} has {len(tokens)} tokens, the trainer takes {seq_len}; raise seq_len or lower the environment's "
             "max_token_length"
         )
-    for name, values in (("masks", trained), ("inference_logprobs", logprobs), ("advantages", advantages)):
+    per_token = {"masks": trained, "inference_logprobs": logprobs, "advantages": advantages}
+    per_token |= {"distill_token_ids": teacher_ids, "distill_logprobs": teacher_logp}
+    for name, values in per_token.items():
         if values is not None and len(values) != len(tokens):
             raise DataError(f"{what} has {len(tokens)} tokens but {len(values)} {name}; expected one per token")
     overrides = (group.get("overrides") or [{}] * len(group["tokens"]))[i] or {}
@@ -129,7 +135,26 @@ def _row(group: Mapping[str, Any], i: int, number: int, seq_len: int, temperatur
         temperature=_temperature(group, overrides, temperature),
         advantages=None if advantages is None else np.asarray(advantages, dtype=np.float32),
         zero_advantage=bool(overrides.get("set_advantage_to_zero")),
+        **_teacher_view(teacher_ids, teacher_logp, what),
     )
+
+
+def _teacher_view(ids: Any, logprobs: Any, what: str) -> dict[str, np.ndarray]:
+    """Return the teacher's tables [T,k], k being the most tokens that it named at one position; {} without one."""
+    if ids is None or logprobs is None:
+        return {}
+    counts = [len(line) for line in ids]
+    if counts != [len(line) for line in logprobs]:
+        raise DataError(f"{what} has other numbers of distill_token_ids than of distill_logprobs at some position")
+    most = max(1, *counts)
+    tables = {
+        "teacher_ids": np.zeros((len(counts), most), np.int64),
+        "teacher_logp": np.full((len(counts), most), -np.inf, np.float32),
+    }
+    for table, given in zip(tables.values(), (ids, logprobs), strict=True):
+        for position, line in enumerate(given):
+            table[position, : len(line)] = line
+    return tables
 
 
 def _of_row(group: Mapping[str, Any], key: str, i: int) -> Any:

@@ -37,6 +37,8 @@ class MicroBatch:
     trained: tuple[Tensor, Tensor]  # [K] row and index of each trained target
     infer_logp: Tensor  # [B,T] float; 0 where not trained, NaN where the engine gave none
     temperature: Tensor  # [B,1]
+    teacher_ids: Tensor | None  # [B,T,k] tokens that a teacher named; None when it named none in all of these rows
+    teacher_logp: Tensor | None  # [B,T,k] float; -inf where it named fewer
 
 
 def micro_batches(rows: Sequence[TrainingRow], max_tokens: int, *, share: bool = True) -> Iterator[list[list[int]]]:
@@ -101,6 +103,7 @@ def collate(
     length = max(len(layout.tokens) for layout in layouts)
     length = rounded_length(length) if on_gpu else length
     trained_rows, trained_times = np.nonzero(_padded([row.trained for row in chosen], width, np.bool_)[:, 1:])
+    teacher_ids, teacher_logp = _teacher_tables(chosen, width)
     known = [row.infer_logp if row.infer_logp is not None else np.full(len(row.tokens), np.nan) for row in chosen]
     return MicroBatch(
         rows=numbers,
@@ -114,6 +117,8 @@ def collate(
         trained=(put(trained_rows), put(trained_times)),
         infer_logp=table([np.where(row.trained, k, 0.0) for row, k in zip(chosen, known, strict=True)], np.float32),
         temperature=put(np.array([[row.temperature] for row in chosen], np.float32)),
+        teacher_ids=None if teacher_ids is None else put(teacher_ids),
+        teacher_logp=None if teacher_logp is None else put(teacher_logp),
     )
 
 
@@ -200,6 +205,20 @@ def _by_group(rows: Sequence[TrainingRow]) -> list[list[int]]:
     for number, row in enumerate(rows):
         groups.setdefault(row.group, []).append(number)
     return list(groups.values())
+
+
+def _teacher_tables(rows: Sequence[TrainingRow], width: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return [B,T,k] ids and log-probabilities of the targets, padded with -inf; None twice without a teacher."""
+    most = max((0 if row.teacher_ids is None else row.teacher_ids.shape[1] for row in rows), default=0)
+    if most == 0:
+        return None, None
+    ids = np.zeros((len(rows), width, most), np.int64)
+    logp = np.full((len(rows), width, most), -np.inf, np.float32)
+    for number, row in enumerate(rows):
+        if row.teacher_ids is not None and row.teacher_logp is not None:
+            length, count = row.teacher_ids.shape
+            ids[number, :length, :count], logp[number, :length, :count] = row.teacher_ids, row.teacher_logp
+    return ids[:, 1:], logp[:, 1:]
 
 
 def _padded(values: Sequence[np.ndarray], width: int, dtype: type[np.generic], fill: int = 0) -> np.ndarray:

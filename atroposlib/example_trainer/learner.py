@@ -9,6 +9,7 @@ of this does nothing.
 """
 
 import itertools
+import logging
 import os
 import time
 from collections import Counter
@@ -29,6 +30,8 @@ from atroposlib.example_trainer.losses.controllers import KLController, TauContr
 from atroposlib.example_trainer.losses.policy import clip_counts, ratio
 from atroposlib.example_trainer.objective import StepPlan, micro_loss, plan
 from atroposlib.example_trainer.policy import Policy, shares_prompts
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -120,9 +123,11 @@ class StepStats:
         mask: Tensor,
         entropy: Tensor | None,
         kl: Tensor | None,
+        teacher_kl: Tensor | None = None,
+        taught: Tensor | None = None,
         eps: tuple[float, float],
     ) -> None:
-        """Count one micro-batch; all [B,T], advantages also [B,1]."""
+        """Count one micro-batch; all [B,T], advantages also [B,1], what the teacher said [B,T,k]."""
         trained = mask > 0
         known = trained & infer_logp.isfinite()
         gaps = (logp - torch.where(known, infer_logp, logp)).abs()
@@ -138,6 +143,8 @@ class StepStats:
             "clip_high": clipped.high,
             "entropy": zero if entropy is None else entropy.sum(),
             "kl": zero if kl is None else kl.masked_fill(~trained, 0.0).sum(),
+            "teacher_kl": zero if teacher_kl is None else teacher_kl.masked_fill(~trained, 0.0).sum(),
+            "taught": zero if taught is None else (trained & taught.isfinite().any(-1)).sum(),
         }
         self._unread.append((sums, {"logprob_diff": gaps.max(), "ratio": ratios.max()}))
 
@@ -173,6 +180,9 @@ class StepStats:
             found["train/entropy"] = mean["entropy"]
         if kl:
             found["train/kl"] = mean["kl"]
+        if self.sums["taught"]:
+            found["train/teacher_kl"] = self.sums["teacher_kl"] / self.sums["taught"]
+            found["train/taught"] = mean["taught"]
         return found
 
 
@@ -247,6 +257,8 @@ class Learner:
         step = plan(config, rows, tau=self.tau.tau, beta=beta, ref_sums=_sums(references, len(rows)))
         clock.lap("reference")
         used = [i for i in range(len(rows)) if step.signal[i]]
+        if config.objective == "distill" and all(row.teacher_logp is None for row in rows):
+            logger.warning("a batch of %d sequences has no teacher's view, so nothing is learnt from it", len(rows))
         stats, losses = StepStats(), []
         chosen = [rows[i] for i in used]
         for index, lines in enumerate(micro_batches(chosen, config.micro_batch_tokens, share=self.share_prompts)):
@@ -282,8 +294,8 @@ class Learner:
         clock: _Clock,
     ) -> Tensor:
         """Forward and backward of one micro-batch; its part of the loss."""
-        scores = self.policy.score(micro, entropy=self.config.entropy_metric)
-        part = micro_loss(self.config, step, rows, micro, scores.logp, ref_logp=ref_logp, beta=self.kl.beta)
+        scores = self.policy.score(micro, entropy=self.config.entropy_metric, teacher=self.config.teacher_weight > 0)
+        part = micro_loss(self.config, step, rows, micro, scores, ref_logp=ref_logp, beta=self.kl.beta)
         clock.lap("forward")
         part.loss.backward()
         clock.lap("backward")
@@ -295,6 +307,8 @@ class Learner:
             mask=micro.mask,
             entropy=scores.entropy,
             kl=part.kl,
+            teacher_kl=part.teacher_kl,
+            taught=None if part.teacher_kl is None else micro.teacher_logp,
             eps=(self.config.preset.eps_low, self.config.preset.eps_high),
         )
         return part.loss.detach()

@@ -23,7 +23,9 @@ from atroposlib.example_trainer.losses.policy import (
     kl_per_token,
     mismatch_weights,
     off_policy_sequence_mask,
+    teacher_kl,
 )
+from atroposlib.example_trainer.token_scores import TokenScores
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,9 @@ def _advantage_plan(
         weights = maxent.xdr_weights(utilities, base.groups, tau=tau, valid=valid)
         entropy = _mean_entropy(weights, base.groups)
     given = torch.tensor([row.advantages is not None and not row.zero_advantage for row in rows])
-    signal = base.signal & ((((advantages != 0) | given) & (weights != 0)) | (beta > 0))
+    has_policy_loss = config.preset.loss != "distill"
+    moves = ((advantages != 0) | given) & (weights != 0) & has_policy_loss
+    signal = base.signal & (moves | (beta > 0) | _taught(config, rows))
     return replace(base, advantages=advantages.float(), weights=weights.float(), signal=signal, weight_entropy=entropy)
 
 
@@ -109,6 +113,11 @@ def _maxent_plan(
     return replace(base, weights=weights.float(), signal=weights > 0, weight_entropy=entropy)
 
 
+def _taught(config: TrainingConfig, rows: Sequence[TrainingRow]) -> Tensor:
+    """[N] True where a teacher's view is part of the loss."""
+    return torch.tensor([config.teacher_weight > 0 and row.teacher_logp is not None for row in rows])
+
+
 @dataclass(frozen=True)
 class MicroLoss:
     """The part of the step's loss that one micro-batch gives, and what the metrics need."""
@@ -117,6 +126,7 @@ class MicroLoss:
     old_logp: Tensor  # [B,T] what the ratios of the metrics are taken against
     advantages: Tensor  # [B,1] or [B,T]
     kl: Tensor | None  # [B,T]
+    teacher_kl: Tensor | None = None  # [B,T]
 
 
 def micro_loss(
@@ -124,12 +134,13 @@ def micro_loss(
     step: StepPlan,
     rows: Sequence[TrainingRow],
     micro: MicroBatch,
-    logp: Tensor,
+    scores: TokenScores,
     *,
     ref_logp: Tensor | None,
     beta: float,
 ) -> MicroLoss:
     """The loss of these rows, to be summed over all micro-batches of the step."""
+    logp = scores.logp
     numbers = torch.tensor(micro.rows)
     weights = step.weights[numbers].to(logp)
     advantages = token_advantages(rows, micro, step.advantages)
@@ -140,6 +151,9 @@ def micro_loss(
         if kl is not None and beta > 0:
             loss = loss + beta * aggregate(kl, micro.mask, "token_mean", totals=step.totals)
         return MicroLoss(loss, old_logp, advantages, None if kl is None else kl.detach())
+    taught = None
+    if micro.teacher_logp is not None and scores.teacher_logp is not None:
+        taught = teacher_kl(micro.teacher_logp, scores.teacher_logp)
     if config.kl_in_reward and ref_logp is not None:
         advantages = kl_in_reward(advantages, logp, ref_logp, beta)
     per_token = _policy_loss(config, logp, old_logp, advantages, micro.mask)
@@ -152,6 +166,8 @@ def micro_loss(
             rows_advantages, logp.detach(), micro.infer_logp, micro.mask, config.off_policy_delta
         )
     per_token = per_token * weights[:, None]
+    if taught is not None:
+        per_token = per_token + config.teacher_weight * taught * (weights[:, None] > 0)
     if kl is not None and not config.kl_in_reward:
         correction = policy.ratio(logp, old_logp) if config.kl_is_correct else 1.0
         per_token = per_token + beta * correction * kl
@@ -161,7 +177,7 @@ def micro_loss(
     if config.preset.loss in ("gspo", "gspo_token"):  # one ratio per sequence, which is what is clipped
         now = logp.detach()
         old_logp = now - policy.sequence_log_ratio(now, old_logp, micro.mask)
-    return MicroLoss(loss, old_logp, advantages, None if kl is None else kl.detach())
+    return MicroLoss(loss, old_logp, advantages, *(None if each is None else each.detach() for each in (kl, taught)))
 
 
 def _policy_loss(config: TrainingConfig, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -179,12 +195,14 @@ def _policy_loss(config: TrainingConfig, logp: Tensor, old_logp: Tensor, advanta
         return policy.cispo(logp, old_logp, advantages, ratio_min=low, ratio_max=1 + row.eps_high)
     if row.loss == "sapo":
         return policy.sapo(logp, old_logp, advantages)
+    if row.loss == "distill":
+        return torch.zeros_like(logp)
     return policy.reinforce(logp, advantages)
 
 
 def _old_logp(config: TrainingConfig, micro: MicroBatch, logp: Tensor) -> Tensor:
     """Return what the ratio is taken against; the trainer's own is the policy now, as each batch gives one update."""
-    if config.old_logprobs == "trainer":
+    if config.old_logprobs == "trainer" or config.preset.loss == "distill":
         return logp.detach()
     missing = micro.infer_logp.isnan() & (micro.mask > 0)
     if bool(missing.any()):

@@ -65,9 +65,9 @@ class Policy:
         """Parameters the optimizer moves."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def score(self, micro: MicroBatch, *, entropy: bool = False) -> TokenScores:
-        """Log-probabilities of the targets under the trained weights, with gradient."""
-        return self._score(self.model, micro, entropy)
+    def score(self, micro: MicroBatch, *, entropy: bool = False, teacher: bool = False) -> TokenScores:
+        """Log-probabilities of the targets (and of what a teacher named) under the trained weights, with gradient."""
+        return self._score(self.model, micro, entropy, teacher)
 
     @torch.no_grad()
     def reference_logp(self, micro: MicroBatch) -> Tensor:
@@ -118,10 +118,10 @@ class Policy:
         self.bare.save_pretrained(folder, state_dict=state)
         self.tokenizer.save_pretrained(folder)
 
-    def _score(self, model: Any, micro: MicroBatch, entropy: bool) -> TokenScores:
+    def _score(self, model: Any, micro: MicroBatch, entropy: bool, teacher: bool = False) -> TokenScores:
         bare = model.get_base_model() if self.config.use_lora else model
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return token_scores(bare, micro, entropy=entropy)
+            return token_scores(bare, micro, entropy=entropy, teacher=teacher)
 
 
 def pick_device(name: str) -> torch.device:

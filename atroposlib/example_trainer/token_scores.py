@@ -31,13 +31,15 @@ class TokenScores:
 
     logp: Tensor  # [B,T] nats, after temperature
     entropy: Tensor | None  # [B,T] nats, without gradient
+    teacher_logp: Tensor | None = None  # [B,T,k] nats, of the tokens that the teacher named, at temperature 1
 
 
-def token_scores(model: Any, micro: MicroBatch, *, entropy: bool) -> TokenScores:
+def token_scores(model: Any, micro: MicroBatch, *, entropy: bool, teacher: bool = False) -> TokenScores:
     """Log-probabilities of the targets, in float32.
 
     Args:
         model: causal language model of transformers; an adapter's wrapper is taken off by the caller.
+        teacher: also those of the tokens that a teacher named, where there are any.
     """
     hidden = model.base_model(
         input_ids=micro.input_ids,
@@ -47,12 +49,20 @@ def token_scores(model: Any, micro: MicroBatch, *, entropy: bool) -> TokenScores
     ).last_hidden_state
     rows, times = micro.trained
     predicting = hidden[micro.lines[rows], micro.predictors[rows, times]]
-    logp, entropies = _sliced(
-        model, predicting, micro.targets[rows, times], micro.temperature[rows, 0], entropy=entropy
+    named = micro.teacher_ids if teacher else None
+    logp, entropies, of_named = _sliced(
+        model,
+        predicting,
+        micro.targets[rows, times],
+        micro.temperature[rows, 0],
+        None if named is None else named[rows, times],
+        entropy=entropy,
     )
     table = torch.zeros_like(micro.mask)
     return TokenScores(
-        table.index_put((rows, times), logp), table.index_put((rows, times), entropies) if entropy else None
+        table.index_put((rows, times), logp),
+        table.index_put((rows, times), entropies) if entropy else None,
+        None if named is None else torch.zeros(named.shape, device=table.device).index_put((rows, times), of_named),
     )
 
 
@@ -70,24 +80,29 @@ def require_known_logits(model: Any) -> None:
 
 
 def _sliced(
-    model: Any, hidden: Tensor, targets: Tensor, temperature: Tensor, *, entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """[K] log-probabilities and entropies of K positions, a slice at a time."""
+    model: Any, hidden: Tensor, targets: Tensor, temperature: Tensor, named: Tensor | None, *, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[K] log-probabilities and entropies of K positions, and [K,k] of named tokens, a slice at a time."""
     tokens = max(1, SLICE_LOGITS.get(hidden.device.type, 2**26) // model.config.get_text_config().vocab_size)
-    parts = list(zip(hidden.split(tokens), targets.split(tokens), temperature.split(tokens), strict=True))
+    named = targets[:, None][:, :0] if named is None else named
+    tables = (hidden, targets, temperature, named)
+    parts = list(zip(*(table.split(tokens) for table in tables), strict=True))
     score = partial(_slice_scores, model, entropy)
     kept = KEPT_SLICES.get(hidden.device.type, 1)
     scored: list[Any] = [score(*part) for part in parts[:kept]]
     scored += [checkpoint(score, *part, use_reentrant=False) for part in parts[kept:]]
-    return torch.cat([logp for logp, _ in scored]), torch.cat([entropies for _, entropies in scored])
+    logp, entropies, of_named = (torch.cat(found) for found in zip(*scored, strict=True))
+    return logp, entropies, of_named
 
 
 def _slice_scores(
-    model: Any, entropy: bool, hidden: Tensor, targets: Tensor, temperature: Tensor
-) -> tuple[Tensor, Tensor]:
+    model: Any, entropy: bool, hidden: Tensor, targets: Tensor, temperature: Tensor, named: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     logits = _logits(model, hidden)
     with torch.autocast(logits.device.type, enabled=False):  # the float32 below is meant
-        return _Scores.apply(logits, targets, temperature, entropy)  # pyright: ignore[reportReturnType]
+        logp, entropies = _Scores.apply(logits, targets, temperature, entropy)  # pyright: ignore[reportGeneralTypeIssues]
+        of_named: Any = _Named.apply(logits, named) if named.shape[1] else logp.new_zeros(named.shape)
+    return logp, entropies, of_named
 
 
 class _Scores(torch.autograd.Function):
@@ -107,6 +122,36 @@ class _Scores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return fused(_gradient, grad.device)(grad, *ctx.saved_tensors), None, None, None
+
+
+class _Named(torch.autograd.Function):
+    """[K,k] log-probabilities of k tokens at each position, in float32, of the distribution at temperature 1.
+
+    As in `_Scores`, no float32 table of the logits' size is kept for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, named: Tensor) -> Tensor:
+        log_norm = fused(_log_norm, logits.device)(logits)
+        ctx.save_for_backward(logits, named, log_norm)
+        return logits.gather(-1, named).float() - log_norm[:, None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits, named, log_norm = ctx.saved_tensors
+        gradient = fused(_named_gradient, grad.device)(grad.sum(-1), logits, log_norm)
+        return gradient.scatter_add(-1, named, grad.to(gradient.dtype)), None
+
+
+def _log_norm(logits: Tensor) -> Tensor:
+    """[K] logarithms of the normalizer at temperature 1."""
+    return logits.float().logsumexp(-1)
+
+
+def _named_gradient(total: Tensor, logits: Tensor, log_norm: Tensor) -> Tensor:
+    """[K,V] gradient of the logits by the normalizer alone: -probability * the sum of the gradients."""
+    return (-(logits.float() - log_norm[:, None]).exp() * total[:, None]).to(logits.dtype)
 
 
 def _scores(logits: Tensor, targets: Tensor, temperature: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:

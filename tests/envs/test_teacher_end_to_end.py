@@ -40,26 +40,33 @@ class TaughtEnv(TeacherDistillationEnv):
         }, []
 
 
-@pytest.mark.parametrize("top_k", [0, 3])
-def test_each_position_of_a_trainers_batch_has_what_the_teacher_said_of_it(tmp_path, top_k):
-    tokenizer = write_tokenizer(tmp_path / "tokenizer")
-    teacher = {"base_url": "", "server_type": "sglang", "model_name": "scripted", "tokenizer_name": str(tokenizer)}
+def serve_taught(api, folder, top_k, groups=1):
+    """Serve groups of two with the view of a teacher, through the environment's own command line."""
+    tokenizer = write_tokenizer(folder / "tokenizer")
+    teacher = {"server_type": "sglang", "model_name": "scripted", "tokenizer_name": str(tokenizer)}
     with (
         ScriptedEngine(lambda prompt: ["yes", "perhaps"], tokenizer) as student,
         ScriptedEngine(lambda prompt: "", tokenizer) as taught,
-        trajectory_api() as api,
     ):
-        httpx.post(f"{api}/register", json=RUN).raise_for_status()
-        httpx.get(f"{api}/batch").raise_for_status()  # the first asking starts the run
         teacher["base_url"] = f"{taught.url}/v1"
         flags = [text for name, value in teacher.items() for text in (f"--teacher.{name}", value)]
-        limits = ["--env.total_groups", "1", "--env.rollout_server_url", api, "--env.rollouts_dir", str(tmp_path / "r")]
+        limits = ["--env.total_groups", str(groups), "--env.rollout_server_url", api]
+        limits += ["--env.max_batches_offpolicy", str(groups)]
         asked = ["--env.teacher_enabled", "true", "--env.teacher_top_k", str(top_k)]
-        assert run_environment(TaughtEnv, ["serve", *student.flags, *flags, *limits, *asked]) == 0
+        kept = ["--env.rollouts_dir", str(folder / "rollouts")]
+        assert run_environment(TaughtEnv, ["serve", *student.flags, *flags, *limits, *asked, *kept]) == 0
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_each_position_of_a_trainers_batch_has_what_the_teacher_said_of_it(tmp_path, top_k):
+    with trajectory_api() as api:
+        httpx.post(f"{api}/register", json=RUN).raise_for_status()
+        httpx.get(f"{api}/batch").raise_for_status()  # the first asking starts the run
+        serve_taught(api, tmp_path, top_k)
         (group,) = httpx.get(f"{api}/batch").json()["batch"]
     assert sorted(group["scores"]) == [3.0, 7.0]
     columns = [group[name] for name in ("tokens", "distill_token_ids", "distill_logprobs")]
     for tokens, ids, logprobs in zip(*columns, strict=True):
         assert (ids[0], logprobs[0]) == ([], [])  # nothing comes before the first
         assert ids[1:] == [[token + n for n in range(max(1, top_k))] for token in tokens[1:]]
-        assert logprobs[1:] == [[-0.25, -0.5, -0.75][: max(1, top_k)]] * (len(tokens) - 1)
+        assert logprobs[1:] == [[-0.25, -2.0, -3.75][: max(1, top_k)]] * (len(tokens) - 1)

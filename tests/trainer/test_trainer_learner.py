@@ -52,7 +52,9 @@ def test_log_probabilities_are_those_of_the_tempered_distribution(tiny_model, ma
 def test_the_cut_into_micro_batches_does_not_change_the_step(make_learner, objective):
     options = {"objective": objective, "init_kl_coeff": 0.1, "max_grad_norm": 1e9}
     whole, cut = make_learner(**options), make_learner(**options, micro_batch_tokens=16)
-    first, second = whole.train_on(rows()), cut.train_on(rows())
+    taught = {"distill_token_ids": [[[7]] * len(ids) for ids in GROUPS[0]["tokens"]]}
+    taught["distill_logprobs"] = [[[-0.5]] * len(ids) for ids in GROUPS[0]["tokens"]]
+    first, second = (learner.train_on(rows([GROUPS[0] | taught, GROUPS[1]])) for learner in (whole, cut))
     assert first["train/loss"] == pytest.approx(second["train/loss"], abs=1e-5)
     assert first["train/grad_norm"] == pytest.approx(second["train/grad_norm"], rel=1e-3)
     assert first["train/grad_norm"] > 0

@@ -12,10 +12,10 @@ from atroposlib.example_trainer.config import TrainingConfig
 VOCABULARY = 64
 
 
-def write_tiny_model(folder: Path) -> Path:
+def write_tiny_model(folder: Path, *, vocabulary: int = VOCABULARY) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -29,7 +29,7 @@ def write_tiny_model(folder: Path) -> Path:
         pad_token_id=1,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    words = {f"w{i}": i for i in range(VOCABULARY)}
+    words = {f"w{i}": i for i in range(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(folder)

@@ -28,6 +28,8 @@ from atroposlib.example_trainer.losses.names import Aggregation, KLKind, Mismatc
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before exp, so that no ratio overflows."""
+_LEAST_REST = 1e-6
+"""Probability below which a float32 difference from 1 says nothing."""
 
 
 def ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
@@ -143,6 +145,24 @@ def kl_per_token(kind: KLKind, logp: Tensor, ref_logp: Tensor) -> Tensor:
         return difference**2 / 2
     difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return difference.exp() - difference - 1
+
+
+def teacher_kl(teacher_logp: Tensor, logp: Tensor) -> Tensor:
+    """[B,T] KL(teacher || policy) in nats, over the k tokens that the teacher named and all others as one outcome.
+
+    It is at most the KL over the whole vocabulary, 0 only where the policy agrees on all k, and 0 where none is named.
+
+    Args:
+        teacher_logp: [B,T,k] the teacher's log-probabilities; -inf where it named fewer than k.
+        logp: [B,T,k] the policy's log-probabilities of the same tokens, at the same temperature.
+
+    Source: word-level distillation, arXiv:1606.07947, with the data-processing inequality for the k + 1 outcomes.
+    """
+    unnamed = teacher_logp.isinf()
+    shares, ours = teacher_logp.exp(), logp.exp().masked_fill(unnamed, 0.0)
+    named = (shares * (teacher_logp.masked_fill(unnamed, 0.0) - logp.masked_fill(unnamed, 0.0))).sum(-1)
+    rest, our_rest = ((1 - each.sum(-1)).clamp(min=_LEAST_REST) for each in (shares, ours))
+    return named + rest * (rest.log() - our_rest.log())
 
 
 def kl_in_reward(advantages: Tensor, logp: Tensor, ref_logp: Tensor, beta: float) -> Tensor:
