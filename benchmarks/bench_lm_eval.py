@@ -156,9 +156,9 @@ def cases() -> list[tuple[str, str, list[Row], Row, dict[str, str]]]:
     ]
 
 
-def ours(url: str, name: str, scoring: str, files: Mapping[str, str], folder: Path) -> list[Row]:
+def ours(url: str, name: str, scoring: str, shots: int, files: Mapping[str, str], folder: Path) -> list[Row]:
     """Evaluate with `atropos eval run`; returns its samples."""
-    settings = {"dataset": files["test"], "few_shot_dataset": files["train"], "few_shot": SHOTS, "scoring": scoring}
+    settings = {"dataset": files["test"], "few_shot_dataset": files["train"], "few_shot": shots, "scoring": scoring}
     settings |= {"system_prompt": "", "max_token_length": TOKENS, "use_wandb": "false", "max_eval_workers": 8}
     settings |= {"tokenizer_name": MODEL, "data_dir_to_save_evals": folder}
     flags = [text for key, value in settings.items() for text in (f"--env.{key}", str(value))]
@@ -224,9 +224,10 @@ def compare(url: str, python: str, folder: Path, only: Sequence[str]) -> None:
         here.mkdir()
         parts = {"test": rows[SHOTS:], "train": rows[:SHOTS]}
         files = {part: write_rows(here / f"{part}.jsonl", found) for part, found in parts.items()}
-        samples = ours(url, name, scoring, files, here / "ours")
+        shots = SHOTS if scoring == "generate" else 0
+        samples = ours(url, name, scoring, shots, files, here / "ours")
         hub = {"dataset_path": "json", "dataset_kwargs": {"data_files": files}, "test_split": "test"}
-        shown = {"fewshot_split": "train", "num_fewshot": SHOTS, "fewshot_config": {"sampler": "first_n"}}
+        shown = {"fewshot_split": "train", "num_fewshot": shots, "fewshot_config": {"sampler": "first_n"}}
         results, lines = theirs(url, python, {**hub, **shown, **task}, here / "theirs")
         for metric, field in metrics.items():
             left, right = their_scores(results, lines, metric), our_scores(samples, field)

@@ -5,11 +5,13 @@ import importlib
 import json
 import os
 import signal
+from typing import Any
 
 import pytest
 
 from atroposlib.environments.eval_environments.aime24_hermes_example import AIME24
 from atroposlib.environments.eval_environments.benchmark import BenchmarkEnv, load_class, of_table
+from atroposlib.environments.eval_environments.expression_distance import Tree, distance_score, edit_distance
 from atroposlib.environments.eval_environments.judgemark_eval import JudgeMarkEvalEnv
 from atroposlib.environments.eval_environments.kinds import benchmarks, f1, plain
 from atroposlib.environments.eval_environments.results import compare, table
@@ -90,7 +92,8 @@ async def make_env(tmp_path):
     async def make(name, rows, script="\\boxed{correct}", server=FakeServer, **settings):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        env_cls, config_cls = of_table(name)
+        env_cls = load_class(name)
+        config_cls: Any = env_cls.env_config_cls
         local = type(env_cls.__name__, (env_cls,), {"load_tokenizer": lambda self: FakeTokenizer()})
         config = config_cls(benchmark=name, dataset=str(path), use_wandb=False, **settings)
         env = local(config, [APIServerConfig(base_url="http://fake/v1")])
@@ -123,6 +126,77 @@ async def test_a_right_reply_scores_and_another_does_not(make_env, name):
     env.server.servers[0].script = of_wrong
     wrong = [0.1 if name == "mtbench" else 0.0, 0.0, 0.0]
     assert await env.grades(["u</answer>, or", "", f"<think>{reply}"], item) == wrong
+
+
+TIES = {  # ratings of right and wrong answers, as `ref` and as `tied`: the score
+    "all as it should be": ({"ref": [[9], [2]], "tied": [[9, 8], [2]]}, 1.01 - 0.01 * (1 - 0.9999877116507956)),
+    "right ones that lie apart": ({"ref": [[9], [2]], "tied": [[9, 3], [2]]}, 0.6 - 0.01 * 0.6822040),
+    "a wrong one above": ({"ref": [[2], [9]], "tied": [[9, 9], [2]]}, 0.3 + 0.2 - 0.01),
+    "equal": ({"ref": [[5], [5]], "tied": [[5, 5], [5]]}, 0.0),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), TIES.values(), ids=TIES)
+async def test_answers_that_are_as_good_as_each_other_are_rated_alone(make_env, given, expected):
+    rows, ratings = [ROWS["pairwise_judgement"][0]], {}
+    for kind, (right, wrong) in given.items():
+        answers = [[f"{kind}-{name}{n}" for n in range(len(found))] for name, found in (("r", right), ("w", wrong))]
+        ratings |= dict(zip([*answers[0], *answers[1]], right + wrong, strict=True))
+        row = {"prompt": "q?", "subset": "Ties", "id": f"{kind}:1", "chosen": answers[0], "rejected": answers[1]}
+        rows.append(row)
+
+    def script(prompt):
+        rating = [rating for answer, rating in ratings.items() if answer in prompt]
+        return f"\\boxed{{{rating[0]}}}" if rating else "The best answer is: A"
+
+    env = await make_env("pairwise_judgement", rows, script=script)
+    found = await evaluated(env)
+    assert found["ties_score"] == pytest.approx(expected, abs=1e-4)
+    assert found["mean_of_subsets"] == pytest.approx((found["ties_score"] + found["mean_Math"]) / 2)
+    env.server.servers[0].script = lambda prompt: "no number" if "tied" in prompt else script(prompt)
+    found = await evaluated(env)
+    assert (found["failed"], "ties_score" in found) == (1, False)
+
+
+EXPRESSIONS = {
+    "equal in another form": (r"2 h g", r"v = 2 g h", 100.0),
+    "another factor": (r"3 g h", r"2 g h", 60 - 100 / 4),
+    "a term too many": (r"2 g h + x", r"2 g h", 60 - 100 * 2 / 4),
+    "far from it": (r"\sin x + y^2 + \sqrt{z}", r"2 g h", 0.0),
+    "no formula": (r"\frac{1", r"2 g h", 0.0),
+}
+
+
+@pytest.mark.parametrize(("said", "right", "expected"), EXPRESSIONS.values(), ids=EXPRESSIONS)
+def test_a_formula_is_worth_less_the_further_its_tree_is_from_the_right_one(said, right, expected):
+    pytest.importorskip("latex2sympy2_extended")
+    assert 100 * distance_score(said, right) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="no formula"):
+        distance_score(said, "+")
+
+
+async def test_formulas_that_are_not_right_are_compared_by_their_distance(make_env):
+    pytest.importorskip("math_verify")
+    row = {**ROWS["phybench"][0], "answer": "2 g h"}
+    rows = [{**row, "content": question} for question in ("one?", "two?", "three?")]
+
+    def script(prompt):
+        return "I do not know." if "two?" in prompt else "\\boxed{3 g h}" if "one?" in prompt else "\\boxed{2 h g}"
+
+    found = await evaluated(await make_env("phybench", rows, script=script))
+    assert (found["eed"], found["eed_unknown"], found["mean@1"]) == (pytest.approx(135 / 3), 0, pytest.approx(1 / 3))
+
+
+def tree(label, *parts):
+    return Tree(label, tuple(map(tree, parts)) if parts and isinstance(parts[0], str) else parts)
+
+
+def test_a_subtree_is_moved_at_a_discount():
+    whole = tree("+", tree("*", *"abcdefgh"), tree("x"))
+    assert edit_distance(whole, whole) == 0
+    assert edit_distance(whole, tree("+", tree("x"))) == pytest.approx(5 + 0.6 * (9 - 5))
+    assert edit_distance(tree("+", tree("x")), whole) == pytest.approx(5 + 0.6 * (9 - 5))
+    assert edit_distance(tree("x"), tree("+", *"xy")) == 2
 
 
 async def evaluated(env):

@@ -24,6 +24,7 @@ from atroposlib.environments.rows import Row, Split, is_file, load_items, read_r
 from atroposlib.environments.single_turn import Part, RowsConfig, RowsEnv, local_engine
 from atroposlib.environments.thoughts import text_of
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, Item
+from atroposlib.envs.eval import evaluate_items
 from atroposlib.envs.reward_fns.math_answers import after_thinking
 from atroposlib.envs.reward_fns.math_judge import MathJudge, scores
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
@@ -218,7 +219,7 @@ class BenchmarkEnv(RowsEnv):
             return
         started, at_once = time.time(), asyncio.Semaphore(self.config.max_eval_workers)
         items = self.problems["test"][: self.config.eval_problems]  # pyright: ignore[reportOptionalSubscript]
-        found = await asyncio.gather(*(self.compare(item, at_once) for item in items))
+        found = await evaluate_items(self.compare(item, at_once) for item in items)
         samples = [sample for sample in found if sample is not None]
         if not samples:
             raise EnvironmentFault(f"all {len(items)} questions failed; the log has the reasons")

@@ -40,7 +40,7 @@ WITHOUT_EFFECT = (
     "case_sensitive", "compute_eed_score", "custom_judgment_prompt", "english_only", "eval_top_k", "full_debug",
     "fuzzy_match", "include_hope_suffix", "include_subject_in_prompt", "judge_max_concurrent_calls",
     "judge_max_retries", "judge_rate_limit_delay", "judge_retry_max_wait", "judge_retry_multiplier",
-    "judge_temperature", "max_math_workers", "max_retries", "max_ties_responses", "min_response_length",
+    "judge_temperature", "max_math_workers", "max_retries", "min_response_length",
     "num_choices", "retry_delay",
     "train_baseline_dataset", "train_dataset", "train_prompt_dataset", "use_detailed_prompt",
     "use_fallback_scoring", "use_llm_judge", "use_original_prompt", "years",
