@@ -36,7 +36,7 @@ from atroposlib.testing import Answer, ScriptedEngine, write_tokenizer
 GROUPS, GROUP_SIZE = 2, 2
 DEADLINE_S = 60.0
 ANSWERS = ("I do not know.", "<answer>1</answer>, or \\boxed{A}", "The answer is \\boxed{2}.")
-"""What the scripted engine says where the environment knows no right replies."""
+"""Reply of the scripted engine where the environment knows no right replies."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ Examples:
   atropos env check my_env.py
 """
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-"""What follows the name, --help too, is the environment's."""
+"""Options after the name, --help too, are the environment's."""
 
 app = App(HELP)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As `atropos env list` shows it, or a .py file.")]

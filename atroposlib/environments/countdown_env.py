@@ -35,7 +35,7 @@ class Countdown(TypedDict):
 
 
 class CountdownConfig(SingleTurnConfig):
-    """How hard the problems are, and how they are shown."""
+    """Difficulty of the problems, and the form in which they are shown."""
 
     numbers: int = Field(default=3, ge=2, le=6, description="Numbers per problem.")
     largest: int = Field(default=20, ge=2, description="Numbers lie between 1 and this.")

@@ -31,7 +31,7 @@ class Graph(TypedDict):
 
 
 class GraphColoringConfig(SingleTurnConfig):
-    """How large the graphs are."""
+    """The size of the graphs."""
 
     levels: list[int] = Field(
         default=[1, 2, 3], min_length=1, description="Difficulties: 4 nodes and 2 more for each, each as often."

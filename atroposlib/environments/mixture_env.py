@@ -107,7 +107,7 @@ class MixtureEnv(BaseEnv):
 
     @property
     def has_get_item(self) -> bool:
-        """Whether items depend on their index alone."""
+        """True when items depend on their index alone."""
         return not self.config.curriculum and all(child.has_get_item for child in self.children.values())
 
     async def get_item(self, index: int) -> Item | None:

@@ -47,7 +47,7 @@ Ask = Callable[[Sequence[Message], Sequence[Message]], Awaitable[tuple[Message, 
 
 
 class MultiTurnConfig(BaseEnvConfig):
-    """How episodes are chosen, limited and rewarded. `max_token_length` limits one reply."""
+    """Settings of choosing, limiting and rewarding episodes. `max_token_length` limits one reply."""
 
     seed: int = Field(0, description="Decides which episodes come, and in which order.")
     levels: list[PositiveInt] = Field([1], min_length=1, description="Difficulties from 1 on, each equally often.")
@@ -92,7 +92,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a reply led to."""
+    """Result of a reply."""
 
     observation: str | list[Message] = ""  # a text of the user, or messages such as results of tools
     is_over: bool = False

@@ -42,7 +42,7 @@ THINK = "Think about the problem step by step inside <think> and </think>. After
 
 
 class SingleTurnConfig(BaseEnvConfig):
-    """How problems are chosen, asked and evaluated."""
+    """Settings of choosing, asking and evaluating problems."""
 
     seed: int = Field(default=0, description="Decides which problems come, and in which order.")
     levels: list[PositiveInt] = Field(

@@ -43,7 +43,7 @@ PROBLEMS, SHOTS, TOKENS = 64, 4, 64
 
 
 class Measured(TypedDict, total=False):
-    """What is kept of one environment."""
+    """Measurements of one environment."""
 
     rates: list[str]  # cells of policies.Rates
     group_ms: float

@@ -21,7 +21,7 @@ from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv
 
 @dataclass(frozen=True)
 class Form:
-    """How an answer is to be given: `shown.format(answer)`, which `read` takes apart, or raises ValueError."""
+    """The form of an answer: `shown.format(answer)`, which `read` takes apart, or raises ValueError."""
 
     shown: str
     read: Callable[[str], Any]

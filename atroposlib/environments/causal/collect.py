@@ -54,7 +54,7 @@ _AHEAD = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """What to collect. Attempts are of all levels together, spread evenly."""
+    """Settings of a collection. Attempts are of all levels together, spread evenly."""
 
     levels: list[str]
     attempts: int

@@ -1,4 +1,4 @@
-"""What `atropos data validate`, `split` and `prepare` do with demonstrations."""
+"""The commands `atropos data validate`, `split` and `prepare` for demonstrations."""
 
 import hashlib
 import json

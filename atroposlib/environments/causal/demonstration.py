@@ -42,7 +42,7 @@ Beliefs = dict[tuple[int, ...], float]
 
 
 class DemonstrationConfig(BaseModel):
-    """How demonstrations are made, and which of them are accepted."""
+    """Settings of making demonstrations and of accepting them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

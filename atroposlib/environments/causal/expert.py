@@ -36,7 +36,7 @@ from atroposlib.type_definitions import Array
 
 
 class ExpertConfig(BaseModel):
-    """How the expert estimates, and how long it designs."""
+    """Settings of the expert's estimates, and of the time for its designs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -168,7 +168,7 @@ _ACTION = re.compile(
 
 
 class Action(NamedTuple):
-    """What a reply asks for: an intervention (`variable`, `value`), or an answer."""
+    """The request of a reply: an intervention (`variable`, `value`), or an answer."""
 
     variable: int = -1
     value: float = 0.0

@@ -1,4 +1,4 @@
-"""How good a set of demonstrations is: integrity line by line, accuracy by level, what it consists of, what to do.
+"""The quality of a set of demonstrations: integrity line by line, accuracy by level, what it consists of, what to do.
 
 Accuracy is the Jaccard of the most probable parent set with the true one. It is given over all attempts and over the
 accepted ones: the latter says nothing of the expert. Memory grows by some 100 bytes per demonstration.

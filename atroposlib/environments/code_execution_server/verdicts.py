@@ -48,7 +48,7 @@ class Problem(TypedDict):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one test."""
+    """Result of one test."""
 
     word: Word
     detail: str = ""  # what the program gave, or its last words

@@ -112,7 +112,7 @@ class BenchmarkEnv(RowsEnv):
 
     @property
     def _is_own(self) -> bool:
-        """Whether the rows are not those of the table."""
+        """True when the rows are not those of the table."""
         return bool(self.config.eval_dataset or self.config.dataset)
 
     def _items(self, dataset: str, splits: str) -> list[Item]:

@@ -11,7 +11,7 @@ from atroposlib.envs.reward_fns.math_answers import clean
 DISCOUNT, FULL_PRICE = 0.6, 5
 """A subtree of more than FULL_PRICE nodes costs FULL_PRICE and DISCOUNT for each further one."""
 PARTIAL = 0.6
-"""What the score of a formula that is not right stays below."""
+"""Bound of the score of a formula that is not right."""
 
 
 class Tree(NamedTuple):

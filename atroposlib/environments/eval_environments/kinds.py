@@ -81,7 +81,7 @@ class Kind:
     """A question and one right answer in words."""
 
     ask: ClassVar[str] = "Give the final answer alone inside <answer> and </answer>."
-    """What a question ends with."""
+    """The end of a question."""
 
     def __init__(self, table: Benchmark, seed: str) -> None:
         self.table, self.seed = table, seed

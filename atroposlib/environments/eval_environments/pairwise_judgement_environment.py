@@ -102,7 +102,7 @@ class PairwiseJudgementEnv(_OfTable):
 
 
 class Margins(NamedTuple):
-    """How far the ratings of one request lie apart."""
+    """Distances between the ratings of one request."""
 
     among_right: float
     right_and_wrong: float  # the lowest of a right answer less the highest of a wrong one

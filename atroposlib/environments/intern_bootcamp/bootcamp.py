@@ -1,4 +1,4 @@
-"""What a bootcamp is, and how an answer in tags becomes a score.
+"""The interface of a bootcamp, and the score of an answer in tags.
 
 A bootcamp makes problems of one kind and verifies answers to them:
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypedDict
 
 Identity = Any
-"""What defines one problem; mostly a dict."""
+"""Definition of one problem; mostly a dict."""
 
 
 class Grading(TypedDict):
@@ -49,7 +49,7 @@ def tagged(answer: str) -> str:
 
 
 def extract_answer(output: str) -> str | None:
-    """What the last pair of answer tags holds, stripped; None when there is none."""
+    """Return the content of the last pair of answer tags, stripped; None when there is none."""
     for part in reversed(output.split("</answer>")[:-1]):
         _, opened, answer = part.partition("<answer>")
         if opened:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 SUFFIX = "bootcamp"
-"""What the name of a bootcamp class ends in, in any case of letters."""
+"""End of the name of a bootcamp class, in any case of letters."""
 
 _BASE = "Basebootcamp"
 

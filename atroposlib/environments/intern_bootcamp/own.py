@@ -131,7 +131,7 @@ class Capitals(WordBootcamp):
 
 
 class LetterCount(WordBootcamp):
-    """How many letters a word has."""
+    """Count the letters of a word."""
 
     def prompt_func(self, identity: Mapping[str, Any]) -> str:
         return f'How many letters does the word "{identity["word"]}" have?'

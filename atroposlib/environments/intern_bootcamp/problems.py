@@ -104,7 +104,7 @@ class ProblemSource:
         return messages, {**meta, "raw_prompt": drawn["prompt"], **identity}
 
     async def verify(self, output: str, meta: dict[str, Any]) -> float:
-        """What the task's verifier says about one output, as it says it.
+        """Return the verdict of the task's verifier about one output, as it gives it.
 
         Raises:
             VerifierFault: it says nothing.
@@ -245,7 +245,7 @@ def require_chosen_tasks(config: InternBootcampEnvConfig, models: Iterable[str])
 
 
 def _counted(what: str, reasons: Mapping[str, str]) -> list[str]:
-    """How many tasks, and how often each reason, the most frequent first."""
+    """Count the tasks, and each reason, the most frequent first."""
     counts = Counter(textwrap.shorten(reason, 160) for reason in reasons.values())
     lines = [f"{len(reasons)} task{'s' if len(reasons) > 1 else ''} {what}:"]
     lines += [f"  {count} x {reason}" for reason, count in counts.most_common(REASONS)]

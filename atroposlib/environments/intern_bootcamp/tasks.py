@@ -26,7 +26,7 @@ WAYS_OUT = (
     "Get a checkout by `git clone https://github.com/InternLM/InternBootcamp ~/InternBootcamp`, or name other tasks: "
     "env.task_name reasoning_gym for all datasets of reasoning-gym, or env.task_weights for a mixture of your own"
 )
-"""What to do where no checkout is there."""
+"""Advice where no checkout is there."""
 _HOSTED = "atroposlib.environments.intern_bootcamp.hosted"
 
 

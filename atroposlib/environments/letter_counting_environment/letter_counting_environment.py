@@ -28,7 +28,7 @@ class Count(TypedDict):
 
 
 class LetterCountingConfig(SingleTurnConfig):
-    """How hard the texts are."""
+    """Difficulty of the texts."""
 
     levels: list[int] = Field(
         default=[1, 2, 3],

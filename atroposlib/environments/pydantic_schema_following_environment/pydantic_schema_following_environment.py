@@ -28,7 +28,7 @@ class StructuredOutputFormat(Enum):
 
 
 class OutputContainerFormat(Enum):
-    """What stands around it."""
+    """Text around it."""
 
     TAGGED = "tagged"
     NONE = "none"
@@ -59,7 +59,7 @@ class Task(TypedDict):
 
 
 class PydanticEnvConfig(RowsConfig):
-    """How large the models are, and in which forms objects are asked for."""
+    """The size of the models, and the forms in which objects are asked for."""
 
     levels: list[int] = Field(
         default=[1, 2, 3], min_length=1, description="Difficulties: 2 fields and 2 more for each, each as often."
