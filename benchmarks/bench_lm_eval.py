@@ -26,7 +26,7 @@ from atroposlib.environments.rows import write_rows
 from atroposlib.utils.eval_statistics import standard_error
 from atroposlib_engine.models import resolve_model
 
-MODEL, ITEMS, SHOTS, TOKENS = "smollm2-135m", 128, 4, 24
+MODEL, SHOTS, TOKENS = "smollm2-135m", 4, 24
 NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana")
 THINGS = ("apples", "books", "coins", "eggs", "kites", "marbles", "pens", "shells")
 
@@ -115,10 +115,10 @@ def likelihood(context: str, choices: Any, target: str) -> Row:
     return {"output_type": "multiple_choice", **texts, "metric_list": metrics}
 
 
-def cases() -> list[tuple[str, str, list[Row], Row, dict[str, str]]]:
+def cases(items: int) -> list[tuple[str, str, list[Row], Row, dict[str, str]]]:
     """Return what is compared: benchmark, scoring, rows, lm-eval's task, and our metric by lm-eval's."""
     rng = random.Random(0)
-    sums, numbers, arc = (rows_of(make(rng), ITEMS + SHOTS) for make in (word_problems, questions, sentences))
+    sums, numbers, arc = (rows_of(make(rng), items + SHOTS) for make in (word_problems, questions, sentences))
     for row in sums:
         row["asked"] = f"{row['question']}\n\n{Math.ask}"
         row["target"] = f"\\boxed{{{row['answer'].rpartition('#### ')[2]}}}"
@@ -213,11 +213,11 @@ def their_scores(results: Row, samples: Sequence[Row], metric: str) -> Scores:
     return Scores(results[metric], results[f"{name}_stderr,{way}"], by_item, said)
 
 
-def compare(url: str, python: str, folder: Path, only: Sequence[str]) -> None:
+def compare(url: str, python: str, folder: Path, only: Sequence[str], items: int) -> None:
     """Print a line for each case and metric; on stderr the items on which the sides differ."""
     print("| benchmark | scoring | metric of lm-eval | lm-eval | ours | items scored alike | what was scored |")
     print("|---|---|---|---|---|---|---|")
-    for number, (name, scoring, rows, task, metrics) in enumerate(cases()):
+    for number, (name, scoring, rows, task, metrics) in enumerate(cases(items)):
         if only and f"{name}/{scoring}" not in only:
             continue
         here = folder / f"{number}"
@@ -258,13 +258,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("url", metavar="URL", help="an embedded engine with smollm2-135m, e.g. http://127.0.0.1:9004")
     parser.add_argument("python", metavar="PYTHON", help="of an environment with lm-eval")
     parser.add_argument("--only", action="append", default=[], help="benchmark/scoring, such as gsm8k/generate")
+    parser.add_argument("--items", type=int, default=128, help="rows of each case (default: 128)")
     parser.add_argument("--keep", metavar="FOLDER", help="where rows, logs and results stay")
     given = parser.parse_args(arguments)
     if given.keep:
-        compare(given.url, given.python, Path(given.keep), given.only)
+        compare(given.url, given.python, Path(given.keep), given.only, given.items)
         return
     with tempfile.TemporaryDirectory() as folder:
-        compare(given.url, given.python, Path(folder), given.only)
+        compare(given.url, given.python, Path(folder), given.only, given.items)
 
 
 if __name__ == "__main__":
