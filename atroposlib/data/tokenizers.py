@@ -35,11 +35,9 @@ def load_tokenizer(spec: str) -> "PreTrainedTokenizerBase":
     """
     folder = tokenizer_folder(spec)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch, which nobody needs here
-    from transformers import AutoTokenizer  # 1 to 2 s; only commands that need a tokenizer pay for it
-
     has_hub = folder is None and _hub_answers()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder or spec), local_files_only=not has_hub)
+        tokenizer = _tokenizer_class(folder).from_pretrained(str(folder or spec), local_files_only=not has_hub)
     except Exception as error:  # transformers raises many kinds; all mean that this tokenizer cannot be had
         nowhere = (
             f"neither a folder here nor {'on the hub' if has_hub else 'in the cache, and the hub does not answer'}"
@@ -50,6 +48,33 @@ def load_tokenizer(spec: str) -> "PreTrainedTokenizerBase":
             f"({first}); give a folder with tokenizer.json and tokenizer_config.json, a .gguf file, or a hub name"
         ) from error
     return plain_chat_ids(tokenizer)
+
+
+def _tokenizer_class(folder: Path | None) -> Any:
+    """Return the class that loads it. 1 to 2 s; only commands that need a tokenizer pay for it.
+
+    `AutoTokenizer` imports torch, where it is installed, for 3 s more. It finds the same class for a folder that names
+    the plain one and no kind of model.
+    """
+    if folder is not None:
+        tokenizer, model = (_json_in(folder, name) for name in ("tokenizer_config.json", "config.json"))
+        is_plain = tokenizer.get("tokenizer_class") == "PreTrainedTokenizerFast" and "auto_map" not in tokenizer
+        if is_plain and "model_type" not in model:
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _json_in(folder: Path, name: str) -> Mapping[str, Any]:
+    """Return the object in a file of a folder; empty when there is none."""
+    try:
+        found = json.loads((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 def _hub_answers() -> bool:
