@@ -1,9 +1,12 @@
 """Episodes: their tokens, rewards, ends and restarts, for every environment of several turns."""
 
 import asyncio
+import contextlib
 import hashlib
+import itertools
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -18,7 +21,8 @@ from atroposlib.environments.policies import scripted
 from atroposlib.envs import catalog
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.cli import main as run_environment
-from atroposlib.errors import EnvironmentFault
+from atroposlib.envs.server_handling.chat_prompt import render
+from atroposlib.errors import EnvironmentFault, KilledFault
 from atroposlib.sandbox.host import require_host
 from atroposlib.sandbox.workers import SandboxError
 from atroposlib.testing import ScriptedEngine, write_tokenizer
@@ -29,6 +33,12 @@ ENVS = [
     for name, entry in catalog.entries().items()
     if entry.package == "atroposlib" and issubclass(entry.load(), MultiTurnEnv)
 ]
+STOCKFISH = shutil.which("stockfish", path=f"{os.environ.get('PATH', '')}:/usr/games")
+CASES = {
+    **{name: (name, {}) for name in ENVS},
+    "chess against itself": ("chess", {"opponent": "self", "legal_reward": 0.1}),
+    "chess against an engine": ("chess", {"opponent": "engine", "engine": STOCKFISH}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,45 +90,95 @@ def needed(env_cls):
             pytest.skip(str(error))
 
 
-async def rolled_out(name, folder, tokenizer):
-    """A group of an environment whose players are mostly right, and what its engine was asked."""
-    env_cls, answer = knowing(catalog.load(name))
+@contextlib.asynccontextmanager
+async def ready(env_cls, folder, tokenizer, script="", **settings):
+    """An environment that is set up with data for checks."""
     needed(env_cls)
-    told = []
-
-    def script(prompt):
-        told.append(prompt)
-        return answer(prompt)[len(told) % 4 == 3]
-
-    env = make_env(env_cls, script, tokenizer, **settings_of(env_cls, folder))
+    if settings.get("opponent") == "engine" and STOCKFISH is None:
+        pytest.skip("needs stockfish")
+    (folder / env_cls.name).mkdir(exist_ok=True)
+    env = make_env(env_cls, script, tokenizer, **settings_of(env_cls, folder / env_cls.name), **settings)
     try:
         await env.setup()
-        group, _ = await env.collect_trajectories(await env.get_item(0))
+        yield env
     finally:
         await env.teardown()
-    return group, env.server.servers[0].requests
 
 
-@pytest.mark.parametrize("name", ENVS)
-async def test_every_trained_token_is_the_engines_with_its_logprob_and_trained_once(name, tmp_path, tokenizer):
-    group, requests = await rolled_out(name, tmp_path, tokenizer)
-    trained = 0
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES.values(), ids=CASES)
+async def test_every_trained_token_is_the_engines_with_its_logprob_and_trained_once(name, settings, folder, tokenizer):
+    env_cls, answer = knowing(catalog.load(name))
+    said = []
+
+    def script(prompt):
+        said.append(answer(prompt)[len(said) % 4 == 2])
+        return said[-1]
+
+    async with ready(env_cls, folder, tokenizer, script, **settings) as env:
+        group, _ = await env.collect_trajectories(await env.get_item(0))
+    trained = []
     for tokens, masks, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
         for place, (token, mask, logprob) in enumerate(zip(tokens, masks, logprobs, strict=True)):
             expected = PROMPT_LOGPROB if mask == IGNORE_INDEX else logprob_of(tokens[:place], token)
             assert (mask in (IGNORE_INDEX, token), logprob) == (True, expected)
-            trained += mask != IGNORE_INDEX
-    ends = sum(masks.count(tokenizer.eos_token_id) for masks in group["masks"])
-    assert (ends, trained > ends) == (len(requests), True)
-    for messages in group["messages"]:
-        assert all("reward" in said for said in messages if said["role"] == "assistant")
+        runs = itertools.groupby(masks, lambda mask: mask == IGNORE_INDEX)
+        trained += [tokenizer.decode(list(run)) for is_prompt, run in runs if not is_prompt]
+    assert sorted(trained) == sorted(reply + tokenizer.eos_token for reply in said)
+    for tokens, messages in zip(group["tokens"], group["messages"], strict=True):
+        assert all("reward" in each for each in messages if each["role"] == "assistant")
+        if not env_cls.uses_tools:
+            assert render(tokenizer, messages).strip() == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES.values(), ids=CASES)
+async def test_an_episode_that_was_stopped_in_its_middle_goes_on_as_the_whole_one(name, settings, folder, tokenizer):
+    env_cls, answer = knowing(catalog.load(name))
+
+    async def episode(kept, stop_at=None):
+        def script(prompt):
+            if prompt not in kept:
+                if len(kept) == stop_at:
+                    raise KilledFault("stopped")
+                kept[prompt] = answer(prompt)[len(kept) % 3 == 0]
+            return kept[prompt]
+
+        async with ready(env_cls, folder, tokenizer, script, **settings) as env:
+            row, _ = await env.collect_trajectory(await env.get_item(1))
+            return env.joined([row])
+
+    replies, kept = {}, {}
+    whole = await episode(replies)
+    with pytest.raises(KilledFault):
+        await episode(kept, stop_at=len(replies) // 2)
+    assert (await episode(kept), kept) == (whole, replies)
+
+
+POLICIES = {
+    "right": lambda turn: True,
+    "right every other time": lambda turn: turn % 2 == 0,
+    "right once": lambda turn: turn == 0,
+    "never right": lambda turn: False,
+}
 
 
 @pytest.mark.parametrize("name", ENVS)
-async def test_the_same_replies_lead_to_the_same_episode_in_another_process(name, tmp_path, tokenizer):
-    first, second = [await rolled_out(name, tmp_path, tokenizer) for _ in range(2)]
-    assert [request["input_ids"] for request in first[1]] == [request["input_ids"] for request in second[1]]
-    assert first[0]["scores"] == second[0]["scores"]
+async def test_the_more_replies_are_right_the_higher_is_the_score(name, folder, tokenizer):
+    async def score(item, is_right):
+        def said(world, player):
+            return world.gold() if is_right(len(player.rewards)) else ""
+
+        return (await scripted(env, item, said)).score
+
+    async with ready(catalog.load(name), folder, tokenizer) as env:
+        items = [await env.problem("train", index) for index in range(2)]
+        scores = [sum([await score(item, is_right) for item in items]) for is_right in POLICIES.values()]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[0] > scores[-1]
 
 
 def test_a_run_that_ends_in_the_middle_of_an_episode_plays_it_on_with_the_replies_that_were_there(
