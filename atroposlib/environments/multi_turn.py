@@ -144,6 +144,7 @@ class Player:
     in_a_row: int = 0  # of the last replies that were no move
     end: End | None = None
     nodes: Callable[[], list[Any]] = list  # of the managed server
+    noted: dict[str, Any] = field(default_factory=dict)  # by the environment, for the record
     ends: list[tuple[int, int]] = field(default_factory=list)  # of each turn: its sequence, and its end in there
 
     @property
@@ -195,7 +196,7 @@ class Player:
 
     def facts(self) -> dict[str, Any]:
         """Return what is recorded of the episode next to its tokens."""
-        said = {"end": self.end, "turns": len(self.rewards), "invalid_moves": self.invalid}
+        said = {"end": self.end, "turns": len(self.rewards), "invalid_moves": self.invalid, **self.noted}
         return said | ({"set_advantage_to_zero": True} if self.end == "length" and self.score <= 0 else {})
 
     def rows(self, gains: Sequence[float] | None = None) -> list[ScoredDataItem]:

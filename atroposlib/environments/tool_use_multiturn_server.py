@@ -31,7 +31,7 @@ from atroposlib.environments.tool_calling_server import written
 from atroposlib.environments.tool_use.bfcl import WrittenCall, call_of, data_folder, package_folder, read_lines, tool_of
 from atroposlib.environments.tool_use.boxes import SERVICES, Compared, Spec, compare, play
 from atroposlib.environments.tool_use.inline import Inline, calling_inside
-from atroposlib.environments.tool_use.office import Wish, make_office, make_wish, office_tools
+from atroposlib.environments.tool_use.office import Office, Wish, make_office, make_wish, tools_of
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.errors import DataError, EnvironmentFault
 from atroposlib.sandbox.workers import SandboxError, WorkerPool
@@ -78,7 +78,7 @@ class ToolUseWorld(World):
 
     def __init__(self, task: Task, run: Run, config: ToolUseConfig) -> None:
         self.task, self.config, self._run = task, config, run
-        self.tools = task.get("tools") or office_tools()
+        self.tools = task.get("tools") or tools_of(Office)
         self.calls: list[WrittenCall] = []
         self.turn, self.begun, self.steps = 0, 0, 0  # wish, calls before it, replies with calls for it
         self.fault = ""  # what was wrong with the wish that failed

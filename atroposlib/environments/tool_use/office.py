@@ -115,9 +115,9 @@ def _value(tree: ast.expr) -> float:
     raise ValueError("only numbers with + - * / and parentheses can be calculated")
 
 
-def office_tools() -> list[dict[str, Any]]:
-    """Return the tools in the form of OpenAI's chat completions."""
-    methods = inspect.getmembers(Office, inspect.isfunction)
+def tools_of(holder: type) -> list[dict[str, Any]]:
+    """Return the public methods of a class, whose arguments are texts, as tools of OpenAI's chat completions."""
+    methods = inspect.getmembers(holder, inspect.isfunction)
     return [_tool(name, method) for name, method in methods if not name.startswith("_")]
 
 
