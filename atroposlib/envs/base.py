@@ -6,21 +6,19 @@ An author writes `setup`, `get_next_item` (or `get_item`), `collect_trajectories
 import asyncio
 import atexit
 import gc
-import json
 import logging
 import sys
-import traceback
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel
-
-from atroposlib.api.batching import can_sum
 from atroposlib.envs import checkpoints
+from atroposlib.envs import metrics as env_metrics
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
-from atroposlib.envs.server_handling.fan_out import contained, raise_first
+from atroposlib.envs.hooks import EnvHooks, ServerConfigs, Trajectories
+from atroposlib.envs.item_rollout import ItemRollout, Trajectory
 from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.server_baseline import (
     APIServer,
@@ -29,19 +27,17 @@ from atroposlib.envs.server_handling.server_baseline import (
     ReasoningConfig,
     ServerBaseline,
 )
-from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
-from atroposlib.envs.trainer_side import TrainerSide, logged
-from atroposlib.errors import ConfigError, EngineFault, KilledFault, PathError
+from atroposlib.envs.server_handling.server_manager import (
+    ServerManager,
+    ServerManagerConfig,
+    missing_engine,
+    outage_timeout_s,
+)
+from atroposlib.envs.trainer_link import TrainerLink
 from atroposlib.paths import expand_path
-from atroposlib.rollouts import groups as group_checks
-from atroposlib.rollouts.earlier import EarlierRollouts
-from atroposlib.rollouts.early_stop import EarlyStop, sample_until
-from atroposlib.rollouts.failures import NO_GROUP, is_scored
-from atroposlib.rollouts.locations import RunFiles
+from atroposlib.rollouts.failures import logged
 from atroposlib.rollouts.modes import run_process, run_serve
 from atroposlib.rollouts.run import Run, RunOutcome
-from atroposlib.rollouts.source import current_work
-from atroposlib.rollouts.trace import current_trace, row_of_group
 from atroposlib.type_definitions import UUID, Item, Message, ScoredDataGroup, ScoredDataItem, UnscoredResponse
 
 if TYPE_CHECKING:
@@ -72,9 +68,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
-Trajectories = ScoredDataGroup | list[ScoredDataGroup | None] | None
-Trajectory = tuple[ScoredDataItem, list[Item]]
 
 
 def __getattr__(name: str) -> ModuleType:
@@ -87,6 +80,12 @@ def __getattr__(name: str) -> ModuleType:
     return wandb
 
 
+def _command(env_cls: "type[BaseEnv]", mode: str) -> type[Any]:
+    from atroposlib.envs.cli import make_command
+
+    return make_command(env_cls, mode)
+
+
 def generate_html(input_path: str, output_path: str | None = None) -> Path:
     """Write the HTML page of a rollout file; see `atroposlib.frontend.jsonl2html`."""
     from atroposlib.frontend import jsonl2html
@@ -94,7 +93,7 @@ def generate_html(input_path: str, output_path: str | None = None) -> Path:
     return jsonl2html.generate_html(input_path, output_path)
 
 
-class BaseEnv(TrainerSide):
+class BaseEnv(EnvHooks):
     """One environment: items in, scored groups out.
 
     Hooks: `config_init`, `setup`, `get_next_item` / `get_item`, `item_task`, `collect_trajectory` or
@@ -102,14 +101,8 @@ class BaseEnv(TrainerSide):
     may raise: the rollout counts as failed, the others continue.
     """
 
-    name: str | None = None
-    env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     server_cls: ClassVar[type[APIServer]] = APIServer
-
-    settings_text: str | None = None  # the resolved settings as YAML, kept next to the rollouts
-    fresh = False  # start a new run instead of resuming one
-    last_completed_item: Item | None = None
-    jsonl_writer = None  # upstream's attribute; rollout files are written by `atroposlib.rollouts.files`
+    _trainer_link: TrainerLink | None = None
 
     def __init__(
         self, config: BaseEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
@@ -121,6 +114,7 @@ class BaseEnv(TrainerSide):
             slurm: find the servers on the nodes of this SLURM job.
             testing: use scripted servers.
         """
+        super().__init__()
         self.config = config
         self.server = ServerManager(
             server_configs,
@@ -132,59 +126,20 @@ class BaseEnv(TrainerSide):
         self.server_configs = [server.config for server in self.server.servers]
         self.tokenizer = self.load_tokenizer()
         self.server.adopt_tokenizer(self.tokenizer)
-        self.odd_rows = group_checks.OddRows()
-        self.workers: set[asyncio.Task[None]] = set()
-        self.eval_workers: set[asyncio.Task[Any]] = set()
-        self.backlog: list[Item] = []
-        self.running_items: dict[UUID, dict[str, Any]] = {}
-        self.status_dict: dict[str, Any] = {"queue_size": 0, "current_step": 0, "env_weight": 1.0}
-        self.rollouts_for_wandb: list[Any] = []
-        self.completion_lengths: list[int] = []
-        self.task_duration: list[float] = []
-        self.succeeded_task_duration: list[float] = []
-        self.failed_task_duration: list[float] = []
-        self.task_successful: list[int] = []
-        self.mainloop_timings: list[float] = []
-        self.workers_added_list: list[int] = []
-        self.max_num_workers = self.worker_count()
+        self.max_num_workers = self.trainer_link.worker_count()
+
+    @property
+    def trainer_link(self) -> TrainerLink:
+        """The trainer as this environment talks to it. Made late: authors' tests skip `__init__`."""
+        if self._trainer_link is None:
+            self._trainer_link = TrainerLink(self)
+        return self._trainer_link
+
+    @cached_property
+    def _item_rollout(self) -> ItemRollout:
+        return ItemRollout(self)
 
     # -- hooks of an author ----------------------------------------------------------------------------------------
-
-    @classmethod
-    def config_cls(cls) -> type[BaseEnvConfig]:
-        """Optional: another way to name `env_config_cls`."""
-        return cls.env_config_cls
-
-    @classmethod
-    def config_init(cls) -> tuple[BaseEnvConfig, ServerConfigs]:
-        """Default settings: the environment's and its servers' (one config, a list, or a ServerBaseline)."""
-        return cls.config_cls()(), ServerBaseline()
-
-    async def setup(self) -> None:
-        """Optional: load data; called once before anything else, in every mode."""
-
-    async def get_next_item(self) -> Item | None:
-        """The next item. None: nothing now (`process` ends, `serve` asks again)."""
-        if not self.has_get_item:
-            raise NotImplementedError(f"{type(self).__name__} must define get_next_item() or get_item(index)")
-        self._next_index = getattr(self, "_next_index", -1) + 1
-        return await self.get_item(self._next_index)
-
-    async def get_item(self, index: int) -> Item | None:
-        """Optional: item number `index`, the same at every call; None from the end on.
-
-        With it a run of N groups covers exactly the first N items (later ones replace those that fail), also over
-        restarts.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not define get_item(index)")
-
-    def item_task(self, item: Item) -> str:
-        """Optional: which task an item belongs to, for counts and for setting broken tasks aside."""
-        return self.label
-
-    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """Roll out and score one sequence; with it, more items to roll out."""
-        raise NotImplementedError(f"{type(self).__name__} must define collect_trajectory or collect_trajectories")
 
     async def collect_trajectories(self, item: Item) -> tuple[Trajectories, list[Item]]:
         """Roll out and score one group; with it, more items to roll out. Default: `group_size` rollouts in parallel.
@@ -195,98 +150,7 @@ class BaseEnv(TrainerSide):
         Raises:
             ValueError: no call of `collect_trajectory` gave a scored rollout; or what the first raised.
         """
-        tried = 0
-
-        async def ask(size: int) -> list[Trajectory | BaseException]:
-            nonlocal tried
-            first, tried = tried, tried + size
-            return await self._trajectories(item, range(first, tried))
-
-        return self._merged(await sample_until(self.early_stop, self.config.group_size, ask, self._is_accepted))
-
-    def _merged(self, rollouts: list[Trajectory | BaseException]) -> tuple[ScoredDataGroup, list[Item]]:
-        """The group of rollouts, without those that failed; raises the first fault where all did."""
-        scored = [each for each in rollouts if not isinstance(each, BaseException)]
-        faults = {index: each for index, each in enumerate(rollouts) if isinstance(each, BaseException)}
-        if not scored:
-            faults.clear()
-            raise_first(rollouts)
-        group = self.sized(self.joined([rollout for rollout, _ in scored]))
-        if faults:
-            size = len(group.get("scores", ()))
-            group["group_overrides"] = {**(group.get("group_overrides") or {}), "group_size": size}
-            group["unscored"] = [self._unscored(fault, index) for index, fault in faults.items()]
-        return group, [more for _, backlog in scored for more in backlog]
-
-    def joined(self, items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
-        """Optional: the group of the rollouts of `collect_trajectory`; another way is for rollouts of several rows."""
-        return group_checks.merge_items(items)
-
-    async def _trajectories(self, item: Item, rows: Iterable[int]) -> list[Trajectory | BaseException]:
-        """Rollouts of these rows at the same time, each or why there is none."""
-
-        async def roll_out(row: int) -> Trajectory:
-            with row_of_group(row):
-                result = await contained(self.collect_trajectory(item))
-            rollout, backlog = result if isinstance(result, tuple) else (result, [])
-            if not isinstance(rollout, dict):
-                raise ValueError(
-                    f"collect_trajectory returned {type(rollout).__name__} for one of {self.config.group_size} "
-                    "rollouts; it must return (ScoredDataItem, backlog)"
-                )
-            return rollout, backlog or []
-
-        results = dict(zip(rows, await asyncio.gather(*map(roll_out, rows), return_exceptions=True), strict=True))
-        again = [row for row, result in results.items() if isinstance(result, EngineFault | KilledFault)]
-        if again and any(isinstance(result, tuple) for result in results.values()):
-            more = await asyncio.gather(*map(roll_out, again), return_exceptions=True)
-            results.update(zip(again, more, strict=True))
-        return list(results.values())
-
-    def _is_accepted(self, each: Trajectory | BaseException) -> bool:
-        if isinstance(each, BaseException):
-            return False
-        score = each[0].get("scores", 0.0)
-        return is_scored(score) and score > self.config.accept_score
-
-    def _unscored(self, fault: BaseException, index: int) -> UnscoredResponse:
-        """Count one response that has no score; what is recorded of it."""
-        said = group_checks.unscored_response(fault, index)
-        logger.warning("response left out: class=%s index=%d error=%s", said["failure"], index, said["error"])
-        work = current_work.get()
-        if self._run and work:
-            self._run.failures.add_response(work, fault, index)
-        traceback.clear_frames(fault.__traceback__)  # they hold the rollout, which holds the fault
-        return said
-
-    @property
-    def early_stop(self) -> EarlyStop:
-        """When to stop sampling one item, for `sample_until`."""
-        return EarlyStop(self.config.stop_after_accepted, self.config.hopeless_rate)
-
-    def sized(self, group: ScoredDataGroup) -> ScoredDataGroup:
-        """The group, marked as whole when it was stopped early."""
-        size = len(group.get("scores", ()))
-        if self.early_stop.is_on and size != self.config.group_size:
-            group["group_overrides"] = {**(group.get("group_overrides") or {}), "group_size": size}
-        return group
-
-    async def postprocess_histories(self, trajectories: Trajectories) -> Trajectories:
-        """Optional: change the groups of one item before they are checked and stored."""
-        return trajectories
-
-    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Optional: measure the model; called every `steps_per_eval` steps, and by the evaluate command."""
-        logger.warning("%s has no evaluation: it does not define evaluate()", type(self).__name__)
-
-    async def cleanup(self) -> None:
-        """Optional: called after every rollout."""
-
-    async def teardown(self) -> None:
-        """Optional: free what `setup` made (sandboxes, clients); called once at the end of every mode.
-
-        Also after an error, a signal, or when `setup` failed or was not needed, because the run was complete already.
-        """
+        return await self._item_rollout.collect_group(item)
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Keep `data` (attribute name -> JSON value) for `load_checkpoint`; subclasses add keys, then call this."""
@@ -295,11 +159,8 @@ class BaseEnv(TrainerSide):
 
     def load_checkpoint(self) -> None:
         """Set the attributes kept by the newest checkpoint that is not ahead of `curr_step`."""
-        path = checkpoints.newest(self.checkpoint_dir, self.wandb_prepend or self.label, self.curr_step)
-        if path is None:
-            return
-        logger.info("checkpoint loaded: %s", path)
-        for key, value in json.loads(path.read_text("utf-8")).items():
+        kept = checkpoints.load(self.checkpoint_dir, self.wandb_prepend or self.label, self.curr_step)
+        for key, value in kept.items():
             setattr(self, key, value)
 
     async def evaluate_log(
@@ -316,15 +177,11 @@ class BaseEnv(TrainerSide):
         """Write `metrics.json` (and `samples.jsonl`) of one evaluation to `data_dir_to_save_evals`."""
         from atroposlib.envs.eval import evaluate_log
 
-        folder = self.config.data_dir_to_save_evals
-        if folder is None:
-            logger.warning("evaluation results are not kept: env.data_dir_to_save_evals is not set")
-            return
-        servers = self.server.servers
+        folder, servers = self.config.data_dir_to_save_evals, self.server.servers
         await asyncio.to_thread(
             evaluate_log,
             metrics,
-            eval_dir=str(expand_path(folder, what="env.data_dir_to_save_evals")),
+            eval_dir=str(expand_path(folder, what="env.data_dir_to_save_evals")) if folder is not None else None,
             task_name=task_name or f"{self.name or type(self).__name__}_eval",
             model_name=model_name or (servers[0].config.model_name if servers else None),
             start_time=start_time,
@@ -333,16 +190,6 @@ class BaseEnv(TrainerSide):
             samples=samples,
             verbose=verbose,
         )
-
-    @classmethod
-    async def preview(cls, settings: "Settings") -> list[str]:
-        """Optional: lines about the items of a run, shown by --check; ConfigError when there can be none."""
-        return []
-
-    @classmethod
-    def extra_namespaces(cls, mode: str) -> dict[str, type[BaseModel]]:
-        """Optional: more groups of settings by prefix, for flags `--<prefix>.<field>` and YAML keys."""
-        return {}
 
     @classmethod
     def from_settings(cls, settings: "Settings") -> Self:
@@ -370,23 +217,17 @@ class BaseEnv(TrainerSide):
     @classmethod
     def get_cli_serve_config_cls(cls) -> type[Any]:
         """The serve command: a class made from the command line, with a `run()` method."""
-        from atroposlib.envs.cli import make_command
-
-        return make_command(cls, "serve")
+        return _command(cls, "serve")
 
     @classmethod
     def get_cli_process_config_cls(cls) -> type[Any]:
         """The process command: a class made from the command line, with a `run()` method."""
-        from atroposlib.envs.cli import make_command
-
-        return make_command(cls, "process")
+        return _command(cls, "process")
 
     @classmethod
     def get_cli_evaluate_config_cls(cls) -> type[Any]:
         """The evaluate command: a class made from the command line, with a `run()` method."""
-        from atroposlib.envs.cli import make_command
-
-        return make_command(cls, "evaluate")
+        return _command(cls, "evaluate")
 
     async def env_manager(self) -> RunOutcome:
         """Serve a trainer until it has what it wants; see `atroposlib.rollouts.modes`."""
@@ -417,40 +258,7 @@ class BaseEnv(TrainerSide):
 
     async def handle_env(self, item_uuid: UUID) -> Trajectories:
         """Roll out, check, store and send the running item `item_uuid`; raises what its hooks raise."""
-        item, work = self.running_items[item_uuid]["item"], current_work.get()
-        started = asyncio.get_running_loop().time()
-        durations = self.failed_task_duration
-        try:
-            result, backlog = await self._collect(item)
-            if result:
-                result = await self.postprocess_histories(result)
-            if work:
-                work.rolled_out(backlog or [])
-                await asyncio.sleep(0)  # the next request goes out before this group is checked and stored
-            self.backlog.extend(backlog or [])
-            stored = await self.handle_send_to_api(
-                result,
-                item,
-                do_send_to_api=not self.process_mode,
-                abort_on_any_max_length_exceeded=not self.process_mode,
-            )
-            if stored:
-                durations, self.last_completed_item = self.succeeded_task_duration, item
-            return result
-        finally:
-            seconds = asyncio.get_running_loop().time() - started
-            self.task_duration.append(seconds)
-            durations.append(seconds)
-            self.task_successful.append(int(durations is self.succeeded_task_duration))
-            with logged("cleanup failed"):  # of a group that may be stored already
-                await self._cleaned_up()
-
-    async def _cleaned_up(self) -> None:
-        ended = self.cleanup()
-        if ended is not None:  # some environments define a plain function
-            limit_s = self.config.worker_timeout
-            async with asyncio.timeout(limit_s if limit_s > 0 else None):
-                await ended
+        return await self._item_rollout.handle(item_uuid)
 
     async def handle_send_to_api(
         self,
@@ -467,98 +275,67 @@ class BaseEnv(TrainerSide):
         Raises:
             GroupError: a group no one could use (shapes, ids that are no integers, numbers that are not finite).
         """
-        usable: list[ScoredDataGroup] = []
-        dropped_for = NO_GROUP
-        for given in group_checks.as_groups(scored_data):
-            group = self._without_unscored(given)
-            reason = group_checks.reject_reason(
-                group,
-                group_size=self.config.group_size,
-                distinct_scores=self.config.ensure_scores_are_not_same,
-            )
-            if reason is None:
-                await self._prepare(group, item)
-                usable.append(group)
-            else:
-                self._note_rejected(reason, group.get("scores", []))
-                dropped_for = reason
-        if self._run is None:
-            return 0
-        work = current_work.get() or self._run.work_outside(item)
-        if not usable:
-            await self._run.sink.reject(work, dropped_for)
-            return 0
-        send = [do_send_to_api and self._fits(group, abort_on_any_max_length_exceeded) for group in usable]
-        stored = await self._run.sink.store(usable, work, send=send)
-        self.items_sent_this_step += len(usable)
-        if self.process_mode:
-            self.curr_step += 1
-        return stored
-
-    def _without_unscored(self, group: ScoredDataGroup) -> ScoredDataGroup:
-        """The group itself, or that of the rows that can be used when a fault of one must not cost the others."""
-        group_checks.check_shape(group)
-        odd = group_checks.make_rows_plain(cast(dict[str, Any], group))
-        faults = {**group_checks.row_faults(group), **odd}
-        if not faults:
-            return group
-        if len(faults) == len(group.get("scores", ())):
-            raise_first(list(faults.values()))
-        return group_checks.without_rows(group, faults, group_size=self.config.group_size, note=self._unscored)
-
-    async def _collect(self, item: Item) -> tuple[Trajectories, list[Item]]:
-        result = await self.collect_trajectories(item)
-        return result if isinstance(result, tuple) else (result, [])
-
-    async def _prepare(self, group: ScoredDataGroup, item: Item) -> None:
-        group_checks.share_params(group)
-        for key in group_checks.OPTIONAL_KEYS:
-            group.setdefault(key, None)
-        self.completion_lengths.extend(group_checks.unmasked_lengths(group))
-        if self.config.include_messages or (self._run and self._run.files):
-            trace = current_trace()
-            missing = group_checks.fill_messages(cast(dict[str, Any], group), trace.chats if trace else None)
-            self.odd_rows.note(group_checks.NO_CHAT, missing)
-        await self.add_rollouts_for_wandb(group, item)
-
-    def _note_rejected(self, reason: str, scores: Sequence[float]) -> None:
-        self.items_rejected += 1
-        if self._run:
-            self._run.progress.dropped.note(reason, list(map(float, scores)))
-        logger.log(
-            logging.WARNING if reason != group_checks.EQUAL_SCORES else logging.DEBUG, "group dropped: %s", reason
+        return await self._item_rollout.submit(
+            scored_data, item, send=do_send_to_api, abort_when_too_long=abort_on_any_max_length_exceeded
         )
 
-    def _fits(self, group: ScoredDataGroup, abort_when_too_long: bool) -> bool:
-        """Whether the trainer takes a group of this size with sequences this long; unknown counts as yes."""
-        size, batch_size = len(group.get("scores", ())), self.config.batch_size
-        if self.early_stop.is_on and size != self.config.group_size:
-            return False
-        if group.get("unscored") and batch_size > 0 and not can_sum({self.config.group_size}, batch_size, size):
-            logger.warning("group not sent: sequences=%d never add up to batch_size=%d", size, batch_size)
-            self.items_rejected += 1
-            return False
-        longest = group_checks.longest_sequence(group)
-        if self.max_token_len <= 0 or longest < self.max_token_len or not abort_when_too_long:
-            return True
-        logger.warning("group not sent: longest_sequence=%d trainer_max_token_len=%d", longest, self.max_token_len)
-        self.items_rejected += 1
-        if self._run:
-            dropped = self._run.progress.dropped
-            dropped.withheld, dropped.longest = dropped.withheld + 1, max(dropped.longest, longest)
-        return False
+    def _merged(self, rollouts: list[Trajectory | BaseException]) -> tuple[ScoredDataGroup, list[Item]]:
+        return self._item_rollout.merged(rollouts)
+
+    async def _trajectories(self, item: Item, rows: Iterable[int]) -> list[Trajectory | BaseException]:
+        return await self._item_rollout.trajectories(item, rows)
+
+    def _unscored(self, fault: BaseException, index: int) -> UnscoredResponse:
+        return self._item_rollout.unscored(fault, index)
+
+    # -- a trainer: see `TrainerLink` ------------------------------------------------------------------------------
+
+    @property
+    def derived_batch_size(self) -> int:
+        """Sequences of each batch this environment may fill; -1 while the batch size is unknown."""
+        return self.trainer_link.derived_batch_size
+
+    async def register_env(self) -> None:
+        await self.trainer_link.register_env()
+
+    async def get_server_info(self) -> None:
+        await self.trainer_link.get_server_info()
+
+    async def get_status(self) -> None:
+        await self.trainer_link.get_status()
+
+    async def env_step_checks(self) -> None:
+        await self.trainer_link.env_step_checks()
+
+    async def add_train_workers(self) -> None:
+        await self.trainer_link.add_train_workers()
+
+    # -- metrics ---------------------------------------------------------------------------------------------------
+
+    async def setup_wandb(self) -> None:
+        """Start the wandb run: in the trainer's project when serving, once the trainer named it."""
+        await env_metrics.start_run(self, lambda: self.trainer_link.api)
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Log `wandb_metrics` with the metrics every environment has, then empty the buffers.
+
+        Subclasses add their keys and call this. Without wandb only the buffers are emptied.
+        """
+        await env_metrics.log(self, {} if wandb_metrics is None else wandb_metrics)
+
+    def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
+        """Add the durations of rollouts and of the main loop."""
+        return env_metrics.perf_metrics(env_metrics.timings(self), metrics_dict)
+
+    async def add_rollouts_for_wandb(self, scored_data: ScoredDataGroup, item: Item = None) -> None:
+        """Keep the decoded text and score of some rollouts for the table."""
+        env_metrics.keep_for_table(self, scored_data)
+
+    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Add the kept rollouts as the table `train/rollouts`."""
+        return env_metrics.add_table(self, wandb_metrics)
 
     # -- what the runtime asks ---------------------------------------------------------------------------------------
-
-    @property
-    def label(self) -> str:
-        """The environment's name in files, groups and logs; a part of file names, so without slashes."""
-        return (self.name or type(self).__name__).replace("/", "_")
-
-    @property
-    def has_get_item(self) -> bool:
-        """Whether the author defined `get_item`."""
-        return type(self).get_item is not BaseEnv.get_item
 
     @property
     def wandb_module(self) -> ModuleType:
@@ -571,65 +348,20 @@ class BaseEnv(TrainerSide):
             return True
         return await self.server.check_tokenizer(self.tokenizer, self.config.tokenizer_name)
 
+    def engine_down(self) -> str | None:
+        """What is missing while no inference server is up and takes requests, else None."""
+        return missing_engine(self.server.servers)
+
+    def outage_timeout_s(self) -> float:
+        """Seconds for which a run waits while `engine_down` says something."""
+        return outage_timeout_s(self.server.servers)
+
     def attach(self, run: Run) -> None:
-        """Use this run's sink from now on."""
-        self._run = run
+        """Use this run's sink and journal from now on."""
+        self.current_run = run
         if run.journal is not None:
-            streams = self.config.response_journal == "tokens"
-            folder = self.config.reuse_rollouts
-            self.server.keep_responses(
-                OneByOne(
-                    run.journal,
-                    streams=streams,
-                    seed=self.config.response_seed,
-                    earlier=EarlierRollouts(expand_path(folder, what="env.reuse_rollouts")) if folder else None,
-                )
-            )
+            self.server.keep_responses(OneByOne.of_run(run.journal, self.config))
 
     def write_html(self, rollouts: str, output: str) -> None:
         """Render one rollout file."""
         generate_html(rollouts, output)
-
-    def progress_path(self) -> Path | None:
-        """Where the user wants the progress file; None: next to the rollouts, if there are any."""
-        path = self.config.progress_path
-        return expand_path(path, what="env.progress_path") if path else None
-
-    def run_files(self) -> RunFiles | None:
-        """Where rollouts go by the settings; None when none are written.
-
-        Raises:
-            ValueError: process mode without any place to write to.
-        """
-        config = self.config
-        progress = self.progress_path()
-        if config.rollouts_dir is None and config.data_path_to_save_groups:
-            path = expand_path(config.data_path_to_save_groups, what="env.data_path_to_save_groups")
-            if path.is_dir():
-                raise PathError(
-                    f"env.data_path_to_save_groups is {path}, a folder; give a file, or set env.rollouts_dir"
-                )
-            return RunFiles(path.parent, path.stem, self.label, config.run_name, path, progress)
-        wanted = config.dump_rollouts or config.total_groups is not None or config.rollouts_dir is not None
-        if not self.process_mode and not wanted:
-            return None
-        if self.process_mode and config.rollouts_dir is None:
-            raise ConfigError("process needs a place for its groups; set --env.data_path_to_save_groups FILE.jsonl")
-        folder = expand_path(config.rollouts_dir or "data", what="env.rollouts_dir")
-        stem = f"{self.label}_rollouts_{config.run_name}"
-        return RunFiles(folder, stem, self.label, config.run_name, None, progress)
-
-    @classmethod
-    def has_own_tokenizer(cls) -> bool:
-        """True where a subclass makes its tokenizer in its own way."""
-        return cls.load_tokenizer is not BaseEnv.load_tokenizer
-
-    def load_tokenizer(self) -> Any:
-        """The tokenizer of `tokenizer_name`: a folder, a .gguf file, a model of the embedded engine, or a hub name.
-
-        Where the setting is left at its default, the tokenizer follows the model that the servers name or serve.
-        """
-        from atroposlib.envs.server_handling.engine_identity import load_for
-
-        tokenizer, self.config.tokenizer_name = load_for(self.config.tokenizer_name, self.server_configs)
-        return tokenizer

@@ -6,11 +6,14 @@ the trainer counts. An empty `checkpoint_dir` is a trainer that keeps none: noth
 """
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 from atroposlib.paths import expand_path, write_text_atomic
+
+logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(\d+)\.json")
 _INDEX = re.compile(r"_\d+$")
@@ -25,6 +28,15 @@ def save(checkpoint_dir: str, registered_name: str, step: int, data: dict[str, A
     path = folder / f"step-{step}.json"
     write_text_atomic(path, json.dumps(data))
     return path
+
+
+def load(checkpoint_dir: str, registered_name: str, step: int) -> dict[str, Any]:
+    """Attributes of the checkpoint to continue with at `step`; {} where there is none."""
+    path = newest(checkpoint_dir, registered_name, step)
+    if path is None:
+        return {}
+    logger.info("checkpoint loaded: %s", path)
+    return json.loads(path.read_text("utf-8"))
 
 
 def newest(checkpoint_dir: str, registered_name: str, step: int) -> Path | None:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -281,3 +282,12 @@ def _earlier_failures(path: Path, env: str, run: str) -> Iterator[dict[str, Any]
                 continue  # the torn last line of a killed process
             if isinstance(failure, dict) and failure.get("env") == env and failure.get("run") == run:
                 yield failure
+
+
+@contextmanager
+def logged(what: str) -> Iterator[None]:
+    """An author's hook next to the rollouts: its failure must not end a run of days."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s", what)

@@ -15,12 +15,31 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, Self
 
+from atroposlib.errors import ConfigError, PathError
 from atroposlib.json_lines import BYTE_ORDER_MARK
-from atroposlib.paths import check_replaceable
+from atroposlib.paths import check_replaceable, expand_path
 
 FAILURES = "failures.jsonl"
 _LOOKED_AT_BYTES = 1 << 26
+
+
+class FileSettings(Protocol):
+    """Settings of an environment that say where its rollouts lie."""
+
+    run_name: str
+    rollouts_dir: str | None
+    data_path_to_save_groups: str | None
+    progress_path: str | None
+    dump_rollouts: bool
+    total_groups: int | None
+
+
+def progress_path(settings: FileSettings) -> Path | None:
+    """Where the user wants the progress file; None: next to the rollouts, if there are any."""
+    path = settings.progress_path
+    return expand_path(path, what="env.progress_path") if path else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +52,30 @@ class RunFiles:
     run: str
     single: Path | None = None
     progress: Path | None = None  # where the user wants it
+
+    @classmethod
+    def of(cls, settings: FileSettings, env: str, *, must_write: bool) -> Self | None:
+        """Where rollouts of the environment `env` go by its settings; None when none are written.
+
+        Raises:
+            ConfigError: they must be written, and there is no place to write to.
+            PathError: the file to write is a folder.
+        """
+        progress = progress_path(settings)
+        if settings.rollouts_dir is None and settings.data_path_to_save_groups:
+            path = expand_path(settings.data_path_to_save_groups, what="env.data_path_to_save_groups")
+            if path.is_dir():
+                raise PathError(
+                    f"env.data_path_to_save_groups is {path}, a folder; give a file, or set env.rollouts_dir"
+                )
+            return cls(path.parent, path.stem, env, settings.run_name, path, progress)
+        wanted = settings.dump_rollouts or settings.total_groups is not None or settings.rollouts_dir is not None
+        if not must_write and not wanted:
+            return None
+        if must_write and settings.rollouts_dir is None:
+            raise ConfigError("process needs a place for its groups; set --env.data_path_to_save_groups FILE.jsonl")
+        folder = expand_path(settings.rollouts_dir or "data", what="env.rollouts_dir")
+        return cls(folder, f"{env}_rollouts_{settings.run_name}", env, settings.run_name, None, progress)
 
     def rollouts(self, shard: int) -> Path:
         """Rollout file number `shard`, from 1; the named file when there is one."""

@@ -11,7 +11,9 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from atroposlib.rollouts.run import Environment, Run, RunOutcome
+from atroposlib.rollouts.failures import logged
+from atroposlib.rollouts.locations import RunFiles
+from atroposlib.rollouts.run import Environment, Pace, Run, RunOutcome
 
 if TYPE_CHECKING:
     from atroposlib.api.client import EnvClient
@@ -24,11 +26,20 @@ API_SLOW_S = 3.0
 GOODBYE_S = 2.0
 
 
+class TrainerLink(Pace, Protocol):
+    """The connection to the trainer, over the trajectory API."""
+
+    @property
+    def api(self) -> "EnvClient": ...
+
+    def is_served(self) -> bool: ...
+
+
 class ServingEnvironment(Environment, Protocol):
     """The further hooks that `serve` needs."""
 
     @property
-    def api(self) -> "EnvClient": ...
+    def trainer_link(self) -> TrainerLink: ...
 
     async def register_env(self) -> None: ...
 
@@ -38,11 +49,7 @@ class ServingEnvironment(Environment, Protocol):
 
     async def env_step_checks(self) -> None: ...
 
-    def is_served(self) -> bool: ...
-
     async def add_train_workers(self) -> None: ...
-
-    async def disconnect(self) -> None: ...
 
 
 async def run_serve(env: ServingEnvironment) -> RunOutcome:
@@ -53,13 +60,14 @@ async def run_serve(env: ServingEnvironment) -> RunOutcome:
         ApiError: the API refuses this environment.
         AtroposError: nothing works any more.
     """
-    run = Run(env, mode="serve", total=env.config.total_groups, files=env.run_files(), sender=env.api)
+    api, files = env.trainer_link.api, RunFiles.of(env.config, env.label, must_write=False)
+    run = Run(env, mode="serve", total=env.config.total_groups, files=files, sender=api)
     env.attach(run)
     try:
         return await run.supervise(_serve(env, run))
     finally:
-        await env.api.disconnect(deadline_s=GOODBYE_S)  # so that after a stop no trainer waits for this environment
-        await env.api.close()
+        await api.disconnect(deadline_s=GOODBYE_S)  # so that after a stop no trainer waits for this environment
+        await api.close()
 
 
 async def _serve(env: ServingEnvironment, run: Run) -> None:
@@ -81,9 +89,9 @@ async def _serve(env: ServingEnvironment, run: Run) -> None:
     await _resend(env, run)
     run.mark_running()
     await _roll_out(env, run)
-    if not env.is_served():
+    if not env.trainer_link.is_served():
         await _resend(env, run)  # what an author's code or a deadline ended in the middle of its sending
-    await env.disconnect()
+    await env.trainer_link.api.disconnect()
     await run.report()
 
 
@@ -114,7 +122,7 @@ async def _pace(env: ServingEnvironment, run: Run) -> None:
     while True:
         await _status(env, run)
         await env.env_step_checks()
-        if env.is_served():
+        if env.trainer_link.is_served():
             return
         await env.add_train_workers()
         await asyncio.sleep(STATUS_EVERY_S)
@@ -148,8 +156,8 @@ async def run_process(env: Environment) -> RunOutcome:
         LaunchError: another process writes this run.
         AtroposError: nothing works any more.
     """
-    wanted = env.config.total_steps
-    run = Run(env, mode="process", total=None if wanted < 0 else wanted, files=env.run_files(), sender=None)
+    wanted, files = env.config.total_steps, RunFiles.of(env.config, env.label, must_write=True)
+    run = Run(env, mode="process", total=None if wanted < 0 else wanted, files=files, sender=None)
     env.attach(run)
     if run.sink.is_full:
         logger.info("already complete: groups=%d", run.sink.totals.groups)
@@ -162,13 +170,13 @@ async def _roll_out_all(env: Environment, run: Run) -> None:
         await env.setup()
         await env.setup_wandb()
         run.mark_running(run.pool.pace)
-        run.pool.pace(env.worker_count())
+        run.pool.pace(env.trainer_link.worker_count())
         logging_task = asyncio.create_task(_log_regularly(env))
         try:
             await run.pool.run(lambda: run.sink.is_full)
         finally:
             logging_task.cancel()
-        await env.log_now()
+        await _log(env)
     await run.report()
 
 
@@ -179,4 +187,9 @@ async def _log_regularly(env: Environment) -> None:
         await asyncio.sleep(LOG_EVERY_S)
         if env.curr_step != logged:
             logged = env.curr_step
-            await env.log_now()
+            await _log(env)
+
+
+async def _log(env: Environment) -> None:
+    with logged("metrics not logged"):
+        await env.wandb_log({})

@@ -23,7 +23,7 @@ from atroposlib.rollouts.display import ProgressDisplay
 from atroposlib.rollouts.failures import FailureLog, Fruitless, TaskHealth, describe_error
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.journal import ResponseJournal
-from atroposlib.rollouts.locations import RunFiles, choose_run
+from atroposlib.rollouts.locations import RunFiles, choose_run, progress_path
 from atroposlib.rollouts.pool import RolloutPool
 from atroposlib.rollouts.progress import EngineUse, Progress
 from atroposlib.rollouts.reports import Reports, html_twin
@@ -48,6 +48,18 @@ every list of token ids in flight, millions of integers that hold no references.
 EXIT_DONE, EXIT_WORK_REMAINS = 0, 75
 
 
+class Pace(Protocol):
+    """How many rollouts may run at once, and what holds them back."""
+
+    def worker_count(self) -> int: ...
+
+    def first_worker_count(self) -> int: ...
+
+    def evaluating(self) -> str | None: ...
+
+    def held_back(self) -> str | None: ...
+
+
 class Environment(Protocol):
     """An environment as a run uses it: `BaseEnv` provides it, authors override the hooks."""
 
@@ -60,6 +72,9 @@ class Environment(Protocol):
     workers: set[asyncio.Task[None]]
     running_items: dict[str, dict[str, Any]]
     backlog: list[Item]
+
+    @property
+    def trainer_link(self) -> Pace: ...
 
     @property
     def label(self) -> str: ...  # names the environment in files and groups
@@ -83,25 +98,13 @@ class Environment(Protocol):
 
     def outage_timeout_s(self) -> float: ...
 
-    def evaluating(self) -> str | None: ...
-
-    def held_back(self) -> str | None: ...
-
     def write_html(self, rollouts: str, output: str) -> None: ...
-
-    def worker_count(self) -> int: ...
-
-    def first_worker_count(self) -> int: ...
-
-    def progress_path(self) -> Path | None: ...
-
-    def run_files(self) -> RunFiles | None: ...
 
     def attach(self, run: "Run") -> None: ...
 
     async def setup_wandb(self) -> None: ...
 
-    async def log_now(self) -> None: ...
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +178,7 @@ class Run:
         )
         self.concurrency = (
             AutoConcurrency(
-                env.first_worker_count(),
+                env.trainer_link.first_worker_count(),
                 loads=env.server.engine_loads,
                 in_flight=lambda: self.pool.rolling,
                 times=self.pool.times,
@@ -185,7 +188,7 @@ class Run:
             else None
         )
         self.progress = Progress(
-            path=where.progress_path if where else env.progress_path(),
+            path=where.progress_path if where else progress_path(config),
             env=label,
             mode=mode,
             limits=self.sink.limits,
@@ -367,7 +370,7 @@ class Run:
             is_told=progress.is_parked,
             engine_down=self._env.engine_down(),
             patience_s=self._env.outage_timeout_s(),
-            held_back=self._env.held_back() if is_set_up and progress.mode == "serve" else None,
+            held_back=self._env.trainer_link.held_back() if is_set_up and progress.mode == "serve" else None,
             no_items=self._no_items(),
             in_flight=progress.in_flight,
             answers=progress.unfinished_answers,
@@ -397,7 +400,7 @@ class Run:
 
     def _note_in_flight(self) -> None:
         self.progress.in_flight = self.pool.in_flight
-        self.progress.evaluating = self._env.evaluating()
+        self.progress.evaluating = self._env.trainer_link.evaluating()
         self.progress.unfinished_answers, self.progress.unfinished_tokens = self.pool.replies
         if self.journal:
             self.progress.reused_responses = self.journal.reused_responses

@@ -27,6 +27,7 @@ from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.load import load_config
 from atroposlib.launch.model_checks import Model
 from atroposlib.launch.plan import environment_flags, environment_yaml
+from atroposlib.rollouts.locations import RunFiles
 
 VALUES = [
     *("http://one:1", "http://two:2", "7", "one", "two"),
@@ -122,7 +123,8 @@ def test_rollouts_go_where_the_flag_says(tmp_path, monkeypatch, text, words, exp
     Path("c.yaml").write_text(f"env: {{{text}, tokenizer_name: smollm2-135m}}\ntesting: true\n")
     settings = resolve(InternBootcampEnv, "serve", ["--config", "c.yaml", *words])
     monkeypatch.setattr(InternBootcampEnv, "load_tokenizer", lambda self: None)
-    files = InternBootcampEnv.from_settings(settings).run_files()
+    env = InternBootcampEnv.from_settings(settings)
+    files = RunFiles.of(env.config, env.label, must_write=env.process_mode)
     where = files and (files.single or files.folder)
     assert where == (None if expected is None else Path(expected) if files is None else where)
     assert expected is None or Path(str(where)).name == expected.strip("/")

@@ -169,7 +169,7 @@ SENDABLE = {"groups of twelve make up": (64, 12, True), "never adds up": (16, 15
 def test_a_group_without_all_its_responses_is_sent_where_batches_can_hold_it(batch_size, scored, fits):
     env = make(group_size=16, batch_size=batch_size)
     group = {"tokens": [[1]] * scored, "scores": [1.0] * scored, "unscored": [{}] * (16 - scored)}
-    assert env._fits(group, True) is fits
+    assert env._item_rollout.fits(group, True) is fits
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -375,7 +375,7 @@ def test_wandb_is_a_name_of_the_module_that_is_imported_late():
 
 
 async def test_the_project_is_the_trainers_and_its_absence_is_waited_for(wandb, monkeypatch):
-    monkeypatch.setattr("atroposlib.envs.wandb_side.PROJECT_POLL_S", 0.001)
+    monkeypatch.setattr("atroposlib.envs.metrics.PROJECT_POLL_S", 0.001)
     answers = iter([{"group": None, "project": None}, {"group": "", "project": ""}])
 
     class Api:
@@ -383,7 +383,7 @@ async def test_the_project_is_the_trainers_and_its_absence_is_waited_for(wandb, 
             return next(answers)
 
     env = make(use_wandb=True)
-    env._api = Api()
+    env.trainer_link._api = Api()
     await env.setup_wandb()
     assert (wandb.started[0]["project"], wandb.started[0]["group"]) == (None, None)
     assert next(answers, None) is None

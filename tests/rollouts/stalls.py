@@ -50,7 +50,7 @@ def writing(folder: Path, env_cls: type[CountingEnv], **settings: Any) -> tuple[
 
 def serving(env_cls: type[CountingEnv], api: MemoryApi | None = None, **settings: Any) -> tuple[CountingEnv, str]:
     env = make_env(env_cls, **settings)
-    env._api = api or MemoryApi()  # pyright: ignore[reportAttributeAccessIssue]
+    env.trainer_link._api = api or MemoryApi()  # pyright: ignore[reportAttributeAccessIssue]
     return env, "serve"
 
 
@@ -258,7 +258,7 @@ async def first_sentence(stall: Stall, folder: Path) -> tuple[float, str]:
                 error = task.exception()
                 assert isinstance(error, AtroposError), f"{stall.why}: ended with {error!r}"
                 return time.monotonic() - began, str(error)
-            progress = env._run.progress if env._run else None
+            progress = env.current_run.progress if env.current_run else None
             said = progress.waiting_for if progress else None
             if said and said.startswith(stall.says):
                 return time.monotonic() - began, said

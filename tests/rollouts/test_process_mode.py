@@ -651,7 +651,7 @@ async def test_a_clock_that_is_set_kills_nothing(tmp_path, monkeypatch):
 async def test_a_progress_that_is_written_late_does_not_replace_a_later_one(tmp_path, monkeypatch):
     env = process_env(tmp_path, total_steps=2)
     await env.process_manager()
-    progress, path = env._run.progress, tmp_path / "counting_progress_main.json"
+    progress, path = env.current_run.progress, tmp_path / "counting_progress_main.json"
     may_go_on, is_writing, real = threading.Event(), threading.Event(), progress_module.write_text_atomic
 
     def slow(path, text):
@@ -688,7 +688,7 @@ async def test_a_settled_item_journals_nothing_more(tmp_path):
     await env.process_manager()
     assert all(seen)
     current_work.set(env.works[0])
-    assert not OneByOne(env._run.journal, streams=False, seed=None).applies({})
+    assert not OneByOne(env.current_run.journal, streams=False, seed=None).applies({})
 
 
 async def test_a_name_with_a_slash_makes_file_names_without_one(tmp_path):

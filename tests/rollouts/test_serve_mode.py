@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from unittest.mock import Mock
 
 import orjson
 import pytest
@@ -19,8 +20,8 @@ from atroposlib.rollouts.trace import EngineReply, current_trace
 
 def serving(env_cls=CountingEnv, api=None, **settings):
     env = make_env(env_cls, **settings)
-    env._api = api if api is not None else MemoryApi()
-    return env, env._api
+    env.trainer_link._api = api if api is not None else MemoryApi()
+    return env, env.trainer_link.api
 
 
 async def until(condition):
@@ -48,6 +49,52 @@ async def test_a_run_of_total_groups_ends_by_itself_with_everything_acknowledged
     assert {json.loads(line)["group_id"] for line in lines} == sent
     acked = set((tmp_path / "counting_rollouts_main.acked").read_text().split())
     assert acked == sent
+
+
+OVERRIDABLE = {
+    "setup",
+    "setup_wandb",
+    "register_env",
+    "get_server_info",
+    "get_status",
+    "env_step_checks",
+    "add_train_workers",
+    "get_item",
+    "handle_env",
+    "collect_trajectories",
+    "postprocess_histories",
+    "handle_send_to_api",
+    "add_rollouts_for_wandb",
+    "cleanup",
+    "wandb_log",
+    "create_rollout_table",
+    "perf_stats",
+    "save_checkpoint",
+    "evaluate",
+    "teardown",
+}
+
+
+async def test_what_a_subclass_overrides_is_what_a_run_calls(tmp_path, monkeypatch):
+    called = set()
+
+    def noting(name):
+        def override(self, *args, **kwargs):
+            called.add(name)
+            return getattr(super(overriding, self), name)(*args, **kwargs)
+
+        return override
+
+    overriding = type("Overriding", (CountingEnv,), {name: noting(name) for name in OVERRIDABLE})
+    monkeypatch.setattr("atroposlib.envs.base.wandb", Mock(), raising=False)
+    settings = {"use_wandb": True, "steps_per_eval": 1, "min_items_sent_before_logging": 0}
+    env, api = serving(overriding, rollouts_dir=str(tmp_path), **settings)
+    async with running(env):
+        await until(lambda: api.received)
+        env.checkpoint_interval = 1
+        api.train()
+        await until(lambda: OVERRIDABLE - called == {"teardown"})
+    assert called == OVERRIDABLE
 
 
 async def test_the_trainer_learns_temperature_weight_versions_and_duration_from_the_group(tmp_path):
@@ -106,8 +153,8 @@ async def test_an_environment_that_gives_nothing_says_so_and_what_to_do(env_cls,
     monkeypatch.setattr(Fruitless, "FIRST_WORD_S", 0.0)
     env, _ = serving(env_cls, ensure_scores_are_not_same=True)
     async with running(env):
-        await until(lambda: env._run and env._run.progress.waiting_for)
-        assert re.search(sentence, env._run.progress.waiting_for)
+        await until(lambda: env.current_run and env.current_run.progress.waiting_for)
+        assert re.search(sentence, env.current_run.progress.waiting_for)
         assert re.search(sentence, caplog.text)
 
 
@@ -137,7 +184,7 @@ async def test_what_was_not_acknowledged_is_sent_again_after_a_restart(tmp_path)
     env, api = serving(**settings)
     api.is_up.clear()
     async with running(env):
-        await until(lambda: env._run is not None and env._run.sink.totals.groups == 3)
+        await until(lambda: env.current_run is not None and env.current_run.sink.totals.groups == 3)
     again, api = serving(**settings)
     await again.env_manager()
     assert sorted(group["tokens"][0][0] for group in api.received) == list(range(6))
@@ -188,7 +235,7 @@ async def test_an_evaluation_stops_new_rollouts_but_not_those_that_run():
         await until(lambda: len(api.received) >= 8)
         api.train()
         await until(lambda: env.evaluations == 1)
-        await until(lambda: env._run.pool.in_flight == 0)
+        await until(lambda: env.current_run.pool.in_flight == 0)
         before = len(api.received)
         await asyncio.sleep(0.25)
         assert len(api.received) == before
@@ -296,7 +343,7 @@ async def test_without_files_every_process_uses_ids_of_its_own():
 async def test_code_may_send_groups_of_its_own():
     class SendingEnv(CountingEnv):
         async def add_train_workers(self):
-            if len(self._api.received) < 3:
+            if len(self.trainer_link.api.received) < 3:
                 await self.handle_send_to_api(make_group(5), {"made": "by hand"})
 
     env, api = serving(SendingEnv, max_batches_offpolicy=0)
@@ -309,8 +356,8 @@ async def test_code_may_send_groups_of_its_own():
 async def test_groups_that_code_sends_without_an_item_are_new_ones_after_a_restart(tmp_path):
     class SendingEnv(CountingEnv):
         async def add_train_workers(self):
-            if len(self._api.received) < 3:
-                await self.handle_send_to_api(make_group(len(self._api.received)))
+            if len(self.trainer_link.api.received) < 3:
+                await self.handle_send_to_api(make_group(len(self.trainer_link.api.received)))
 
     for _ in range(2):
         env, api = serving(SendingEnv, max_batches_offpolicy=0, rollouts_dir=str(tmp_path))
@@ -331,12 +378,16 @@ async def test_what_a_deadline_ended_in_the_middle_of_its_sending_is_sent_before
     )
     api.is_up.clear()
     async with running(env) as task:
-        await until(lambda: env._run is not None and env._run.sink.is_full and env._run.failures.counts["kill"])
+        await until(
+            lambda: (
+                env.current_run is not None and env.current_run.sink.is_full and env.current_run.failures.counts["kill"]
+            )
+        )
         api.is_up.set()
         async with asyncio.timeout(60):
             await asyncio.wait([task])
     assert sorted(group["tokens"][0][0] for group in api.received) == [0, 1, 2, 3]
-    assert env._run.sink.unsent == 0
+    assert env.current_run.sink.unsent == 0
 
 
 async def test_a_wait_without_items_ends_when_there_are_some():
@@ -391,8 +442,8 @@ async def test_an_api_that_goes_away_is_waited_for_and_nothing_is_lost(tmp_path,
     async with running(env) as task:
         await until(lambda: len(api.received) >= 4)
         api.is_up.clear()
-        await until(lambda: env._run.progress.state == "parked")
-        assert "the trajectory API" in env._run.progress.waiting_for
+        await until(lambda: env.current_run.progress.state == "parked")
+        assert "the trajectory API" in env.current_run.progress.waiting_for
         api.is_up.set()
         assert (await task).groups == 40
     assert sorted(group["tokens"][0][0] for group in api.received) == list(range(40))
@@ -429,7 +480,7 @@ async def test_a_refused_group_of_an_earlier_process_takes_no_other_with_it(tmp_
     env, api = serving(**settings)
     api.is_up.clear()
     async with running(env):
-        await until(lambda: env._run is not None and env._run.sink.totals.groups == 6)
+        await until(lambda: env.current_run is not None and env.current_run.sink.totals.groups == 6)
     again, api = serving(**settings)
     api.refused = {2}
     assert (await again.env_manager()).exit_code == 0

@@ -124,8 +124,8 @@ async def test_groups_withheld_from_the_trainer_are_counted_as_such(tmp_path):
         await until(task.done)
     said = json.loads((tmp_path / "counting_progress_main.json").read_text())
     assert (said["withheld"], said["rejected"], said["groups_done"]) == (5, 0, 5)
-    assert env._run
-    assert "withheld 5" in env._run.progress.line()
+    assert env.current_run
+    assert "withheld 5" in env.current_run.progress.line()
 
 
 def make_progress() -> Progress:

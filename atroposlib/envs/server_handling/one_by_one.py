@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 import msgspec
 import orjson
@@ -21,6 +21,7 @@ from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
 from atroposlib.envs.server_handling.openai_wire import join_choices, parse_chat, parse_completion, reply_facts
 from atroposlib.envs.server_handling.weight_versions import oldest_first
 from atroposlib.errors import RolloutFault
+from atroposlib.paths import expand_path
 from atroposlib.rollouts.earlier import EarlierRollouts
 from atroposlib.rollouts.journal import PLACE_BYTES, Draft, ResponseJournal
 from atroposlib.rollouts.source import Work, current_work
@@ -63,6 +64,14 @@ class Asker(Protocol):
 Attempt = Callable[[Asker, dict[str, Any]], Awaitable[Result]]
 
 
+class JournalSettings(Protocol):
+    """Settings of an environment about the responses that it keeps."""
+
+    response_journal: Literal["off", "responses", "tokens"]
+    response_seed: int | None
+    reuse_rollouts: str | None
+
+
 class OneByOne:
     """Asks for responses one by one and keeps them in the journal of the run."""
 
@@ -88,6 +97,17 @@ class OneByOne:
         self._seed = seed
         self._evaluations = evaluations
         self._earlier = earlier
+
+    @classmethod
+    def of_run(cls, journal: ResponseJournal, settings: JournalSettings) -> Self:
+        """As the settings of an environment say."""
+        folder = settings.reuse_rollouts
+        return cls(
+            journal,
+            streams=settings.response_journal == "tokens",
+            seed=settings.response_seed,
+            earlier=EarlierRollouts(expand_path(folder, what="env.reuse_rollouts")) if folder else None,
+        )
 
     def applies(self, kwargs: Mapping[str, Any]) -> bool:
         """Tell if a request belongs to something whose responses are kept."""

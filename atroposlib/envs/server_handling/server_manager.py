@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 import os
 import warnings
 from collections import Counter
@@ -321,6 +322,12 @@ def missing_engine(servers: Sequence[Any]) -> str | None:
         f"{which}: no answer comes; start it, or correct openai.base_url. After {patience_s:g} s without one "
         "(outage_timeout_s) all ends"
     )
+
+
+def outage_timeout_s(servers: Sequence[Any]) -> float:
+    """Return for how many seconds a run waits while an engine is missing; servers may be an author's own."""
+    configs = [getattr(server, "config", None) for server in servers]
+    return max((getattr(config, "outage_timeout_s", math.inf) for config in configs), default=math.inf)
 
 
 def requests_out(servers: Sequence[Any]) -> int:

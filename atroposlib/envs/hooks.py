@@ -1,0 +1,218 @@
+"""What an author of an environment writes, and what an environment keeps: hooks with their defaults, and attributes.
+
+`BaseEnv` is made of this and of parts that are handed it: `ItemRollout` (rolls out and checks items), `TrainerLink`
+(follows a trainer), `metrics` and `checkpoints`. They call the hooks, which may be an author's own.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel
+
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.rollouts.early_stop import EarlyStop
+from atroposlib.rollouts.groups import merge_items
+from atroposlib.rollouts.run import Run
+from atroposlib.type_definitions import UUID, Item, ScoredDataGroup, ScoredDataItem
+
+if TYPE_CHECKING:
+    from atroposlib.envs.cli import Settings
+
+logger = logging.getLogger(__name__)
+
+ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
+Trajectories = ScoredDataGroup | list[ScoredDataGroup | None] | None
+
+
+class EnvHooks:
+    """One environment as its author sees it. Attributes have the names that they have in 0.4.0."""
+
+    name: str | None = None
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
+
+    config: BaseEnvConfig
+    server_configs: list[APIServerConfig]
+    server: ServerManager
+    tokenizer: Any
+    max_num_workers: int
+    settings_text: str | None = None  # the resolved settings as YAML, kept next to the rollouts
+    fresh = False  # start a new run instead of resuming one
+    last_completed_item: Item | None = None
+    jsonl_writer = None  # upstream's attribute; rollout files are written by `atroposlib.rollouts.files`
+
+    current_run: Run | None = None
+    process_mode = False
+    curr_step = 0
+    max_token_len = -1  # tokens of the longest sequence the trainer takes; -1: unknown
+    items_sent_this_step = 0
+    items_rejected = 0
+    env_id = 0
+    wandb_project: str | None = None
+    wandb_group: str | None = None
+    wandb_prepend: str | None = None  # the name that the trajectory API gave this environment
+    checkpoint_dir = ""
+    checkpoint_interval = -1
+    eval_runner: asyncio.Task[Any] | None = None
+
+    def __init__(self) -> None:
+        self.workers: set[asyncio.Task[None]] = set()
+        self.eval_workers: set[asyncio.Task[Any]] = set()
+        self.backlog: list[Item] = []
+        self.running_items: dict[UUID, dict[str, Any]] = {}
+        self.status_dict: dict[str, Any] = {"queue_size": 0, "current_step": 0, "env_weight": 1.0}
+        self.rollouts_for_wandb: list[list[tuple[str, float]]] = []
+        self.completion_lengths: list[int] = []
+        self.task_duration: list[float] = []
+        self.succeeded_task_duration: list[float] = []
+        self.failed_task_duration: list[float] = []
+        self.task_successful: list[int] = []
+        self.mainloop_timings: list[float] = []
+        self.workers_added_list: list[int] = []
+
+    @classmethod
+    def config_cls(cls) -> type[BaseEnvConfig]:
+        """Optional: another way to name `env_config_cls`."""
+        return cls.env_config_cls
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, ServerConfigs]:
+        """Default settings: the environment's and its servers' (one config, a list, or a ServerBaseline)."""
+        return cls.config_cls()(), ServerBaseline()
+
+    async def setup(self) -> None:
+        """Optional: load data; called once before anything else, in every mode."""
+
+    async def get_next_item(self) -> Item | None:
+        """The next item. None: nothing now (`process` ends, `serve` asks again)."""
+        if not self.has_get_item:
+            raise NotImplementedError(f"{type(self).__name__} must define get_next_item() or get_item(index)")
+        self._next_index = getattr(self, "_next_index", -1) + 1
+        return await self.get_item(self._next_index)
+
+    async def get_item(self, index: int) -> Item | None:
+        """Optional: item number `index`, the same at every call; None from the end on.
+
+        With it a run of N groups covers exactly the first N items (later ones replace those that fail), also over
+        restarts.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define get_item(index)")
+
+    def item_task(self, item: Item) -> str:
+        """Optional: which task an item belongs to, for counts and for setting broken tasks aside."""
+        return self.label
+
+    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
+        """Roll out and score one sequence; with it, more items to roll out."""
+        raise NotImplementedError(f"{type(self).__name__} must define collect_trajectory or collect_trajectories")
+
+    def joined(self, items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
+        """Optional: the group of the rollouts of `collect_trajectory`; another way is for rollouts of several rows."""
+        return merge_items(items)
+
+    async def postprocess_histories(self, trajectories: Trajectories) -> Trajectories:
+        """Optional: change the groups of one item before they are checked and stored."""
+        return trajectories
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Optional: measure the model; called every `steps_per_eval` steps, and by the evaluate command."""
+        logger.warning("%s has no evaluation: it does not define evaluate()", type(self).__name__)
+
+    async def cleanup(self) -> None:
+        """Optional: called after every rollout."""
+
+    async def teardown(self) -> None:
+        """Optional: free what `setup` made (sandboxes, clients); called once at the end of every mode.
+
+        Also after an error, a signal, or when `setup` failed or was not needed, because the run was complete already.
+        """
+
+    @property
+    def early_stop(self) -> EarlyStop:
+        """When to stop sampling one item, for `sample_until`."""
+        return EarlyStop(self.config.stop_after_accepted, self.config.hopeless_rate)
+
+    def sized(self, group: ScoredDataGroup) -> ScoredDataGroup:
+        """The group, marked as whole when it was stopped early."""
+        size = len(group.get("scores", ()))
+        if self.early_stop.is_on and size != self.config.group_size:
+            group["group_overrides"] = {**(group.get("group_overrides") or {}), "group_size": size}
+        return group
+
+    @classmethod
+    async def preview(cls, settings: "Settings") -> list[str]:
+        """Optional: lines about the items of a run, shown by --check; ConfigError when there can be none."""
+        return []
+
+    @classmethod
+    def extra_namespaces(cls, mode: str) -> dict[str, type[BaseModel]]:
+        """Optional: more groups of settings by prefix, for flags `--<prefix>.<field>` and YAML keys."""
+        return {}
+
+    @property
+    def label(self) -> str:
+        """The environment's name in files, groups and logs; a part of file names, so without slashes."""
+        return (self.name or type(self).__name__).replace("/", "_")
+
+    @property
+    def has_get_item(self) -> bool:
+        """True where the author defined `get_item`."""
+        return type(self).get_item is not EnvHooks.get_item
+
+    def load_tokenizer(self) -> Any:
+        """The tokenizer of `tokenizer_name`: a folder, a .gguf file, a model of the embedded engine, or a hub name.
+
+        Where the setting is left at its default, the tokenizer follows the model that the servers name or serve.
+        """
+        from atroposlib.envs.server_handling.engine_identity import load_for
+
+        tokenizer, self.config.tokenizer_name = load_for(self.config.tokenizer_name, self.server_configs)
+        return tokenizer
+
+    @classmethod
+    def has_own_tokenizer(cls) -> bool:
+        """True where a subclass makes its tokenizer in its own way."""
+        return cls.load_tokenizer is not EnvHooks.load_tokenizer
+
+    # -- hooks of which `BaseEnv` holds the defaults -----------------------------------------------------------------
+
+    @property
+    def wandb_module(self) -> ModuleType:
+        raise NotImplementedError
+
+    async def collect_trajectories(self, item: Item) -> tuple[Trajectories, list[Item]]:
+        raise NotImplementedError
+
+    async def handle_send_to_api(
+        self,
+        scored_data: Trajectories,
+        item: Item = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> int:
+        raise NotImplementedError
+
+    async def get_server_info(self) -> None:
+        raise NotImplementedError
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        raise NotImplementedError
+
+    def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    async def add_rollouts_for_wandb(self, scored_data: ScoredDataGroup, item: Item = None) -> None:
+        raise NotImplementedError
+
+    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        raise NotImplementedError
+
+    def load_checkpoint(self) -> None:
+        raise NotImplementedError
