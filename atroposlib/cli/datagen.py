@@ -13,8 +13,8 @@ from atroposlib.cli.boundary import command, run
 from atroposlib.errors import ConfigError
 from atroposlib.launch.datagen import EXIT_WORK_REMAINS, Stopped, run_datagen
 from atroposlib.launch.load import load_config
-from atroposlib.launch.lock import keep_earlier
 from atroposlib.launch.preflight import not_checked, preflight
+from atroposlib.lock_files import keep_earlier
 from atroposlib.paths import expand_path
 from atroposlib.status.live import Display
 from atroposlib.status.table import print_status

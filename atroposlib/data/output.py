@@ -8,7 +8,6 @@ content lacks a key that another one has, it is null. Anything else that differs
 of a call and the definitions of tools, is JSON text: in a common type each would get the keys of all others.
 """
 
-import fcntl
 import glob
 import importlib
 import os
@@ -29,6 +28,7 @@ from atroposlib.data.compressed import zstd
 from atroposlib.data.rollout_files import read_lines
 from atroposlib.errors import DataError, PathError
 from atroposlib.json_lines import one_line
+from atroposlib.lock_files import try_lock
 from atroposlib.paths import check_replaceable, expand_path
 
 _ALWAYS_TEXT = ("arguments", "tools")
@@ -406,11 +406,8 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _take_lock(descriptor: int) -> bool | None:
-    """Return True when the file's lock is ours now; None when this disk knows no locks."""
+    """As `try_lock`; None when this disk knows no locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return try_lock(descriptor)
     except OSError:
         return None
-    return True

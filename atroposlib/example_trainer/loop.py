@@ -30,7 +30,7 @@ from atroposlib.example_trainer.feed import BatchFeed, generate_times, names_oth
 from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.weight_sync import WeightSync, make_sync, names_versions
 from atroposlib.json_lines import one_line
-from atroposlib.launch.lock import run_lock
+from atroposlib.lock_files import run_lock
 from atroposlib.paths import expand_path, writable_dir
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from atroposlib.example_trainer.recipe import build, parser_of, require_torch
 from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan, make_plan
 from atroposlib.launch.config import RestartConfig
-from atroposlib.launch.lock import end_leftovers, run_lock
 from atroposlib.launch.services import Service, Supervised, describe_exit
+from atroposlib.lock_files import end_leftovers, run_lock
 from atroposlib.paths import writable_dir
 from atroposlib.status.page import StatusPage, write_last_page
 from atroposlib.status.runs import RunRecord, read_status

@@ -21,12 +21,12 @@ import aiohttp
 from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.export import export_all
-from atroposlib.launch.lock import end_leftovers, run_lock
 from atroposlib.launch.model_checks import Model
 from atroposlib.launch.plan import Plan, make_plan
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
 from atroposlib.launch.services import Service, Supervised, describe_exit, log_tail
 from atroposlib.launch.sharing import groups_missing, link_rollouts
+from atroposlib.lock_files import end_leftovers, run_lock
 from atroposlib.paths import writable_dir, write_text_atomic
 from atroposlib.status.page import StatusPage, write_last_page
 from atroposlib.status.runs import PROGRESS_FILE, RunRecord, RunStatus, read_json, read_status

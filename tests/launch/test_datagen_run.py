@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atroposlib.launch.lock import start_time
 from atroposlib.launch.probes import free_ports
+from atroposlib.lock_files import start_time
 from tests.data.small_tokenizer import write_tokenizer
 
 TESTS = Path(__file__).parents[1]

@@ -9,8 +9,8 @@ import pytest
 
 from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig
-from atroposlib.launch.lock import start_time
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, not_checked, preflight
+from atroposlib.lock_files import start_time
 from atroposlib.status.runs import RunRecord
 from tests.fake_engine import running_engine
 

@@ -18,8 +18,8 @@ import pytest
 from atroposlib.errors import LaunchError
 from atroposlib.launch import probes, services
 from atroposlib.launch.config import RestartConfig
-from atroposlib.launch.lock import end_leftover, keep_earlier, run_lock, start_time
 from atroposlib.launch.services import Service, Supervised, log_tail
+from atroposlib.lock_files import end_leftover, keep_earlier, run_lock, start_time
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -185,7 +185,7 @@ def test_a_folder_that_was_set_aside_while_one_waited_for_it_is_not_worked_in(tm
                 (run / ".lock").touch()
             fcntl.flock(held, fcntl.LOCK_UN)
 
-        monkeypatch.setattr("atroposlib.launch.lock.time.sleep", set_aside)
+        monkeypatch.setattr("atroposlib.lock_files.time.sleep", set_aside)
         with pytest.raises(LaunchError, match="was set aside"), run_lock(run):
             pass
 

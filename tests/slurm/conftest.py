@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.data.compressed import zstd
-from atroposlib.launch.lock import start_time
+from atroposlib.lock_files import start_time
 from tests.data.small_tokenizer import write_tokenizer
 from tests.slurm.small_checkout import write_checkout
 

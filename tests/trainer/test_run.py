@@ -13,8 +13,8 @@ from atroposlib.example_trainer.run import _record, _Running
 from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan
 from atroposlib.launch.config import RestartConfig
-from atroposlib.launch.lock import start_time
 from atroposlib.launch.services import Service, Supervised
+from atroposlib.lock_files import start_time
 from atroposlib.status.runs import RunRecord, read_json
 
 SLEEPER = "import time; time.sleep(600)"
