@@ -36,7 +36,7 @@ class Engine:
     """Gives words that name the last user's turn, so that a mix-up shows."""
 
     def __init__(self, tokenizer, delay_s):
-        from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
+        from atroposlib.envs.server_handling.server_baseline import AsyncSemWithAdaptiveWeight
         from atroposlib.envs.server_handling.server_config import APIServerConfig
 
         characters = map(chr, range(32, 127))

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
+from atroposlib.envs.server_handling.server_baseline import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_harness import create_chat_completion, create_completion
 from atroposlib.rollouts.trace import EngineReply, current_trace, finish_reason_of

@@ -16,8 +16,7 @@ from atroposlib.launch.load import load_config
 from atroposlib.launch.preflight import not_checked, preflight
 from atroposlib.lock_files import keep_earlier
 from atroposlib.paths import expand_path
-from atroposlib.status.live import Display
-from atroposlib.status.table import print_status
+from atroposlib.status.table import Display, print_status
 
 HELP = """Run engine, trajectory API, environment and trainer as one supervised job, then export the dataset.
 

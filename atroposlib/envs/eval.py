@@ -80,7 +80,7 @@ def evaluate_log(
         verbose: also print the metrics as a table.
     """
     if eval_dir is None:
-        logger.warning("evaluation results are not written: no eval_dir (env.data_dir_to_save_evals) is set")
+        logger.warning("evaluation results are not written: no eval_dir is set (env.data_dir_to_save_evals)")
         return
     start = time.time() if start_time is None else start_time
     end = time.time() if end_time is None else end_time

@@ -19,9 +19,8 @@ from typing import Any, TypeVar, overload
 import orjson
 
 from atroposlib.paths import write_text_atomic
-from atroposlib.rollouts.display import ProgressDisplay
 from atroposlib.rollouts.failures import describe_error
-from atroposlib.rollouts.progress import RATE_WINDOW_S, duration, file_head
+from atroposlib.rollouts.progress import RATE_WINDOW_S, ProgressDisplay, duration, file_head
 from atroposlib.rollouts.trace import Chat, Chats, EngineReply, RolloutTrace, tracing
 from atroposlib.status.page import write_last_page
 

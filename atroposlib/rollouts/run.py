@@ -19,13 +19,12 @@ from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.json_lines import as_json
 from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.rollouts.concurrency import AutoConcurrency, queued, running
-from atroposlib.rollouts.display import ProgressDisplay
 from atroposlib.rollouts.failures import FailureLog, Fruitless, TaskHealth, describe_error
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.locations import RunFiles, choose_run, progress_path
 from atroposlib.rollouts.pool import RolloutPool
-from atroposlib.rollouts.progress import EngineUse, Progress
+from atroposlib.rollouts.progress import EngineUse, Progress, ProgressDisplay
 from atroposlib.rollouts.reports import Reports, html_twin
 from atroposlib.rollouts.shared_run import Leases, SharedDraw
 from atroposlib.rollouts.sink import Sender, Sink

@@ -6,8 +6,7 @@ import pytest
 
 from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig
-from atroposlib.launch.datagen import run_datagen
-from atroposlib.launch.export import export_all
+from atroposlib.launch.datagen import export_all, run_datagen
 from atroposlib.launch.model_checks import Model
 from atroposlib.launch.sharing import link_rollouts
 

@@ -678,7 +678,7 @@ async def test_a_settled_item_journals_nothing_more(tmp_path):
     class StragglingEnv(CountingEnv):
         async def collect_trajectories(self, item):
             work = current_work.get()
-            seen.append(OneByOne(self._run.journal, streams=False, seed=None).applies({}))
+            seen.append(OneByOne(self.current_run.journal, streams=False, seed=None).applies({}))
             self.works.append(work)
             return await super().collect_trajectories(item)
 

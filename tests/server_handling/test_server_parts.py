@@ -21,11 +21,14 @@ from atroposlib.envs.server_handling.sampling import (
     drop_doubled_bos,
     sampling_of,
 )
-from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
-from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
+from atroposlib.envs.server_handling.server_baseline import (
+    APIServerConfig,
+    AsyncSemWithAdaptiveWeight,
+    ServerBaseline,
+    timing_metrics,
+)
 from atroposlib.envs.server_handling.server_manager import server_configs
 from atroposlib.envs.server_handling.sglang_server import StreamReader, decode_generations
-from atroposlib.envs.server_handling.timings import timing_metrics
 from atroposlib.errors import ConfigError, RequestFault
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.type_definitions import PROMPT_LOGPROB

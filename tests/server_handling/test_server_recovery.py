@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from atroposlib.envs.server_handling import health, http_server, server_baseline
-from atroposlib.envs.server_handling.deadline import generation_deadline_s
+from atroposlib.envs.server_handling import http_server, server_baseline
 from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavailable
+from atroposlib.envs.server_handling.http_server import generation_deadline_s
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.transport import KEEPALIVE_S
 from atroposlib.errors import EngineFault, RequestFault
@@ -156,7 +156,7 @@ async def test_endpoints_of_other_models_are_no_refuge(engine):
 
 
 async def test_an_engine_that_hangs_is_noticed_and_its_requests_move(engine, monkeypatch):
-    monkeypatch.setattr(health, "WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr(http_server, "WATCH_EVERY_S", 0.01)
     async with running_engine() as other:
         manager = manager_of(engine, other)
         engine.held = asyncio.Event()
@@ -169,10 +169,10 @@ async def test_an_engine_that_hangs_is_noticed_and_its_requests_move(engine, mon
 
 
 async def test_a_long_generation_is_not_taken_for_a_hang(engine, sglang, monkeypatch):
-    monkeypatch.setattr(health, "WATCH_EVERY_S", 0.005)
+    monkeypatch.setattr(http_server, "WATCH_EVERY_S", 0.005)
     engine.held = asyncio.Event()
     task = asyncio.create_task(sglang.tokens_and_logprobs_completion(**ASK))
-    while engine.health_probes < 3 * health.HUNG_AFTER_PROBES:
+    while engine.health_probes < 3 * http_server.HUNG_AFTER_PROBES:
         await asyncio.sleep(0.005)
     engine.held.set()
     await task

@@ -18,8 +18,16 @@ from atroposlib.envs.eval import evaluate_log
 from atroposlib.errors import LaunchError
 from atroposlib.lock_files import start_time
 from atroposlib.status.charts import Line, line_chart
-from atroposlib.status.history import FIRST_INTERVAL_S, MOST_POINTS, History, Point
-from atroposlib.status.page import StatusPage, page, write_last_page, write_page
+from atroposlib.status.page import (
+    FIRST_INTERVAL_S,
+    MOST_POINTS,
+    History,
+    Point,
+    StatusPage,
+    page,
+    write_last_page,
+    write_page,
+)
 from atroposlib.status.runs import RunRecord, read_status
 from atroposlib.status.table import facts_of, headline, render
 from atroposlib.status.training import read_training

@@ -1,15 +1,14 @@
 """A server that speaks HTTP: OpenAI's two routes, health, deadlines. SGLang and vLLM add their own `/generate`."""
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from atroposlib.envs.server_handling.deadline import generation_deadline_s
 from atroposlib.envs.server_handling.fan_out import all_or_none
-from atroposlib.envs.server_handling.faults import MAX_BAD_REPLIES, BadReply
-from atroposlib.envs.server_handling.health import EndpointHealth
+from atroposlib.envs.server_handling.faults import MAX_BAD_REPLIES, BadReply, EndpointUnavailable
 from atroposlib.envs.server_handling.openai_wire import (
     Parsed,
     join_choices,
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from openai.types.chat.chat_completion import ChatCompletion
     from openai.types.completion import Completion
+
+    from atroposlib.envs.server_handling.transport import Transport
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result", "ChatCompletion", "Completion")
@@ -195,3 +196,96 @@ def endpoint_urls(config: APIServerConfig) -> tuple[str, str]:
         return base.removesuffix("/v1"), base
     base = config.base_url.rstrip("/")
     return base.removesuffix("/v1"), base
+
+
+PROBE_EVERY_S = 0.5
+PROBE_TIMEOUT_S = 30.0
+"""SGLang answers /health after 1 s, and after up to 20 s when it is busy or stuck."""
+
+WATCH_EVERY_S = 30.0
+HUNG_AFTER_PROBES = 6
+
+
+class EndpointHealth:
+    """Up means: `url` answers with a status below 500. `set_up` is told about every change."""
+
+    def __init__(self, transport: "Transport", url: str, set_up: Callable[[bool], None]) -> None:
+        self._transport = transport
+        self._url = url
+        self._set_up = set_up
+        self._probing: asyncio.Task[bool] | None = None
+        self._recovering: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self.requests_out = 0
+
+    async def confirm(self) -> bool:
+        """Tell if the endpoint answers now. Concurrent callers share one probe; False starts the recovery."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self.probe())
+        up = await asyncio.shield(self._probing)
+        if not up:
+            self._mark_down()
+        return up
+
+    async def probe(self) -> bool:
+        """Ask once."""
+        try:
+            status, _ = await self._transport.get(self._url, timeout_s=PROBE_TIMEOUT_S)
+        except EndpointUnavailable:
+            return False
+        return status < 500
+
+    def ensure_watched(self) -> None:
+        """Probe now and then while requests are out, so that a hung engine is noticed before their deadline."""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch())
+
+    async def recover(self) -> None:
+        """Return when the endpoint is up again; `set_up` is told, also when nobody asks any more."""
+        try:
+            while not await self.probe():
+                await asyncio.sleep(PROBE_EVERY_S)
+            logger.warning("server is back: url=%s", self._url)
+        finally:
+            self._set_up(True)  # after a cancellation (`close`, another event loop) the next request finds out
+
+    async def close(self) -> None:
+        """Stop asking."""
+        tasks: list[asyncio.Task[Any]] = [
+            task for task in (self._probing, self._recovering, self._watching) if task is not None
+        ]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _mark_down(self) -> None:
+        if self._recovering is None or self._recovering.done():
+            logger.warning("server is down; its requests wait: url=%s", self._url)
+            self._set_up(False)
+            self._recovering = asyncio.create_task(self.recover())
+
+    async def _watch(self) -> None:
+        failed = 0
+        while self.requests_out > 0:
+            await asyncio.sleep(WATCH_EVERY_S)
+            failed = 0 if await self.probe() else failed + 1
+            if failed >= HUNG_AFTER_PROBES:
+                logger.error(
+                    "server hangs, its connections are closed: url=%s requests=%d", self._url, self.requests_out
+                )
+                self._mark_down()
+                await self._transport.close()
+                return
+
+
+SLOWEST_TOKENS_PER_S = 4.0
+ASSUMED_MAX_TOKENS = 32768
+
+
+def generation_deadline_s(max_tokens: int | None, base_s: float) -> float:
+    """Seconds to wait for a generation of at most `max_tokens` tokens.
+
+    Generous on purpose: a healthy engine under full load stays above `SLOWEST_TOKENS_PER_S` per sequence, and a
+    deadline that strikes early starts the same work again. `base_s` covers queueing.
+    """
+    return base_s + (max_tokens if max_tokens is not None else ASSUMED_MAX_TOKENS) / SLOWEST_TOKENS_PER_S

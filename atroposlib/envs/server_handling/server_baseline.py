@@ -7,11 +7,13 @@ tried again a few times when a healthy endpoint fails on it, or gives something 
 
 import asyncio
 import logging
+import math
 import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.faults import (
@@ -22,9 +24,7 @@ from atroposlib.envs.server_handling.faults import (
     OutOfQuota,
 )
 from atroposlib.envs.server_handling.reasoning import OFFICIAL_OPENAI_HOST, VALID_REASONING_EFFORTS, ReasoningConfig
-from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.server_config import APIServerConfig, OpenaiConfig, ServerBaseline
-from atroposlib.envs.server_handling.timings import timing_metrics
 from atroposlib.errors import EngineFault, KilledFault
 from atroposlib.rollouts.trace import EngineReply, TokensAndLogprobs, current_trace
 
@@ -55,6 +55,68 @@ READY_POLL_S = 0.25
 SILENT_S = 10.0
 """An endpoint may refuse all requests for so long before somebody is told that they wait for it."""
 _NO_LEASES: Counter[str] = Counter()
+
+
+class AsyncSemWithAdaptiveWeight:
+    """First come, first served; a slot is given only while more than `min_val()` slots are free.
+
+    `max_val` slots exist, `_value` of them are free. Weight 1 uses all of them, weight 0.25 a quarter. Lowering
+    the weight takes nothing from holders; raising it wakes waiters.
+    """
+
+    def __init__(self, value: int) -> None:
+        self.max_val = value
+        self.weight = 1.0
+        self._value: int = value
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    def update_weight(self, weight: float) -> None:
+        """Use `weight` (0 to 1) of the slots from now on."""
+        self.weight = weight
+        self._wake()
+
+    def min_val(self) -> float:
+        """Slots that stay free because of the weight."""
+        return self.max_val * (1.0 - self.weight)
+
+    def locked(self) -> bool:
+        """Tell if `acquire` would wait."""
+        return self._value <= self.min_val() or any(not waiter.done() for waiter in self._waiters)
+
+    async def acquire(self) -> bool:
+        """Take a slot; waits until one is given."""
+        if not self.locked():
+            self._value -= 1
+            return True
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self.release()  # the slot was given in the moment of the cancellation
+            elif waiter in self._waiters:  # `_wake` may have thrown it out already
+                self._waiters.remove(waiter)
+            raise
+        return True
+
+    def release(self) -> None:
+        """Give a slot back."""
+        self._value += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiters and self._value > self.min_val():
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                self._value -= 1
+                waiter.set_result(None)
+
+    async def __aenter__(self) -> None:
+        await self.acquire()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.release()
 
 
 class APIServer(ABC):
@@ -287,3 +349,17 @@ def backoff_s(failures: int) -> float:
     """Seconds before the next attempt after `failures` failures: doubling, jittered, at most `LONGEST_PAUSE_S`."""
     doublings = min(failures - 1, 32)  # a float ends at 1024
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**doublings) * random.uniform(0.5, 1.0)
+
+
+def timing_metrics(prefix: str, seconds: Collection[float], attempts: Collection[int]) -> dict[str, float]:
+    """Mean, deviation and 99th percentile (nearest rank) of `seconds`; how many requests needed a second attempt."""
+    metrics: dict[str, float] = {}
+    if seconds:
+        values = list(seconds)
+        metrics[f"{prefix}_request_time_avg"] = fmean(values)
+        metrics[f"{prefix}_request_time_std"] = pstdev(values)
+        metrics[f"{prefix}_request_time_99p"] = sorted(values)[math.ceil(0.99 * len(values)) - 1]
+    if attempts:
+        metrics[f"{prefix}_average_num_attempts"] = fmean(attempts)
+        metrics[f"{prefix}_retry_rate"] = fmean(count > 1 for count in attempts)
+    return metrics

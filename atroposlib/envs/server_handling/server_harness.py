@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from atroposlib.envs.server_handling.semaphore import AsyncSemWithAdaptiveWeight
+from atroposlib.envs.server_handling.server_baseline import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 
 if TYPE_CHECKING:
