@@ -19,7 +19,7 @@ from atroposlib.errors import LaunchError
 logger = logging.getLogger(__name__)
 
 LOST_NODE_S = 180.0
-"""How long a shared disk may hold the lock of a node that failed."""
+"""Seconds for which a shared disk may hold the lock of a node that failed."""
 
 
 class HeldError(Exception):

@@ -1,6 +1,7 @@
-"""How the modules of the package hang together: no circle of imports, and no room that imports one above it."""
+"""The modules of the package: no circle of imports, no room that imports one above it, docstrings in plain English."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -52,3 +53,26 @@ def test_no_two_rooms_import_each_other():
     for name, imports in IMPORTS.items():
         rooms.setdefault(room_of(name), set()).update({room_of(each) for each in imports} - {room_of(name)})
     assert circle_of(rooms) == []
+
+
+CLAUSE = re.compile(r"\s*(What|Whether|How)\b")
+OTHER_ROOMS = {"environments", "sandbox"}
+
+
+def docstrings(tree):
+    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and is_text(node.value)]
+
+
+def is_text(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun_and_not_with_a_relative_clause():
+    odd = [
+        f"{path.relative_to(ROOT)}:{each.lineno}: {each.value[:60]!r}"
+        for name, path in MODULES.items()
+        if room_of(name) not in OTHER_ROOMS
+        for each in docstrings(ast.parse(path.read_bytes()))
+        if CLAUSE.match(each.value) or re.search(r"\b(goes on|so many|anew)\b", each.value)
+    ]
+    assert odd == []

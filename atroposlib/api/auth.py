@@ -35,7 +35,7 @@ def read_token(token_file: Path | None, environment: Mapping[str, str]) -> str |
 
 
 def is_authorized(authorization: str | None, token: str) -> bool:
-    """Whether an Authorization header carries the token. Takes as long for a near miss as for a far one."""
+    """Tell whether an Authorization header carries the token. Takes as long for a near miss as for a far one."""
     scheme, _, credentials = (authorization or "").partition(" ")
     given = credentials.strip()
     if scheme.lower() == "basic":
@@ -49,7 +49,7 @@ def is_authorized(authorization: str | None, token: str) -> bool:
 
 
 def is_cross_site(headers: Mapping[str, str]) -> bool:
-    """Whether a browser says that a page of another site makes this request. Programs send neither header."""
+    """Tell whether a browser says that a page of another site makes this request. Programs send neither header."""
     if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
         return True
     origin = headers.get("origin")
@@ -57,7 +57,7 @@ def is_cross_site(headers: Mapping[str, str]) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reachable from this machine only."""
+    """Tell whether an address is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -68,7 +68,7 @@ def is_loopback(host: str) -> bool:
 
 @lru_cache(maxsize=64)
 def names_this_machine(host_header: str) -> bool:
-    """Whether a Host header is `localhost` or an address.
+    """Tell whether a Host header is `localhost` or an address.
 
     Any other name on a server without a token may be a web page that had its name resolve to this machine.
     """

@@ -180,7 +180,7 @@ class Batches:
             self._live.queue.dissolve(batch)
 
     def _is_on_its_way(self, batch: Batch) -> bool:
-        """Whether this delivery still decides about the batch: no reset and no end of its lease came between."""
+        """Tell whether this delivery still decides about the batch: no reset and no end of its lease came between."""
         if batch.expires is not None:
             return self._live.queue.leased.get(batch.batch_id or "") is batch
         return batch.run_id == self._live.run.run_id
@@ -274,7 +274,7 @@ class BatchResponse(Response):
                 self._await_arrival(connection, request)
 
     async def _send_all_but_the_end(self, send: Send, connection: Connection | None) -> bool:
-        """Whether the client still reads when everything before the last byte has left."""
+        """Tell whether the client still reads when everything before the last byte has left."""
         if connection is not None:
             connection.transport.set_write_buffer_limits(high=0)  # each send leaves at once, or is waited for
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -45,13 +45,13 @@ def pick_batch(classes: Classes, target: int, minimums: Mapping[EnvId, int] | No
 
 
 def can_sum(sizes: Iterable[int], target: int, including: int) -> bool:
-    """Whether any number of groups of `sizes`, at least one of them of size `including`, add up to `target`."""
+    """Tell whether any number of groups of `sizes`, at least one of them of size `including`, add up to `target`."""
     return 0 < including <= target and _can_fill(frozenset((*sizes, including)), target, target - including)
 
 
 @lru_cache(maxsize=256)  # asked for every group that comes in
 def _can_fill(sizes: frozenset[int], limit: int, wanted: int) -> bool:
-    """Whether any number of groups of `sizes`, all up to `limit`, add up to `wanted`."""
+    """Tell whether any number of groups of `sizes`, all up to `limit`, add up to `wanted`."""
     reachable = 1
     for size in sizes:
         reachable = _add_groups(reachable, size, limit // size, limit)
@@ -119,7 +119,7 @@ def _pick_with_minimums(
 
 
 def _count_sizes(counts: Mapping[GroupClass, int]) -> dict[int, int]:
-    """How many groups there are of each size, over all environments."""
+    """Return how many groups there are of each size, over all environments."""
     sizes: dict[int, int] = {}
     for (_, size), count in counts.items():
         sizes[size] = sizes.get(size, 0) + count
@@ -164,7 +164,7 @@ def _bits(value: int) -> Iterable[int]:
 
 @dataclass(frozen=True, slots=True)
 class EnvShare:
-    """What the queue formulas need to know of one environment that is connected and alive."""
+    """An environment, connected and alive, as the queue formulas see it."""
 
     env_id: int
     max_token_length: int

@@ -196,7 +196,7 @@ def _split_token(url: str) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class RegisteredEnv:
-    """What the API told an environment; `starting_step` is the run's current step."""
+    """The API's answer to a registration; `starting_step` is the run's current step."""
 
     env_id: int
     wandb_name: str

@@ -33,7 +33,7 @@ from atroposlib.api.group_codec import (
 from atroposlib.errors import GroupError
 
 MAX_NESTING = 64
-"""How deep free-form fields (messages, images, parameters) may nest; recursive readers fail at about 1000."""
+"""Depth to which free-form fields (messages, images, parameters) may nest; recursive readers fail at about 1000."""
 MAX_TOKEN_ID = 2**31 - 1
 
 _NULL, _EMPTY, _MISSING = msgspec.Raw(b"null"), msgspec.Raw(b"[]"), msgspec.Raw(b"")

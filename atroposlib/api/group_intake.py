@@ -27,7 +27,7 @@ from atroposlib.api.store import Change, GroupLost, NewGroup, Snapshot, Store
 
 @dataclass(frozen=True)
 class Receipt:
-    """What became of one group. `buffered`: sequences in its environment's buffer, None when it went to the queue."""
+    """The fate of one group. `buffered`: sequences in its environment's buffer, None when it went to the queue."""
 
     buffered: int | None = None
     duplicate: bool = False
@@ -194,7 +194,7 @@ def _listed(sizes: set[int] | list[int]) -> str:
 
 
 WINDOW_S = 120.0
-"""How long after a lost answer the same content counts as its retry."""
+"""Seconds after a lost answer in which the same content counts as its retry."""
 
 LAST_GROUPS = 1000
 """After a restart, this many of the last stored groups may have lost their answer."""

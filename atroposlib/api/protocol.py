@@ -22,7 +22,7 @@ _TIOCOUTQ = 0x5411  # bytes in a socket's send queue that the peer has not ackno
 
 @dataclass(slots=True)
 class Progress:
-    """How far a connection has come; small, as whoever waits for an answer's fate keeps it.
+    """The progress of a connection; small, as whoever waits for an answer's fate keeps it.
 
     Attributes:
         requests: how many it brought.

@@ -32,7 +32,7 @@ class EnvRecord:
     connected: bool = True
 
     def share(self) -> EnvShare:
-        """What the queue formulas need of it."""
+        """Return what the queue formulas need of it."""
         return EnvShare(self.env_id, self.max_token_length, self.weight, self.group_size, self.min_batch_allocation)
 
 
@@ -201,7 +201,7 @@ class LiveRun:
         return env
 
     def unknown_env(self, env_id: int) -> Refused:
-        """What to raise for an id that no environment has."""
+        """Return what to raise for an id that no environment has."""
         known = f"0 to {len(self.run.envs) - 1}" if self.run.envs else "none so far"
         return Refused(
             404, f"env_id is {env_id}; expected a registered environment ({known}). Call /register-env", "unknown_env"
@@ -209,7 +209,7 @@ class LiveRun:
 
 
 def waiting_for(run: RunState, queue: TrajectoryQueue, minimums: Mapping[EnvId, int], liveness: Liveness) -> str | None:
-    """What has to happen before the next batch; None when one is ready."""
+    """Return what has to happen before the next batch; None when one is ready."""
     if run.registration is None:
         return "a trainer: nobody has called POST /register"
     if not run.started:

@@ -1,4 +1,4 @@
-"""What travels over the API: request and answer models, as clients have always known them.
+"""Request and answer models of the API, as clients have always known them.
 
 `ScoredData` documents the hot routes; their bodies are read by `group_checks.py`, which never builds these objects.
 """
@@ -202,14 +202,14 @@ class WandbInfo(BaseModel):
 
 
 class Info(BaseModel):
-    """What the trainer takes; -1 before it registered."""
+    """Limits of the trainer; -1 before it registered."""
 
     batch_size: int
     max_token_len: int
 
 
 class Status(BaseModel):
-    """How far the run is."""
+    """Progress of the run."""
 
     current_step: int
     queue_size: int = Field(description="Groups that wait.")
@@ -220,7 +220,7 @@ class Status(BaseModel):
 
 
 class EnvStatus(BaseModel):
-    """What an environment bases its back-pressure on; sizes in units of its own groups."""
+    """Facts for an environment's back-pressure; sizes in units of its own groups."""
 
     current_step: int
     queue_size: int
@@ -258,7 +258,7 @@ class NextBatch(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether the server lives and can store groups."""
+    """Health: the server lives, and can or cannot store groups."""
 
     status: str = Field(description="`ok`, `storage full` (passes by itself), or `stuck` (restart it).")
     detail: str | None = Field(None, description="Why it is not `ok`.")

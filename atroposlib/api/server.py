@@ -51,7 +51,7 @@ app: FastAPI
 
 @dataclass(frozen=True)
 class ApiSettings:
-    """How a server runs.
+    """Settings of a server.
 
     Attributes:
         state_dir: None: in memory.
@@ -200,13 +200,13 @@ def _add_common_routes(api: FastAPI) -> None:
 
     @api.get("/info", response_model=schemas.Info)
     async def info(service: Service) -> dict[str, int]:
-        """What the trainer takes; -1 before it registered."""
+        """Return what the trainer takes; -1 before it registered."""
         run = service.run.registration
         return {"batch_size": run.batch_size if run else -1, "max_token_len": run.max_token_len if run else -1}
 
     @api.get("/status", response_model=schemas.Status)
     async def status(service: Service) -> dict[str, Any]:
-        """How far the run is, and why no batch is ready."""
+        """Return how far the run is, and why no batch is ready."""
         queue = service.queue
         return {
             "current_step": service.run.step,
@@ -238,7 +238,7 @@ def _add_common_routes(api: FastAPI) -> None:
         responses={503: {"model": schemas.Health, "description": "Only a restart helps."}},
     )
     async def health(service: Service) -> Response:
-        """Whether the server lives, and whether it can store groups. Needs no token.
+        """Tell whether the server lives, and whether it can store groups. Needs no token.
 
         200 with `storage full` while groups are answered 503 for want of room: batches continue, it passes by itself,
         and a restart would not help. 503 with `stuck` when only a restart helps.
@@ -315,7 +315,7 @@ def add_hot_routes(api: FastAPI) -> Sequence[BaseRoute]:
 
     @router.get("/status-env", response_model=schemas.EnvStatus, openapi_extra=_NAMES_ENV)
     async def status_env(request: Request) -> Response:
-        """What an environment bases its back-pressure on. The id comes as a JSON body or in the query."""
+        """Return what an environment bases its back-pressure on. The id comes as a JSON body or in the query."""
         service: TrajectoryService = request.app.state.service
         return json_response(service.env_status(_asking_env(request)))
 

@@ -41,7 +41,7 @@ class TrajectoryService:
 
     @property
     def queue(self) -> TrajectoryQueue:
-        """What waits; another object after a reset."""
+        """Return what waits; another object after a reset."""
         return self._live.queue
 
     @property

@@ -1,4 +1,4 @@
-"""What a state folder holds: the database, the log of deliveries, room for a full disk, and a lock.
+"""The state folder: the database, the log of deliveries, room for a full disk, and a lock.
 
 The log bridges the moment between a delivery and its commit in the database.
 """
@@ -247,7 +247,7 @@ class DeliveryLog:
 
     @property
     def changes(self) -> int:
-        """How many changes the database has; it was put back or lost its log if it has fewer."""
+        """Return how many changes the database has; it was put back or lost its log if it has fewer."""
         return _HEAD.unpack_from(self._map)[0]
 
     @changes.setter

@@ -59,7 +59,7 @@ class NewGroup:
 
 @dataclass
 class Change:
-    """What one event changes in the stored state, all or nothing.
+    """The changes that one event makes to the stored state, all or nothing.
 
     Attributes:
         run: the new `RunState.to_json`, when it changed.
@@ -81,7 +81,7 @@ class Change:
 
 @dataclass
 class Snapshot:
-    """What a store held when it was opened; numbers ascend."""
+    """The content of a store when it was opened; numbers ascend."""
 
     run: bytes | None = None
     queued: list[Group] = field(default_factory=list)

@@ -35,7 +35,7 @@ def view(
     group_size: Annotated[int, typer.Option(min=1, help="Live: responses per group.")] = 2,
     max_token_len: Annotated[int, typer.Option(min=1, help="Live: longest sequence registered.")] = 2048,
 ) -> None:
-    """Browse rollouts: search, filter, compare runs; tokens with mask and log-probabilities; live while a run goes on.
+    """Browse rollouts: search, filter, compare runs; tokens with mask and log-probabilities; live while a run lasts.
 
     The page is served on 127.0.0.1 only; reach another machine's through an SSH tunnel. Press ? on it for the keys.
 

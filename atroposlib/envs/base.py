@@ -199,7 +199,7 @@ class BaseEnv(EnvHooks):
         return env
 
     def use_manager_settings(self, settings: "Settings") -> None:
-        """What is set for the servers as a whole; for whoever overrides `from_settings`."""
+        """Return what is set for the servers as a whole; for whoever overrides `from_settings`."""
         self.server.max_n_completions = settings.manager.max_n_completions
         if settings.manager.proxy_url:
             self.server.proxy_url, self.server.use_proxy = settings.manager.proxy_url, True
@@ -349,7 +349,7 @@ class BaseEnv(EnvHooks):
         return await self.server.check_tokenizer(self.tokenizer, self.config.tokenizer_name)
 
     def engine_down(self) -> str | None:
-        """What is missing while no inference server is up and takes requests, else None."""
+        """Return what is missing while no inference server is up and takes requests, else None."""
         return missing_engine(self.server.servers)
 
     def outage_timeout_s(self) -> float:

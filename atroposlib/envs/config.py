@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 
 class EvalHandlingEnum(Enum):
-    """What rollouts do while an evaluation runs. Those already running are always finished."""
+    """Treatment of rollouts while an evaluation runs. Those already running are always finished."""
 
     STOP_TRAIN = "STOP_TRAIN"
     LIMIT_TRAIN = "LIMIT_TRAIN"

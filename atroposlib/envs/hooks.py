@@ -1,4 +1,4 @@
-"""What an author of an environment writes, and what an environment keeps: hooks with their defaults, and attributes.
+"""Hooks that an author of an environment defines, with their defaults, and the attributes of an environment.
 
 `BaseEnv` is made of this and of parts that are handed it: `ItemRollout` (rolls out and checks items), `TrainerLink`
 (follows a trainer), `metrics` and `checkpoints`. They call the hooks, which may be an author's own.

@@ -34,7 +34,7 @@ _KEY = "evaluation"
 
 
 class Evaluated(Protocol):
-    """What the mode needs of an environment."""
+    """An environment as the mode uses it."""
 
     config: Any
     server: Any

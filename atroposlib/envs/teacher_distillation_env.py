@@ -171,7 +171,7 @@ class TeacherDistillationEnv(BaseEnv):
         return group
 
     def _top_k_of(self, group: ScoredDataGroup) -> int | None:
-        """What to ask the teacher for; None: nothing."""
+        """Return what to ask the teacher for; None: nothing."""
         overrides = group.get("group_overrides") or {}
         top_k = overrides.get("teacher_top_k", self.config.teacher_top_k)
         skipped = overrides.get("skip_teacher_top_k") or top_k <= -1
@@ -225,7 +225,7 @@ def _tokenizer_names(configs: ServerConfigs) -> set[str]:
 
 
 def _mismatch(view: TeacherView, length: int) -> str | None:
-    """What is wrong with the shape of a view; None: nothing."""
+    """Return what is wrong with the shape of a view; None: nothing."""
     ids, logprobs = view
     if len(ids) != length or len(logprobs) != length:
         return f"{len(ids)} positions of ids and {len(logprobs)} of log-probabilities for {length} tokens"

@@ -1,4 +1,4 @@
-"""What an environment says to a trainer: registration, status, pace, evaluations and checkpoints by step."""
+"""The link between an environment and a trainer: registration, status, pace, evaluations and checkpoints by step."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerLink:
-    """What one environment says to its trainer. The state lies on the environment, where authors look."""
+    """The link of one environment to its trainer. Its state lies on the environment, where authors look."""
 
     def __init__(self, env: EnvHooks) -> None:
         self._env = env
@@ -145,7 +145,7 @@ class TrainerLink:
         return config.max_num_workers_per_node * max(1, len(self._env.server.servers))
 
     def evaluating(self) -> str | None:
-        """How far the evaluation is that runs now; None: none does."""
+        """Return how far the evaluation is that runs now; None: none does."""
         return self._evaluation.line() if self._evaluation and self.is_evaluating else None
 
     def held_back(self) -> str | None:

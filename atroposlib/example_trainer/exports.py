@@ -20,7 +20,7 @@ CURRENT_ADAPTER = "current_adapter"
 FOLDERS, GGUF_FILES, ADAPTERS = r"weights_(\d+)", r"weights_(\d+)\.gguf", r"adapter_(\d+)"
 """Names of exports, in full: a copy that a user keeps next to them (`weights_00000005_good`) is not ours to delete."""
 ADAPTER_NAME = "policy"
-"""What vLLM calls the adapter in training, and what the environment asks for."""
+"""Name of the adapter in training at vLLM, for which the environment asks."""
 _KEPT = 2
 
 

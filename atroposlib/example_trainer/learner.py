@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PATIENCE = timedelta(days=1)
-"""How long a process waits for the others. They wait while the first one waits for a batch, so torch's 10 minutes are
+"""Patience of a process with the others. They wait while the first one waits for a batch, so torch's 10 minutes are
 too short; a process that died ends the others at once, through the launcher."""
 
 

@@ -29,7 +29,7 @@ PEFT_NAMES = {
     "lora_target_modules": "target_modules",
     "lora_layer_indices": "layers_to_transform",
 }
-"""What makes an adapter, and stays as it was at the run's first start: our name to peft's."""
+"""Settings that make an adapter, and stay as they were at the run's first start: our name to peft's."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 

@@ -21,7 +21,7 @@ LOST_CONNECTION = {10, 12, 30, 35, 255}
 ARRAY_OUTPUT = "--output=%x-%A_%a.out"
 """Names a task's output after the array; the scripts' own `%j` is a number of the task's own, which nobody is told."""
 _NEVER_CONNECTED = ("ssh: ", "Permission denied (", "Host key verification failed")
-"""How ssh begins the line that says why it did not get in; once it was in, the same may pass, as without a network."""
+"""Start of the line in which ssh says why it did not get in; once it was in, the same may pass as without network."""
 VANISHED = 24
 """Exit code of rsync when files went away meanwhile, as those that a run replaces do; all others have come."""
 _TEMPORARIES = [".run.json.*", ".progress.json.*", ".status.html.*", ".history.json.*", ".*.part"]

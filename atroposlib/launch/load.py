@@ -18,7 +18,7 @@ from atroposlib.paths import expand_path
 from atroposlib.yaml_files import read_mapping
 
 _PATH_KEYS = ("path", "dir", "folder", "file")
-"""How keys of an environment end whose values are paths."""
+"""Endings of an environment's keys whose values are paths."""
 
 
 def load_config(path: Path, changes: Sequence[str] = (), **overrides: Any) -> DatagenConfig:
@@ -119,7 +119,7 @@ def _environment(section: EnvironmentConfig, path: Path, given: Collection[str])
 
 
 def _is_given(key: str, given: Collection[str]) -> bool:
-    """Whether the command line set this key, the section around it, or something inside of it."""
+    """Tell whether the command line set this key, the section around it, or something inside of it."""
     return any(f"{key}.".startswith(f"{each}.") or each.startswith(f"{key}.") for each in given)
 
 

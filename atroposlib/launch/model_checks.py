@@ -1,4 +1,4 @@
-"""What can be known to go wrong between a model, its tokenizer and the lengths of a run, from files alone."""
+"""Check from files alone that a model, its tokenizer and the lengths of a run fit together."""
 
 import json
 import re

@@ -88,7 +88,7 @@ def _as_text(value: Any) -> str:
 
 
 def _lease_fields(config: DatagenConfig) -> dict[str, Any]:
-    """How the environment shares the problems with other members of the run."""
+    """Return how the environment shares the problems with other members of the run."""
     share = config.share
     if share.member is None:
         return {}

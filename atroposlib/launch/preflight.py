@@ -1,4 +1,4 @@
-"""What can be known to go wrong before anything is started, found in seconds and without a GPU.
+"""Find what will go wrong before anything is started, in seconds and without a GPU.
 
 Every check returns sentences; all of them are shown at once, so that one look at the message is enough.
 """
@@ -80,7 +80,7 @@ def preflight(config: DatagenConfig, *, starts: bool = True, say: Callable[[str]
 
 
 def not_checked(config: DatagenConfig, model: Model) -> list[str]:
-    """What `preflight` could not look at on this machine, for someone who checks on a login node."""
+    """Return what `preflight` could not look at on this machine, for someone who checks on a login node."""
     if config.engine.kind != "sglang":
         return []
     found = []
@@ -144,7 +144,7 @@ def _folder_problems(config: DatagenConfig) -> list[str]:
 
 
 def _groups_done(run_dir: Path) -> int:
-    """What earlier starts of this run have recorded: a chain must not end because its disk fills as planned."""
+    """Return what earlier starts of this run have recorded: a chain must not end because its disk fills as planned."""
     with contextlib.suppress(LaunchError):
         return read_status(run_dir).groups_done
     return 0
@@ -179,7 +179,7 @@ def _export_problems(config: DatagenConfig) -> list[str]:
 
 
 def _settings_problems(config: DatagenConfig) -> list[str]:
-    """What differs from the settings of this run folder, once something is recorded under them or a member works."""
+    """Name what differs from the settings of this run folder, once something is recorded or a member works."""
     if not (has_recorded(config) or _is_running(Path(config.run_dir))):
         return []
     try:

@@ -1,4 +1,4 @@
-"""What the services of every run have in common: free ports, readiness probes, the trajectory API, the environment."""
+"""Common to the services of every run: free ports, readiness probes, the trajectory API, the environment."""
 
 import contextlib
 import socket

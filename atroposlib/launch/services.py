@@ -37,7 +37,7 @@ LOG_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Service:
-    """What to run and how to tell that it works.
+    """A program to run, with the way to tell that it works.
 
     Args:
         ready: True when the service can do its work.

@@ -1,4 +1,4 @@
-"""What the members of a shared run (`share.member`) have recorded together."""
+"""Count what the members of a shared run (`share.member`) have recorded together."""
 
 import contextlib
 import logging

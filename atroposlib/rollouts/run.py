@@ -48,7 +48,7 @@ EXIT_DONE, EXIT_WORK_REMAINS = 0, 75
 
 
 class Pace(Protocol):
-    """How many rollouts may run at once, and what holds them back."""
+    """Tell how many rollouts may run at once, and what holds them back."""
 
     def worker_count(self) -> int: ...
 

@@ -50,7 +50,7 @@ FIRST_INTERVAL_S = 5.0
 
 
 class Point(msgspec.Struct, array_like=True):
-    """What was recorded so far, and what the engines did at that moment."""
+    """One moment: the counts so far, and how busy the engines were."""
 
     at: float  # seconds since the epoch
     groups: int = 0
@@ -69,7 +69,7 @@ class History(msgspec.Struct):
 
     @classmethod
     def load(cls, path: Path) -> "History":
-        """What earlier starts left; empty when there is nothing to read."""
+        """Return what earlier starts left; empty when there is nothing to read."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""What any run has done so far, read from its folder: while it runs, after it ended, after a crash.
+"""The state of any run, read from its folder: while it runs, after it ended, after a crash.
 
     datagen, train     `run.json` (written by the supervisor) says who runs, `progress.json` (by the environment) what
                        is done; a training run also has its trainer's `metrics/metrics.jsonl`
@@ -328,7 +328,7 @@ def _evaluation(folder: Path, said: dict[str, Any]) -> RunStatus:
 
 
 def _counted(progress: Mapping[str, Any], running: bool) -> RunStatus:
-    """What a progress file counts; the rest is for the caller to fill in."""
+    """Return what a progress file counts; the rest is for the caller to fill in."""
     engines = (progress.get("engines") or {}) if running else {}
     unfinished = (progress.get("unfinished") or {}) if running else {}
     return RunStatus(
@@ -376,7 +376,7 @@ def _files_of(run: RunStatus) -> set[str]:
 
 @dataclass
 class RunRecord:
-    """What the supervisor keeps in `run.json`; `elapsed_s`, `starts` and `restarts` continue over starts."""
+    """The record that the supervisor keeps in `run.json`; `elapsed_s`, `starts` and `restarts` continue over starts."""
 
     name: str
     problems: int
@@ -456,7 +456,7 @@ def _outputs(files: dict[str, Any], exports: list[str], logs: str | None) -> dic
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """What a file of a run says; None while it is not there or not JSON."""
+    """Return what a file of a run says; None while it is not there or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -5,10 +5,6 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.live import Live
-from rich.logging import RichHandler
-
 from atroposlib.status.runs import RunStatus
 from atroposlib.type_definitions import FAILURE_CLASSES
 
@@ -16,7 +12,10 @@ if TYPE_CHECKING:  # an environment that writes its page draws no table
     from rich.console import Console, Group
     from rich.table import Table
 
+logger = logging.getLogger(__name__)
+
 _PATHS_SHOWN = 3
+_LINE_EVERY_S = 10.0
 
 
 def render(status: RunStatus) -> "Group":
@@ -59,7 +58,7 @@ def _tables(status: RunStatus) -> "list[Table]":
 
 
 def facts_of(status: RunStatus) -> list[tuple[str, str]]:
-    """What a reader wants to know besides the counts by task, as (name, value)."""
+    """Return what a reader wants to know besides the counts by task, as (name, value)."""
     if status.kind == "evaluate":
         return _facts_of_evaluation(status)
     tokens = f"{status.completion_tokens:,} generated, {status.prompt_tokens:,} prompt, {status.tokens_per_s:.0f} tok/s"
@@ -157,14 +156,13 @@ def print_status(status: RunStatus, console: "Console") -> None:
     console.print(render(status))
 
 
-logger = logging.getLogger(__name__)
-_LINE_EVERY_S = 10.0
-
-
 class Display:
-    """Call it with each new status; use it as a context manager."""
+    """Shows each status that it is called with: a table, or lines without a terminal. A context manager."""
 
     def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
         self._console = Console(stderr=True)
         self._live = (
             Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
@@ -185,6 +183,8 @@ class Display:
     def log_handler(self) -> logging.Handler:
         """Log lines above the live table, or plain ones with the time."""
         if self._live is not None:
+            from rich.logging import RichHandler
+
             live = RichHandler(
                 console=self._console, show_path=False, show_level=False, log_time_format="%H:%M:%S", markup=False
             )

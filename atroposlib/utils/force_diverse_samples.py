@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion
 from atroposlib.errors import RequestFault
 
 TOP_LOGPROBS = 20
-"""How many first tokens an OpenAI-style engine names at most."""
+"""Greatest number of first tokens that an OpenAI-style engine names."""
 
 
 class ChatServer(Protocol):

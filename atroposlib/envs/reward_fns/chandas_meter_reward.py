@@ -1,4 +1,4 @@
-"""How well a Sanskrit poem in roman letters (IAST) keeps a metre.
+"""Score how well a Sanskrit poem in roman letters (IAST) keeps a metre.
 
 A syllable is heavy (G, guru) with a long vowel, or when anusvara, visarga or two consonants follow; otherwise it is
 light (L, laghu). The last syllable of a pada may be either.

@@ -1,4 +1,4 @@
-"""How near completions are to a reference text in meaning, by sentence embeddings. Needs torch."""
+"""Score how near completions are to a reference text in meaning, by sentence embeddings. Needs torch."""
 
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -1,4 +1,4 @@
-"""Whether completions are written like crossword answers: `1-Across: WORD`."""
+"""Reward completions that are written like crossword answers: `1-Across: WORD`."""
 
 import re
 from collections.abc import Sequence

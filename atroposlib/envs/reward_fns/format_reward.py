@@ -1,4 +1,4 @@
-"""Whether completions hold XML-style sections such as `<think>...</think>`."""
+"""Reward completions that hold XML-style sections such as `<think>...</think>`."""
 
 import re
 from collections.abc import Sequence

@@ -37,7 +37,7 @@ Gold = float | int | str
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge says about one reply."""
+    """The judge's verdict on one reply."""
 
     right: bool | None  # None: could not be judged, for no fault of the answer
     answer: str | None  # as it stands in the reply; None: it gives none

@@ -1,4 +1,4 @@
-"""How much a completion looks like reasoning in steps. A measure of form, not of truth."""
+"""Score how much a completion looks like reasoning in steps. A measure of form, not of truth."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -25,7 +25,7 @@ STOPWORDS = frozenset({
 
 SMALLEST_PENALTY = -0.1
 PARAGRAPH_RANGE = 0.4
-"""How much further repeated sentences can push the penalty below its base."""
+"""Distance by which repeated sentences can push the penalty below its base."""
 
 PHRASE_LENGTHS = (3, 4, 5)
 
@@ -110,6 +110,6 @@ def repetition_penalty_reward(completions: Sequence[Completion], threshold: floa
 
 
 def _repeats(things: Iterable[Any]) -> int:
-    """How many of them came before."""
+    """Return how many of them came before."""
     counts = Counter(things)
     return counts.total() - len(counts)
