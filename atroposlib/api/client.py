@@ -9,7 +9,6 @@ binary (`group_codec.py`); a server that gives no `run_id`, as upstream's, gets 
 import asyncio
 import logging
 import os
-import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ import orjson
 
 from atroposlib.api.auth import TOKEN_VARIABLE
 from atroposlib.api.group_codec import GROUPS_TYPE, decode_batch, encode_group, join_groups
+from atroposlib.backoff import backoff_s
 from atroposlib.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,6 @@ class Patience:
         self._what = what
         self._deadline_s = deadline_s
         self._started = time.monotonic()
-        self._pause = FIRST_PAUSE_S
         self._attempts = 0
         self._next_word = self._started
 
@@ -164,7 +163,9 @@ class Patience:
         self._attempts += 1
         now = time.monotonic()
         waited = now - self._started
-        pause = max(at_least_s, self._pause) * random.uniform(0.5, 1.5)
+        pause = backoff_s(
+            self._attempts, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, least_s=at_least_s, jitter=(0.5, 1.5)
+        )
         left = self.left_s()
         if left is not None and pause >= left:
             raise ApiError(
@@ -173,7 +174,6 @@ class Patience:
         if now >= self._next_word:
             logger.warning("waiting for %s: %s (%.0f s so far)", self._what, reason, waited)
             self._next_word = now + REMIND_S
-        self._pause = min(self._pause * 2, LONGEST_PAUSE_S)
         await asyncio.sleep(pause)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from atroposlib.backoff import backoff_s
 from atroposlib.errors import LaunchError
 
 SSH = ["ssh", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
@@ -100,7 +101,7 @@ class Shell:
         if self._dry_run:
             print(shlex.join(command))
             return ""
-        waits_s = [self._first_wait_s * 2**number for number in range((tries or self._tries) - 1)]
+        waits_s = [backoff_s(number, first_s=self._first_wait_s) for number in range(1, tries or self._tries)]
         done, refusal = _run_once(command, capture)
         if refusal and done.returncode in LOST_CONNECTION:
             raise LaunchError(f"no connection ({refusal}); see whether plain ssh to this host works")

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from atroposlib.backoff import backoff_s
 from atroposlib.errors import LaunchError
 from atroposlib.launch.config import RestartConfig
 from atroposlib.lock_files import start_time
@@ -178,7 +179,7 @@ class Supervised:
                 f"of {self.service.log}:\n{self.tail()}"
             )
         self.restart_count += 1
-        wait_s = min(30.0, 0.5 * 2 ** (count - 1))
+        wait_s = backoff_s(count, first_s=0.5, longest_s=30.0)
         logger.warning(
             "service ended: name=%s %s; restart %d in %.1f s",
             self.service.name,

@@ -6,6 +6,7 @@ import importlib
 import pytest
 
 MODULES = [
+    "atroposlib.backoff",
     "atroposlib.status.charts",
     "atroposlib.launch.cluster",
     "atroposlib.launch.model_checks",

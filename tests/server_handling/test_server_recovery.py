@@ -215,7 +215,7 @@ async def test_a_rate_limit_without_a_wait_is_no_busy_loop(sglang, monkeypatch):
 
 @pytest.mark.parametrize("failures", [1, 1_026, 10**6])
 def test_a_pause_has_its_bounds_after_any_number_of_failures(failures):
-    pause_s = server_baseline.backoff_s(failures)
+    pause_s = server_baseline.pause_s(failures)
 
     assert server_baseline.FIRST_PAUSE_S / 2 <= pause_s <= server_baseline.LONGEST_PAUSE_S
 

@@ -8,7 +8,6 @@ tried again a few times when a healthy endpoint fails on it, or gives something 
 import asyncio
 import logging
 import math
-import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -16,6 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from atroposlib.backoff import backoff_s
 from atroposlib.envs.server_handling.faults import (
     MAX_BAD_REPLIES,
     BadReply,
@@ -231,7 +231,7 @@ class APIServer(ABC):
         give_up_at: float | None = None  # set by the first sign of an outage
         while True:
             server = await self._reachable(give_up_at, split)
-            pause_s: float | None = None
+            asked_s: float | None = None
             try:
                 async with server.slots(split):
                     result = await attempt(server, {**kwargs, "model": server.config.model_name})
@@ -239,7 +239,7 @@ class APIServer(ABC):
                 bad_replies += 1
                 if bad_replies >= MAX_BAD_REPLIES:
                     raise
-                await asyncio.sleep(backoff_s(bad_replies))
+                await asyncio.sleep(pause_s(bad_replies))
                 continue
             except DeadlineFault:
                 raise
@@ -248,9 +248,9 @@ class APIServer(ABC):
                 give_up_at = give_up_at or time.monotonic() + self.config.outage_timeout_s
                 if time.monotonic() > give_up_at:
                     raise
-                waits, pause_s = waits + 1, fault.retry_after_s
-                if pause_s is not None:  # a provider may name the end of the day, or no wait at all
-                    pause_s = min(max(pause_s, backoff_s(1)), give_up_at - time.monotonic())
+                waits, asked_s = waits + 1, fault.retry_after_s
+                if asked_s is not None:  # a provider may name the end of the day, or no wait at all
+                    asked_s = min(max(asked_s, pause_s(1)), give_up_at - time.monotonic())
             except (EngineFault, OSError, TimeoutError):
                 tries += 1
                 if tries >= MAX_TRIES:
@@ -260,7 +260,7 @@ class APIServer(ABC):
                 server._note_timing(split, time.monotonic() - started, tries + bad_replies + 1)
                 return result
             if await server._confirm_up():
-                await asyncio.sleep(pause_s if pause_s is not None else backoff_s(tries + waits))
+                await asyncio.sleep(asked_s if asked_s is not None else pause_s(tries + waits))
 
     async def _reachable(self, give_up_at: float | None, split: str) -> "APIServer":
         """This server when it is up, else its peer with most room; waits while none is up."""
@@ -345,10 +345,9 @@ class APIServer(ABC):
         return kwargs
 
 
-def backoff_s(failures: int) -> float:
-    """Seconds before the next attempt after `failures` failures: doubling, jittered, at most `LONGEST_PAUSE_S`."""
-    doublings = min(failures - 1, 32)  # a float ends at 1024
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**doublings) * random.uniform(0.5, 1.0)
+def pause_s(failures: int) -> float:
+    """Seconds before the next attempt after `failures` failures."""
+    return backoff_s(failures, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, jitter=(0.5, 1.0))
 
 
 def timing_metrics(prefix: str, seconds: Collection[float], attempts: Collection[int]) -> dict[str, float]:
