@@ -23,7 +23,7 @@ import psutil
 import yaml
 from transformers import AutoTokenizer
 
-from atroposlib.launch.probes import free_ports
+from atroposlib.launch.services import free_ports
 from benchmarks.bench_env import length, prompt
 
 GROUP = 16

@@ -34,7 +34,7 @@ from atroposlib.example_trainer.recipe import check, read_recipe, require_torch
 from atroposlib.example_trainer.run import run
 from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.example_trainer.run_plan import engine_command
-from atroposlib.launch.probes import free_ports
+from atroposlib.launch.services import free_ports
 
 logger = logging.getLogger(__name__)
 

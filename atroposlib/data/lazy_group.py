@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -320,3 +321,35 @@ def _why_no_group(line: Line, error: Exception) -> RowError:
         return row_error(line, error)
     text = str(error).removeprefix("JSON is malformed: ").replace("bool | float | null", "float")
     return RowError(line.where, NO_GROUP, f"not a group: {text}")
+
+
+_SAME_IN_JSON = re.compile(r"[A-Za-z0-9 ,.:;()-]+")
+"""Characters that stand for themselves in JSON, whoever wrote it."""
+
+
+class SearchText:
+    """A text to look for in prompts and answers; upper and lower case are the same."""
+
+    def __init__(self, text: str) -> None:
+        self._folded = text.casefold()
+        longest = max(_SAME_IN_JSON.findall(text) or [""], key=len)
+        self._bytes = longest.lower().encode()
+
+    def is_in(self, group: LazyGroup, index: int) -> bool:
+        """Return True when a message of response `index` holds the text, in whichever key but its role."""
+        raw = bytes(group.messages[index]) if group.messages else b""
+        if not raw or self._bytes not in raw.lower():
+            return False
+        return any(self._folded in text.casefold() for text in _texts(msgspec.json.decode(raw)))
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if key != "role":
+                yield from _texts(each)

@@ -24,8 +24,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from atroposlib.data.duplicates import Contamination, contaminated, duplicates, near_duplicates
+from atroposlib.data.lazy_group import SearchText
 from atroposlib.data.rollout_files import expand_input
-from atroposlib.data.search_text import SearchText
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.type_definitions import Array

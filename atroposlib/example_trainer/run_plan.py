@@ -18,8 +18,7 @@ from atroposlib.example_trainer.mixture import is_local
 from atroposlib.example_trainer.model_folder import local_folder, model_folder
 from atroposlib.example_trainer.recipe import ENVIRONMENT
 from atroposlib.example_trainer.run_config import RunConfig
-from atroposlib.launch.probes import answers, at_once, environment, free_ports, trajectory_api
-from atroposlib.launch.services import Probe, Service
+from atroposlib.launch.services import Probe, Service, answers, at_once, environment, free_ports, trajectory_api
 from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.status.runs import PROGRESS_FILE
 

@@ -15,8 +15,7 @@ import aiohttp
 
 from atroposlib.envs.server_handling.discovery import FIRST_SLURM_PORT, slurm_base_urls
 from atroposlib.launch.config import DatagenConfig
-from atroposlib.launch.probes import answers, free_ports
-from atroposlib.launch.services import Service
+from atroposlib.launch.services import Service, answers, free_ports
 
 DEFAULT_CONTEXT = 1024
 _ONE_TOKEN = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}

@@ -12,8 +12,7 @@ import yaml
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.engine_plan import EnginePlan, plan_engines
 from atroposlib.launch.model_checks import Model
-from atroposlib.launch.probes import at_once, environment, free_ports, trajectory_api
-from atroposlib.launch.services import Service
+from atroposlib.launch.services import Service, at_once, environment, free_ports, trajectory_api
 from atroposlib.paths import write_text_atomic
 from atroposlib.status.runs import PROGRESS_FILE
 

@@ -9,7 +9,7 @@ block `current_trace()` is None and nothing is recorded.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -192,3 +192,12 @@ def finish_reason_of(value: object) -> FinishReason:
     if value == "eos":
         return "stop"
     return cast(FinishReason, value) if value in _KNOWN_REASONS else "unknown"
+
+
+def oldest_first(versions: Iterable[str | None]) -> list[str | None]:
+    """The versions by age; those without a number keep their order.
+
+    >>> oldest_first(["10", "9", "default"])
+    ['default', '9', '10']
+    """
+    return sorted(versions, key=lambda version: int(version) if version and version.isdecimal() else -1)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atroposlib.launch.probes import free_ports
+from atroposlib.launch.services import free_ports
 from atroposlib.lock_files import start_time
 from tests.data.small_tokenizer import write_tokenizer
 

@@ -5,7 +5,7 @@ from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.engine_plan import engine_command, plan_engines
 from atroposlib.launch.model_checks import Model
 from atroposlib.launch.plan import environment_yaml
-from atroposlib.launch.probes import free_ports
+from atroposlib.launch.services import free_ports
 
 MODEL = Model("m", "/models/m", "/models/m/tokenizer", "/models/m/tokenizer")
 

@@ -25,7 +25,7 @@ import pytest
 from atroposlib.envs.server_handling.discovery import slurm_base_urls
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.launch.probes import free_ports
+from atroposlib.launch.services import free_ports
 
 MODEL = os.environ.get("ATROPOS_SGLANG_MODEL", "")
 ARGS = json.loads(os.environ.get("ATROPOS_SGLANG_ARGS", "[]"))

@@ -25,7 +25,7 @@ from atroposlib.api.client import TrainerClient
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.server_handling.loads import EngineLoad
 from atroposlib.errors import AtroposError
-from atroposlib.launch.probes import free_ports
+from atroposlib.launch.services import free_ports
 from atroposlib.rollouts.trace import EngineReply, current_trace
 from tests.data.small_tokenizer import write_tokenizer
 

@@ -11,7 +11,7 @@ MODULES = [
     "atroposlib.launch.cluster",
     "atroposlib.launch.model_checks",
     "atroposlib.status.table",
-    "atroposlib.rollouts.earlier",
+    "atroposlib.rollouts.journal",
     "atroposlib.rollouts.early_stop",
     "atroposlib.rollouts.pacing",
     "atroposlib.rollouts.progress",

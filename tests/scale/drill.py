@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from atroposlib.launch.probes import free_ports
+from atroposlib.launch.services import free_ports
 
 ROOT = Path(__file__).parents[2]
 VICTIMS = ("everything", "environment", "engine", "api", "supervisor", "fake_trainer")

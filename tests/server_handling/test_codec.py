@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from atroposlib.envs.server_handling.codec import Codec
+from atroposlib.envs.server_handling.sequence import Codec
 from tests.fakes import EOS, FakeTokenizer
 
 END = "<|im_end|>"

@@ -9,9 +9,7 @@ import openai
 import pytest
 
 from atroposlib.envs.server_handling import discovery, sglang_server
-from atroposlib.envs.server_handling.config_merge import resolve_openai_configs
 from atroposlib.envs.server_handling.discovery import expand_nodelist, slurm_base_urls
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sampling import (
     SGLANG_NAMES,
     SGLANG_SAMPLING,
@@ -27,6 +25,7 @@ from atroposlib.envs.server_handling.server_baseline import (
     ServerBaseline,
     timing_metrics,
 )
+from atroposlib.envs.server_handling.server_config import ReasoningConfig, resolve_openai_configs
 from atroposlib.envs.server_handling.server_manager import server_configs
 from atroposlib.envs.server_handling.sglang_server import StreamReader, decode_generations
 from atroposlib.errors import ConfigError, RequestFault

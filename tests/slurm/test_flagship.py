@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from atroposlib.launch.probes import free_ports
+from atroposlib.launch.services import free_ports
 from tests.slurm.conftest import PROBLEMS, RESPONSES, SlurmRun
 
 

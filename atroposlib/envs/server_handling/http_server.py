@@ -19,9 +19,8 @@ from atroposlib.envs.server_handling.openai_wire import (
     request_body,
     warm_up,
 )
-from atroposlib.envs.server_handling.reasoning import OFFICIAL_OPENAI_HOST, ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer
-from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_config import OFFICIAL_OPENAI_HOST, APIServerConfig, ReasoningConfig
 from atroposlib.errors import RequestFault
 from atroposlib.rollouts.trace import same_prompt
 

@@ -22,7 +22,6 @@ from atroposlib.envs.server_handling.chat_prompt import (
     render_keeping_thoughts,
     shows_tools,
 )
-from atroposlib.envs.server_handling.codec import codec_of
 from atroposlib.envs.server_handling.conversation import (
     ChatRequest,
     Conversation,
@@ -41,6 +40,7 @@ from atroposlib.envs.server_handling.sequence import (
     Lineage,
     Prompt,
     SequenceNode,
+    codec_of,
     extend_text,
     find_text_base,
     grow,

@@ -19,11 +19,9 @@ import orjson
 
 from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
 from atroposlib.envs.server_handling.openai_wire import join_choices, parse_chat, parse_completion, reply_facts
-from atroposlib.envs.server_handling.weight_versions import oldest_first
 from atroposlib.errors import RolloutFault
 from atroposlib.paths import expand_path
-from atroposlib.rollouts.earlier import EarlierRollouts
-from atroposlib.rollouts.journal import PLACE_BYTES, Draft, ResponseJournal
+from atroposlib.rollouts.journal import PLACE_BYTES, Draft, EarlierRollouts, ResponseJournal
 from atroposlib.rollouts.source import Work, current_work
 from atroposlib.rollouts.trace import (
     EngineReply,
@@ -31,6 +29,7 @@ from atroposlib.rollouts.trace import (
     current_trace,
     finish_reason_of,
     held_replies,
+    oldest_first,
     same_prompt,
 )
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from atroposlib.envs.server_handling.config_merge import resolve_openai_configs
 from atroposlib.envs.server_handling.http_server import HttpServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
+from atroposlib.envs.server_handling.server_config import resolve_openai_configs
 
 __all__ = ["APIServerConfig", "OpenAIServer", "ReasoningConfig", "resolve_openai_configs"]
 

@@ -23,8 +23,14 @@ from atroposlib.envs.server_handling.faults import (
     EndpointUnavailable,
     OutOfQuota,
 )
-from atroposlib.envs.server_handling.reasoning import OFFICIAL_OPENAI_HOST, VALID_REASONING_EFFORTS, ReasoningConfig
-from atroposlib.envs.server_handling.server_config import APIServerConfig, OpenaiConfig, ServerBaseline
+from atroposlib.envs.server_handling.server_config import (
+    OFFICIAL_OPENAI_HOST,
+    VALID_REASONING_EFFORTS,
+    APIServerConfig,
+    OpenaiConfig,
+    ReasoningConfig,
+    ServerBaseline,
+)
 from atroposlib.errors import EngineFault, KilledFault
 from atroposlib.rollouts.trace import EngineReply, TokensAndLogprobs, current_trace
 

@@ -1,8 +1,82 @@
 """Addresses of the inference servers, and the limits of their use."""
 
-from typing import Literal
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, PositiveFloat
+
+from atroposlib.errors import ConfigError
+
+VALID_REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+OFFICIAL_OPENAI_HOST = "api.openai.com"
+
+
+@dataclass
+class ReasoningConfig:
+    """Thinking options of one environment. Setting `effort` or `max_tokens` enables thinking.
+
+    Args:
+        enabled: ask for reasoning.
+        effort: one of `VALID_REASONING_EFFORTS`; None leaves it to the provider.
+        max_tokens: most reasoning tokens; not checked here, providers differ.
+
+    Raises:
+        ConfigError: an unknown effort.
+    """
+
+    EFFORT_TO_MAX_TOKENS: ClassVar[dict[str, int]] = {
+        "none": 1024,
+        "minimal": 3200,
+        "low": 6400,
+        "medium": 16000,
+        "high": 25600,
+        "xhigh": 30400,
+    }
+
+    enabled: bool = False
+    effort: str | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.effort is not None and self.effort not in VALID_REASONING_EFFORTS:
+            raise ConfigError(
+                f"Invalid reasoning_effort: {self.effort!r}; use one of {', '.join(VALID_REASONING_EFFORTS)}"
+            )
+        if self.effort is not None or self.max_tokens is not None:
+            self.enabled = True
+
+    @classmethod
+    def from_env_config(cls, env_config: Any) -> "ReasoningConfig":
+        """Read `thinking_mode`, `reasoning_effort` and `max_reasoning_tokens` of a BaseEnvConfig."""
+        return cls(
+            enabled=env_config.thinking_mode,
+            effort=env_config.reasoning_effort,
+            max_tokens=env_config.max_reasoning_tokens,
+        )
+
+    def is_reasoning_kwargs_active(self) -> bool:
+        """Tell if requests carry reasoning fields."""
+        return self.enabled
+
+    def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> dict[str, Any] | None:
+        """The request fields for the provider behind `base_url`; None when reasoning is off.
+
+        `use_max_tokens` turns an effort into its token count, for providers that take no effort.
+        """
+        if not self.enabled:
+            return None
+        if base_url and OFFICIAL_OPENAI_HOST in base_url:
+            return {"reasoning_effort": self.effort or "medium"}
+        reasoning: dict[str, Any] = {"enabled": True}
+        if self.effort is not None and use_max_tokens:
+            reasoning["max_tokens"] = self.EFFORT_TO_MAX_TOKENS[self.effort]
+        elif self.effort is not None:
+            reasoning["effort"] = self.effort
+        elif self.max_tokens is not None:
+            reasoning["max_tokens"] = self.max_tokens
+        return {"reasoning": reasoning}
 
 
 class ServerBaseline(BaseModel):
@@ -48,3 +122,68 @@ class APIServerConfig(ServerBaseline):
 
 
 OpenaiConfig = APIServerConfig
+
+
+FLAG_PREFIX = "openai."
+
+
+def resolve_openai_configs(
+    default_server_configs: ServerBaseline | Sequence[APIServerConfig],
+    openai_config_dict: Mapping[str, Any],
+    yaml_config: Mapping[str, Any] | None,
+    cli_passed_flags: Mapping[str, Any],
+    logger: logging.Logger | None = None,
+) -> ServerBaseline | list[APIServerConfig]:
+    """The server configs to run with.
+
+    Args:
+        default_server_configs: from `config_init`.
+        openai_config_dict: one server's settings, with YAML and flags merged over the default already.
+        yaml_config: the whole YAML file; `openai` is one mapping or a list of them.
+        cli_passed_flags: flags that were really given, as `openai.<field>`.
+
+    Returns:
+        A list, one config per server; a ServerBaseline when endpoints are to be discovered.
+
+    Raises:
+        ConfigError: `openai` in the YAML file is neither a mapping nor a list of mappings.
+    """
+    entries = _yaml_entries(yaml_config)
+    flags = {
+        key.removeprefix(FLAG_PREFIX): value for key, value in cli_passed_flags.items() if key.startswith(FLAG_PREFIX)
+    }
+    if "base_url" in flags:  # one server, with what else is said of the first one
+        entries = entries[:1]
+        if not isinstance(default_server_configs, ServerBaseline):
+            default_server_configs = default_server_configs[:1]
+    if len(entries) > 1:
+        return [APIServerConfig(**{**entry, **flags}) for entry in entries]
+    changes = {**(entries[0] if entries else {}), **flags}
+    merged = {**openai_config_dict, **changes}
+    if isinstance(default_server_configs, ServerBaseline):
+        return _one_server(default_server_configs, merged, changes)
+    if len(default_server_configs) > 1:
+        if changes and logger is not None:
+            logger.info("server settings apply to all %d servers: %s", len(default_server_configs), sorted(changes))
+        return [APIServerConfig(**{**config.model_dump(), **changes}) for config in default_server_configs]
+    return [APIServerConfig(**merged)]
+
+
+def _one_server(
+    default: ServerBaseline, merged: Mapping[str, Any], changes: Mapping[str, Any]
+) -> ServerBaseline | list[APIServerConfig]:
+    if isinstance(default, APIServerConfig):
+        return [APIServerConfig(**{**default.model_dump(), **merged})]
+    if changes.keys() & (APIServerConfig.model_fields.keys() - ServerBaseline.model_fields.keys()):
+        return [APIServerConfig(**{**default.model_dump(), **merged})]
+    return ServerBaseline(**{**default.model_dump(), **changes})
+
+
+def _yaml_entries(yaml_config: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    openai = (yaml_config or {}).get("openai")
+    if openai is None:
+        return []
+    entries = openai if isinstance(openai, list) else [openai]
+    if not all(isinstance(entry, Mapping) for entry in entries):
+        raise ConfigError(f"openai: in the YAML file is {openai!r}; write one mapping, or a list of mappings")
+    return entries

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from atroposlib.envs.server_handling.config_merge import resolve_openai_configs
 from atroposlib.envs.server_handling.faults import (
     MAX_BAD_REPLIES,
     BadReply,
@@ -26,11 +25,11 @@ from atroposlib.envs.server_handling.faults import (
 )
 from atroposlib.envs.server_handling.sampling import SGLANG_NAMES, SGLANG_REQUEST, SGLANG_SAMPLING, sampling_of
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
+from atroposlib.envs.server_handling.server_config import resolve_openai_configs
 from atroposlib.envs.server_handling.token_server import TokenServer
-from atroposlib.envs.server_handling.weight_versions import oldest_first
 from atroposlib.errors import EngineFault, RequestFault, RolloutFault
 from atroposlib.rollouts.journal import PIECE_S, PIECE_TOKENS, Draft
-from atroposlib.rollouts.trace import EngineReply, finish_reason_of, same_prompt
+from atroposlib.rollouts.trace import EngineReply, finish_reason_of, oldest_first, same_prompt
 from atroposlib.type_definitions import PROMPT_LOGPROB
 
 __all__ = ["APIServerConfig", "ReasoningConfig", "SGLangServer", "resolve_openai_configs"]

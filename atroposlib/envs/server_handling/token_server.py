@@ -15,9 +15,8 @@ from atroposlib.envs.server_handling.engine_identity import (
 )
 from atroposlib.envs.server_handling.faults import EndpointUnavailable
 from atroposlib.envs.server_handling.http_server import HttpServer
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sampling import checked_ids, drop_doubled_bos
-from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_config import APIServerConfig, ReasoningConfig
 from atroposlib.errors import AtroposError, ConfigError, RequestFault
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,8 @@ from atroposlib.data.tokenizers import plain_chat_ids
 from atroposlib.envs.server_handling.faults import BadReply, fault_of_status, read_json
 from atroposlib.envs.server_handling.http_server import generation_deadline_s
 from atroposlib.envs.server_handling.openai_wire import max_tokens_of
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer, TokensAndLogprobs
-from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_config import APIServerConfig, ReasoningConfig
 from atroposlib.envs.server_handling.transport import (
     bearer,
     connection_faults,

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.envs.server_handling.config_merge import resolve_openai_configs
 from atroposlib.envs.server_handling.faults import (
     UNAVAILABLE,
     BadReply,
@@ -16,9 +15,9 @@ from atroposlib.envs.server_handling.faults import (
 )
 from atroposlib.envs.server_handling.sampling import VLLM_NAMES, VLLM_SAMPLING, sampling_of
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
+from atroposlib.envs.server_handling.server_config import resolve_openai_configs
 from atroposlib.envs.server_handling.token_server import TokenServer
-from atroposlib.envs.server_handling.weight_versions import oldest_first
-from atroposlib.rollouts.trace import EngineReply, finish_reason_of
+from atroposlib.rollouts.trace import EngineReply, finish_reason_of, oldest_first
 from atroposlib.type_definitions import PROMPT_LOGPROB, FinishReason
 
 __all__ = ["APIServerConfig", "ReasoningConfig", "VLLMServer", "resolve_openai_configs"]
