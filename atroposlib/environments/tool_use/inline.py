@@ -10,7 +10,7 @@ from typing import Any
 
 from atroposlib.environments.multi_turn import Ask, Message, MultiTurnConfig, ToolCall, message_of, reply_of
 from atroposlib.envs.server_handling.chat_prompt import render, render_after_turn
-from atroposlib.envs.server_handling.codec import codec_of
+from atroposlib.envs.server_handling.sequence import codec_of
 from atroposlib.envs.server_handling.tool_formats import find_calls
 from atroposlib.errors import ConfigError
 
