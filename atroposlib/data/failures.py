@@ -39,21 +39,12 @@ def read_failures(
     return dict(sorted(counts.items())), ordered[:most]
 
 
-def newest_failures(path: Path, most: int, last_bytes: int = 1 << 18) -> list[dict[str, Any]]:
-    """Read the end of one such file; latest first."""
-    try:
-        start = max(0, path.stat().st_size - last_bytes)
-    except OSError:
-        return []
-    return list(_failures(path, start))[::-1][:most]
-
-
-def _failures(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
-    """The lines that are whole; from the middle of a file on the first one mostly is not."""
+def _failures(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines that are whole."""
     if not path.exists():
         return
     try:
-        for line in read_lines(path, start=start):
+        for line in read_lines(path):
             try:
                 failure = orjson.loads(line.data)
             except orjson.JSONDecodeError:  # a killed process's last line

@@ -43,7 +43,7 @@ from atroposlib.type_definitions import UUID, Item, Message, ScoredDataGroup, Sc
 if TYPE_CHECKING:
     import wandb
 
-    from atroposlib.envs.cli import Settings
+    from atroposlib.envs.cli import Mode, Settings
 
 __all__ = [
     "UUID",
@@ -80,7 +80,7 @@ def __getattr__(name: str) -> ModuleType:
     return wandb
 
 
-def _command(env_cls: "type[BaseEnv]", mode: str) -> type[Any]:
+def _command(env_cls: "type[BaseEnv]", mode: "Mode") -> type[Any]:
     from atroposlib.envs.cli import make_command
 
     return make_command(env_cls, mode)

@@ -93,7 +93,6 @@ class _Run:
         self._run_dir = config.work_dir
         self._page = StatusPage()
         self._services: list[Supervised] = []
-        self._linked: list[str] = []  # rollout files when links were last looked at
 
     async def to_the_end(self, model: Model) -> None:
         """Start the services, wait for the environment, stop the services whatever happened."""
