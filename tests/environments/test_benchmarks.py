@@ -217,7 +217,7 @@ async def test_wins_ties_and_losses_against_another_model_are_counted_by_categor
     env = await make_env("arena_hard", rows, script=script, baseline_dataset=str(theirs))
     found = await evaluated(env)
     assert (found["win_rate"], found["tie_rate"], found["loss_rate"], found["mean@1"]) == (0.5, 0.5, 0.0, 0.75)
-    assert (found["mean_c0"], found["mean_c1"]) == (1.0, 0.5)
+    assert (found["mean_c0"], found["mean_c1"], found["mean@1_stderr"]) == (1.0, 0.5, pytest.approx(0.25))
     assert env.eval_metrics["judge/changed_with_the_order"] == 1
 
 
@@ -485,9 +485,13 @@ def test_a_paired_test_tries_all_signs_of_few_differences_and_draws_those_of_man
         paired_test([1], [1, 2])
 
 
+METRICS = {"eval/acc": 0.5, "eval/acc_stderr": 0.1, "eval/mean@1": 0.5, "eval/mean@1_stderr": 0.1}
+METRICS |= {"eval/mean@1_ci_low": 0.3, "eval/mean@1_ci_high": 0.7}
+
+
 def write_result(folder, grades):
     folder.mkdir()
-    facts = {"config_general": {"model_name": "m"}, "results": {"all": {"eval/acc": 0.5, "eval/acc_stderr": 0.1}}}
+    facts = {"config_general": {"model_name": "m"}, "results": {"all": METRICS}}
     (folder / "metrics.json").write_text(json.dumps(facts))
     lines = [json.dumps({"item": {"q": number}, "grades": [grade]}) for number, grade in enumerate(grades)]
     (folder / "samples.jsonl").write_text("\n".join(lines) + "\n")
@@ -497,6 +501,7 @@ def write_result(folder, grades):
 def test_results_are_shown_and_compared_item_by_item(tmp_path):
     first, second = write_result(tmp_path / "a", [0, 0, 1]), write_result(tmp_path / "b", [1, 1, 1, 0])
     assert f"| {first} | m | eval/acc | 0.5000 | ± 0.1000 |" in table([first, second])
+    assert f"| {second} | m | eval/mean@1 | 0.5000 | ± 0.1000, 0.3000 to 0.7000 |" in table([first, second])
     assert compare(first, second)[:1] + compare(first, second)[3:] == (pytest.approx(2 / 3), 3, 2, 0)
     with pytest.raises(ConfigError, match="cannot be read"):
         table([str(tmp_path / "none")])

@@ -209,7 +209,13 @@ class BenchmarkEnv(RowsEnv):
                 found.setdefault(name, []).append(value)
         judged = {f"judge/{name.replace(' ', '_')}": float(count) for name, count in self.judge.counts.items()}
         means = {f"eval/{name}": sum(values) / len(values) for name, values in found.items()}
-        return {**super()._metrics(samples), **means, **judged}
+        count = min(len(sample["grades"]) for sample in samples)
+        error = standard_error([sum(sample["grades"]) / len(sample["grades"]) for sample in samples])
+        return {**super()._metrics(samples), f"eval/mean@{count}_stderr": error, **means, **judged}
+
+    async def evaluate_log(self, *args: Any, **kwargs: Any) -> None:
+        """Log as `BaseEnv` does, under the name of the benchmark."""
+        await super().evaluate_log(*args, **{"task_name": self.config.benchmark, **kwargs})
 
     # -- log-likelihood ----------------------------------------------------------------------------------------------
 
@@ -231,7 +237,6 @@ class BenchmarkEnv(RowsEnv):
         self.eval_metrics = {**metrics, "eval/failed": len(items) - len(samples)}
         await self.evaluate_log(
             self.eval_metrics,
-            task_name=self.config.benchmark,
             samples=samples,
             start_time=started,
             end_time=time.time(),

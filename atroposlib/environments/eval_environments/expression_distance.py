@@ -4,7 +4,7 @@ Source: PHYBench, arXiv:2504.16074; tree edit distance after Zhang and Shasha 19
 out at a discount. It runs in a worker process: sympy may need for ever on what a model writes.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from atroposlib.envs.reward_fns.math_answers import clean
 
@@ -119,7 +119,7 @@ def _simplified(formula: Any) -> Any:
     """Return a formula in sympy's simplest form, all letters being positive numbers."""
     import sympy
 
-    positive, names = sympy.posify(formula)
+    positive, names = cast(Any, sympy.posify(formula))
     return sympy.simplify(positive).subs(names)
 
 

@@ -52,13 +52,11 @@ class PairwiseJudgementEnv(_OfTable):
     def load(self) -> Split:
         """Return the rows; those of Ties are never shown, nor compared by their likelihood."""
         found = super().load()
-        choices = {part: [item for item in items if "right" not in item] for part, items in found.items()}
-        if self.config.scoring == "loglikelihood":
-            logger.warning(
-                "left out, as they have no choices: %s rows of Ties", len(found["test"]) - len(choices["test"])
-            )
-            return Split(train=choices["train"], test=choices["test"])
-        return Split(train=choices["train"], test=found["test"])
+        train, test = ([item for item in found[part] if "right" not in item] for part in ("train", "test"))
+        if self.config.scoring == "generate":
+            return Split(train=train, test=found["test"])
+        logger.warning("left out, as they have no choices: %s rows of Ties", len(found["test"]) - len(test))
+        return Split(train=train, test=test)
 
     def to_item(self, row: Row) -> Item:  # pyright: ignore[reportIncompatibleMethodOverride]
         if row.get("subset") != TIES:

@@ -19,7 +19,7 @@ def table(folders: Sequence[str]) -> str:
     Raises:
         ConfigError: a folder has no metrics.json.
     """
-    lines = ["| result | model | metric | value | ± standard error or 95% interval |", "|---|---|---|---|---|"]
+    lines = ["| result | model | metric | value | ± standard error, 95% interval |", "|---|---|---|---|---|"]
     for folder in folders:
         found = _metrics(folder)
         model, metrics = found["config_general"]["model_name"], found["results"]["all"]
@@ -68,7 +68,6 @@ def _number(value: Any) -> str:
 
 
 def _spread(metrics: dict[str, Any], name: str) -> str:
-    if (error := metrics.get(f"{name}_stderr")) is not None:
-        return f"± {error:.4f}"
-    low, high = metrics.get(f"{name}_ci_low"), metrics.get(f"{name}_ci_high")
-    return "-" if low is None else f"{low:.4f} to {high:.4f}"
+    error, low, high = (metrics.get(f"{name}_{part}") for part in ("stderr", "ci_low", "ci_high"))
+    found = [f"± {error:.4f}"] if error is not None else []
+    return ", ".join([*found, f"{low:.4f} to {high:.4f}"] if low is not None else found) or "-"

@@ -60,13 +60,16 @@ class VerifiersEval(EvalBase):
         raise NotImplementedError("verifiers runs all items at once")
 
     async def _run_items(self, server_manager: ServerManager) -> list[tuple[dict[str, float], Any] | BaseException]:
-        import httpx
         from openai import AsyncOpenAI
 
         config = server_manager.servers[0].config
-        # verifiers may ask from an event loop of its own, which ends before anyone could close connections in it
-        connections = httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0), timeout=config.timeout)
-        client = AsyncOpenAI(api_key=config.api_key or "none", base_url=config.base_url, http_client=connections)
+        client = AsyncOpenAI(
+            api_key=config.api_key or "none",
+            base_url=config.base_url,
+            timeout=config.timeout,
+            # verifiers may ask from an event loop of its own, which ends before anyone could close connections in it
+            default_headers={"Connection": "close"},
+        )
 
         def evaluated() -> Any:
             return self.vf_env.evaluate(
@@ -78,7 +81,7 @@ class VerifiersEval(EvalBase):
             )
 
         is_async = inspect.iscoroutinefunction(self.vf_env.evaluate)  # it became one in 0.1.8
-        async with connections:
+        async with client:
             made = await evaluated() if is_async else await asyncio.to_thread(evaluated)
         found: dict[str, Any] = made if isinstance(made, dict) else vars(made)
         return [self._outcome(found, number) for number in range(len(found["reward"]))]
