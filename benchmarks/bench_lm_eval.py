@@ -232,14 +232,26 @@ def compare(url: str, python: str, folder: Path, only: Sequence[str], items: int
         for metric, field in metrics.items():
             left, right = their_scores(results, lines, metric), our_scores(samples, field)
             alike = sum(left.by_item[key] == right.by_item[key] for key in left.by_item)
+            asked = f"{same_prompts(samples, lines)} same prompts, " if scoring == "generate" else ""
             print(
                 f"| {name} | {scoring} | {metric.removesuffix(',none')} | {left.mean:.4f} ± {left.error:.4f} "
-                f"| {right.mean:.4f} ± {right.error:.4f} | {alike} of {len(left.by_item)} | {scored(left, right)} |",
+                f"| {right.mean:.4f} ± {right.error:.4f} | {alike} of {len(left.by_item)} "
+                f"| {asked}{scored(left, right)} |",
                 flush=True,
             )
             for key in left.by_item:
                 if left.by_item[key] != right.by_item[key]:
                     print(f"    {left.by_item[key]} {right.by_item[key]} {key!r}: {right.said[key]!r}", file=sys.stderr)
+
+
+def same_prompts(ours: Sequence[Row], theirs: Sequence[Row]) -> int:
+    """Count the items of which both sides sent the same chat."""
+    sent = {row["doc"]["question"]: json.loads(row["arguments"]["gen_args_0"]["arg_0"][0]) for row in theirs}
+    return sum(
+        [(turn["role"], turn["content"]) for turn in sent[row["item"]["question"]]]
+        == [(turn["role"], turn["content"]) for turn in row["messages"]]
+        for row in ours
+    )
 
 
 def scored(left: Scores, right: Scores) -> str:
