@@ -10,7 +10,7 @@ No model, no GPU, no network but loopback.
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -121,7 +121,7 @@ class ScriptedEngine:
         body = await request.json()
         ids, sampling = body["input_ids"], body.get("sampling_params") or {}
         texts = self._answers(self._tokenizer.decode(ids, skip_special_tokens=False), sampling.get("n") or 1)
-        replies = [self._reply(text, len(ids), sampling.get("max_new_tokens")) for text in texts]
+        replies = [self._reply(text, len(ids), sampling) for text in texts]
         if body.get("return_logprob") and (start := body.get("logprob_start_len", -1)) >= 0:
             for reply in replies:
                 reply["meta_info"] |= _of_prompt(ids[start:], body.get("top_logprobs_num") or 0)
@@ -145,10 +145,22 @@ class ScriptedEngine:
         texts = [said] if isinstance(said, str) else list(said)
         return [texts[n % len(texts)] for n in range(count)]
 
-    def _reply(self, text: str, prompt_tokens: int, most: int | None) -> dict[str, Any]:
-        end = self._tokenizer.token_to_id("<|im_end|>")
-        ids = [*self._tokenizer.encode(text, add_special_tokens=False).ids, end][:most]
-        reason = {"type": "stop", "matched": end} if ids[-1:] == [end] else {"type": "length", "length": len(ids)}
+    def _reply(self, text: str, prompt_tokens: int, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a reply as SGLang gives it: one that a stop string ends has it in its ids, and not in its text."""
+        end, stops = self._tokenizer.token_to_id("<|im_end|>"), sampling.get("stop") or ()
+        places = {text.find(stop): stop for stop in ([stops] if isinstance(stops, str) else stops) if stop in text}
+        matched: int | str = end
+        if places:
+            place = min(places)
+            matched = places[place]
+            ids = self._tokenizer.encode(text[:place] + matched, add_special_tokens=False).ids
+            text = text[:place]
+        else:
+            ids = [*self._tokenizer.encode(text, add_special_tokens=False).ids, end]
+        most = sampling.get("max_new_tokens")
+        is_cut = most is not None and len(ids) > most
+        reason = {"type": "length", "length": most} if is_cut else {"type": "stop", "matched": matched}
+        ids = ids[:most]
         return {
             "text": text,
             "output_ids": ids,

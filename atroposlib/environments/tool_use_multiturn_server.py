@@ -28,7 +28,15 @@ from atroposlib.environments.multi_turn import (
 from atroposlib.environments.rows import Split, item_at, tenth_kept
 from atroposlib.environments.single_turn import Part
 from atroposlib.environments.tool_calling_server import written
-from atroposlib.environments.tool_use.bfcl import WrittenCall, call_of, data_folder, package_folder, read_lines, tool_of
+from atroposlib.environments.tool_use.bfcl import (
+    WrittenCall,
+    call_of,
+    data_folder,
+    mixed,
+    package_folder,
+    read_lines,
+    tool_of,
+)
 from atroposlib.environments.tool_use.boxes import SERVICES, Compared, Spec, compare, play
 from atroposlib.environments.tool_use.inline import Inline, calling_inside
 from atroposlib.environments.tool_use.office import Office, Wish, make_office, make_wish, tools_of
@@ -234,7 +242,7 @@ def read_tasks(dataset: str) -> list[Task]:
     documents = folder / "multi_turn_func_doc"
     tools = {name: [*map(tool_of, read_lines(documents / f"{file}.json"))] for name, file in SERVICES.items()}
     try:
-        return [_task(row, answers[row["id"]], tools) for row in read_lines(folder / _FILE)]
+        return mixed([_task(row, answers[row["id"]], tools) for row in read_lines(folder / _FILE)])
     except (KeyError, IndexError, TypeError) as error:
         raise DataError(f"{folder / _FILE} has a row that is no episode of BFCL v4: {error!r}") from error
 

@@ -181,11 +181,12 @@ async def test_the_more_replies_are_right_the_higher_is_the_score(name, folder, 
     assert scores[0] > scores[-1]
 
 
+@pytest.mark.parametrize("name", ["sudoku", "tool_use_multiturn", "tool_use_interleaved", "customer_service"])
 def test_a_run_that_ends_in_the_middle_of_an_episode_plays_it_on_with_the_replies_that_were_there(
-    tmp_path, monkeypatch
+    name, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("atroposlib.envs.cli.leave_soon", lambda exit_code: None)  # it would end the tests
-    env_cls, answer = knowing(catalog.load("sudoku"))
+    env_cls, answer = knowing(catalog.load(name))
     limits = ["--env.total_steps", "2", "--env.group_size", "2", "--env.response_journal", "responses"]
     limits += ["--env.ensure_scores_are_not_same", "false", "--env.max_num_workers", "1"]
     asked = []

@@ -22,6 +22,7 @@ from atroposlib.environments.tool_use_multiturn_server import (
 )
 from atroposlib.errors import ConfigError, EnvironmentFault
 from atroposlib.sandbox.workers import SandboxError
+from atroposlib.testing import roll_out
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
 from tests.environments.test_multi_turn import TellingServer, logprob_of, make_env
 
@@ -30,6 +31,7 @@ def call(name, /, **arguments):
     return {"name": name, "arguments": arguments}
 
 
+SAME = ["--env.ensure_scores_are_not_same", "false"]
 OFFICE = Spec(
     classes=["Office"], start={"Office": {"files": {"a.txt": "blue boxes"}, "events": {"Monday 09:00": "lunch"}}}
 )
@@ -272,3 +274,19 @@ def test_both_courses_of_a_box_begin_at_the_same_place():
     found = compare(OFFICE, [RENAME], [RENAME, READ])
     assert found == {"results": ["a.txt is now b.txt"], "expected": ["a.txt is now b.txt", "blue boxes"], "differ": []}
     assert compare(OFFICE, [], [RENAME])["differ"] == ["Office.files"]
+
+
+def test_the_scripted_engine_stops_behind_calls_and_a_run_records_who_said_what(tmp_path):
+    def said(prompt):
+        turn = prompt.rpartition("<|im_start|>assistant\n")[2]
+        wish = prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+        if "</think>" in turn or "<tool_response>" in turn:
+            return "</think>It is done."
+        return f"<think>{written([call('list_files')])}" if wish else ""
+
+    groups = roll_out(InterleavedInlineEnv, said, tmp_path, settings=["--env.group_size", "2", *SAME])
+    for messages, overrides in zip(groups[0]["messages"], groups[0]["overrides"], strict=True):
+        assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+        assert messages[2]["content"].count("<tool_response>") == 1
+        assert messages[2]["content"].endswith("</think>It is done.")
+        assert (overrides["end"], overrides["turns"]) == ("over", 1)

@@ -10,6 +10,7 @@ LEAVES = "###"
 """By which a model that plays the customer ends the conversation."""
 
 
+_ASKS_WHO = re.compile(r"e-?mail|order (number|id)|which order", re.IGNORECASE)
 _OFFERS = re.compile(r"shall|should|may i|confirm|want|proceed|go ahead|okay|correct", re.IGNORECASE)
 _WAITS = re.compile(r"please (reply|say|answer|confirm|type)", re.IGNORECASE)
 
@@ -31,13 +32,8 @@ class RuleCustomer:
 
     async def answer(self, log: Log) -> str | None:
         text, case = log["said"][-1][1], self.case
-        given = []
-        if re.search(r"e-?mail", text, re.IGNORECASE) and "?" in text:
-            given.append(f"My email is {case['email']}.")
-        if re.search(r"order (number|id)|which order", text, re.IGNORECASE) and "?" in text:
-            given.append(f"It is order {case['order']}.")
-        if given:
-            return " ".join(given)
+        if "?" in text and _ASKS_WHO.search(text):
+            return f"My email is {case['email']}, and it is about order {case['order']}."
         if _WAITS.search(text) or ("?" in text and _OFFERS.search(text)):
             return f"Yes, please go ahead with {case['order']}."
         told = case["told"] or ["colleague"]

@@ -125,6 +125,6 @@ def run(shop: Shop, name: str, arguments: dict[str, Any] | None) -> str:
     if arguments is None or not all(isinstance(value, str) for value in arguments.values()):
         return "Error: the arguments must be a JSON object of texts"
     try:
-        return tool(**arguments)
+        return str(tool(**arguments))
     except TypeError as error:
         return f"Error: {error}"

@@ -9,12 +9,14 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, TypeVar
 
+from atroposlib.environments.rows import order
 from atroposlib.environments.tool_use.answers import fault_of
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.paths import expand_path
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SetName = Literal[
@@ -77,7 +79,7 @@ def package_folder() -> Path:
 
 
 def read_problems(folder: Path, names: Iterable[SetName]) -> list[ToolProblem]:
-    """Return the problems of some sets; those that no call answers, as their data are at odds, are left out.
+    """Return the problems of some sets, mixed; those that no call answers, as their data are at odds, are left out.
 
     Raises:
         ConfigError: a file is missing.
@@ -87,7 +89,12 @@ def read_problems(folder: Path, names: Iterable[SetName]) -> list[ToolProblem]:
     broken = [problem["id"] for problem in found if problem["answers"] and not _is_solvable(problem)]
     if broken:
         logger.warning("problems of BFCL that no call answers are left out: %s", ", ".join(broken))
-    return [problem for problem in found if problem["id"] not in broken]
+    return mixed([problem for problem in found if problem["id"] not in broken])
+
+
+def mixed(items: Sequence[T]) -> list[T]:
+    """Return the items in another order, always the same: their first ones then stand for all."""
+    return [items[place] for place in order(len(items), INSTALLED)]
 
 
 def _is_solvable(problem: ToolProblem) -> bool:
