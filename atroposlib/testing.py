@@ -147,16 +147,14 @@ class ScriptedEngine:
 
     def _reply(self, text: str, prompt_tokens: int, sampling: Mapping[str, Any]) -> dict[str, Any]:
         """Return a reply as SGLang gives it: one that a stop string ends has it in its ids, and not in its text."""
-        end, stops = self._tokenizer.token_to_id("<|im_end|>"), sampling.get("stop") or ()
+        matched: int | str | None = self._tokenizer.token_to_id("<|im_end|>")
+        stops = sampling.get("stop") or ()
         places = {text.find(stop): stop for stop in ([stops] if isinstance(stops, str) else stops) if stop in text}
-        matched: int | str = end
+        ids = [*self._tokenizer.encode(text, add_special_tokens=False).ids, matched]
         if places:
-            place = min(places)
-            matched = places[place]
-            ids = self._tokenizer.encode(text[:place] + matched, add_special_tokens=False).ids
+            place, stop = min(places.items())
+            matched, ids = stop, self._tokenizer.encode(text[:place] + stop, add_special_tokens=False).ids
             text = text[:place]
-        else:
-            ids = [*self._tokenizer.encode(text, add_special_tokens=False).ids, end]
         most = sampling.get("max_new_tokens")
         is_cut = most is not None and len(ids) > most
         reason = {"type": "length", "length": most} if is_cut else {"type": "stop", "matched": matched}

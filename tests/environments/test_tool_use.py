@@ -290,3 +290,17 @@ def test_the_scripted_engine_stops_behind_calls_and_a_run_records_who_said_what(
         assert messages[2]["content"].count("<tool_response>") == 1
         assert messages[2]["content"].endswith("</think>It is done.")
         assert (overrides["end"], overrides["turns"]) == ("over", 1)
+
+
+def test_a_tool_that_keeps_and_changes_its_arguments_changes_no_call(monkeypatch):
+    class Keeping:
+        def post(self, names):
+            self.names = names
+
+        def add(self, name):
+            self.names.append(name)
+
+    monkeypatch.setattr("atroposlib.environments.tool_use.boxes._opened", lambda name, start: Keeping())
+    calls = [call("post", names=["a"]), call("add", name="b")]
+    assert compare(Spec(classes=["x"], start={}), calls, calls)["differ"] == []
+    assert calls[0]["arguments"] == {"names": ["a"]}

@@ -71,7 +71,9 @@ def _played(spec: Spec, calls: Sequence[WrittenCall]) -> tuple[dict[str, Any], l
         for name, method in inspect.getmembers(made, inspect.ismethod)
         if not name.startswith("_") and name not in spec.get("without", ())
     }
-    return objects, [_result(tools, call) for call in calls]
+    return objects, [
+        _result(tools, call) for call in copy.deepcopy([*calls])
+    ]  # tools keep and change what they are given
 
 
 def _opened(name: str, start: dict[str, Any]) -> Any:
