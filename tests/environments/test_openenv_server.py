@@ -11,8 +11,12 @@ import sys
 import pytest
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
+from test_adapters import make, prompts
+from test_served_environments import served
 
+from atroposlib.environments import countdown_env
 from atroposlib.environments.adapters.external import made
+from atroposlib.environments.adapters.openenv_env import OpenEnvEnv
 from atroposlib.environments.adapters.openenv_server import OpenEnvServer
 from atroposlib.environments.multi_turn import MultiTurnEnv, Step, World
 from atroposlib.errors import ConfigError, VerifierFault
@@ -224,3 +228,19 @@ def test_the_real_client_plays_an_environment_that_the_command_serves(folder):
     assert [(reward, done) for reward, done, _ in results] == [(None, False), (0.0, False), (1.0, True)]
     assert [message["role"] for _, _, messages in results for message in messages] == ["user", "user"]
     assert state["step_count"] == 2
+
+
+async def test_the_adapter_for_openenv_plays_what_is_served(folder):
+    pytest.importorskip("websockets")
+    env = made(countdown_env.__file__, [], folder)
+    await env.setup()
+    right = env.gold(await env.problem("train", 4))
+    with served(OpenEnvServer(env).app) as url:
+        player = make(OpenEnvEnv, right, id=url)
+        try:
+            await player.setup()
+            row, _ = await player.collect_trajectory(await player.get_item(4))
+        finally:
+            await player.teardown()
+    assert row["scores"] == 1.0
+    assert "<|im_start|>assistant" in prompts(player)[0].partition(env.question(await env.problem("train", 4)))[0]

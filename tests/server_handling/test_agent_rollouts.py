@@ -558,6 +558,22 @@ async def test_only_who_may_adds_a_score_and_only_while_it_counts(route, key, bo
     assert words in reply.text
 
 
+@pytest.mark.parametrize(("sealed", "status"), [(False, 200), (True, 409)], ids=["budget only", "and ended"])
+async def test_after_a_restart_it_is_still_known_who_may_add_a_score(tmp_path, sealed, status):
+    log = CallLog(tmp_path / "records.jsonl")
+    async with client_of("ok", log=log) as client:
+        made = await new_rollout(client, rollout_id="r", max_calls=1)
+        for _ in range(2):
+            await ask(client, made)
+        if sealed:
+            await client.post("/rollouts/r/end", json={}, headers=ADMIN)
+    log.close()
+    async with client_of("ok", log=CallLog(tmp_path / "records.jsonl")) as client:
+        headers = {"Authorization": f"Bearer {made['score_key']}"}
+        assert (await client.post("/rollouts/r/score", json=SCORE, headers=headers)).status_code == status
+        assert (await record_of(client, made))["end_reason"].startswith("budget")
+
+
 async def test_a_gateway_as_a_process_takes_no_events():
     async with client_of("ok") as client:
         made = await new_rollout(client)

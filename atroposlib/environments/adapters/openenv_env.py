@@ -59,7 +59,8 @@ class OpenEnvEpisode:
             await self.close()
             logger.info("waiting for a free session of %s: %s", self.config.id, reply["data"].get("message"))
             await asyncio.sleep(WAIT_S)
-        return [{"role": "user", "content": self._seen(reply["data"])}]
+        seen = self._seen(reply["data"])
+        return turns_in(reply["data"]["observation"]) or [{"role": "user", "content": seen}]
 
     async def step(self, reply: str) -> Step:
         action = action_of(reply, self.schema)
@@ -105,11 +106,22 @@ class OpenEnvEpisode:
             raise EnvironmentFault(f"{self.config.id} closed the session at {kind}") from error
 
     def _seen(self, data: Mapping[str, Any]) -> str:
-        """Return what the model is told: the observation, its only field where there is just one."""
+        """Return what the model is told: turns that the observation holds, its only field, or all of it."""
         if (reward := data.get("reward")) is not None:
             self.rewards.append(float(reward))
+        if turns := turns_in(data["observation"]):
+            return "\n\n".join(turn["content"] for turn in turns)
         seen = {key: value for key, value in data["observation"].items() if key != "metadata" and value is not None}
         return text_of(next(iter(seen.values())) if len(seen) == 1 else seen)
+
+
+def turns_in(observation: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the turns of a conversation that an observation has as `messages`; none where it has something else."""
+    found = observation.get("messages")
+    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+        return []
+    turns = [{"role": one.get("role"), "content": one.get("content")} for one in found]
+    return turns if all(isinstance(text, str) for turn in turns for text in turn.values()) else []
 
 
 def action_of(reply: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
