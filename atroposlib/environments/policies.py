@@ -6,6 +6,7 @@ A reward is honest when a right reply scores highest and above 0, and nothing th
 The constant is the best one of those tried: right replies to other problems, and usual guesses.
 """
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -124,13 +125,13 @@ async def _measure_episodes(env: MultiTurnEnv, problems: int) -> Rates:
         return f"<think>So {world.gold()}"
 
     async def rate(policy: Callable[[World, Player], str]) -> float:
-        scores = [(await scripted(env, item, policy)).score for item in items]
-        return sum(scores) / len(scores)
+        players = await asyncio.gather(*(scripted(env, item, policy) for item in items))
+        return sum(player.score for player in players) / len(players)
 
     rates = {"gold": await rate(gold), "question": await rate(repeated), "unfinished": await rate(unfinished)}
     rates["junk"] = await rate(lambda world, player: junk(repr(player.messages))[len(player.rewards) % JUNK])
     rates["empty"] = await rate(lambda world, player: "")
-    for item in await _items(env, "test", _OTHER_EPISODES):
+    for item in await _items(env, "test", min(_OTHER_EPISODES, problems)):
         await scripted(env, item, noted)
     constants = [reply for reply, _ in others.most_common(_MOST_CONSTANT_MOVES)]
     tried = {reply: await rate(lambda world, player, reply=reply: reply) for reply in constants}

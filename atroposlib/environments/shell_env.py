@@ -15,6 +15,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NotRequired, TypedDict, TypeGuard
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -140,6 +141,10 @@ class ShellEnv(MultiTurnEnv):
     data: ClassVar[str] = "made, or rows"
     sandbox: Sandbox | None = None
     tasks: Split | None = None
+
+    @classmethod
+    def check_flags(cls, folder: Path) -> list[str]:
+        return ["--env.max_turns", "3"]  # whoever gives the same command again and again does so in vain
 
     async def setup(self) -> None:
         """Load the tasks; SandboxError where this machine cannot hold a program."""

@@ -152,6 +152,15 @@ async def test_a_repaired_program_scores_and_hints_tell_no_hidden_result(examine
     assert "Test 2 of 3 fails: the code gives another result.\n\nRepair it" in second
 
 
+async def test_the_same_program_again_is_not_run_again_and_earns_nothing_more(examiner, monkeypatch):
+    wrong, half = (CALLED[name][0] for name in ("wrong", "only what is shown"))
+    runs, run = [], Examiner._run
+    monkeypatch.setattr(Examiner, "_run", lambda self, *given: runs.append(given) or run(self, *given))
+    player = await attempts(examiner, ADD, [half, half, wrong], partial_credit=True)
+    assert (len(runs), player.rewards) == (2, [pytest.approx(1 / 3), 0.0, pytest.approx(-1 / 3)])
+    assert player.messages[2] == player.messages[4]
+
+
 async def test_partial_credit_is_the_share_of_the_last_attempt(examiner):
     wrong, half = (CALLED[name][0] for name in ("wrong", "only what is shown"))
     player = await attempts(examiner, ADD, [half, wrong, half], partial_credit=True)

@@ -13,6 +13,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -49,6 +50,7 @@ class CodeWorld(World):
     def __init__(self, problem: Problem, examiner: Examiner, config: CodeConfig) -> None:
         self.problem, self.examiner, self.config = problem, examiner, config
         self.share = 0.0  # of the last attempt
+        self.last: tuple[str, Step] | None = None  # which is not run again when it comes again
 
     async def begin(self) -> str:
         shown = [_shown(test, self.problem) for test in self.problem["tests"][: self.config.shown_tests]]
@@ -59,13 +61,17 @@ class CodeWorld(World):
         blocks = _BLOCK.findall(reply.text)
         if not blocks:
             return Step("There is no block of Python code in this. Write ```python ... ```.", is_invalid=True)
+        if self.last is not None and self.last[0] == blocks[-1]:
+            return self.last[1]
         verdicts = await self.examiner.verdicts(blocks[-1], self.problem, to_end=self.config.partial_credit)
         right = sum(verdict.word == "right" for verdict in verdicts)
         count = len(self.problem["tests"]) or 1
         before, self.share = self.share, right / count
         if not self.config.partial_credit:
             self.share = float(right == count)
-        return Step(self._hint(verdicts), right == count, self.share - before)
+        step = Step(self._hint(verdicts), right == count, self.share - before)
+        self.last = blocks[-1], replace(step, reward=0.0)
+        return step
 
     def gold(self) -> str | None:
         solution = self.problem.get("solution")
