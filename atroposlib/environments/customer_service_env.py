@@ -32,6 +32,7 @@ from atroposlib.environments.tool_use.office import tools_of
 from atroposlib.envs.base import APIServerConfig, ScoredDataItem
 from atroposlib.envs.reward_fns.math_answers import after_thinking
 from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.rollouts.trace import held_replies
 
 TOOLS = tools_of(Shop)
 
@@ -117,9 +118,10 @@ class CustomerServiceEnv(MultiTurnEnv):
         )
 
     async def _say(self, messages: list[dict[str, str]]) -> str:
-        reply = await self.engine.chat_completion(
-            messages=messages, max_tokens=self.config.customer_tokens, temperature=1.0
-        )
+        """Return the words of a customer that is a model; the record of the rollout is that of the trained one."""
+        limits = {"max_tokens": self.config.customer_tokens, "temperature": 1.0}
+        with held_replies():
+            reply = await self.engine.chat_completion(messages=messages, **limits)
         return after_thinking(reply.choices[0].message.content or "") or ""
 
     async def take_turns(self, world: World, players: Sequence[Player]) -> None:

@@ -14,6 +14,7 @@ from atroposlib.envs.reward_fns.math_answers import after_thinking, last_boxed
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import VerifierFault
 from atroposlib.rollouts.failures import scored
+from atroposlib.rollouts.trace import held_replies
 
 _PAIR = """Two assistants answered the same request. {wanted}
 
@@ -79,13 +80,14 @@ class Judge:
 
     async def ask(self, prompt: str) -> str:
         """Return what the judge puts in its last box, in small letters; "" when there is none."""
-        reply = await self.server.chat_completion(
-            messages=[{"role": "user", "content": prompt}],
-            n=1,
-            max_tokens=self.max_tokens,
-            temperature=0.0,
-            split="eval",
-        )
+        with held_replies():  # the record of a rollout has the sampling of the replies that are judged
+            reply = await self.server.chat_completion(
+                messages=[{"role": "user", "content": prompt}],
+                n=1,
+                max_tokens=self.max_tokens,
+                temperature=0.0,
+                split="eval",
+            )
         said = after_thinking(reply.choices[0].message.content or "")
         return re.sub(r"\\text|[{}]", "", last_boxed(said) or "").strip().lower() if said else ""
 

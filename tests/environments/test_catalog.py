@@ -26,8 +26,8 @@ OURS = {
 }
 WHOLE = ("countdown", "word_guess")
 """What is tried in all modes here; `atropos env check --all` tries all."""
-TRIED_ELSEWHERE = ("gsm8k",)
-"""Its code is that of math, its modes are run in test_gsm8k."""
+TRIED_ELSEWHERE = ("gsm8k", "tool_use_interleaved")
+"""Their code is that of math and tool_use_multiturn; they run in test_gsm8k and test_tool_use."""
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if name not in TRIED_ELSEWHERE])

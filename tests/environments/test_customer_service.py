@@ -11,6 +11,7 @@ from atroposlib.environments.customer_service.shop import Shop, run
 from atroposlib.environments.customer_service_env import CustomerServiceEnv, right_replies
 from atroposlib.environments.policies import scripted
 from atroposlib.environments.tool_calling_server import written
+from atroposlib.rollouts.trace import tracing
 from tests.environments.test_multi_turn import make_env
 
 
@@ -133,7 +134,9 @@ async def test_a_model_plays_the_customer_and_its_words_are_not_trained():
 
     env.server.servers = [Both(tokenizer=env.server.servers[0].tokenizer)]
     await env.setup()
-    row, _ = await env.collect_trajectory(case)
+    with tracing() as trace:
+        row, _ = await env.collect_trajectory(case)
+    assert trace.replies == len(right_replies(case)[-4:])  # the record is of the model that is trained
     assert (row["scores"], row["overrides"]["failed_rules"], row["overrides"]["turns"]) == (1.0, [], 4)
     assert case["wish"] in asked[0][0]["content"]
     assert [message["role"] for message in asked[1]] == ["system", "user", "assistant", "user", "assistant", "user"]

@@ -117,6 +117,7 @@ def test_pairs_for_dpo_are_what_the_judge_preferred_and_ties_make_none(tmp_path)
     size = ["--env.group_size", "2", "--env.ensure_scores_are_not_same", "false"]
     groups = roll_out(RLAIFEnv, says, tmp_path, groups=9, settings=["--env.dataset", rows, *size])
     assert Counter(tuple(group["scores"]) for group in groups) == {(-0.5, 0.5): 8, (0.0, 0.0): 1}
+    assert {group["sampling"]["temperature"] for group in groups} == {1.0}  # of the replies, not of the judge
     pairs = tmp_path / "pairs.jsonl"
     given = [str(tmp_path / "rollouts.jsonl"), "--output", str(pairs), "--allow-negative-scores"]
     assert CliRunner().invoke(dpo_gen, given).exit_code == 0
