@@ -26,6 +26,7 @@ from atroposlib.environments.adapters.framework import FrameworkEnv
 from atroposlib.environments.mixture_env import MixtureEnv
 from atroposlib.environments.multi_turn import MultiTurnEnv, Reply, Step, World
 from atroposlib.environments.policies import Rates, measure
+from atroposlib.environments.sft_loader_server import SFTEnv
 from atroposlib.environments.single_turn import SingleTurnEnv
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 from atroposlib.envs.cli import MODES, Mode, resolve
@@ -116,6 +117,8 @@ def missing(env_cls: type[BaseEnv]) -> str | None:
     """Return what an environment cannot be checked without, None when all is there."""
     if issubclass(env_cls, FrameworkEnv):
         return f"--env.id, {env_cls.id_is} of {env_cls.framework}"
+    if issubclass(env_cls, SFTEnv):
+        return "--env.dataset, a file of chats"
     if not issubclass(env_cls, SingleTurnEnv | MultiTurnEnv) or not env_cls.needs:
         return None
     return None if importlib.util.find_spec(env_cls.needs) else f"pip install 'atroposlib[{env_cls.extra}]'"

@@ -13,6 +13,7 @@ from typing import TypedDict
 from atroposlib.environments.adapters.framework import FrameworkEnv
 from atroposlib.environments.check import rates_of
 from atroposlib.environments.multi_turn import MultiTurnEnv
+from atroposlib.environments.sft_loader_server import SFTEnv
 from atroposlib.environments.single_turn import RowsEnv, SingleTurnEnv
 from atroposlib.envs import catalog
 from atroposlib.envs.base import BaseEnv
@@ -145,6 +146,8 @@ def _line(name: str, env_cls: type[BaseEnv], measured: Mapping[str, object]) -> 
         extra, data = env_cls.extra or "-", env_cls.data
     elif issubclass(env_cls, FrameworkEnv):
         data = f"of {env_cls.framework}"
+    elif issubclass(env_cls, SFTEnv):
+        data = "rows"
     rates = measured.get("rates") or ["-"] * 7
     numbers = [str(measured.get(key, "-")) for key in ("group_ms", "score", "seconds")]
     assert isinstance(rates, list)
