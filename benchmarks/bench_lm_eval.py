@@ -175,7 +175,7 @@ def theirs(url: str, python: str, task: Row, folder: Path) -> tuple[Row, list[Ro
     kind, route = ("local-chat-completions", "chat/completions") if is_chat else ("local-completions", "completions")
     model = {"model": MODEL, "base_url": f"{url}/v1/{route}", "num_concurrent": 8, "max_length": 1000}
     if not is_chat:
-        model |= {"tokenizer": resolve_model(MODEL).tokenizer, "tokenizer_backend": "huggingface"}
+        model |= {"tokenizer": resolve_model(MODEL).tokenizer_dir, "tokenizer_backend": "huggingface"}
     given = ",".join(f"{key}={value}" for key, value in model.items())
     command = [python, "-m", "lm_eval", "--model", kind, "--model_args", given, "--tasks", "case"]
     command += ["--include_path", str(folder), "--output_path", str(folder / "out"), "--log_samples"]
