@@ -1,16 +1,21 @@
 """How `max_num_workers: auto` climbs to an engine's capacity, and what it does when half of it is lost.
 
     python -m benchmarks.bench_auto [--capacity 256] [--seconds 2] [--group-size 4] [--metrics]
+    python -m benchmarks.bench_auto --simulate 5
 
 An engine process with a hard capacity (`capped_engine.py`) and an environment process that starts with 8 groups. After
 60 s the capacity is halved, after another 60 s the bench ends. One line every 5 s: groups allowed at once, answers per
 second, share of what the engine can do at most, answers waiting in the engine.
+
+`--simulate` runs no process: the curves of `tests/rollouts/test_auto_concurrency.py` in simulated time, one engine for
+each seed; printed are the lowest and the median share of the best fixed number, from rates alone.
 """
 
 import argparse
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,7 +35,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--metrics", action="store_true")
+    parser.add_argument("--simulate", type=int, metavar="SEEDS", help="Engines of each curve, in simulated time.")
     args = parser.parse_args()
+    if args.simulate:
+        simulate(args.simulate)
+        return
     engine_command = ["capped_engine.py", "--capacity", str(args.capacity), "--seconds", str(args.seconds)]
     engine = start(*engine_command, *(["--metrics"] if args.metrics else []), stdout=subprocess.PIPE)
     assert engine.stdout is not None
@@ -57,6 +66,22 @@ def main() -> None:
             for process in (env, engine):
                 process.terminate()
                 process.wait()
+
+
+def simulate(seeds: int) -> None:
+    """Print a line for each curve."""
+    sys.path[:0] = [str(SCRIPTS)]
+    from simulated_engine import Engine  # pyright: ignore[reportMissingImports]
+    from test_auto_concurrency import CURVES  # pyright: ignore[reportMissingImports]
+
+    print("| engine | second minute: lowest | median | minutes 2 to 11: lowest | median |\n|---|---|---|---|---|")
+    for name, (curve, best, *_) in CURVES.items():
+        engines = [Engine(curve, seed=100 + seed).run(660) for seed in range(seeds)]
+        columns = [
+            sorted(engine.given(*window) / best for engine in engines) for window in ((60.0, 120.0), (60.0, 660.0))
+        ]
+        cells = [f"{column[0]:.2f} | {statistics.median(column):.2f}" for column in columns]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 def watch(url: str, log: Path, capacity: int, seconds: float) -> None:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -43,6 +43,7 @@ class Load:
     spread: float = 0.0
     processes: int = 1
     groups: int = 0  # in all, see `sized`
+    stop_after_s: float | None = None  # no group begins later, done or not; of `framework`
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,12 @@ async def _bare(load: Load, first: int, stop: threading.Event) -> Spans:
         return Spans([spans], {"client": time.thread_time() - cpu})
 
 
-def framework(way: str, load: Load) -> Spans:
-    """`process`, `serve` with API and fake trainer, or `process` with the `response_journal` that `way` names."""
+def framework(way: str, load: Load, on_limit: Callable[[float, int], None] = lambda when, limit: None) -> Spans:
+    """`process`, `serve` with API and fake trainer, or `process` with the `response_journal` that `way` names.
+
+    Args:
+        on_limit: told of each number of groups at once that `auto` chose, while it runs: Unix time, number.
+    """
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
         beside: dict[str, CPU] = {}
@@ -171,13 +176,33 @@ def framework(way: str, load: Load) -> Spans:
             command = [str(_ENV), "serve" if way == "serve" else "process", "--config", str(config)]
             environments.append(stack.enter_context(_running(command, folder / f"env{number}.log")))
         for number, process in enumerate(environments):
-            if process.wait(600) != 0:
+            if _wait(process, folder / f"env{number}.log", on_limit) != 0:
                 raise RuntimeError((folder / f"env{number}.log").read_text()[-2000:])
-        _check_complete(folder, load.groups // load.processes * load.processes)
+        if load.stop_after_s is None:
+            _check_complete(folder, load.groups // load.processes * load.processes)
         found = [json.loads((folder / f"spans{number}.json").read_text()) for number in range(load.processes)]
         cpu_s = {"environment": sum(each["cpu_s"] for each in found)}
         cpu_s |= {name: cpu.since() for name, cpu in beside.items()}
         return Spans([each["spans"] for each in found], cpu_s, _limits(folder / "env0.log"))
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path, on_limit: Callable[[float, int], None]) -> int:
+    """Return the exit code; report what `auto` chooses meanwhile.
+
+    Raises:
+        TimeoutError: it still runs after ten minutes.
+    """
+    deadline, reported = time.monotonic() + 600, 0
+    while time.monotonic() < deadline:
+        code = process.poll()
+        limits = _limits(log)
+        for when, limit in limits[reported:]:
+            on_limit(when, limit)
+        reported = len(limits)
+        if code is not None:
+            return code
+        time.sleep(0.5)
+    raise TimeoutError(f"an environment still ran after ten minutes; its log ends: {log.read_text()[-500:]}")
 
 
 def _limits(log: Path) -> list[tuple[float, int]]:
@@ -246,6 +271,7 @@ def _settings(way: str, load: Load, api_url: str, folder: Path, number: int) -> 
         "new_tokens": load.new_tokens,
         "spread": load.spread,
         "first": number * groups,
+        "stop_after_s": load.stop_after_s if load.stop_after_s is not None else 10**6,
         "spans_path": str(folder / f"spans{number}.json"),
     }
     place = {"rollouts_dir": str(folder / "rollouts" / str(number))} if way == "serve" else {}

@@ -24,6 +24,7 @@ class BenchConfig(BaseEnvConfig):
     spread: float = Field(default=0.0, description="Answers of problem i are up to this share longer or shorter.")
     spans_path: str = Field(default="spans.json", description="Where the times go.")
     first: int = Field(default=0, description="Number of this process's first problem.")
+    stop_after_s: float = Field(default=1e6, description="Begin no group that long after the first one.")
 
 
 class BenchEnv(BaseEnv):
@@ -41,13 +42,15 @@ class BenchEnv(BaseEnv):
         self._spans: list[tuple[float, float, int]] = []
         self._cpu_start: float | None = None
         self._cpu_end = time.process_time()
+        self._stop_at = float("inf")
 
-    async def get_item(self, index: int) -> int:
-        return self.config.first + index
+    async def get_item(self, index: int) -> int | None:
+        return self.config.first + index if time.monotonic() < self._stop_at else None
 
     async def collect_trajectories(self, item: int) -> tuple[ScoredDataGroup, list[Any]]:
         if self._cpu_start is None:
             self._cpu_start = time.process_time()
+            self._stop_at = time.monotonic() + self.config.stop_after_s
         began = time.time()
         tokens = length(item, self.config.new_tokens, self.config.spread)
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
