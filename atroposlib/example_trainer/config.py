@@ -232,6 +232,10 @@ class ConnectionSettings(RecipeSettings):
     sync_mode: Literal["drain", "abort", "keep"] = Field(
         "drain", description="sglang, vllm: running requests are finished, aborted, or continue with the new weights."
     )
+    sync_from: Literal["disk", "gpu"] = Field(
+        "disk",
+        description="sglang: weights go through a folder, or stay in GPU memory that an engine of this host maps.",
+    )
     sync_interval: PositiveInt = Field(1, description="Steps between weight updates of the engine.")
     engine_urls: list[str] = Field([], description="Engines to update, e.g. http://localhost:9000.")
     engine_command: list[str] = Field([], description="restart: the engine's command; {model} is the weights' folder.")
@@ -299,6 +303,11 @@ class TrainingConfig(
             raise ConfigError(
                 f"mismatch is {self.mismatch!r} but old_logprobs is 'inference', which already takes the ratio against "
                 "the engine; set old_logprobs to 'trainer' or mismatch to 'none'"
+            )
+        if self.sync_from == "gpu" and (self.weight_sync not in ("sglang", "none") or self.use_lora):
+            raise ConfigError(
+                f"sync_from is 'gpu', weight_sync {self.weight_sync!r}, use_lora {self.use_lora}; GPU memory is only "
+                "handed to sglang, and without an adapter: set sync_from to 'disk'"
             )
         if self.weight_sync == "restart" and not self.engine_command:
             raise ConfigError("weight_sync is 'restart' but engine_command is empty; give the engine's command")

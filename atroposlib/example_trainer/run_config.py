@@ -104,6 +104,8 @@ class RunConfig(TrainingConfig, EngineSettings, EnvironmentSettings):
                 f"engine_port is {self.engine_port}, but SGLang also takes the port 10,000 above its own; give one "
                 f"up to {HIGHEST_SGLANG_PORT}"
             )
+        if self.sync_from == "gpu" and self.engine not in ("sglang", "external"):
+            raise ConfigError(f"sync_from is 'gpu' but engine {self.engine!r}; only sglang maps the memory of a GPU")
         if self.engine == "external" and not self.engine_urls:
             raise ConfigError("engine is 'external' but engine_urls is empty; give the address of the running engine")
         if self.step_sequences % self.num_generations:

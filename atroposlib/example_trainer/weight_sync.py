@@ -37,6 +37,7 @@ from atroposlib.example_trainer.exports import (
     write_whole,
 )
 from atroposlib.example_trainer.policy import Policy
+from atroposlib.example_trainer.shared_weights import SharedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ def require_pausing(url: str, version: str) -> None:
         )
 
 
-_UPDATE = "/update_weights_from_disk"
+_FROM_DISK, _FROM_GPU = "/update_weights_from_disk", "/update_weights_from_tensor"
 _FLUSH = "/flush_cache?timeout=1"  # seconds that SGLang waits for a moment without requests
 _HEAD_START_S = 0.02  # for the update, before each try to flush
 
@@ -265,6 +266,10 @@ class SGLangSync:
     keep: generation is paused and requests continue with the new weights; prefixes cached under the old weights stay in
         use until they are evicted, and a reply that spans the update names only its last version.
 
+    From the disk (`sync_from`) the weights go through a folder; from the GPU they stay where they are and the engine,
+    which must see the trainer's GPU, copies them. A folder is then written with each checkpoint only, for an engine
+    that has to start again.
+
     The update itself never flushes the prefix cache: an update that cannot flush because the last batch is not yet
     put away ends the server (0.5.11: one of some dozen updates under load). `/flush_cache` only says no.
     """
@@ -273,23 +278,40 @@ class SGLangSync:
         self._engines = Engines(config)
         self._folder = folder
         self._update = {"drain": _drain, "abort": _abort, "keep": _keep}[config.sync_mode]
+        self._from_gpu = config.sync_from == "gpu"
+        self._interval = config.checkpoint_interval
+        self._shared: SharedWeights | None = None
 
     def push(self, policy: Policy, version: int) -> None:
-        """Save and update."""
-        target = save_folder(policy, self._folder, version)
-        body = {"model_path": str(target.resolve()), "weight_version": str(version), "flush_cache": False}
-        self._engines.each(partial(self._update, body=body))
-        keep_newest(self._folder, FOLDERS)
+        """Hand over, then update."""
+        body = {"weight_version": str(version), "flush_cache": False}
+        if not self._from_gpu:
+            target = save_folder(policy, self._folder, version)
+            self._engines.each(
+                partial(self._update, path=_FROM_DISK, body=body | {"model_path": str(target.resolve())})
+            )
+            keep_newest(self._folder, FOLDERS)
+            return
+        self._shared = self._shared or SharedWeights(policy)
+        weights = self._shared.message(policy)
+        self._engines.each(partial(self._hand_over, weights=weights, body=body))
+        if version % self._interval == 0:
+            save_folder(policy, self._folder, version)
+            keep_newest(self._folder, FOLDERS)
+
+    def _hand_over(self, engine: Engine, weights: str, body: dict[str, Any]) -> None:
+        ranks = int(engine.get("/server_info")["tp_size"])
+        self._update(engine, path=_FROM_GPU, body=body | {"serialized_named_tensors": [weights] * ranks})
 
     def close(self) -> None:
         """Let go of the connections."""
         self._engines.close()
 
 
-def _drain(engine: Engine, body: dict[str, Any]) -> None:
+def _drain(engine: Engine, path: str, body: dict[str, Any]) -> None:
     """Flush in the moment in which running requests are finished and new ones still wait for the update."""
     with ThreadPoolExecutor(1) as thread:
-        update = thread.submit(engine.post, _UPDATE, body)
+        update = thread.submit(engine.post, path, body)
         flushed = ended = False
         while not (flushed or ended):
             ended = bool(wait([update], timeout=_HEAD_START_S).done)
@@ -299,17 +321,17 @@ def _drain(engine: Engine, body: dict[str, Any]) -> None:
         logger.warning("%s is busy and kept its prefix cache: prompts it knows use old weights for now", engine.url)
 
 
-def _abort(engine: Engine, body: dict[str, Any]) -> None:
+def _abort(engine: Engine, path: str, body: dict[str, Any]) -> None:
     """Update and flush while nothing runs."""
     with _paused(engine, "abort"):
-        engine.post(_UPDATE, body)
+        engine.post(path, body)
         engine.post(_FLUSH)
 
 
-def _keep(engine: Engine, body: dict[str, Any]) -> None:
+def _keep(engine: Engine, path: str, body: dict[str, Any]) -> None:
     """Update under the requests."""
     with _paused(engine, "retract"):
-        engine.post(_UPDATE, body)
+        engine.post(path, body)
 
 
 @contextlib.contextmanager

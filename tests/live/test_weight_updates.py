@@ -108,16 +108,19 @@ def apart(policy: Policy, server: LiveServer) -> float:
     return statistics.fmean(found)
 
 
+@pytest.mark.parametrize("source", ["disk", "gpu"])
 @pytest.mark.parametrize("mode", ["keep", "abort", "drain"])
 def test_updates_in_a_row_while_requests_run_keep_every_reply_and_end_with_equal_logprobs(
-    live_server: LiveServer, mode: str, tmp_path: Path
+    live_server: LiveServer, mode: str, source: str, tmp_path: Path
 ):
+    if source == "gpu" and live_server.kind != "sglang":
+        pytest.skip("only SGLang takes weights from GPU memory")
     if live_server.kind == "embedded" and mode != "drain":
         pytest.skip("the embedded engine knows one way: it waits for running requests")
     fields: dict[str, Any] = (
         {"weight_sync": "embedded", "model_name": "smollm2-135m"}
         if live_server.kind == "embedded"
-        else {"weight_sync": live_server.kind, "sync_mode": mode, "model_name": live_server.model}
+        else {"weight_sync": live_server.kind, "sync_mode": mode, "sync_from": source, "model_name": live_server.model}
     )
     config = TrainingConfig(engine_urls=[live_server.url], **fields)
     policy, traffic, times = Policy(config), Traffic(live_server), []
@@ -135,8 +138,8 @@ def test_updates_in_a_row_while_requests_run_keep_every_reply_and_end_with_equal
     sync.close()
 
     print(
-        f"{mode}: {UPDATES} updates, median {statistics.median(times):.2f} s, max {max(times):.2f} s each; replies "
-        f"{dict(traffic.reasons)}, {traffic.unnamed} of them without a version; engine and trainer {fresh:.4f} "
+        f"{mode}, {source}: {UPDATES} updates, median {statistics.median(times):.3f} s, max {max(times):.3f} s; "
+        f"replies {dict(traffic.reasons)}, {traffic.unnamed} of them without a version; engine and trainer {fresh:.4f} "
         f"nats apart at the end, {stale:.4f} before the last push"
     )
     assert traffic.reasons["length"] > 0

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tiny_model import make_config
 
+from atroposlib.errors import ConfigError
 from atroposlib.example_trainer.exports import first_link, version_behind
 from atroposlib.example_trainer.weight_sync import WeightSyncError, make_sync
 
@@ -37,7 +39,7 @@ class FakeEngine:
                 self.wfile.write(reply)
 
             def do_GET(self):
-                reply = json.dumps({"version": engine.release}).encode()
+                reply = json.dumps({"version": engine.release, "tp_size": 2}).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(reply)))
                 self.end_headers()
@@ -171,6 +173,38 @@ def test_sglang_goes_on_also_when_the_update_failed(sync_of, engine):
     with pytest.raises(WeightSyncError, match="no such folder"):
         sync_of("sglang", [engine.url], sync_mode="keep").push(FakePolicy(), 1)
     assert engine.paths[-1] == "/continue_generation"
+
+
+def test_sglang_gets_places_in_gpu_memory_for_each_rank_and_a_folder_only_with_a_checkpoint(
+    sync_of, engine, tmp_path, monkeypatch
+):
+    class Shared:  # of a GPU, see tests/live/test_weight_updates.py
+        def __init__(self, policy):
+            self.messages = iter(["first", "second"])
+
+        def message(self, policy):
+            return next(self.messages)
+
+    monkeypatch.setattr("atroposlib.example_trainer.weight_sync.SharedWeights", Shared)
+    sync = sync_of("sglang", [engine.url], sync_mode="keep", sync_from="gpu", checkpoint_interval=2)
+    sync.push(FakePolicy(), 1)
+    assert list(tmp_path.glob("exports*/*")) == []
+    sync.push(FakePolicy(), 2)
+    sent = [body for path, body in engine.seen if path == "/update_weights_from_tensor"]
+    assert sent == [
+        {"weight_version": "1", "flush_cache": False, "serialized_named_tensors": ["first"] * 2},
+        {"weight_version": "2", "flush_cache": False, "serialized_named_tensors": ["second"] * 2},
+    ]
+    assert [folder.name for folder in tmp_path.rglob("model.safetensors")] != []
+
+
+def test_weights_of_a_cpu_are_not_handed_over_in_gpu_memory(sync_of, engine):
+    class OnCPU(FakePolicy):
+        device = torch.device("cpu")
+
+    with pytest.raises(ConfigError, match="the policy is on cpu; set sync_from to 'disk'"):
+        sync_of("sglang", [engine.url], sync_from="gpu").push(OnCPU(), 1)
+    assert engine.seen == []
 
 
 def test_every_engine_is_updated_and_v1_is_cut_off(sync_of, engine):

@@ -1,0 +1,86 @@
+"""Seconds of one weight update of a running SGLang, through a folder and from GPU memory, and what the engine has then.
+
+    python -m benchmarks.bench_sync --url http://127.0.0.1:9000 --model MODEL_FOLDER --mode keep
+
+Before each push the weights are moved a little. After the last one of each kind, the log-probabilities of random ids
+are asked from the engine and computed here: the mean difference is that between two ways to compute the same numbers.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import torch
+
+from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.policy import Policy
+from atroposlib.example_trainer.weight_sync import SGLangSync
+
+
+@torch.no_grad()
+def move(policy: Policy, scale: float) -> None:
+    """Multiply every weight matrix by a random number close to 1 for each of its values."""
+    for value in policy.trainable:
+        value.mul_(1 + scale * torch.randn_like(value))
+
+
+@torch.no_grad()
+def gap(policy: Policy, url: str, ids: list[int]) -> float:
+    """Return the mean difference, in nats, of the log-probabilities of ids 1 to n."""
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0}
+    told = httpx.post(f"{url}/generate", json=body, timeout=60).raise_for_status().json()["meta_info"]
+    theirs = torch.tensor([entry[0] for entry in told["input_token_logprobs"][1:]])
+    tensor = torch.tensor([ids], device=policy.device)
+    with torch.autocast(policy.device.type, policy.dtype):
+        logits = policy.bare(input_ids=tensor, use_cache=False).logits
+    ours = logits.float().log_softmax(-1)[0, :-1].gather(-1, tensor[0, 1:, None])[:, 0].cpu()
+    return float((ours - theirs).abs().mean())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", required=True, help="A running SGLang that serves the model.")
+    parser.add_argument("--model", required=True, help="Its folder.")
+    parser.add_argument("--mode", default="keep", choices=["drain", "abort", "keep"], help="sync_mode.")
+    parser.add_argument("--pushes", type=int, default=8, help="Of each kind.")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "model_name": args.model,
+            "weight_sync": "sglang",
+            "sync_mode": args.mode,
+            "engine_urls": [args.url],
+        }
+        kinds = {
+            source: TrainingConfig.model_validate(settings | {"sync_from": source, "checkpoint_interval": 10**6})
+            for source in ("disk", "gpu")
+        }
+        policy = Policy(kinds["disk"])
+        size = sum(value.numel() for value in policy.trainable) * torch.finfo(policy.dtype).bits / 8e9
+        ids = torch.randint(100, 10_000, (256,), generator=torch.Generator().manual_seed(0)).tolist()
+        print(f"{size:.2f} GB, {args.mode}: before the first push {gap(policy, args.url, ids):.4f} nats", flush=True)
+        version = 0
+        for source, config in kinds.items():
+            sync, seconds, stale = SGLangSync(config, Path(folder)), [], 0.0
+            for _ in range(args.pushes):
+                move(policy, 0.02)
+                stale = gap(policy, args.url, ids)
+                version += 1
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                sync.push(policy, version)
+                seconds.append(time.perf_counter() - started)
+            print(
+                f"{source}: first {seconds[0]:.3f} s, then median {statistics.median(seconds[1:]):.3f} s; "
+                f"{stale:.4f} nats before the last one, {gap(policy, args.url, ids):.4f} after it"
+            )
+            sync.close()
+
+
+if __name__ == "__main__":
+    main()
