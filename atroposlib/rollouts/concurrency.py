@@ -162,8 +162,7 @@ GOLDEN = (3 - math.sqrt(5)) / 2
 CLOSE = 1.5  # neighbours of the best number that are no further away enclose it
 GAIN = 0.06
 CLEAR = 2.0  # standard errors
-LATENCY = 0.1  # exponent: twice as many groups, each of which then takes longer, must bring 7% more groups per second
-SAME = 0.975  # of the best such value: then fewer groups are preferred
+SAME = 0.975  # of the best rate: then fewer groups are preferred
 WORSE = 0.92  # of the best rate ends the climb
 CHANGED = 0.7  # a rate at the same number below this share of the known one (or as much above) is another engine
 FLAT, FLAT_SLOW = 8, 2  # times the best number end a climb without a gain, the second where a group takes `SLOW_S`
@@ -226,9 +225,8 @@ class BracketSearch:
             self._hold(rate)
         else:
             self._note(rate, now, took_s)
-        worth = {number: known.rate * number**-LATENCY for number, known in self._known.items()}
-        top = max(worth.values())
-        best = min(number for number, value in worth.items() if value >= SAME * top)
+        top = max(known.rate for known in self._known.values())
+        best = min(number for number, known in self._known.items() if known.rate >= SAME * top)
         if self.best is not None and best > self.best:
             self._far = 0
         self.best = best
