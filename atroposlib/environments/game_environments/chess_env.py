@@ -8,7 +8,6 @@ level 4 on, and against itself, both sides are whole. Games begin with a few ran
 does follows from the item and the replies.
 """
 
-import asyncio
 import random
 import re
 import shutil
@@ -16,19 +15,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from pydantic import Field, PositiveInt
 
+from atroposlib.environments.game_environments.uci_engine import UciEngine
 from atroposlib.environments.multi_turn import End, MultiTurnConfig, MultiTurnEnv, Reply, Step, World, last_move
 from atroposlib.errors import ConfigError
 
 if TYPE_CHECKING:
     import chess  # pyright: ignore[reportMissingImports]
-    import chess.engine  # pyright: ignore[reportMissingImports]
 
 HANDICAPS = (("d", "a", "h"), ("d",), ("a",))
 """Files of the pieces that the opponent lacks, by level."""
 VALUES = (0, 1, 3, 3, 5, 9, 0)
 """Pawns that a piece is worth, by its number in `chess`: pawn, knight, bishop, rook, queen, king."""
 _OPENING = 4  # random half-moves
-_ENGINE_TIMEOUT_S = 30.0
 
 
 class ChessConfig(MultiTurnConfig):
@@ -56,7 +54,7 @@ class Game(TypedDict):
 class ChessWorld(World):
     """One game: a win earns 1; a draw, or a game that is not over at the limit of turns, 1/2; a loss nothing."""
 
-    def __init__(self, item: Game, config: ChessConfig, engine: "UciEngine | None") -> None:
+    def __init__(self, item: Game, config: ChessConfig, engine: UciEngine | None) -> None:
         import chess  # pyright: ignore[reportMissingImports]
 
         self.board = chess.Board(item["fen"])
@@ -138,49 +136,6 @@ class ChessWorld(World):
             ]
         legal = [f"Legal moves: {', '.join(map(self.board.san, self.board.legal_moves))}"] * self.config.show_legal
         return "\n".join([*rules, *([news] if news else []), f"{self.board}\nFEN: {self.board.fen()}", *legal])
-
-
-class UciEngine:
-    """A program that speaks UCI, started when it is first asked and again when it died; one question at a time."""
-
-    def __init__(self, program: str) -> None:
-        self.program, self.lock = program, asyncio.Lock()
-        self.running: tuple[asyncio.SubprocessTransport, chess.engine.UciProtocol] | None = None
-
-    async def move(self, board: "chess.Board", nodes: int) -> "chess.Move":
-        """Return its move; it forgets what it looked at before, so that the same position has the same answer.
-
-        Raises:
-            TimeoutError, chess.engine.EngineError: it gave none.
-        """
-        import chess.engine  # pyright: ignore[reportMissingImports]
-
-        async with self.lock:
-            try:
-                async with asyncio.timeout(_ENGINE_TIMEOUT_S):
-                    protocol = self.running[1] if self.running else await self._started()
-                    played = await protocol.play(board, chess.engine.Limit(nodes=nodes), game=object())
-            except BaseException:
-                await self.close()
-                raise
-        if played.move is None:
-            raise chess.engine.EngineError(f"{self.program} gives no move for {board.fen()}")
-        return played.move
-
-    async def _started(self) -> "chess.engine.UciProtocol":
-        import chess.engine  # pyright: ignore[reportMissingImports]
-
-        transport, protocol = await chess.engine.popen_uci(self.program)
-        self.running = (transport, protocol)
-        await protocol.configure({name: 1 for name in ("Threads", "Hash") if name in protocol.options})
-        return protocol
-
-    async def close(self) -> None:
-        """Kill it."""
-        if self.running is not None:
-            (transport, protocol), self.running = self.running, None
-            transport.close()
-            await asyncio.wait([protocol.returncode], timeout=_ENGINE_TIMEOUT_S)
 
 
 class ChessEnv(MultiTurnEnv):
