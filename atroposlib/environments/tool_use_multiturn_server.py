@@ -8,6 +8,7 @@ Function-Calling Leaderboard's set multi_turn_base (v4), whose classes and files
 """
 
 import asyncio
+import importlib.util
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, NotRequired, TypedDict
@@ -41,7 +42,7 @@ from atroposlib.environments.tool_use.boxes import SERVICES, Compared, Spec, com
 from atroposlib.environments.tool_use.inline import Inline, calling_inside
 from atroposlib.environments.tool_use.office import Office, Wish, make_office, make_wish, tools_of
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
-from atroposlib.errors import DataError, EnvironmentFault
+from atroposlib.errors import ConfigError, DataError, EnvironmentFault
 from atroposlib.sandbox.workers import SandboxError, WorkerPool
 
 _BOXES = "atroposlib.environments.tool_use.boxes"
@@ -193,6 +194,8 @@ class MultiTurnToolCallingEnv(MultiTurnEnv):
         await super().setup()
         if self.config.dataset is not None:
             package_folder()
+            if importlib.util.find_spec("mpmath") is None:
+                raise ConfigError("BFCL's calculator needs the package mpmath; run: pip install mpmath")
             found = read_tasks(self.config.dataset)
             self.tasks = Split(train=found, test=found) if self.config.eval_all else tenth_kept(found, _FILE)
             self.pool = WorkerPool(workers=self.config.workers, timeout_s=self.config.tool_timeout_s, memory_mb=1024)
