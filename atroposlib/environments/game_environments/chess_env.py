@@ -33,7 +33,9 @@ class ChessConfig(MultiTurnConfig):
     """Against whom, and what moves earn. `max_turns` limits the model's moves."""
 
     opponent: Literal["random", "engine", "self"] = Field(
-        "random", description="random: legal moves; engine: a program; self: the model plays both sides."
+        "random",
+        description="random: legal moves; engine: a program; self: the model plays both sides, so that a group "
+        "has up to twice group_size sequences, which a trainer's batch_size must take.",
     )
     engine: str = Field("stockfish", description="Program that speaks UCI: a path, or a name on PATH.")
     engine_nodes: PositiveInt = Field(1000, description="Positions that the engine looks at for one move.")
