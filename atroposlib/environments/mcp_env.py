@@ -21,14 +21,12 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from atroposlib.environments.multi_turn import Message, MultiTurnConfig, MultiTurnEnv, Reply, Step, World, last_move
 from atroposlib.environments.rows import Row, Split, item_at, load_split
 from atroposlib.environments.single_turn import Part
-from atroposlib.environments.tool_calling_server import written
+from atroposlib.environments.tool_calling_server import shown, written
 from atroposlib.environments.tool_use.bfcl import WrittenCall
 from atroposlib.environments.tool_use.mcp_session import Session, SessionPool
 from atroposlib.errors import EnvironmentFault
 
 INVENTORY = [sys.executable, str(Path(__file__).parent / "tool_use" / "inventory_server.py")]
-MOST_RESULT = 8000
-"""Characters of a result that the model sees."""
 _ARTICLES = ["lamps", "chairs", "kettles", "routers", "tripods", "ladders", "mirrors", "shelves", "fans", "stools"]
 
 
@@ -96,7 +94,7 @@ class McpWorld(World):
             content = "Error: the arguments are no JSON object"
             if call.arguments is not None:
                 content = await self._call({"name": call.name, "arguments": call.arguments})
-            said.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content[:MOST_RESULT]})
+            said.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": shown(content)})
         return Step(said)
 
     async def _is_right(self, text: str) -> bool:

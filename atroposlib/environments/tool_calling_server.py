@@ -24,6 +24,8 @@ from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import ConfigError
 
 NO_CALL = "No function fits."
+MOST_RESULT = 8000
+"""Characters of a tool's result that the model sees."""
 MADE: tuple[SetName, ...] = ("simple", "multiple", "parallel", "parallel_multiple", "irrelevance")
 
 
@@ -131,6 +133,12 @@ def written(calls: Any) -> str:
     """Return calls (name, arguments) in the form `hermes`; "" for none."""
     made = [WrittenCall(call["name"], dumped(call["arguments"])) for call in calls]
     return tool_format("hermes").write(made)
+
+
+def shown(result: str) -> str:
+    """Return a tool's result as the model sees it; one that is cut says so."""
+    left = len(result) - MOST_RESULT
+    return result if left <= 0 else f"{result[:MOST_RESULT]} [{left} more characters]"
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message]:

@@ -28,7 +28,7 @@ from atroposlib.environments.multi_turn import (
 )
 from atroposlib.environments.rows import Split, item_at, tenth_kept
 from atroposlib.environments.single_turn import Part
-from atroposlib.environments.tool_calling_server import written
+from atroposlib.environments.tool_calling_server import shown, written
 from atroposlib.environments.tool_use.bfcl import (
     WrittenCall,
     call_of,
@@ -47,8 +47,6 @@ from atroposlib.sandbox.workers import SandboxError, WorkerPool
 
 _BOXES = "atroposlib.environments.tool_use.boxes"
 _FILE = "BFCL_v4_multi_turn_base.json"
-MOST_RESULT = 8000
-"""Characters of a result that the model sees."""
 
 
 class ToolUseConfig(MultiTurnConfig):
@@ -100,7 +98,7 @@ class ToolUseWorld(World):
             self.steps += 1
             results = await self.run(reply.calls)
             said: list[Message] = [
-                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result[:MOST_RESULT]}
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": shown(result)}
                 for call, result in zip(reply.calls, results, strict=True)
             ]
             return Step(said, self.steps >= self.config.max_steps)

@@ -12,7 +12,7 @@ from fakes import FakeTokenizer
 
 from atroposlib.environments.multi_turn import message_of, reply_of
 from atroposlib.environments.policies import scripted
-from atroposlib.environments.tool_calling_server import NO_CALL, SingleToolCallingEnv, ToolWorld, written
+from atroposlib.environments.tool_calling_server import NO_CALL, SingleToolCallingEnv, ToolWorld, shown, written
 from atroposlib.environments.tool_use.answers import fault_of, is_right
 from atroposlib.environments.tool_use.bfcl import data_folder, read_problems, right_calls, tool_of
 from atroposlib.envs.base import APIServerConfig
@@ -115,6 +115,10 @@ def test_functions_become_tools_with_the_types_of_json_schema():
         "object",
         "string",
     )
+
+
+def test_a_long_result_says_that_it_is_cut():
+    assert (shown("x" * 8000), shown("x" * 8003)) == ("x" * 8000, "x" * 8000 + " [3 more characters]")
 
 
 def test_a_folder_without_the_files_is_refused_with_what_to_do(tmp_path):
