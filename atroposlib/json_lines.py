@@ -50,7 +50,7 @@ def read_leniently(data: bytes) -> Any:
     )
 
 
-def strict_json(value: Any) -> bytes:
+def strict_json(value: object) -> bytes:
     """Return what `read_leniently` gave as JSON that every parser takes: U+FFFD in place of broken text."""
     return LONE_SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False)).encode()
 
@@ -102,7 +102,7 @@ def to_json(value: object, default: Callable[[object], object] = jsonable) -> by
         return orjson.dumps(_fit(value, default, ()), option=_OPTIONS)
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: object) -> Any:
     """`value` as it will be read again."""
     return orjson.loads(to_json(value))
 

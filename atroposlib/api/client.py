@@ -366,7 +366,7 @@ class TrainerClient(RepeatingClient):
         return (await self.request("GET", "/status", deadline_s=deadline_s)).json()
 
 
-def _post_body(groups: Sequence[Mapping[str, Any]], env: RegisteredEnv) -> tuple[bytes, int]:
+def _post_body(groups: Sequence[Mapping[str, object]], env: RegisteredEnv) -> tuple[bytes, int]:
     """Return a `/scored_data_list` body of the first groups, and how many: as many as fit, at least one.
 
     JSON for a server that gave no `run_id`: it is none of ours and knows nothing else.

@@ -215,7 +215,7 @@ def read_binary(body: bytes) -> list[EncodedGroup]:
 _decode_parts_list = msgspec.msgpack.Decoder(list[_Parts], ext_hook=unpack_matrix).decode
 
 
-def _each(found: Iterable[Any], check: Callable[[Any], EncodedGroup]) -> list[EncodedGroup]:
+def _each(found: Iterable[object], check: Callable[[Any], EncodedGroup]) -> list[EncodedGroup]:
     groups = []
     for i, item in enumerate(found):
         try:

@@ -96,7 +96,7 @@ def unpack_matrix(code: int, data: memoryview) -> Matrix:
     return Matrix(code, lengths.tolist(), np.frombuffer(data, dtype, offset=begin))
 
 
-def encode_group(group: Mapping[str, Any]) -> bytes:
+def encode_group(group: Mapping[str, object]) -> bytes:
     """Return the binary form of a group of Python or numpy numbers; what fits no array stays in the head.
 
     Raises:

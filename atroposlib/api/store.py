@@ -492,7 +492,7 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _finish(job: _Job, result: Any, error: Exception | None) -> None:
+def _finish(job: _Job, result: object, error: Exception | None) -> None:
     """Wake the request that waits for a job."""
 
     def wake() -> None:

@@ -146,7 +146,7 @@ def calls_of(message: Message) -> list[tuple[str, Any]]:
     return [(str(function.get("name") or ""), function.get("arguments")) for function in functions]
 
 
-def parsed_arguments(arguments: Any) -> Any:
+def parsed_arguments(arguments: object) -> Any:
     """The arguments of a call as JSON, where they are text that holds an object; else as they are."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -89,7 +89,7 @@ def arrow_type(arrow: Any, shape: Shape) -> Any:
     return kinds.get(shape.kind, arrow.string)()
 
 
-def _shape_of(value: Any, key: str, *, in_list: bool = False) -> Shape:
+def _shape_of(value: object, key: str, *, in_list: bool = False) -> Shape:
     if isinstance(value, list):
         return _JSON if key in _ALWAYS_TEXT else Shape("list", item=_item_shape(value, key))
     if isinstance(value, dict):

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 WINDOW_TOKENS = 2_000_000  # of ids held at once: 16 MB with their labels
 
 
-def pack(records: Iterable[Mapping[str, Any]], row_tokens: int) -> Iterator[dict[str, Any]]:
+def pack(records: Iterable[Mapping[str, object]], row_tokens: int) -> Iterator[dict[str, Any]]:
     """Best-fit decreasing over windows of `WINDOW_TOKENS`; a sequence is never split.
 
     Args:

@@ -329,11 +329,11 @@ def _changed(call: Any, change: Callable[[Any], Any]) -> Any:
     return {**call, "function": function} if "function" in call else function
 
 
-def _as_recorded(arguments: Any) -> Any:
+def _as_recorded(arguments: object) -> Any:
     return arguments
 
 
-def _as_text(arguments: Any) -> Any:
+def _as_text(arguments: object) -> Any:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
@@ -352,7 +352,7 @@ def _holds_calls(body: str, form: Message) -> bool:
     return True
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: object) -> Iterator[str]:
     """Every key and value of a call's arguments, as a template may write it."""
     if isinstance(value, dict):
         for key, inner in value.items():

@@ -176,7 +176,7 @@ class _PlainChatIds:
         return (_unpickled, (type(self).__mro__[2], *rest), *state)
 
 
-def _unpickled(base: type, *arguments: Any) -> Any:
+def _unpickled(base: type, *arguments: object) -> Any:
     made = _with_plain_chat_ids(base)
     return made.__new__(made, *arguments)
 

@@ -189,7 +189,7 @@ def _response_problem(record: RolloutRecord, index: int) -> tuple[str, str] | No
 _MASK = "mask that does not fit the ids"
 
 
-def _logprob_problem(values: Any, masked: Array) -> str | None:
+def _logprob_problem(values: object, masked: Array) -> str | None:
     if values is None:
         return None
     try:
@@ -208,11 +208,11 @@ def _logprob_problem(values: Any, masked: Array) -> str | None:
     return None
 
 
-def _count(values: Any) -> int:
+def _count(values: object) -> int:
     return len(values) if isinstance(values, Sequence) else 1
 
 
-def _whole_numbers(values: Any) -> Array:
+def _whole_numbers(values: object) -> Array:
     return np.array(msgspec.convert(values, list[int]), np.int64)
 
 

@@ -317,7 +317,7 @@ def _typed_flags(texts: Mapping[str, list[str]], models: Mapping[str, type[BaseM
     return {flag: parse_value(values, known[flag], flag=flag) for flag, values in texts.items()}
 
 
-def _check_yaml(config: Mapping[str, Any], models: Mapping[str, type[BaseModel]]) -> None:
+def _check_yaml(config: Mapping[str, object], models: Mapping[str, type[BaseModel]]) -> None:
     refuse_unknown(
         map(str, config), [*(name for name in models if name), *models[""].model_fields], what="key in the YAML file"
     )
@@ -340,7 +340,7 @@ _LEGACY = {OPENAI_NAMESPACE: ("weight",)}
 """Settings that older YAML files carry; accepted and ignored."""
 
 
-def _namespace(flags: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _namespace(flags: Mapping[str, object], name: str) -> dict[str, Any]:
     prefix = name + NAMESPACE_SEP
     return {key.removeprefix(prefix): value for key, value in flags.items() if key.startswith(prefix)}
 
@@ -371,7 +371,7 @@ def _servers(
         raise _as_config_error(error, OPENAI_NAMESPACE) from None
 
 
-def _validated(model: type[Any], values: Mapping[str, Any], name: str) -> Any:
+def _validated(model: type[Any], values: Mapping[str, object], name: str) -> Any:
     try:
         return model(**values)
     except ValidationError as error:

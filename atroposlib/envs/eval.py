@@ -62,8 +62,8 @@ def evaluate_log(
     model_name: str | None = None,
     start_time: float | None = None,
     end_time: float | None = None,
-    generation_parameters: Mapping[str, Any] | None = None,
-    samples: Sequence[Any] | None = None,
+    generation_parameters: Mapping[str, object] | None = None,
+    samples: Sequence[object] | None = None,
     verbose: bool = True,
 ) -> None:
     """Write `metrics.json` and, with samples, `samples.jsonl`; both appear whole or not at all.

@@ -67,7 +67,7 @@ def group_detail(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def tokens_of(record: Mapping[str, Any], index: int, start: int) -> Tokens | None:
+def tokens_of(record: Mapping[str, object], index: int, start: int) -> Tokens | None:
     """Return `PAGE_TOKENS` tokens of one response from `start`; None where no ids were recorded."""
     ids, masks = _at(record, "tokens", index), _at(record, "masks", index)
     if not (ids and masks and isinstance(ids, list) and isinstance(masks, list)):
@@ -123,7 +123,7 @@ def _is_channel(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, int | float | None) for each in value)
 
 
-def _at(record: Mapping[str, Any], key: str, index: int) -> Any:
+def _at(record: Mapping[str, object], key: str, index: int) -> Any:
     rows = record.get(key)
     return rows[index] if isinstance(rows, list) and index < len(rows) else None
 
@@ -136,7 +136,7 @@ def _short(unscored: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in unscored.items() if key not in ("tokens", "masks", "inference_logprobs")}
 
 
-def _data_images(value: Any) -> list[str]:
+def _data_images(value: object) -> list[str]:
     """Images that are held in the record itself; nothing is fetched from elsewhere."""
     if isinstance(value, str):
         return [value] if value.startswith("data:image/") else []

@@ -14,7 +14,6 @@ import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
@@ -110,7 +109,7 @@ class _Run:
                         await ticker
                     self._publish()
 
-    async def _until_stopped(self, work: Coroutine[Any, Any, None], stop: "asyncio.Future[str]") -> None:
+    async def _until_stopped(self, work: Coroutine[object, object, None], stop: "asyncio.Future[str]") -> None:
         """Run `work`; a stop signal ends it with Stopped."""
         task = asyncio.create_task(work)
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)

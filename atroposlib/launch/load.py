@@ -21,7 +21,7 @@ _PATH_KEYS = ("path", "dir", "folder", "file")
 """Endings of an environment's keys whose values are paths."""
 
 
-def load_config(path: Path, changes: Sequence[str] = (), **overrides: Any) -> DatagenConfig:
+def load_config(path: Path, changes: Sequence[str] = (), **overrides: object) -> DatagenConfig:
     """Read and check one YAML file; every path in it comes back expanded, script and run_dir absolute.
 
     Args:

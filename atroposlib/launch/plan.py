@@ -81,7 +81,7 @@ def environment_flags(config: DatagenConfig) -> list[str]:
     return [f"--env.{key}={_as_text(value)}" for key, value in config.environment.flags.items()]
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     """Text as it is, anything else as JSON, which the environment reads as YAML."""
     return value if isinstance(value, str) else json.dumps(value)
 

@@ -341,7 +341,7 @@ class EarlierRollouts:
         return self._parsed[item_key]
 
 
-def sampling_of(params: Mapping[str, Any] | None) -> dict[str, Any]:
+def sampling_of(params: Mapping[str, object] | None) -> dict[str, Any]:
     """Return the parameters that shape the distribution, by one name each.
 
     >>> sampling_of({"n": 4, "max_new_tokens": 8, "temperature": 1.0, "sampling_seed": 3})

@@ -27,7 +27,7 @@ def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) ->
 
 def parse_tool_call(
     response: str,
-    available_tools: Sequence[Mapping[str, Any]] | None = None,
+    available_tools: Sequence[Mapping[str, object]] | None = None,
     preferred_tags: Sequence[str] | None = None,
 ) -> tuple[str, dict[str, Any], bool]:
     """The first tool call of a response.

@@ -64,7 +64,7 @@ class AccuracyReward(RewardFunction):
 
 
 def accuracy_reward(
-    completions: Sequence[Completion], solution: Any = None, ground_truth: Any = None, **kwargs: Any
+    completions: Sequence[Completion], solution: object = None, ground_truth: object = None, **kwargs: object
 ) -> list[float]:
     """`AccuracyReward` with its defaults."""
     return AccuracyReward().compute(completions, solution=solution, ground_truth=ground_truth, **kwargs)

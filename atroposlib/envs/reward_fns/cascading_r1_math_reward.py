@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from atroposlib.envs.reward_fns.accuracy_reward import accuracy_reward
 from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction
@@ -13,13 +12,13 @@ __all__ = ["accuracy_reward", "cascading_r1_math_reward", "format_reward"]
 _ONE_BLOCK_FIRST = re.compile(r"<think>(?:(?!</?think>).)*</think>(?:(?!</?think>).)*", re.DOTALL)
 
 
-def format_reward(completions: Sequence[Completion], reward_value: float = 0.5, **kwargs: Any) -> list[float]:
+def format_reward(completions: Sequence[Completion], reward_value: float = 0.5, **kwargs: object) -> list[float]:
     """`reward_value` when a completion starts with its only think block, else 0.0. Other tags are allowed."""
     contents = map(RewardFunction.get_content, completions)
     return [reward_value if _ONE_BLOCK_FIRST.fullmatch(content) else 0.0 for content in contents]
 
 
-def cascading_r1_math_reward(completions: Sequence[Completion], solution: Any, **kwargs: Any) -> list[float]:
+def cascading_r1_math_reward(completions: Sequence[Completion], solution: object, **kwargs: object) -> list[float]:
     """1.0 for the right answer, 1.5 when it is also well formed, 0.0 for a wrong one, `Unscored` for one not judged.
 
     Args:

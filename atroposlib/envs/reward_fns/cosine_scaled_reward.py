@@ -70,7 +70,7 @@ class CosineScaledReward(RewardFunction):
         return min(self.max_reward, max(self.min_reward, 1.0 - self.scale_factor * (1.0 - similarity)))
 
 
-def cosine_scaled_reward(completions: Sequence[Completion], solution: Any = None, **kwargs: Any) -> list[float]:
+def cosine_scaled_reward(completions: Sequence[Completion], solution: object = None, **kwargs: object) -> list[float]:
     """`CosineScaledReward` with its defaults."""
     return CosineScaledReward().compute(completions, solution=solution, **kwargs)
 

@@ -55,6 +55,6 @@ class CrosswordFormatReward(RewardFunction):
         return any(not set(word.upper()) <= set(self.valid_chars) for word in words)
 
 
-def crossword_format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+def crossword_format_reward(completions: Sequence[Completion], **kwargs: object) -> list[float]:
     """`CrosswordFormatReward` with its defaults."""
     return CrosswordFormatReward().compute(completions, **kwargs)

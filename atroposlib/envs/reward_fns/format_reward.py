@@ -47,7 +47,7 @@ class FormatReward(RewardFunction):
 
 
 def format_reward(
-    completions: Sequence[Completion], preferred_tags: Sequence[str] | None = None, **kwargs: Any
+    completions: Sequence[Completion], preferred_tags: Sequence[str] | None = None, **kwargs: object
 ) -> list[float]:
     """`FormatReward` with one of the tags."""
     return FormatReward(preferred_tags=preferred_tags).compute(completions, **kwargs)

@@ -108,7 +108,7 @@ def default_judge() -> MathJudge:
     return MathJudge(workers=max(2, min(8, (os.cpu_count() or 2) // 2)))
 
 
-def judge(replies: Sequence[str], gold: Gold | Sequence[Gold], **options: Any) -> list[Verdict]:
+def judge(replies: Sequence[str], gold: Gold | Sequence[Gold], **options: object) -> list[Verdict]:
     """Judge replies [G] with the judge of this process.
 
     Args:

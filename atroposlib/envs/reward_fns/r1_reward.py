@@ -150,16 +150,16 @@ class R1Reward(RewardFunction):
         return [form + answer for form, answer in zip(forms, answers, strict=True)]
 
 
-def format_reasoning_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+def format_reasoning_reward(completions: Sequence[Completion], **kwargs: object) -> list[float]:
     """`FormatReasoningReward` with its defaults."""
     return FormatReasoningReward().compute(completions, **kwargs)
 
 
-def accuracy_reward(completions: Sequence[Completion], solution: Any, **kwargs: Any) -> list[float]:
+def accuracy_reward(completions: Sequence[Completion], solution: object, **kwargs: object) -> list[float]:
     """`AccuracyXReward` with its defaults."""
     return AccuracyXReward().compute(completions, solution=solution, **kwargs)
 
 
-def r1_reward(completions: Sequence[Completion], solution: Any, **kwargs: Any) -> list[float]:
+def r1_reward(completions: Sequence[Completion], solution: object, **kwargs: object) -> list[float]:
     """`R1Reward` with its defaults."""
     return R1Reward().compute(completions, solution=solution, **kwargs)

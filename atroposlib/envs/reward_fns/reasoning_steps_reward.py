@@ -65,6 +65,6 @@ class ReasoningStepsReward(RewardFunction):
         return min(1.0, steps + base)
 
 
-def reasoning_steps_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+def reasoning_steps_reward(completions: Sequence[Completion], **kwargs: object) -> list[float]:
     """`ReasoningStepsReward` with its defaults."""
     return ReasoningStepsReward().compute(completions, **kwargs)

@@ -143,7 +143,7 @@ def _has_module(stem: str) -> bool:
     return stem.isidentifier() and importlib.util.find_spec(f"{__package__}.{stem}") is not None
 
 
-def _named(config: Any) -> Iterator[str]:
+def _named(config: object) -> Iterator[str]:
     yield from _names(getattr(config, "reward_functions", None))
     yield from _names(getattr(config, "reward_funcs", None))
     for dataset in getattr(config, "datasets", None) or ():

@@ -104,12 +104,14 @@ class RepetitionPenaltyReward(RewardFunction):
         }
 
 
-def repetition_penalty_reward(completions: Sequence[Completion], threshold: float = 0.05, **kwargs: Any) -> list[float]:
+def repetition_penalty_reward(
+    completions: Sequence[Completion], threshold: float = 0.05, **kwargs: object
+) -> list[float]:
     """`RepetitionPenaltyReward` with its defaults."""
     return RepetitionPenaltyReward(threshold=threshold).compute(completions, **kwargs)
 
 
-def _repeats(things: Iterable[Any]) -> int:
+def _repeats(things: Iterable[object]) -> int:
     """Return how many of them came before."""
     counts = Counter(things)
     return counts.total() - len(counts)

@@ -95,7 +95,7 @@ class RewardFunction(ABC):
             return _text(message) if isinstance(message, Mapping) else ""
         return next((_text(message) for message in completion if _is_assistant(message)), "")
 
-    def _checked(self, completions: Sequence[Completion], kwargs: Mapping[str, Any]) -> list[float]:
+    def _checked(self, completions: Sequence[Completion], kwargs: Mapping[str, object]) -> list[float]:
         try:
             rewards = self._computed(completions, kwargs)
         except (EngineFault, KilledFault):
@@ -115,7 +115,7 @@ class RewardFunction(ABC):
             raise faults[0]
         return checked
 
-    def _computed(self, completions: Sequence[Completion], kwargs: Mapping[str, Any]) -> list[float]:
+    def _computed(self, completions: Sequence[Completion], kwargs: Mapping[str, object]) -> list[float]:
         try:
             return self.compute(completions, **kwargs)
         except RolloutFault:
@@ -125,7 +125,7 @@ class RewardFunction(ABC):
                 f"reward function {self.name} failed on a group of {len(completions)}: {type(error).__name__}: {error}"
             ) from error
 
-    def _alone(self, index: int, completions: Sequence[Completion], kwargs: Mapping[str, Any]) -> float:
+    def _alone(self, index: int, completions: Sequence[Completion], kwargs: Mapping[str, object]) -> float:
         """The reward of one completion, with its own part of the lists that have one entry for each."""
         size = len(completions)
         own = {
@@ -143,7 +143,7 @@ class RewardFunction(ABC):
         return Unscored(VerifierFault(f"reward function {self.name} gave {reward!r}; expected one finite number each"))
 
 
-def one_each(value: Any, completions: Sequence[Completion], *, needed_by: str, keyword: str) -> list[Any]:
+def one_each(value: object, completions: Sequence[Completion], *, needed_by: str, keyword: str) -> list[Any]:
     """[G] solutions: a list is one per completion, anything else holds for all.
 
     Raises:
@@ -158,7 +158,7 @@ def one_each(value: Any, completions: Sequence[Completion], *, needed_by: str, k
     return value
 
 
-def _is_assistant(message: Any) -> bool:
+def _is_assistant(message: object) -> bool:
     return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 

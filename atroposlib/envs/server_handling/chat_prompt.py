@@ -27,14 +27,14 @@ def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any = None
     return tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=_wants_reply(messages), **extra)
 
 
-def shows_tools(tokenizer: Any) -> bool:
+def shows_tools(tokenizer: object) -> bool:
     """Return whether the chat template has a place for `tools`; True where it cannot be read."""
     template = getattr(tokenizer, "chat_template", "tools")
     is_jinja = isinstance(template, str) and "{" in template  # several templates by name are a dict
     return not _has_no_template(tokenizer) and not (is_jinja and "tools" not in template)
 
 
-def knows_developer(tokenizer: Any) -> bool:
+def knows_developer(tokenizer: object) -> bool:
     """Return whether the chat template has a place for messages of a developer."""
     template = getattr(tokenizer, "chat_template", None)
     return isinstance(template, str) and "developer" in template
@@ -55,7 +55,7 @@ def opened_thought(tokenizer: Any, messages: Sequence[dict[str, Any]], prompt: s
     return opening[0] if opening else ""
 
 
-def render_keeping_thoughts(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any = None) -> str:
+def render_keeping_thoughts(tokenizer: object, messages: Sequence[dict[str, Any]], tools: object = None) -> str:
     """As `render`, but think blocks of earlier assistant turns stay: the template sees other words for the tags."""
     text = render(tokenizer, [_swap(message, _THINK_MARKS) for message in messages], tools)
     for tag, mark in _THINK_MARKS.items():
@@ -63,7 +63,9 @@ def render_keeping_thoughts(tokenizer: Any, messages: Sequence[dict[str, Any]], 
     return text
 
 
-def render_after_turn(tokenizer: Any, messages: Sequence[dict[str, Any]], turn: int, tools: Any = None) -> str | None:
+def render_after_turn(
+    tokenizer: object, messages: Sequence[dict[str, Any]], turn: int, tools: object = None
+) -> str | None:
     """The template's text behind the content of `messages[turn]`; None when the template does not show it once.
 
     Between the first user's message and that turn the template is shown nothing, so that a long history costs nothing,
@@ -92,7 +94,7 @@ def _same_by_shape(tokenizer: Any) -> dict[tuple[Any, ...], bool]:
     return {}
 
 
-def _behind(tokenizer: Any, messages: Sequence[dict[str, Any]], turn: int, tools: Any) -> str | None:
+def _behind(tokenizer: object, messages: Sequence[dict[str, Any]], turn: int, tools: object) -> str | None:
     marked = [*messages[:turn], {**messages[turn], "content": TURN_MARK}, *messages[turn + 1 :]]
     _, mark, after = render(tokenizer, marked, tools).partition(TURN_MARK)
     return after if mark and TURN_MARK not in after else None

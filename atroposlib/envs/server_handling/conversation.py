@@ -134,7 +134,7 @@ class Reader:
         return Turn(said, None if shown is None else self._as_text(shown), keys)
 
 
-def copied(message: Any) -> Any:
+def copied(message: object) -> Any:
     """A message (or a part of one) that later changes by its owner do not reach; pydantic objects become dicts."""
     if isinstance(message, Mapping):
         return {key: copied(value) for key, value in message.items()}
@@ -234,7 +234,7 @@ def keys_of(message: Message, *, is_generated: bool = False) -> tuple[Hashable, 
     return tuple(keys)
 
 
-def canonical(value: Any) -> bytes:
+def canonical(value: object) -> bytes:
     """JSON of a value, the same for equal ones whatever the order of their keys."""
     try:
         return orjson.dumps(value, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
@@ -257,7 +257,7 @@ def _present(message: Message) -> Message:
     return {key: value for key, value in message.items() if value is not None and value != "" and value != []}
 
 
-def _name_of(value: Any) -> bytes | None:
+def _name_of(value: object) -> bytes | None:
     """A name that only equal JSON has; None where it is none: an object of a client, a number of more than 64 bits."""
     try:
         return xxh3_128_digest(orjson.dumps(value))

@@ -57,7 +57,7 @@ class DummyManagedServer:
         self.current_nodes = []
         self.sequences = {}
 
-    def _store(self, full_text: str, finish_reason: Any, messages: list[Message] | None = None) -> None:
+    def _store(self, full_text: str, finish_reason: object, messages: list[Message] | None = None) -> None:
         node = SequenceNode(
             full_text=full_text,
             tokens=DUMMY_TOKENS,

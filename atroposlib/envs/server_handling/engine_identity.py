@@ -138,7 +138,7 @@ def refuse_foreign(
     )
 
 
-def probe_text(tokenizer: Any) -> str:
+def probe_text(tokenizer: object) -> str:
     """The probe as a prompt of the tokenizer's chat template, so that its special tokens are in it."""
     from jinja2 import TemplateError
 
@@ -217,7 +217,7 @@ def _start(ids: Sequence[int]) -> str:
     return f"[{', '.join(map(str, ids[:6]))}, ...]"
 
 
-def _second_of(entries: Sequence[Sequence[Any]]) -> list[Any]:
+def _second_of(entries: Sequence[Sequence[object]]) -> list[Any]:
     return [entry[1] for entry in entries]
 
 

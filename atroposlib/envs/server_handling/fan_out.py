@@ -9,7 +9,7 @@ from atroposlib.errors import EnvironmentFault
 T = TypeVar("T")
 
 
-async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_or_none(coroutines: Sequence[Coroutine[object, object, T]]) -> list[T]:
     """Results in order. On an error, or when cancelled, the others are stopped before it is passed on."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
@@ -23,7 +23,7 @@ async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         del tasks  # they hold the error, whose traceback holds this frame
 
 
-async def contained(coroutine: Coroutine[Any, Any, T]) -> T:
+async def contained(coroutine: Coroutine[object, object, T]) -> T:
     """For a task of its own: one that calls `sys.exit`, as programs do that a verifier runs, would end the event loop.
 
     Raises:

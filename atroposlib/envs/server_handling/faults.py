@@ -74,7 +74,7 @@ def _seconds(retry_after: str | None) -> float | None:
     return None if date is None else max(0.0, mktime_tz(date) - time.time())
 
 
-def fault_in_reply(url: str, reply: Any) -> RolloutFault | None:
+def fault_in_reply(url: str, reply: object) -> RolloutFault | None:
     """The fault that an error object in place of a reply stands for, as routers send it with status 200."""
     error = reply.get("error") if isinstance(reply, dict) else None
     if not error:

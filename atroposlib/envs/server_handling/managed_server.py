@@ -339,7 +339,7 @@ class ManagedServer:
         ids = drop_doubled_bos(codec.encode(text, add_special_tokens=True), self.tokenizer.bos_token_id)
         return Prompt(text, ids, text)
 
-    def _convert_messages_to_prompt(self, messages: Messages, tools: Any = None) -> str:
+    def _convert_messages_to_prompt(self, messages: Messages, tools: object = None) -> str:
         rendered = render_keeping_thoughts if self._preserve_think_blocks else render
         return rendered(self.tokenizer, messages, tools)
 

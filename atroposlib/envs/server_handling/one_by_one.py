@@ -229,7 +229,7 @@ class OneByOne:
             draft.recall(found.prompt_ids, found.ids, found.logprobs, found.reply)
 
 
-def digest_of(route: str, model: str, kwargs: Mapping[str, Any]) -> bytes:
+def digest_of(route: str, model: str, kwargs: Mapping[str, object]) -> bytes:
     """Digest what is asked, in 16 bytes: route, model, prompt and sampling parameters, but not how many responses."""
     asked = {key: value for key, value in kwargs.items() if key not in _NAMES_NOTHING and value is not None}
     if "input_ids" in asked:

@@ -194,7 +194,7 @@ def _parse(
     return Parsed(_build(result_type, parsed), len(given), flaws)
 
 
-def _flaw(choice: Any) -> str | None:
+def _flaw(choice: object) -> str | None:
     """Why a choice cannot be used, whatever its kind; None when it can."""
     if not isinstance(choice, dict):
         return "it is no object"

@@ -117,7 +117,7 @@ class ProxyManagedServer:
             await self._call("POST", "reset", body={}, timeout_s=CONTROL_TIMEOUT_S)
             self._reset_wanted = False
 
-    async def _call(self, method: str, path: str, *, timeout_s: float, body: Any = None) -> dict[str, Any]:
+    async def _call(self, method: str, path: str, *, timeout_s: float, body: object = None) -> dict[str, Any]:
         url = f"{self.proxy_url}/{self.session_uuid}/{path}".rstrip("/")
         return await call_proxy(method, url, body=body, timeout_s=timeout_s)
 
@@ -150,7 +150,7 @@ async def create_proxy_session(
     )
 
 
-async def call_proxy(method: str, url: str, *, body: Any = None, timeout_s: float) -> dict[str, Any]:
+async def call_proxy(method: str, url: str, *, body: object = None, timeout_s: float) -> dict[str, Any]:
     """One request to the proxy; the JSON of its reply.
 
     Raises:

@@ -81,7 +81,7 @@ def is_given(value: object) -> bool:
     return value is not None and type(value).__name__ not in _NOT_GIVEN_TYPES
 
 
-def as_plain(value: Any) -> Any:
+def as_plain(value: object) -> Any:
     """NumPy's scalars and arrays as Python's: what was asked is journalled, too."""
     to_list = getattr(value, "tolist", None)
     return to_list() if callable(to_list) else value

@@ -170,7 +170,7 @@ def resolve_openai_configs(
 
 
 def _one_server(
-    default: ServerBaseline, merged: Mapping[str, Any], changes: Mapping[str, Any]
+    default: ServerBaseline, merged: Mapping[str, object], changes: Mapping[str, object]
 ) -> ServerBaseline | list[APIServerConfig]:
     if isinstance(default, APIServerConfig):
         return [APIServerConfig(**{**default.model_dump(), **merged})]

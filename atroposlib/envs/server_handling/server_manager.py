@@ -276,7 +276,7 @@ class ServerManager:
             return await method(server)(**kwargs)
 
 
-async def _describe(server: HttpServer, tokenizer: Any, name: str) -> str:
+async def _describe(server: HttpServer, tokenizer: object, name: str) -> str:
     where = f"engine {server.openai_url}"
     try:
         async with asyncio.timeout(CHECK_S):
@@ -324,13 +324,13 @@ def missing_engine(servers: Sequence[Any]) -> str | None:
     )
 
 
-def outage_timeout_s(servers: Sequence[Any]) -> float:
+def outage_timeout_s(servers: Sequence[object]) -> float:
     """Return for how many seconds a run waits while an engine is missing; servers may be an author's own."""
     configs = [getattr(server, "config", None) for server in servers]
     return max((getattr(config, "outage_timeout_s", math.inf) for config in configs), default=math.inf)
 
 
-def requests_out(servers: Sequence[Any]) -> int:
+def requests_out(servers: Sequence[object]) -> int:
     """Return how many requests are at the servers now, as far as their health is watched."""
     return sum(server.health.requests_out for server in servers if isinstance(server, HttpServer) and server.health)
 
@@ -374,7 +374,7 @@ def _lease(server: Any, split: str) -> Iterator[None]:
         count_lease(server, split, -1)
 
 
-def count_lease(server: Any, split: str, change: int) -> None:
+def count_lease(server: object, split: str, change: int) -> None:
     """A call or managed session begins (1) or ends (-1): so those begun at the same time spread over the servers."""
     if isinstance(server, APIServer):
         server.leases = server.leases + Counter({split: change})
@@ -420,7 +420,7 @@ def _class_for(server_type: str) -> type[APIServer]:
     raise ConfigError(f"server_type is {server_type!r}; use openai, sglang, vllm or trl")
 
 
-def _dummy(server: OpenAIServer, tokenizer: Any) -> DummyManagedServer:
+def _dummy(server: OpenAIServer, tokenizer: object) -> DummyManagedServer:
     if os.environ.get("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", "").lower() not in ("1", "true", "yes"):
         raise NotImplementedError(
             "managed_server needs token ids, which OpenAI-style endpoints do not give. Use server_type sglang or vllm; "

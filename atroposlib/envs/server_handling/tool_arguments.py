@@ -34,7 +34,7 @@ def json_call(text: str, *keys: str) -> WrittenCall | None:
     return written_call(value["name"], arguments, given if isinstance(given, str) else None)
 
 
-def written_call(name: str, arguments: Any, call_id: str | None = None) -> WrittenCall | None:
+def written_call(name: str, arguments: object, call_id: str | None = None) -> WrittenCall | None:
     try:
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # a Python literal may hold sets, bytes and numbers of any length
@@ -53,7 +53,7 @@ def arguments_of(call: WrittenCall) -> Any:
     return call.arguments if value is None else value
 
 
-def dumped(value: Any) -> str:
+def dumped(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -70,7 +70,7 @@ def typed_call(
     return written_call(name, arguments)
 
 
-def _value(text: str, schema: Any) -> Any:
+def _value(text: str, schema: object) -> Any:
     kinds = _kinds(schema)
     if kinds == {"string"}:
         return text
@@ -91,7 +91,7 @@ _KINDS_OF: dict[type, set[str]] = {
 }
 
 
-def _kinds(schema: Any) -> set[str]:
+def _kinds(schema: object) -> set[str]:
     """The JSON types that a schema allows."""
     if not isinstance(schema, Mapping):
         return set()
@@ -110,7 +110,7 @@ def _schema_of(name: str, tools: Tools) -> Mapping[str, Any]:
     return {}
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     return value if isinstance(value, str) else dumped(value)
 
 

@@ -155,5 +155,5 @@ class ToolCallTranslator:
         return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
 
 
-def _as_json(arguments: Any) -> str:
+def _as_json(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)

@@ -95,7 +95,7 @@ def _known(logprobs: list[float | None]) -> list[float]:
     return [PROMPT_LOGPROB if logprob is None or not math.isfinite(logprob) else logprob for logprob in logprobs]
 
 
-def _list(reply: Mapping[str, Any], name: str) -> list[Any]:
+def _list(reply: Mapping[str, object], name: str) -> list[Any]:
     value = reply.get(name)
     if not isinstance(value, list):
         raise ValueError(f"the vLLM reply has no {name!r} list, only {sorted(reply)}; the route must return it")
@@ -154,7 +154,7 @@ class VLLMServer(TokenServer):
             raise BadReply(f"{self.root_url} gave {flaw}: {str(reply)[:500]}")
         return choices
 
-    def _sampling(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _sampling(self, kwargs: Mapping[str, object]) -> dict[str, Any]:
         return sampling_of(kwargs, names=VLLM_NAMES, allowed=VLLM_SAMPLING, engine="vLLM")
 
     async def _ask(self, prompt_ids: list[int], sampling: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
