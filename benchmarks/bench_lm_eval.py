@@ -4,7 +4,7 @@ r"""Compare our evaluations with lm-eval's on the same rows, prompts and engine,
     python -m benchmarks.bench_lm_eval http://127.0.0.1:9004 VENV/bin/python
 
 VENV is an environment of its own with `pip install 'lm-eval[api]==0.4.13'`. Rows are made, with the columns of GSM8K,
-MMLU and ARC; prompts of generation are ours, and lm-eval reads replies with the filters and the metric of its tasks.
+MMLU and ARC; prompts of generation are ours, and lm-eval reads replies with filters as of its tasks, and their metric.
 """
 
 import argparse
