@@ -1,13 +1,15 @@
 """A rollout file as one HTML page: `python -m atroposlib.frontend.jsonl2html rollouts.jsonl [page.html]`.
 
 Model text is untrusted. It is rendered as markdown with raw HTML, links and images switched off, so everything
-it contains is shown, nothing is run or fetched; the page's content security policy forbids scripts besides.
+it contains is shown, nothing is run or fetched; the page's content security policy also allows no script but the
+template's own, named by its hash, which opens and closes all groups.
 Messages above `MARKDOWN_CHARS` are shown as plain text, since markdown takes time that grows with the text.
 """
 
 import html
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -19,7 +21,7 @@ from typing import Any
 import markdown
 import msgspec
 
-from atroposlib.data.chats import REASONING_KEYS, part_text
+from atroposlib.data.chats import REASONING_KEYS, part_text, shared_prompt
 from atroposlib.data.rollout_files import NO_GROUP, Line, expand_input, row_error, sound_lines
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import AtroposError, RowError
@@ -33,6 +35,9 @@ MARKDOWN_CHARS = 8_000
 
 SHOWN_CHARS = 200_000
 """Of a longer message only the beginning and the end are shown."""
+
+MOST_DOTS = 128
+"""Scores drawn in the line of a group; all of them count in its numbers."""
 
 _LINE = r"[^\W\d_](?:[^\n\r\t\x02\x03*_`#\[\]<>&|\\~!]*[^\s\x02\x03*_`#\[\]<>&|\\~!])?"
 _PLAIN = re.compile(rf" ?{_LINE}(?:\n\n{_LINE})* ?")
@@ -79,20 +84,38 @@ def html_path(source: Path) -> Path:
 
 
 def create_html_for_group(group: Mapping[str, Any], index: int) -> str:
-    """The `<details>` block of one group; "" when it has no messages or no scores.
+    """The `<details>` block of one group, a dot for each score in its line; "" when it has no messages or no scores.
 
     `messages` holds one entry per response, text or a list of chat messages; where messages and scores differ
-    in number, the shorter decides.
+    in number, the shorter decides. Messages that all responses begin with are shown once.
     """
-    messages, scores = group.get("messages") or [], group.get("scores") or []
-    items = [_item(index, j, message, score) for j, (message, score) in enumerate(zip(messages, scores, strict=False))]
-    if not items:
+    rows = list(zip(group.get("messages") or [], group.get("scores") or [], strict=False))
+    if not rows:
         return ""
+    shared = shared_prompt([messages for messages, _ in rows]) if len(rows) > 1 else 0
+    prompt = f'<div class="prompt">{_conversation(rows[0][0][:shared])}</div>\n' if shared else ""
+    items = [_item(index, j, said[shared:] if shared else said, score) for j, (said, score) in enumerate(rows)]
     task = f" <small>{html.escape(str(group['task']))}</small>" if group.get("task") else ""
     return (
-        f'<details class="group" id="group-{index}"><summary>Group {index + 1}{task}</summary>\n'
-        f'<div class="group-content">{"".join(items)}</div></details>\n'
+        f'<details class="group" id="group-{index}"><summary>Group {index + 1}{task} '
+        f"{_dots([score for _, score in rows])}</summary>\n"
+        f'<div class="group-content">{prompt}{"".join(items)}</div></details>\n'
     )
+
+
+def _dots(scores: Sequence[float | None]) -> str:
+    known = [score for score in scores if score is not None and not math.isnan(score)]
+    dots = "".join([_dot(score) for score in scores[:MOST_DOTS]]) + "…" * (len(scores) > MOST_DOTS)
+    counts = f"{sum(score > 0 for score in known)} of {len(scores)} above 0"
+    if len(known) > 1:
+        counts += f", mean {sum(known) / len(known):.3g}"
+    return f'<span class="dots">{dots}</span> <small>{counts}</small>'
+
+
+@lru_cache(maxsize=256, typed=True)
+def _dot(score: float | None) -> str:
+    css = "reward-none" if score is None or math.isnan(score) else get_score_class(score)
+    return f'<i class="{css}" title="{_as_text(score)}"></i>'
 
 
 def get_score_class(score: float) -> str:
@@ -164,11 +187,14 @@ def _shown(line: Line) -> _Shown:
 
 
 def _item(group_index: int, index: int, message: object, score: float | None) -> str:
-    css, shown = get_score_class(score or 0.0), html.escape(f"{score:g}" if isinstance(score, float) else str(score))
     return (
-        f'<div class="item {css}" id="group-{group_index}-item-{index}">'
-        f'<div class="content">{_conversation(message)}</div><div class="score">Reward: {shown}</div></div>\n'
+        f'<div class="item {get_score_class(score or 0.0)}" id="group-{group_index}-item-{index}">'
+        f'<div class="content">{_conversation(message)}</div><div class="score">Reward: {_as_text(score)}</div></div>\n'
     )
+
+
+def _as_text(score: float | None) -> str:
+    return html.escape(f"{score:g}" if isinstance(score, float) else str(score))
 
 
 def _conversation(messages: object) -> str:

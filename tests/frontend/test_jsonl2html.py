@@ -1,5 +1,8 @@
+import base64
+import hashlib
 import json
 import logging
+import re
 import subprocess
 import sys
 
@@ -14,8 +17,10 @@ from atroposlib.frontend.jsonl2html import (
     create_html_for_group,
     generate_html,
     get_score_class,
+    page_template,
     render_text,
 )
+from tests.frontend.browser import CHROMIUM, chromium
 
 HOSTILE = {
     "script": ("<script>alert(1)</script>", "&lt;script&gt;"),
@@ -144,3 +149,75 @@ def test_nothing_of_a_message_is_left_out():
     page = create_html_for_group({"messages": [[asked, answer, result]], "scores": [1.0]}, 0)
     for shown in ("look", "data:x", "ada", "hm &amp; so", "weather", "Bonn", "c1", "extra", "7", "tool_call_id"):
         assert shown in page, shown
+
+
+SCORES = {
+    "each kind": ([1.0, 0, -0.5, None], ["positive", "zero", "negative", "none"], "1 of 4 above 0, mean 0.167"),
+    "one": ([True], ["positive"], "1 of 1 above 0"),
+    "not a number": ([float("nan"), 2], ["none", "positive"], "1 of 2 above 0"),
+    "more than are drawn": ([1.0] * 500, ["positive"] * jsonl2html.MOST_DOTS, "500 of 500 above 0, mean 1"),
+}
+
+
+@pytest.mark.parametrize(("scores", "dots", "counts"), SCORES.values(), ids=SCORES)
+def test_the_line_of_a_group_has_a_dot_for_each_score_and_counts(scores, dots, counts):
+    line = create_html_for_group({"messages": ["m"] * len(scores), "scores": scores}, 0).partition("</summary>")[0]
+    assert re.findall(r'<i class="reward-(\w+)" title="[^"]+"></i>', line) == dots
+    assert line.endswith(f"<small>{counts}</small>")
+
+
+def chat(*contents):
+    return [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(contents)]
+
+
+PROMPTS = {
+    "the same question": ([chat("ask", "one"), chat("ask", "two")], 1),
+    "examples before it": ([chat("ex", "shown", "ask", "one"), chat("ex", "shown", "ask", "two")], 3),
+    "equal answers": ([chat("ask", "one"), chat("ask", "one")], 1),
+    "different questions": ([chat("ask", "one"), chat("say", "two")], 0),
+    "one response": ([chat("ask", "one", "more", "two")], 0),
+    "texts": (["ask one", "ask two"], 0),
+    "nothing that was said": ([3, None], 0),
+    "a text among chats": ([chat("ask", "one"), "ask two"], 0),
+}
+
+
+@pytest.mark.parametrize(("messages", "shared"), PROMPTS.values(), ids=PROMPTS)
+def test_what_all_responses_of_a_group_begin_with_stands_once(messages, shared):
+    page = create_html_for_group({"messages": messages, "scores": [1.0] * len(messages)}, 0)
+    prompt = re.findall(r'<div class="prompt">(.*?)</div>', page, re.DOTALL)
+    assert [part.count("<strong>") for part in prompt] == [shared] * bool(shared)
+    said = shared + sum(len(each) - shared for each in messages if isinstance(each, list))
+    assert page.count("<strong>") == said
+
+
+def test_the_only_script_that_may_run_is_the_one_of_the_template():
+    (script,) = re.findall(r"<script>(.*?)</script>", page_template(), re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert f'http-equiv="Content-Security-Policy" content="{policy}"' in page_template()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium")
+def test_from_disk_all_groups_open_and_close_and_nothing_runs_or_sticks_out(tmp_path):
+    pytest.importorskip("playwright", reason="needs playwright")
+    texts = [
+        "<script>window.pwned=1</script>",
+        "<img src=x onerror=window.pwned=1>",
+        "x" * 9000,
+        "| a | b |\n|---|---|\n" * 30,
+    ]
+    lines = [{"messages": [chat(text, text), chat(text, "a")], "scores": [1.0, 0.0], "task": text} for text in texts]
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with chromium() as browser:
+        page, asked = browser.new_page(viewport={"width": 400, "height": 800}), []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(generate_html(source).as_uri())
+        for button, opened in (("Expand all", len(lines)), ("Collapse all", 0)):
+            page.get_by_role("button", name=button).click()
+            assert page.locator("details.group[open]").count() == opened
+        page.get_by_role("button", name="Expand all").click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        assert page.evaluate("window.pwned") is None
+        assert len(asked) == 1
