@@ -8,6 +8,7 @@ from atroposlib.envs.server_handling.agents.dialect import (
     Dialect,
     checked_messages,
     name_of,
+    object_of,
     objects,
     sampling_of,
     sse,
@@ -38,7 +39,7 @@ def _parse_completion(body: Body, rollout: Rollout) -> Asked:
 
 
 def _notes(body: Body) -> list[str]:
-    kind = (body.get("response_format") or {}).get("type", "text")
+    kind = object_of(body.get("response_format"), "response_format").get("type", "text")
     return [] if kind == "text" else [f"response_format {kind!r} was not used"]
 
 

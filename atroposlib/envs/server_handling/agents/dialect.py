@@ -49,6 +49,13 @@ def objects(value: Any, what: str) -> Sequence[dict[str, Any]]:
     return value
 
 
+def object_of(value: Any, what: str) -> Mapping[str, Any]:
+    """An object, empty where nothing was given; RequestFault for anything else."""
+    if value is not None and not isinstance(value, dict):
+        raise RequestFault(f"{what} must be an object, not {value!r:.100}")
+    return value or {}
+
+
 def sampling_of(body: Body, names: Mapping[str, str], ignored: frozenset[str]) -> dict[str, Any]:
     """The sampling parameters of a request under the engines' names, checked.
 

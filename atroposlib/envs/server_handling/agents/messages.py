@@ -1,14 +1,24 @@
 """Anthropic's Messages, and the count of a request's tokens.
 
 Blocks of an assistant's turn (thinking, text, tool_use) are one message inside; results of tools come before the text
-of the turn that they stand in, each as a message of its own. Tools that Anthropic would run itself are left out.
+of the turn that they stand in, each as a message of its own. Tools without a schema, known to Anthropic's models only,
+are left out, and the record says so. Claude Code's line about billing, which changes with each request and which
+Anthropic takes out itself, is no part of the system prompt.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from atroposlib.envs.server_handling.agents.dialect import Body, Dialect, name_of, objects, sampling_of, sse
+from atroposlib.envs.server_handling.agents.dialect import (
+    Body,
+    Dialect,
+    name_of,
+    object_of,
+    objects,
+    sampling_of,
+    sse,
+)
 from atroposlib.envs.server_handling.agents.record import Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Asked, Rollout
 from atroposlib.envs.server_handling.conversation import Message, joined_text
@@ -18,6 +28,7 @@ from atroposlib.errors import RequestFault
 
 _NAMES = {"stop_sequences": "stop"}
 _OTHER = words("messages system tools tool_choice model stream metadata")
+_BILLING = "x-anthropic-billing-header:"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -29,17 +40,21 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     messages: list[Message] = []
     system = body.get("system")
     if system:
-        text = system if isinstance(system, str) else "\n\n".join(str(part.get("text")) for part in system)
-        messages.append({"role": "system", "content": text})
+        texts = [system] if isinstance(system, str) else [str(part.get("text")) for part in objects(system, "system")]
+        if text := "\n\n".join(text for text in texts if not text.startswith(_BILLING)):
+            messages.append({"role": "system", "content": text})
     given = objects(body.get("messages"), "messages")
     if not given:
         raise RequestFault("messages must not be empty")
     for index, message in enumerate(given):
         messages += _turns(message, f"messages[{index}]")
-    choice = body.get("tool_choice") or {"type": "auto"}
+    choice = object_of(body.get("tool_choice"), "tool_choice")
     wanted: Any = {"type": "function", "function": {"name": choice.get("name")}}
     wanted = wanted if choice.get("type") == "tool" else _CHOICES.get(str(choice.get("type")), "auto")
     tools = _tools(objects(body.get("tools") or [], "tools"), notes)
+    form = object_of(object_of(body.get("output_config"), "output_config").get("format"), "output_config.format")
+    if form:
+        notes.append(f"output_config.format {form.get('type')!r} was not used")
     sampling = sampling_of(body, _NAMES, _OTHER)
     chat = ChatRequest(messages, tools or None, wanted, sampling)
     return Asked("messages", chat, None, sampling, str(body.get("model")), notes)
@@ -49,7 +64,7 @@ def _tools(given: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, 
     tools = []
     for tool in given:
         if tool.get("type") not in (None, "custom"):
-            notes.append(f"the tool {tool['type']!r} was left out: it would run at Anthropic")
+            notes.append(f"the tool {tool['type']!r} was left out: only Anthropic's models know it")
             continue
         function = {
             "name": tool.get("name"),
@@ -118,7 +133,12 @@ def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
         "content": content,
         "stop_reason": _STOPS.get(answer.finish_reason, "end_turn"),
         "stop_sequence": None,
-        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": answer.completion_tokens,
+        },
     }
 
 

@@ -1,15 +1,24 @@
 """OpenAI's Responses: items in, items out. Stateless, or by `previous_response_id` of the same rollout.
 
 Items of one assistant's turn (reasoning, message, calls) are one message inside. Custom tools are functions with one
-text, `input`; tools that OpenAI would run itself are left out, and the record says so.
+text, `input`; tools that OpenAI would run itself are left out, and the record says so. The model knows a tool of a
+namespace as `namespace.name`; in items the two stand apart.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from atroposlib.envs.server_handling.agents.chat import openai_error
-from atroposlib.envs.server_handling.agents.dialect import Body, Dialect, name_of, objects, sampling_of, sse
+from atroposlib.envs.server_handling.agents.dialect import (
+    Body,
+    Dialect,
+    name_of,
+    object_of,
+    objects,
+    sampling_of,
+    sse,
+)
 from atroposlib.envs.server_handling.agents.record import Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Asked, Rollout
 from atroposlib.envs.server_handling.conversation import Message, joined_text
@@ -42,7 +51,7 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     choice = body.get("tool_choice") or "auto"
     if isinstance(choice, dict):
         choice = {"type": "function", "function": {"name": choice.get("name")}}
-    kind = ((body.get("text") or {}).get("format") or {}).get("type", "text")
+    kind = object_of(object_of(body.get("text"), "text").get("format"), "text.format").get("type", "text")
     if kind != "text":
         notes.append(f"text.format {kind!r} was not used")
     sampling = sampling_of(body, _NAMES, _OTHER)
@@ -59,17 +68,26 @@ def _history(previous: Any, rollout: Rollout) -> list[Message]:
     raise RequestFault(f"previous_response_id {previous!r} is no response of this rollout; send the whole input")
 
 
-def _tools(given: Sequence[dict[str, Any]], notes: list[str], prefix: str = "") -> list[dict[str, Any]]:
+def _declared(given: Sequence[dict[str, Any]], namespace: str = "") -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each tool with its namespace ("" outside of any), behind the name by which the model knows it."""
+    for tool in given:
+        name = f"{namespace}.{tool.get('name')}" if namespace else str(tool.get("name"))
+        if tool.get("type") == "namespace":
+            yield from _declared(objects(tool.get("tools") or [], "tools of a namespace"), name)
+        else:
+            yield name, namespace, tool
+
+
+def _tools(given: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
     """The tools in the form of chat completions."""
     tools: list[dict[str, Any]] = []
-    for tool in given:
-        kind, name = tool.get("type"), f"{prefix}{tool.get('name')}"
-        if kind == "namespace":
-            tools += _tools(objects(tool.get("tools") or [], "tools of a namespace"), notes, f"{name}.")
-            continue
+    for name, _, tool in _declared(given):
+        kind = tool.get("type")
         if kind not in ("function", "custom"):
             notes.append(f"the tool {kind!r} was left out: it would run at OpenAI")
             continue
+        if object_of(tool.get("format"), "format of a tool").get("type") == "grammar":
+            notes.append(f"the grammar of the tool {name!r} was not used")
         parameters = _CUSTOM if kind == "custom" else tool.get("parameters") or {}
         function = {"name": name, "description": tool.get("description") or "", "parameters": parameters}
         tools.append({"type": "function", "function": function})
@@ -89,17 +107,14 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
 
     for index, item in enumerate(items):
         kind = item.get("type") or "message"
+        where = f"input[{index}]"
         if kind == "message" and item.get("role") != "assistant":
-            content = item.get("content")
-            text = content if isinstance(content, str) else joined_text(content or [], f"input[{index}]")
-            messages.append({"role": str(item.get("role")), "content": text})
+            messages.append({"role": str(item.get("role")), "content": _text(item.get("content"), where)})
         elif kind == "message":
-            content = item.get("content")
-            text = content if isinstance(content, str) else joined_text(content or [], f"input[{index}]")
             message = answer(new=True)
-            message["content"] = (message["content"] or "") + text
+            message["content"] = (message["content"] or "") + _text(item.get("content"), where)
         elif kind == "reasoning":
-            parts = [*(item.get("content") or ()), *(() if item.get("content") else item.get("summary") or ())]
+            parts = objects(item.get("content") or item.get("summary") or [], f"reasoning of {where}")
             if text := "".join(str(part.get("text") or "") for part in parts):
                 answer(new=True)["reasoning_content"] = text
         elif kind in ("function_call", "custom_tool_call"):
@@ -108,17 +123,21 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
             call = {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
             answer(new=False).setdefault("tool_calls", []).append(call)
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            output = item.get("output")
-            text = output if isinstance(output, str) else joined_text(output or [], f"input[{index}]")
+            text = _text(item.get("output"), where)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         else:
-            raise RequestFault(f"input[{index}] is a {kind!r}; the model takes messages, reasoning, calls and outputs")
+            raise RequestFault(f"{where} is a {kind!r}; the model takes messages, reasoning, calls and outputs")
     return messages
+
+
+def _text(content: Any, where: str) -> str:
+    return content if isinstance(content, str) else joined_text(objects(content or [], f"content of {where}"), where)
 
 
 def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
     answer = exchange.answers[0]
-    message, custom = answer.message, {t.get("name") for t in body.get("tools") or () if t.get("type") == "custom"}
+    message = answer.message
+    declared = {name: (namespace, tool) for name, namespace, tool in _declared(body.get("tools") or ())}
     output: list[dict[str, Any]] = []
     if thoughts := message.get("reasoning_content"):
         summary = [{"type": "summary_text", "text": thoughts}]
@@ -137,7 +156,7 @@ def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
             }
         )
     for index, call in enumerate(calls):
-        output.append(_call_item(call, name_of("fc_", rollout, exchange, str(index)), custom))
+        output.append(_call_item(call, name_of("fc_", rollout, exchange, str(index)), declared))
     is_cut = answer.finish_reason == "length"
     tokens = answer.prompt_tokens, answer.completion_tokens
     name = name_of("resp_", rollout, exchange)
@@ -168,10 +187,15 @@ def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _call_item(call: dict[str, Any], item_id: str, custom: set[Any]) -> dict[str, Any]:
+def _call_item(
+    call: dict[str, Any], item_id: str, declared: Mapping[str, tuple[str, dict[str, Any]]]
+) -> dict[str, Any]:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
-    base = {"id": item_id, "call_id": call["id"], "name": name, "status": "completed"}
-    if name not in custom:
+    namespace, tool = declared.get(name, ("", {"name": name}))
+    base = {"id": item_id, "call_id": call["id"], "name": tool.get("name"), "status": "completed"}
+    if namespace:
+        base["namespace"] = namespace
+    if tool.get("type") != "custom":
         return {**base, "type": "function_call", "arguments": arguments}
     try:
         text = json.loads(arguments)["input"]
