@@ -1,6 +1,7 @@
 """Responses asked for one by one: only what the journal lacks is asked, on every route, and streams go on."""
 
 import asyncio
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -293,3 +294,69 @@ async def test_conversations_of_several_turns_go_on_turn_by_turn(engine, sglang,
         after = await conversations(sglang, 3)
     assert after[:2] == before
     assert (len(asked(engine)), journal.reused_responses) == (2, 4)  # both turns of the third one
+
+
+class ShowingIds(FakeTokenizer):
+    """A template that shows the ids of calls, as those of Mistral's models do."""
+
+    def apply_chat_template(self, conversation, tokenize=True, add_generation_prompt=False, tools=None):
+        turns = [
+            {**turn, "content": f"{turn.get('tool_call_id', '')} {turn['content'] or ''}"} for turn in conversation
+        ]
+        return f"{tools or ''}" + super().apply_chat_template(turns, tokenize, add_generation_prompt)
+
+
+async def with_tools(sglang, parser):
+    """Two equal conversations at the same time in which a tool is called twice; the ids of their calls."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+
+    async def one():
+        managed = ManagedServer(sglang, ShowingIds(), tool_parser=parser)
+        messages, ids = [{"role": "user", "content": "hi"}], []
+        for _ in range(2):
+            reply = await managed.chat_completion(messages=messages, tools=tools, max_tokens=64)
+            calls = reply.choices[0].message.tool_calls
+            result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "3"}
+            messages = [*messages, {"role": "assistant", "content": None, "tool_calls": calls}, result]
+            ids += [call["id"] for call in calls]
+        return ids
+
+    return await asyncio.gather(one(), one())
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "form"),
+    [
+        ("hermes", '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>' * 2, r"call_[0-9a-f]{32}"),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "look", "arguments": {}}, {"name": "look", "arguments": {}}]',
+            r"[0-9a-f]{9}",
+        ),
+    ],
+)
+async def test_an_agent_with_tools_that_is_run_again_asks_nothing_a_second_time(
+    engine, sglang, tmp_path, parser, text, form
+):
+    engine.text = text
+    keep(sglang, tmp_path)
+    with rollout():
+        before = await with_tools(sglang, parser)
+    assert len(asked(engine)) == 4
+    for ids in before:
+        assert len(set(ids)) == 4
+        assert all(re.fullmatch(form, made) for made in ids)
+
+    keep(sglang, tmp_path)
+    engine.requests.clear()
+    with rollout():
+        assert await with_tools(sglang, parser) == before
+    assert asked(engine) == []
+
+
+async def test_equal_generations_of_one_prompt_have_calls_of_their_own(engine, sglang):
+    engine.text = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    managed = ManagedServer(sglang, FakeTokenizer(), tool_parser="hermes")
+    reply = await managed.chat_completion(messages=CHAT["messages"], tools=tools, n=3, max_tokens=64)
+    assert len({choice.message.tool_calls[0]["id"] for choice in reply.choices}) == 3

@@ -50,6 +50,7 @@ from atroposlib.envs.server_handling.sequence import (
     without_repeated,
 )
 from atroposlib.envs.server_handling.token_server import TokenServer
+from atroposlib.envs.server_handling.tool_formats import find_calls
 from atroposlib.errors import ConfigError, ModelError, RequestFault
 from atroposlib.rollouts.trace import finish_reason_of
 from atroposlib.type_definitions import PROMPT_LOGPROB
@@ -177,10 +178,10 @@ class ManagedServer:
             if base is not None:
                 base.extensions -= 1
         opening = opened_thought(self.tokenizer, prompt.chat.shown, prompt.text) if prompt.chat is not None else ""
-        messages = [self._message(output, request, opening) for output in outputs]
+        messages = [self._message(output, request, prompt.text, opening) for output in outputs]
         return self._tracked(prompt, prompt_ids, outputs, messages, opening)
 
-    def _message(self, output: Output, request: ChatRequest, opening: str) -> tuple[Message, Message]:
+    def _message(self, output: Output, request: ChatRequest, prompt: str, opening: str) -> tuple[Message, Message]:
         """The assistant's message as the caller gets it, and as it is recorded."""
         text = before_stop(output.text, request.sampling.get("stop")) if self._for_agents else output.text
         translator = self._get_translator() if request.tools or self._tool_parser else None
@@ -189,7 +190,7 @@ class ManagedServer:
         else:
             marks = "".join(output.tail[:-1])  # some models close their calls with special tokens
             message = translator.message_of(
-                text + marks, request.tool_choice, request.tools, is_cut=output.reason == "length"
+                text + marks, request.tool_choice, request.tools, is_cut=output.reason == "length", prompt=prompt
             )
             if not message.get("tool_calls"):
                 message = {"role": "assistant", "content": text}
@@ -485,10 +486,9 @@ def before_stop(text: str, stop: Any) -> str:
 
 def _called(translator: "ToolCallTranslator", output: Output, request: ChatRequest) -> list[str]:
     """Names of the tools that a text calls."""
-    _, calls, _ = translator.parse_model_output(
-        output.text + "".join(output.tail[:-1]), "auto", request.tools, is_cut=output.reason == "length"
-    )
-    return [call.function.name for call in calls or ()]
+    text = output.text + "".join(output.tail[:-1])
+    parsed = find_calls(translator.parser_name, text, request.tools or (), is_cut=output.reason == "length")
+    return [call.name for call in parsed.calls] if parsed is not None else []
 
 
 def _whole(message: Message, opening: str) -> Message:

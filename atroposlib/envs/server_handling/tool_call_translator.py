@@ -3,10 +3,14 @@
 Outwards, the calls in a text become `tool_calls`. Inwards, an assistant message with `tool_calls` becomes the very text
 the model wrote as long as it says what was handed out; one that was changed is written as it is now. Rollouts always
 keep the raw text.
+
+Ids of calls follow from the prompt and the text, so that an agent that is run again says the same: some chat templates
+show ids to the model, and a journal knows a response by its prompt.
 """
 
+import hashlib
 import json
-import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -50,6 +54,7 @@ class ToolCallTranslator:
         self.call_id_to_raw_text: dict[str, str] = {}
         self._handed_out: dict[str, dict[str, Any]] = {}  # by call id
         self._own_ids: dict[str, str] = {}  # of ours, those that the model gave
+        self._made: Counter[bytes] = Counter()  # equal generations, by their name
 
     def parse_model_output(
         self,
@@ -58,8 +63,9 @@ class ToolCallTranslator:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         is_cut: bool = False,
+        prompt: str = "",
     ) -> tuple[str | None, list[ToolCall] | None, Literal["stop", "tool_calls"]]:
-        """Content, calls and finish reason of one generation.
+        """Content, calls and finish reason of one generation, whose calls are named after it and its prompt.
 
         Without `tools`, with `tool_choice="none"` or without a usable call: (raw_text, None, "stop"). The "stop" then
         says only that no tool was called; the engine's own reason is the one to report.
@@ -69,9 +75,13 @@ class ToolCallTranslator:
         if parsed is None:
             return raw_text, None, "stop"
         content = parsed.before + parsed.after
+        generation = self._name_of(prompt, raw_text)
         calls = [
-            ToolCall(id=self._new_id(call), function=FunctionCall(name=call.name, arguments=call.arguments))
-            for call in parsed.calls
+            ToolCall(
+                id=self._id_of(generation, number, call),
+                function=FunctionCall(name=call.name, arguments=call.arguments),
+            )
+            for number, call in enumerate(parsed.calls)
         ]
         self.call_id_to_raw_text.update({call.id: raw_text for call in calls})
         message = {
@@ -89,10 +99,11 @@ class ToolCallTranslator:
         tools: Sequence[Mapping[str, Any]] | None,
         *,
         is_cut: bool = False,
+        prompt: str = "",
     ) -> dict[str, Any]:
         """The assistant message of one generation in OpenAI's form; `tool_calls` are dicts, absent without calls."""
         wanted = tool_choice if isinstance(tool_choice, str) else "auto"
-        content, calls, _ = self.parse_model_output(raw_text, wanted, tools, is_cut=is_cut)
+        content, calls, _ = self.parse_model_output(raw_text, wanted, tools, is_cut=is_cut, prompt=prompt)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         return {**message, "tool_calls": [call.model_dump() for call in calls]} if calls else message
 
@@ -123,8 +134,15 @@ class ToolCallTranslator:
         """Text of the ids; with tools the special tokens stay, because some models mark calls with them."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=not has_tools)
 
-    def _new_id(self, call: WrittenCall) -> str:
-        given = f"call_{uuid.uuid4().hex}" if self.parser_name != "mistral" else uuid.uuid4().hex[:9]
+    def _name_of(self, prompt: str, raw_text: str) -> bytes:
+        """Return what a generation is known by: what it was asked and said, and how many were equal before."""
+        name = b"".join(hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest() for text in (prompt, raw_text))
+        self._made[name] += 1
+        return name + str(self._made[name]).encode()
+
+    def _id_of(self, generation: bytes, number: int, call: WrittenCall) -> str:
+        made = hashlib.blake2b(generation + f"/{number}".encode(), digest_size=16).hexdigest()
+        given = f"call_{made}" if self.parser_name != "mistral" else made[:9]  # nine characters, say its templates
         if call.id is not None:
             self._own_ids[given] = call.id
         return given
