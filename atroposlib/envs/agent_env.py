@@ -2,9 +2,9 @@
 
     create a rollout -> start the agent with its key -> wait -> seal -> verify -> rows
 
-The agent may be a coroutine in this process or a command. It is told a base URL and a key, the model answers under
-that key, and every token of it is recorded here; what the agent says about itself is never trained on. The verifier
-runs when the agent has ended and its rollout is sealed.
+The agent may be a coroutine in this process, a command, or a command in a container. It is told a base URL and a key,
+the model answers under that key, and every token of it is recorded here; what the agent says about itself is never
+trained on. The verifier runs when the agent has ended and its rollout is sealed.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from atroposlib.envs.server_handling.agents.rows import group_of, rows_of
 from atroposlib.envs.server_handling.fan_out import contained, raise_first
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.sampling import words
 from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, KilledFault, RolloutFault, VerifierFault
 from atroposlib.rollouts.trace import row_of_group
@@ -38,6 +40,15 @@ logger = logging.getLogger(__name__)
 
 TERM_S = 5.0
 OUTPUT_BYTES = 20_000
+CLEAN_UP_S = 30.0
+INSIDE = "/work"
+"""Where a container sees the folder of its rollout."""
+
+_CLIENT_VARIABLES = words(
+    """HOME XDG_RUNTIME_DIR XDG_CONFIG_HOME XDG_DATA_HOME DBUS_SESSION_BUS_ADDRESS TMPDIR DOCKER_HOST DOCKER_CONTEXT
+    DOCKER_CONFIG CONTAINER_HOST CONTAINERS_CONF CONTAINERS_STORAGE_CONF APPTAINER_CACHEDIR APPTAINER_TMPDIR"""
+)
+"""Of this process, for the client of a container; what runs inside does not see them."""
 
 
 class AgentEnvConfig(BaseEnvConfig):
@@ -52,6 +63,9 @@ class AgentEnvConfig(BaseEnvConfig):
     reasoning_parser: str | None = Field("think", description="Take thoughts out of replies; null: leave them.")
     history: Literal["keep", "template"] = Field(
         "keep", description="A turn sent back without its thoughts: keep its tokens, or let the template render it."
+    )
+    gateway_host: str = Field(
+        "127.0.0.1", description="Address of this machine at which agents find the model; containers may need another."
     )
 
 
@@ -109,6 +123,43 @@ class Command:
     arguments: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=dict)
     stdin: bytes = b""
+    clean_up: Sequence[str] = ()  # a program to run when it has ended, however it did
+
+
+def in_container(
+    arguments: Sequence[str],
+    access: Access,
+    *,
+    image: str,
+    program: Literal["docker", "podman", "apptainer"] = "docker",
+    network: str = "",
+    options: Sequence[str] = (),
+) -> Command:
+    """Return the command that runs an agent in a container, which ends with the rollout.
+
+    The container has a name of its own, the rollout's folder as working folder, and of variables those of
+    `Access.variables`, by name: the key stands in no argument.
+
+    Args:
+        arguments: the agent's program and arguments.
+        network: in which the gateway can be reached (`AgentEnvConfig.gateway_host`); apptainer uses this machine's.
+        options: more of the program's own, such as limits of memory.
+    """
+    home = f"{INSIDE}/.home"
+    given = {name: value for name, value in access.variables().items() if name != "HOME"}
+    client = {name: os.environ[name] for name in _CLIENT_VARIABLES if name in os.environ}
+    if program == "apptainer":  # its container is a process of the command's group
+        inside = {f"APPTAINERENV_{name}": value for name, value in given.items()}
+        places = ["--bind", f"{access.folder}:{INSIDE}", "--home", f"{access.folder}/.home:{home}", "--pwd", INSIDE]
+        start = [program, "exec", "--containall", *places, *options, image]
+        return Command([*start, *arguments], {**client, **inside})
+    name = f"atropos-{uuid.uuid4().hex}"
+    user = ["--userns", "keep-id"] if program == "podman" else ["--user", f"{os.getuid()}:{os.getgid()}"]
+    places = ["--network", network, "--volume", f"{access.folder}:{INSIDE}", "--workdir", INSIDE]
+    known = [part for key in given for part in ("--env", key)]
+    start = [program, "run", "--rm", "--init", "--name", name, *user, *places, *known, "--env", f"HOME={home}"]
+    clean_up = [program, "rm", "--force", name]
+    return Command([*start, *options, image, *arguments], client, clean_up=clean_up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +307,7 @@ class AgentEnv(BaseEnv):
 
     async def _running_service(self) -> "GatewayService":
         if self._service is None:
-            self._service = GatewayService(Rollouts(self._managed))
+            self._service = GatewayService(Rollouts(self._managed), self.config.gateway_host)
         await self._service.start()
         return self._service
 
@@ -296,8 +347,20 @@ async def run_command(command: Command, folder: Path, variables: Mapping[str, st
             await process.communicate(command.stdin)
         finally:
             await _end_group(process)
+            if command.clean_up:
+                await _clean_up(command, folder)
         printed.seek(max(0, printed.seek(0, os.SEEK_END) - OUTPUT_BYTES))
         return process.returncode or 0, printed.read().decode("utf-8", "replace")
+
+
+async def _clean_up(command: Command, folder: Path) -> None:
+    try:
+        async with asyncio.timeout(CLEAN_UP_S):
+            code, said = await run_command(Command(command.clean_up, command.variables), folder, {})
+    except (TimeoutError, OSError) as error:
+        code, said = -1, f"{type(error).__name__}: {error}"
+    if code != 0 and "no such container" not in said.lower():  # it removed itself
+        logger.warning("%s failed, so that something may run on: exit code %d: %s", command.clean_up, code, said[-500:])
 
 
 def _plain_variables() -> dict[str, str]:
@@ -317,17 +380,18 @@ async def _end_group(process: asyncio.subprocess.Process) -> None:
 
 
 class GatewayService:
-    """The routes of the model on a free port of loopback, in this event loop."""
+    """The routes of the model on a free port of `host`, in this event loop; each route needs a rollout's key."""
 
-    def __init__(self, rollouts: Rollouts) -> None:
+    def __init__(self, rollouts: Rollouts, host: str) -> None:
         self.rollouts = rollouts
+        self._host = host
         self.url = ""
         self._server: Any = None
         self._task: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Listen; at once where it does already."""
+        """Listen; at once where it does already. ConfigError where that is no address of this machine."""
         async with self._starting:
             if self._task is not None:
                 return
@@ -343,8 +407,11 @@ class GatewayService:
 
             gateway = Gateway(self.rollouts)
             app = BodyLimit(Starlette(routes=[*gateway.model_routes(), *gateway.event_routes()]))
-            listener = socket.create_server(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            try:
+                listener = socket.create_server((self._host, 0))
+            except OSError as error:
+                raise ConfigError(f"env.gateway_host {self._host!r} is no address of this machine: {error}") from error
+            self.url = f"http://{self._host}:{listener.getsockname()[1]}"
             config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", access_log=False)
             self._server = Quiet(config)
             self._task = asyncio.create_task(self._server.serve(sockets=[listener]))

@@ -1,6 +1,7 @@
 """Agents as environments: scored, failed, timed out or out of budget, each apart; a whole run with its rollout file."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -11,9 +12,9 @@ from fakes import FakeServer, FakeTokenizer
 from atroposlib.data.validate import validate
 from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv
 from atroposlib.environments.agents.stock_env import StockEnv
-from atroposlib.envs.agent_env import AgentEnv, AgentEnvConfig
+from atroposlib.envs.agent_env import Access, AgentEnv, AgentEnvConfig, in_container
 from atroposlib.envs.base import ServerBaseline
-from atroposlib.errors import EngineFault, EnvironmentFault, RequestFault, VerifierFault
+from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, GroupError, RequestFault, VerifierFault
 from atroposlib.type_definitions import IGNORE_INDEX
 
 SCRIPT = """
@@ -142,6 +143,106 @@ async def test_an_agent_that_takes_too_long_ends_with_everything_it_started(tmp_
         await rolled_out(env, item)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert [is_running(pid) for pid in pids] == [False, False]
+
+
+DOCKER = """#!/usr/bin/env python3
+# Stands in for docker: a container is a process that the client's end leaves alone, and that `rm --force` ends.
+import json, os, pathlib, signal, subprocess, sys
+state, (verb, *rest) = pathlib.Path(os.environ["HOME"]), sys.argv[1:]
+with (state / "calls.jsonl").open("a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+if verb == "rm":
+    os.killpg(int((state / rest[-1]).read_text()), signal.SIGKILL)
+    sys.exit()
+flags, options = {"--rm", "--init"}, {"--env": []}
+while rest[0].startswith("--"):
+    flag = rest.pop(0)
+    if flag not in flags:
+        options.setdefault(flag, []).append(rest.pop(0))
+given = [pair.partition("=") for pair in options["--env"]]
+variables = {name: value if is_set else os.environ[name] for name, is_set, value in given}
+folder = options["--volume"][0].removesuffix(":" + options["--workdir"][0])
+image, *arguments = rest
+ran = subprocess.Popen(arguments, cwd=folder, env=variables, start_new_session=True)
+(state / options["--name"][0]).write_text(str(ran.pid))
+sys.exit(ran.wait())
+"""
+
+
+@pytest.fixture
+def docker(tmp_path, monkeypatch):
+    """What was asked of `docker`, where this machine has none."""
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    program.write_text(DOCKER.replace("/usr/bin/env python3", sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return lambda: [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+
+
+IN_DOCKER = {"image": "agents:1", "container_network": "agents", "container_options": ["--memory", "2g"]}
+
+
+async def test_an_agent_in_a_container_has_its_folder_and_its_model_and_nothing_else(tmp_path, monkeypatch, docker):
+    monkeypatch.setenv("MY_SECRET", "x")
+    said = SCRIPT + "\nopen('told.json', 'w').write(json.dumps(dict(os.environ)))"
+    check = f"grep -q given notes/a.txt && cat told.json >> {tmp_path}/told.jsonl && echo >> {tmp_path}/told.jsonl"
+    env = command_env(tmp_path, check, said, group_size=2, gateway_host="127.0.0.2", **IN_DOCKER)
+    group = await rolled_out(env, await item_of(env))
+    assert group["scores"] == [1.0, 1.0]
+    runs = [call for call in docker() if call[0] == "run"]
+    names = [call[call.index("--name") + 1] for call in runs]
+    assert len(set(names)) == 2
+    assert sorted(call for call in docker() if call[0] == "rm") == sorted(["rm", "--force", name] for name in names)
+    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
+    for call, variables in zip(runs, told, strict=True):
+        assert call[call.index("--network") + 1] == "agents"
+        assert call[call.index("--memory") :][:3] == ["--memory", "2g", "agents:1"]
+        assert call[-1] == "hi"
+        assert not any("sk-rollout" in part for part in call)
+        assert variables["OPENAI_BASE_URL"].startswith("http://127.0.0.2:")
+        assert variables["HOME"] == "/work/.home"
+        assert not {"MY_SECRET", "PATH"} & variables.keys()
+
+
+async def test_a_container_whose_agent_takes_too_long_ends_by_its_name(tmp_path, monkeypatch, docker):
+    monkeypatch.setattr("atroposlib.envs.agent_env.TERM_S", 0.1)
+    env = command_env(tmp_path, script=STUBBORN, agent_timeout_s=1.5, **IN_DOCKER)
+    with pytest.raises(EnvironmentFault, match="agent_timeout_s"):
+        await rolled_out(env, {**await item_of(env), "prompt": str(tmp_path / "pids")})
+    run, removed = docker()
+    assert removed == ["rm", "--force", run[run.index("--name") + 1]]
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert [is_running(pid) for pid in pids] == [False, False]
+
+
+async def test_a_container_that_cannot_be_removed_is_told(tmp_path, caplog, docker):
+    env = command_env(tmp_path, script=SCRIPT, **IN_DOCKER)
+    (tmp_path / "bin" / "docker").write_text("#!/bin/sh\n[ $1 = run ] || { echo daemon away; exit 1; }")
+    with pytest.raises(GroupError, match="nothing was generated"):
+        await rolled_out(env, await item_of(env))
+    assert "something may run on: exit code 1: daemon away" in caplog.text
+
+
+@pytest.mark.parametrize("program", ["docker", "podman", "apptainer"])
+def test_the_key_of_a_container_stands_in_a_variable_of_its_client(tmp_path, program):
+    access = Access("http://gateway", "sk-rollout-1", "m", tmp_path, "score")
+    command = in_container(["agent"], access, image="agents:1", program=program, network="agents")
+    assert command.arguments[-2:] == ["agents:1", "agent"]
+    assert not any("sk-rollout" in part for part in command.arguments)
+    assert ("sk-rollout-1" in command.variables.values()) == (program == "apptainer")
+    assert bool(command.clean_up) == (program != "apptainer")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"image": "agents:1"}, "container_network is empty"), ({"gateway_host": "192.0.2.1"}, "no address of this")],
+)
+async def test_a_container_that_could_not_reach_its_model_is_refused(tmp_path, settings, message):
+    env = command_env(tmp_path, **settings)
+    with pytest.raises(ConfigError, match=message):
+        await rolled_out(env, await item_of(env))
 
 
 class Failing(CoroutineEnv):

@@ -4,6 +4,8 @@
 
 Each line of `tasks` is `{"prompt": ..., "check": ...}`: `check` is a shell command that runs in the agent's folder when
 the agent has ended; the score is 1.0 where it exits with 0. Files of the task can be given as `"files": {name: text}`.
+With `image` the agent runs in a container, which sees its folder alone; the check runs outside when it has ended.
+
 There is no score where the check exits with 125, as of `git bisect`, and does so in a folder of the task's files alone.
 """
 
@@ -11,11 +13,11 @@ import asyncio
 import json
 import tempfile
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 from pydantic import Field
 
-from atroposlib.envs.agent_env import Access, AgentEnv, AgentEnvConfig, AgentRun, Command, run_command
+from atroposlib.envs.agent_env import Access, AgentEnv, AgentEnvConfig, AgentRun, Command, in_container, run_command
 from atroposlib.errors import ConfigError, VerifierFault
 from atroposlib.paths import expand_path
 
@@ -29,13 +31,20 @@ class Task(TypedDict):
     prompt: str
     check: str
     files: NotRequired[dict[str, str]]
+    image: NotRequired[str]
 
 
 class CommandConfig(AgentEnvConfig):
     """The agent and its tasks."""
 
     command: list[str] = Field([], description="Program and arguments of the agent; the prompt becomes the last one.")
-    tasks: str = Field("", description="JSONL file of tasks: prompt, check, files.")
+    tasks: str = Field("", description="JSONL file of tasks: prompt, check, files, image.")
+    image: str = Field("", description="Image of the container that the agent runs in, unless its task names one.")
+    container: Literal["docker", "podman", "apptainer"] = Field("docker", description="Program that runs containers.")
+    container_network: str = Field(
+        "", description="Network of docker's or podman's containers, in which env.gateway_host can be reached."
+    )
+    container_options: list[str] = Field([], description="More options of docker run, podman run or apptainer exec.")
     check_timeout_s: float = Field(60, description="Seconds a check may take.")
 
 
@@ -51,13 +60,23 @@ class CommandEnv(AgentEnv):
             raise ConfigError('env.command is empty; give the agent\'s program, such as \'["my-agent", "--print"]\'')
         lines = expand_path(self.config.tasks, what="env.tasks").read_text("utf-8").split("\n")
         self.tasks: list[Task] = [json.loads(line) for line in lines if line.strip()]
+        has_image = bool(self.config.image) or any(task.get("image") for task in self.tasks)
+        if has_image and self.config.container != "apptainer" and not self.config.container_network:
+            raise ConfigError(
+                "env.container_network is empty, so that containers could not reach the model; name a network, and in "
+                "env.gateway_host an address of this machine in it ('host' and 127.0.0.1: this machine's own)"
+            )
 
     async def get_item(self, index: int) -> Task | None:
         return self.tasks[index] if index < len(self.tasks) else None
 
     async def run_agent(self, item: Task, access: Access) -> Command:
         write_files(item, access.folder)
-        return Command([*self.config.command, item["prompt"]])
+        config, arguments = self.config, [*self.config.command, item["prompt"]]
+        if not (image := item.get("image") or config.image):
+            return Command(arguments)
+        network, options = config.container_network, config.container_options
+        return in_container(arguments, access, image=image, program=config.container, network=network, options=options)
 
     async def verify(self, item: Task, run: AgentRun) -> float:
         async with asyncio.timeout(self.config.check_timeout_s):
