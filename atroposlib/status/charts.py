@@ -1,18 +1,21 @@
-"""Line charts as SVG text: no script, no style sheet of their own, safe to put into a page as they are."""
+"""Line charts and histograms as SVG text: no script, no style sheet of their own, safe to put into a page."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
 WIDTH, HEIGHT = 480, 150
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 8, 24, 22
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 58, 24, 22
+_BINS = 20
+_LETTERS = 12  # height of a line of text
 _STEPS = (1, 2, 5, 10)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: (seconds since the epoch or step, value), None leaves a gap."""
+    """One line of a chart: (seconds since the epoch or step, value); None, NaN and infinity leave a gap."""
 
     name: str
     points: Sequence[tuple[float, float | None]]
@@ -27,7 +30,7 @@ def line_chart(
     spread: Sequence[float | None] | None = None,
     over: Literal["time", "steps"] = "time",
 ) -> str:
-    """Draw lines over time or steps, each with its newest value.
+    """Draw lines over time or steps, each with its newest value at the right edge.
 
     Args:
         unit: behind the values of the axis, e.g. "%".
@@ -35,19 +38,14 @@ def line_chart(
         spread: half the height of a band around the first line, for each of its points.
         over: the horizontal axis.
     """
-    label = f'<text x="{_LEFT}" y="15" class="title">{escape(title)}</text>'
+    lines = [Line(line.name, [(at, _finite(value)) for at, value in line.points]) for line in lines]
     values = [value for line in lines for _, value in line.points if value is not None]
     if len(values) < 2:
-        return _svg(title, label + f'<text x="{_LEFT}" y="{HEIGHT / 2}">nothing to draw yet</text>')
+        return _svg(title, f'<text x="{_LEFT}" y="{HEIGHT / 2}">nothing to draw yet</text>')
     band = _band(lines[0].points, spread or [])
     start, end = lines[0].points[0][0], lines[0].points[-1][0]
     low, high = min(0.0, *values, *(b for _, b, _ in band)), max(top, *values, *(t for _, _, t in band))
     scale = _Scale(start, end, -axis_top(-low) if low < 0 else 0.0, axis_top(high) if high > 0 else 0.0)
-    grid = "".join(
-        f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{(y := scale.y(value)):.1f}" y2="{y:.1f}" class="grid"/>'
-        f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" class="value">{short(value)}{escape(unit)}</text>'
-        for value in (scale.low, (scale.low + scale.high) / 2, scale.high)
-    )
     edge = [scale.place(at, t) for at, _, t in band] + [scale.place(at, b) for at, b, _ in reversed(band)]
     area = f'<polygon points="{" ".join(edge)}"/>' if edge else ""
     paths = "".join(
@@ -55,27 +53,53 @@ def line_chart(
         for number, line in enumerate(lines)
         for part in _unbroken(line.points)
     )
-    newest = [
-        (number, line.name, *next((at, value) for at, value in reversed(line.points) if value is not None))
-        for number, line in enumerate(lines)
-        if any(value is not None for _, value in line.points)
-    ]
-    ends = "".join(
-        f'<circle class="line{number}" cx="{scale.x(at):.1f}" cy="{scale.y(value):.1f}" r="2.5"/>'
-        for number, _, at, value in newest
-    )
-    legend = "".join(
-        f'<tspan class="line{number}">{" " * 3 if number else ""}{escape(f"{name} " if len(lines) > 1 else "")}'
-        f"{short(value)}{escape(unit)}</tspan>"
-        for number, name, _, value in newest
-    )
-    ends += f'<text x="{WIDTH - _RIGHT}" y="15" class="value" xml:space="preserve">{legend}</text>'
-    base = HEIGHT - 6
     first, last = ("0", span(end - start)) if over == "time" else (f"step {start:.0f}", f"{end:.0f}")
-    times = (
-        f'<text x="{_LEFT}" y="{base}">{first}</text><text x="{WIDTH - _RIGHT}" y="{base}" class="value">{last}</text>'
+    legend = "".join(
+        f'<tspan class="line{number}">{" " * 3 if number else ""}{escape(line.name)}</tspan>'
+        for number, line in enumerate(lines if len(lines) > 1 else [])
     )
-    return _svg(title, label + grid + area + paths + ends + times)
+    return _svg(title, scale.axes(unit, first, last) + area + paths + _ends(lines, scale, unit), legend)
+
+
+def _ends(lines: Sequence[Line], scale: "_Scale", unit: str) -> str:
+    """Mark the newest point of each line and write its value at the right edge, none over another."""
+    known = ((number, [point for point in line.points if point[1] is not None]) for number, line in enumerate(lines))
+    newest = [
+        (scale.y(value := points[-1][1] or 0.0), number, points[-1][0], value) for number, points in known if points
+    ]
+    drawn, free = [], 0.0
+    below = scale.y(scale.low) - _LETTERS * (len(newest) - 1)
+    for place, (y, number, at, value) in enumerate(sorted(newest)):
+        free = max(min(y, below + _LETTERS * place), free)
+        text = f"{short(float(f'{value:.3g}'))}{escape(unit)}"
+        drawn.append(
+            f'<circle class="line{number}" cx="{scale.x(at):.1f}" cy="{y:.1f}" r="2.5"/>'
+            f'<text class="line{number}" x="{WIDTH - _RIGHT + 6}" y="{free + 4:.1f}">{text}</text>'
+        )
+        free += _LETTERS
+    return "".join(drawn)
+
+
+def histogram(title: str, values: Sequence[float]) -> str:
+    """Draw how many values lie where between the lowest and the highest; NaN and infinity are left out."""
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return _svg(title, f'<text x="{_LEFT}" y="{HEIGHT / 2}">nothing to draw yet</text>')
+    low, high = min(values), max(values)
+    width = high / _BINS - low / _BINS or 1.0  # so, since the difference of large ones is infinite
+    counts = [0] * _BINS
+    for value in values:
+        counts[min(_BINS - 1, int(value / width - low / width + 1e-9))] += 1
+    scale = _Scale(low, low + _BINS * width, 0.0, axis_top(max(counts)))
+    bars = "".join(
+        f'<rect x="{scale.x(left := low + place * width):.1f}" y="{(y := scale.y(count)):.1f}" '
+        f'width="{scale.x(left + width) - scale.x(left) - 1:.1f}" height="{scale.y(0) - y:.1f}">'
+        f"<title>{short(left)} to {short(left + width)}: {count}</title></rect>"
+        for place, count in enumerate(counts)
+        if count
+    )
+    mean = f"<tspan>{len(values):,}, mean {sum(values) / len(values):.3g}</tspan>"
+    return _svg(title, scale.axes("", short(low), short(high) if high > low else "") + bars, mean)
 
 
 @dataclass(frozen=True)
@@ -97,13 +121,27 @@ class _Scale:
     def place(self, at: float, value: float) -> str:
         return f"{self.x(at):.1f},{self.y(value):.1f}"
 
+    def axes(self, unit: str, first: str, last: str) -> str:
+        """Lines across the picture with their values, and the words at both ends of the horizontal axis."""
+        grid = "".join(
+            f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{(y := self.y(value)):.1f}" y2="{y:.1f}" class="grid"/>'
+            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" class="value">{short(value)}{escape(unit)}</text>'
+            for value in (self.low, (self.low + self.high) / 2, self.high)
+        )
+        ends = f'<text x="{_LEFT}" y="{HEIGHT - 6}">{escape(first)}</text>'
+        return f'{grid}{ends}<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 6}" class="value">{escape(last)}</text>'
+
 
 def _band(
     points: Sequence[tuple[float, float | None]], spread: Sequence[float | None]
 ) -> list[tuple[float, float, float]]:
     """Return (at, bottom, top) where value and spread are known."""
-    pairs = zip(points, spread, strict=False)
-    return [(at, value - half, value + half) for (at, value), half in pairs if value is not None and half is not None]
+    pairs = ((at, value, _finite(half)) for (at, value), half in zip(points, spread, strict=False))
+    return [(at, value - half, value + half) for at, value, half in pairs if value is not None and half is not None]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def axis_top(highest: float) -> float:
@@ -159,5 +197,10 @@ def _unbroken(points: Sequence[tuple[float, float | None]]) -> list[list[tuple[f
     return [part for part in parts if part]
 
 
-def _svg(title: str, content: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{content}</svg>'
+def _svg(title: str, content: str, legend: str = "") -> str:
+    """The picture with its title at the left of the top and the legend, `tspan`s, at the right."""
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f'<text x="{_LEFT}" y="15" class="title">{escape(title)}</text>{content}'
+        f'<text x="{WIDTH - 8}" y="15" class="value" xml:space="preserve">{legend}</text></svg>'
+    )

@@ -4,44 +4,64 @@ The supervisor writes it every few seconds while the run lasts, and a last time 
 """
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
-from atroposlib.errors import LaunchError
+from atroposlib.errors import LaunchError, RowError
 from atroposlib.paths import write_text_atomic
-from atroposlib.status.charts import Line, line_chart
+from atroposlib.status.charts import Line, histogram, line_chart
 from atroposlib.status.runs import RunStatus, read_status
 from atroposlib.status.table import facts_of, headline
-from atroposlib.status.training import Training
+from atroposlib.status.training import Training, json_object, last_lines
 
 REFRESH_S = 5
 _GAP = 3  # times the usual interval
 
+_FILES_SHOWN = 6  # of one kind
+_ROLLOUT_BYTES = 1 << 22  # read from the end of a rollout file
+_FAILURE_BYTES = 1 << 18  # and of failures.jsonl
+_IN_FAILURES = ("failures", "last failure")  # facts that have a section of their own
+
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1040px; padding: 1rem; color: #1c2430; }
+:root { color-scheme: light dark; --back: #fff; --raised: #f5f7fa; --line: #dde3ea; --text: #1c2430; --quiet: #566070;
+  --accent: #2f6fb3; --second: #b65c10; --third: #2e8b57; --state: #dbe7f6; --fault: #f6d5d2; }
+@media (prefers-color-scheme: dark) { :root { --back: #12161c; --raised: #1b212a; --line: #323b47; --text: #e4e9f0;
+  --quiet: #9aa7b6; --accent: #6ea8e8; --second: #e79a52; --third: #43b877; --state: #20364f; --fault: #5a2a26; } }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1040px; padding: 1rem; overflow-wrap: anywhere;
+  color: var(--text); background: var(--back); }
 h1 { font-size: 1.3rem; margin: .2rem 0; } h2 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
-.bar { background: #e6eaf0; border-radius: 4px; height: 14px; min-width: 8rem; }
-.bar div { background: #2f6fb3; border-radius: 4px; height: 100%; } .bar .good { background: #2e8b57; }
-.state { border-radius: 4px; padding: .1rem .5rem; background: #dbe7f6; } .failed, .killed { background: #f6d5d2; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: .6rem; margin: 1rem 0; }
-svg { background: #f7f9fb; border-radius: 6px; width: 100%; } svg text { font-size: 11px; fill: #556; }
-svg .title { font-size: 13px; font-weight: 600; fill: #1c2430; } svg .value { text-anchor: end; }
-svg polyline { fill: none; stroke-width: 1.8; } svg .grid { stroke: #dde3ea; }
-svg polygon { fill: #2f6fb3; opacity: .15; }
-svg polyline.line0 { stroke: #2f6fb3; } svg polyline.line1 { stroke: #c46a1b; } svg polyline.line2 { stroke: #2e8b57; }
-svg tspan.line0, svg circle.line0 { fill: #2f6fb3; }
-svg tspan.line1, svg circle.line1 { fill: #c46a1b; }
-svg tspan.line2, svg circle.line2 { fill: #2e8b57; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font: 12px/1.4 ui-monospace, monospace; }
-table { border-collapse: collapse; width: 100%; } th { text-align: left; } th:first-child { width: 9rem; }
-th, td { border-bottom: 1px solid #dde3ea; padding: .25rem .5rem; vertical-align: top; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; } td { overflow-wrap: anywhere; }
-small { color: #667; }
+a { color: var(--accent); } small { color: var(--quiet); }
+.bar { background: var(--line); border-radius: 4px; height: 14px; min-width: 4rem; }
+.bar div { background: var(--accent); border-radius: 4px; height: 100%; } .bar .good { background: var(--third); }
+.state { border-radius: 4px; padding: .1rem .5rem; background: var(--state); color: var(--text); }
+.failed, .killed { background: var(--fault); }
+.charts { display: grid; gap: .6rem; margin: 1rem 0;
+  grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); }
+svg { background: var(--raised); border-radius: 6px; width: 100%; } svg text { font-size: 11px; fill: var(--quiet); }
+svg .title { font-size: 13px; font-weight: 600; fill: var(--text); } svg .value { text-anchor: end; }
+svg polyline { fill: none; stroke-width: 1.8; } svg .grid { stroke: var(--line); }
+svg polygon { fill: var(--accent); opacity: .15; } svg rect { fill: var(--accent); }
+svg polyline.line0 { stroke: var(--accent); } svg :is(text, tspan, circle).line0 { fill: var(--accent); }
+svg polyline.line1 { stroke: var(--second); } svg :is(text, tspan, circle).line1 { fill: var(--second); }
+svg polyline.line2 { stroke: var(--third); } svg :is(text, tspan, circle).line2 { fill: var(--third); }
+pre { white-space: pre-wrap; margin: 0; font: 12px/1.4 ui-monospace, monospace; }
+div.table { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; }
+th { text-align: left; overflow-wrap: normal; } th:first-child { width: 9rem; } .table th:first-child { width: auto; }
+th, td { border-bottom: 1px solid var(--line); padding: .25rem .5rem; vertical-align: top; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+td.text { min-width: 14rem; } .table td:first-child:not(.number) { min-width: 6rem; }
+@media (max-width: 500px) { svg text { font-size: 12px; } svg .title { font-size: 14px; }
+  table { font-size: 13px; } th, td { padding: .25rem; } }
 """
 
 
@@ -154,15 +174,15 @@ def page(status: RunStatus, points: Sequence[Point]) -> str:
 {_bar(done)}
 <div class="charts">
 {"".join([*(training.charts() if training else ()), *charts(points, is_evaluation=status.kind == "evaluate")])}
+{"".join(histograms(status.outputs.get("rollouts", ())))}
 </div>
 {_section("Results", _pairs((name, f"{value:.4g}") for name, value in status.results.items()))}
 {_section("Tasks", _tasks(status) if status.tasks else "")}
 {_section("Samples of the newest steps", _samples(training) if training and training.samples else "")}
-<h2>Facts</h2>
-{_pairs(facts_of(status))}
+{_section("Failures", _failures(status))}
+{_section("Facts", _pairs((name, fact) for name, fact in facts_of(status) if name not in _IN_FAILURES))}
 {_section("Services", _pairs((s.name, f"{s.state}, {s.restarts} restarts") for s in status.services))}
-<h2>Files</h2>
-{_pairs((kind, _shown(paths)) for kind, paths in status.outputs.items())}
+{_section("Files", _files(status.outputs, status.page.parent))}
 </body>
 </html>
 """
@@ -195,6 +215,26 @@ def charts(points: Sequence[Point], *, is_evaluation: bool = False) -> list[str]
     ]
 
 
+def histograms(rollouts: Sequence[str]) -> list[str]:
+    """Scores and lengths of the answers at the ends of the two newest rollout files that are not compressed."""
+    from atroposlib.data.compressed import is_compressed  # this and the next load NumPy
+    from atroposlib.data.lazy_group import parse_lazily
+    from atroposlib.data.rollout_files import Line as RolloutLine
+
+    scores, lengths = [], []
+    plain = [path for path in map(Path, rollouts) if path.is_file() and not is_compressed(path)]
+    for path in sorted(plain, key=os.path.getmtime)[-2:]:
+        for number, line in enumerate(last_lines(path, _ROLLOUT_BYTES), 1):
+            try:
+                group = parse_lazily(RolloutLine(path, number, 0, line, is_complete=True))
+            except RowError:  # the command that reads datasets names it
+                continue
+            scores += group.scores
+            lengths += [found[1] for index in range(len(group.scores)) if (found := group.lengths(index))]
+    drawn = (("scores of the newest answers", scores), ("tokens of the newest answers", lengths))
+    return [histogram(title, values) for title, values in drawn if values]
+
+
 def _section(title: str, content: str) -> str:
     return f"<h2>{escape(title)}</h2>\n{content}" if content else ""
 
@@ -203,11 +243,44 @@ def _samples(training: Training) -> str:
     rows = "".join(
         f'<tr><td class="number">{escape(str(sample.get("step")))}</td>'
         f'<td class="number">{escape(str(sample.get("score")))}</td>'
-        f"<td><pre>{escape(str(sample.get('prompt'))[-600:])}</pre></td>"
-        f"<td><pre>{escape(str(sample.get('response'))[:2000])}</pre></td></tr>"
+        f'<td class="text"><pre>{escape(str(sample.get("prompt"))[-600:])}</pre></td>'
+        f'<td class="text"><pre>{escape(str(sample.get("response"))[:2000])}</pre></td></tr>'
         for sample in reversed(training.samples)
     )
-    return f"<table><tr><th>step</th><th>score</th><th>prompt</th><th>response</th></tr>{rows}</table>"
+    head = "".join(f"<th>{name}</th>" for name in ("step", "score", "prompt", "response"))
+    return f'<div class="table"><table><tr>{head}</tr>{rows}</table></div>'
+
+
+def _failures(status: RunStatus) -> str:
+    """Count failures by class, each with its newest: the error, and of its traceback both ends and the last line."""
+    found = [status.last_failure] if status.last_failure else []
+    for path in status.outputs.get("tracebacks", ()):
+        found += [failure for line in last_lines(Path(path), _FAILURE_BYTES) if (failure := json_object(line))]
+    newest = {str(failure.get("class")): failure for failure in sorted(found, key=_time_of)}
+    rows = "".join(
+        f'<tr><th>{escape(kind)}</th><td class="number">{count:,}</td><td>{_failure(newest.get(kind))}</td></tr>'
+        for kind, count in status.failures.items()
+        if count
+    )
+    head = '<tr><th>class</th><th class="number">count</th><th>newest</th></tr>'
+    return f'<div class="table"><table>{head}{rows}</table></div>' if rows else ""
+
+
+def _failure(failure: Mapping[str, Any] | None) -> str:
+    if failure is None:
+        return ""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_time_of(failure)))
+    said = f"<small>{at}, item {escape(str(failure.get('item_key')))}</small> {escape(str(failure.get('error')))}"
+    lines = [line.strip() for line in str(failure.get("traceback") or "").splitlines() if line.strip()]
+    if not lines:
+        return said
+    frames = [line for line in lines if line.startswith("File ")] or lines
+    return f"{said}<pre>{escape(chr(10).join(dict.fromkeys((frames[0], frames[-1], lines[-1]))))}</pre>"
+
+
+def _time_of(failure: Mapping[str, Any]) -> float:
+    at = failure.get("at")
+    return at if isinstance(at, int | float) else 0.0
 
 
 def _tasks(status: RunStatus) -> str:
@@ -220,7 +293,7 @@ def _tasks(status: RunStatus) -> str:
             f'<tr><td>{label}</td>{numbers}<td class="number">{share:.1%}</td><td>{_bar(share, "good")}</td></tr>'
         )
     head = "".join(f'<th class="number">{name}</th>' for name in ("problems", "responses", "accepted", "share"))
-    return f"<table><tr><th>task</th>{head}<th></th></tr>{''.join(rows)}</table>"
+    return f'<div class="table"><table><tr><th>task</th>{head}<th></th></tr>{"".join(rows)}</table></div>'
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
@@ -232,5 +305,17 @@ def _bar(share: float, kind: str = "") -> str:
     return f'<div class="bar"><div class="{kind}" style="width:{min(1.0, share):.1%}"></div></div>'
 
 
-def _shown(paths: Sequence[str]) -> str:
-    return paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)} files)"
+def _files(outputs: Mapping[str, Sequence[str]], folder: Path) -> str:
+    """Link to the files of each kind from a page in `folder`: the newest where there are many."""
+    rows = []
+    for kind, paths in outputs.items():
+        left_out = max(0, len(paths) - _FILES_SHOWN)
+        links = [f"{left_out} more"] * (left_out > 0) + [_link(path, folder) for path in paths[left_out:]]
+        rows.append(f"<tr><th>{escape(kind)}</th><td>{'<br>'.join(links)}</td></tr>")
+    return f"<table>{''.join(rows)}</table>" if rows else ""
+
+
+def _link(path: str, folder: Path) -> str:
+    """A relative address, so that the folder can be copied; quoted, so that no name is one of another kind."""
+    address = os.path.relpath(path, folder)
+    return f'<a href="{quote(os.fsencode(address))}">{escape(path if address.startswith("..") else address)}</a>'

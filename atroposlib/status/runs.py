@@ -282,9 +282,17 @@ def _status(run_dir: Path, run: dict[str, Any]) -> RunStatus:
         last_error=run.get("last_error") or progress.get("last_error"),
         restarts=_added([run.get("restarts", {}), {service.name: service.restarts for service in services}]),
         services=services,
-        outputs=_outputs(progress.get("outputs", {}), run.get("exports", []), run.get("logs") or str(run_dir / "logs")),
+        outputs=_outputs(
+            {**progress.get("outputs", {}), **_written_by_trainer(run_dir / "metrics")},
+            run.get("exports", []),
+            run.get("logs") or str(run_dir / "logs"),
+        ),
         training=read_training(run_dir / "metrics", run.get("steps", 0)) if kind == "train" else None,
     )
+
+
+def _written_by_trainer(folder: Path) -> dict[str, str]:
+    return {path.stem: str(path) for path in (folder / "metrics.jsonl", folder / "samples.jsonl") if path.is_file()}
 
 
 def of_progress(path: Path, said: Mapping[str, Any]) -> RunStatus:

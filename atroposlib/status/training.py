@@ -21,7 +21,7 @@ _CHARTS: tuple[tuple[str, tuple[str, ...], str, float], ...] = (  # title, metri
     ("engine-trainer gap (nats)", ("train/logprob_diff_mean",), "", 1),
     ("staleness (steps)", ("batch/staleness_mean", "batch/staleness_max"), "", 1),
     ("seconds of a step", ("time/wait_s", "time/train_s", "time/sync_s"), "", 1),
-    ("tokens per second", ("time/tokens_per_s",), "", 1),
+    ("tokens per second of the trainer", ("time/tokens_per_s",), "", 1),
 )
 
 
@@ -88,18 +88,20 @@ def read_training(folder: Path, of: int, *, only_last: bool = False) -> Training
     Args:
         only_last: the newest step, from the end of the file.
     """
-    lines = _lines(folder / "metrics.jsonl", _TAIL_BYTES if only_last else None)
-    rows = [row for line in lines if (row := _row(line)) and "step" in row]
+    lines = last_lines(folder / "metrics.jsonl", _TAIL_BYTES if only_last else None)
+    rows = [_numbers(row) for line in lines if (row := json_object(line)) and isinstance(row.get("step"), int)]
     by_step = {row["step"]: row for row in rows}  # a step that was repeated after a kill counts once, as last done
     rows = [by_step[step] for step in sorted(by_step)]
     every = -(-len(rows) // MOST_POINTS) or 1
     points = rows[::-1][::every][::-1]
-    samples = [row for line in _lines(folder / "samples.jsonl", _SAMPLE_BYTES)[-_SAMPLES:] if (row := _row(line))]
+    samples = [
+        row for line in last_lines(folder / "samples.jsonl", _SAMPLE_BYTES)[-_SAMPLES:] if (row := json_object(line))
+    ]
     return Training(rows[-1]["step"] if rows else 0, of, points, samples)
 
 
-def _lines(path: Path, last_bytes: int | None = None) -> list[bytes]:
-    """Return the whole lines of a file, or of its end."""
+def last_lines(path: Path, last_bytes: int | None = None) -> list[bytes]:
+    """Return the whole lines of a file, or of its last bytes; [] when it cannot be read."""
     try:
         with path.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -111,7 +113,8 @@ def _lines(path: Path, last_bytes: int | None = None) -> list[bytes]:
     return lines[1:] if skipped else lines
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """Return the object that a line holds; None when it holds none."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -119,5 +122,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
+def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if isinstance(value, int | float)}
+
+
 def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None or value != value else value * factor
+    return None if value is None else value * factor

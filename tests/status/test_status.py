@@ -2,9 +2,13 @@
 
 import io
 import json
+import math
 import os
 import re
 import socket
+from html import unescape
+from itertools import pairwise
+from urllib.parse import unquote
 
 import pytest
 from rich.console import Console
@@ -17,7 +21,7 @@ from atroposlib.cli.status import status as status_command
 from atroposlib.envs.eval import evaluate_log
 from atroposlib.errors import LaunchError
 from atroposlib.lock_files import start_time
-from atroposlib.status.charts import Line, line_chart
+from atroposlib.status.charts import HEIGHT, WIDTH, Line, histogram, line_chart
 from atroposlib.status.page import (
     FIRST_INTERVAL_S,
     MOST_POINTS,
@@ -119,7 +123,75 @@ def test_the_page_stands_alone_and_trusts_nothing(tmp_path):
     assert "&lt;script&gt;" in text
     assert "default-src 'none'" in text
     assert 'http-equiv="refresh"' in text
-    assert not re.search(r"(src|href)=", text)
+    assert "src=" not in text
+
+
+def links_in(text):
+    return [(unquote(href), unescape(shown)) for href, shown in re.findall(r'<a href="([^"]*)">(.*?)</a>', text)]
+
+
+def test_the_page_links_to_the_files_of_the_run_wherever_its_folder_lies(tmp_path):
+    names = ["javascript:alert(1)", 'a "b"<i>.jsonl', "#1?.jsonl", "%41.jsonl", "ü.jsonl"]
+    outputs = {"rollouts": [str(tmp_path / "run" / "rollouts" / name) for name in names], "html": ["/elsewhere/a.html"]}
+    text = write_page(read_status(make_run(tmp_path / "run", progress=PROGRESS | {"outputs": outputs}))).read_text()
+    assert links_in(text)[: len(names)] == [(f"rollouts/{name}", f"rollouts/{name}") for name in names]
+    href, shown = links_in(text)[len(names)]
+    assert (os.path.normpath(tmp_path / "run" / href), shown) == ("/elsewhere/a.html", "/elsewhere/a.html")
+    assert "javascript:alert(1)" not in re.findall(r'href="([^"]*)"', text)
+
+
+def test_of_many_files_the_newest_are_linked(tmp_path):
+    files = [str(tmp_path / f"{number}.jsonl") for number in range(100)]
+    text = write_page(read_status(make_run(tmp_path, progress=PROGRESS | {"outputs": {"rollouts": files}}))).read_text()
+    assert "94 more" in text
+    assert [href for href, _ in links_in(text)] == [f"{number}.jsonl" for number in range(94, 100)] + ["logs"]
+
+
+def section_of(text, title):
+    return text.partition(f"<h2>{title}</h2>")[2].partition("<h2>")[0]
+
+
+def test_failures_are_counted_by_class_with_the_newest_of_each(tmp_path):
+    frames = ['File "pool.py", line 1, in run', 'File "env.py", line 7, in f']
+    trace = "Traceback (most recent call last):\n  " + "\n    code()\n  ".join([*frames, ""])
+    found = [
+        {"class": "verifier", "item_key": "old", "error": "e", "at": 1, "traceback": "KeyError"},
+        {"class": "engine", "item_key": "none", "error": "down", "at": 2},
+        {
+            "class": "verifier",
+            "item_key": "new",
+            "error": HOSTILE,
+            "at": 3,
+            "traceback": f"{trace}ValueError: {HOSTILE}\n",
+        },
+    ]
+    failures = tmp_path / "failures.jsonl"
+    failures.write_text("\n".join(["[1]", "torn", *map(json.dumps, reversed(found)), '{"class": "kill", "cut']))
+    counts = {"verifier": 12_000, "engine": 1, "kill": 3}
+    progress = PROGRESS | {"failures": counts, "outputs": {"failures": str(failures)}}
+    text = section_of(write_page(read_status(make_run(tmp_path, progress=progress))).read_text(), "Failures")
+    rows = dict(re.findall(r'<tr><th>(\w+)</th><td class="number">(.*?)</td></tr>', text, re.DOTALL))
+    assert {kind: row.partition("<")[0] for kind, row in rows.items()} == {
+        "engine": "1",
+        "kill": "3",
+        "verifier": "12,000",
+    }
+    shown = "\n".join([*frames, f"ValueError: {HOSTILE}"])
+    assert unescape(rows["verifier"]).endswith(f"item new</small> {HOSTILE}<pre>{shown}</pre>")
+    assert HOSTILE not in text
+    assert rows["engine"].endswith("item none</small> down")
+
+
+def test_the_newest_answers_are_drawn_by_score_and_length(tmp_path):
+    group = {"scores": [1.0, 0.0, None], "tokens": [[1, 2, 3]] * 3, "masks": [[-100, 2, 3]] * 2 + [[-100, -100, 3]]}
+    rollouts = tmp_path / "a.jsonl"
+    rollouts.write_text("no group\n" + json.dumps(group) + "\n" + json.dumps(group)[:20])
+    outputs = {"rollouts": [str(tmp_path / "gone.jsonl"), str(rollouts), str(tmp_path / "a.jsonl.zst")]}
+    (tmp_path / "a.jsonl.zst").write_text("packed")
+    text = write_page(read_status(make_run(tmp_path, progress=PROGRESS | {"outputs": outputs}))).read_text()
+    drawn = {part.partition('"')[0]: part for part in text.split('aria-label="')[1:]}
+    assert [drawn[f"{what} of the newest answers"].count("<rect") for what in ("scores", "tokens")] == [2, 2]
+    assert "3, mean 1.67" in drawn["tokens of the newest answers"]
 
 
 def test_the_page_of_an_ended_run_is_not_refreshed(tmp_path):
@@ -177,6 +249,45 @@ def test_time_in_which_nothing_ran_is_a_gap(tmp_path):
         "slots in use": 2,
         "accepted": 2,
     }
+
+
+HISTOGRAMS = {
+    "spread": ([0.0, 0.0, 1.0], ["0 to 0.05: 2", "0.95 to 1: 1"]),
+    "all equal": ([7.0] * 3, ["7 to 8: 3"]),
+    "nothing else": ([math.nan, math.inf, 2], ["2 to 3: 1"]),
+    "below zero": ([-1, 1], ["-1 to -0.9: 1", "0.9 to 1: 1"]),
+    "too close to tell": ([1e300, math.nextafter(1e300, math.inf)], None),
+    "as far apart as can be": ([-1.7e308, 1.7e308], None),
+    "nothing": ([math.nan], []),
+}
+
+
+@pytest.mark.parametrize(("values", "bars"), HISTOGRAMS.values(), ids=HISTOGRAMS)
+def test_a_histogram_counts_every_value_once(values, bars):
+    found = re.findall("<title>(.*?)</title>", histogram("t", values))
+    assert found == bars or bars is None
+    assert sum(int(bar.rpartition(" ")[2]) for bar in found) == sum(map(math.isfinite, values))
+
+
+def test_the_newest_value_of_each_line_stands_at_the_right_edge_and_none_on_another():
+    lines = [
+        Line(name, [(0.0, 0.0), (1.0, value), (2.0, None)])
+        for name, value in zip("abc", (5.0, 4.99, 0.0001), strict=True)
+    ]
+    drawn = re.findall(r'<text class="line(\d)" x="(\d+)" y="([\d.]+)">(.*?)</text>', line_chart("t", lines, unit="%"))
+    assert [(number, value) for number, _, _, value in drawn] == [("0", "5%"), ("1", "4.99%"), ("2", "0.0001%")]
+    assert {int(x) for _, x, _, _ in drawn} == {WIDTH - 52}
+    heights = [float(y) for _, _, y, _ in drawn]
+    assert all(below - above >= 11 for above, below in pairwise(heights))
+    assert max(heights) < HEIGHT - 10
+
+
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
+def test_a_value_that_is_not_finite_is_a_gap(odd):
+    drawn = line_chart("t", [Line("", [(0.0, 1.0), (1.0, odd), (2.0, 3.0)])], spread=[0.5, odd, odd])
+    assert drawn.count("<polyline") == 2
+    assert "nan" not in drawn
+    assert "inf" not in drawn
 
 
 def test_a_chart_of_one_point_says_so():
@@ -253,6 +364,7 @@ def test_a_training_run_shows_its_steps(tmp_path):
     assert 'aria-label="reward"' in text
     assert "<polygon" in text
     assert "entropy" not in text  # was not logged
+    assert ("metrics/metrics.jsonl", "metrics/metrics.jsonl") in links_in(text)
 
 
 def test_the_newest_step_is_read_from_the_end(tmp_path):
