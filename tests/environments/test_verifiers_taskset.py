@@ -1,6 +1,7 @@
 """Environments of ours in the eval client of the real verifiers package, against a scripted model."""
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -63,6 +64,39 @@ def test_a_game_of_several_turns_is_played_to_its_end(tmp_path):
     scores = [trace["rewards"]["score"]["score"] for trace in traces]
     turns = [sum(node["message"]["role"] == "assistant" for node in trace["nodes"]) for trace in traces]
     assert (scores, turns) == ([1.0, 0.0], [2, 5]), printed
+
+
+async def test_a_server_of_verifiers_plays_its_items_as_prime_rl_asks_for_them(tmp_path):
+    """prime-rl reads an `env` block, gives it to a server of verifiers and sends that server one task after another."""
+    import verifiers.v1 as vf
+    from verifiers.v1.serve import EnvClient, EnvServer, env_config_data
+    from verifiers.v1.utils.loaders import load_taskset, resolve_env_config
+
+    flags = ["--env.levels", "[2]"]
+    taskset = {"id": "atroposlib-verifiers", "env": countdown_env.__file__, "split": "train", "flags": flags}
+    config = resolve_env_config({"taskset": taskset})
+    tasks = list(itertools.islice(load_taskset(config.taskset).load(), 2))
+    env = made(countdown_env.__file__, flags, tmp_path)
+    await env.setup()
+    items = [await env.problem("train", number) for number in range(2)]
+
+    def answer(prompt):
+        return env.gold(items[1]) if env.question(items[1]) in prompt else "no idea"
+
+    server = EnvServer(resolve_env_config(env_config_data(config)), "tcp://127.0.0.1:0")
+    serving, client = asyncio.create_task(server.run()), EnvClient(server.address)
+    try:
+        with ScriptedEngine(answer, write_tokenizer(tmp_path / "tokenizer")) as engine:
+            model = vf.EvalClientConfig(base_url=f"{engine.url}/v1", api_key_var="NO_KEY")
+            told = [task.data.model_dump() for task in tasks]
+            asked = [client.run(model, "scripted", vf.SamplingConfig(), one) for one in told]
+            episodes = await asyncio.gather(*asked)
+    finally:
+        await client.close()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    assert [episode.traces[0].reward for episode in episodes] == [0.0, 1.0]
+    assert [episode.errors for episode in episodes] == [[], []]
 
 
 FAILING = """
