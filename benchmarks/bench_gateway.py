@@ -3,13 +3,15 @@
     python benchmarks/bench_gateway.py            # a table; takes about a minute on two cores
 
 The gateway is a process of its own with a scripted engine inside, so that its CPU is that of HTTP, keys, rendering,
-tokenizing, lineage, record and reply. The engine gives 200 ids a call and takes 0.5 s.
+tokenizing, lineage, record and reply. The engine gives 200 ids a call and takes 0.5 s. Each prompt names its rollout
+and each reply says the name again; every reply is checked, and at the end all ids of every rollout's record.
 """
 
 import argparse
 import asyncio
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -87,6 +89,16 @@ async def talk(session, name, turns, made, marks=None):
             marks.append(cpu_s(marks[0]))
 
 
+async def check_record(session, tokenizer, name: str, turns: int, made) -> None:
+    """AssertionError unless the rollout is one row, and each of its spans of ids names this rollout and no other."""
+    async with session.get(f"/rollouts/{made['id']}") as reply:
+        calls = [call for exchange in (await reply.json())["calls"] for call in exchange["calls"]]
+    assert [call["parent"] for call in calls] == [None, *([turn, 0] for turn in range(turns - 1))], (name, calls)
+    for turn, call in enumerate(calls):
+        given, wrote = tokenizer.decode(call["inserted"]), tokenizer.decode(call["output"])
+        assert re.findall(r"r\d+/\d+", given + wrote) == [f"{name}/{turn}"] * 2, (name, given, wrote)
+
+
 async def measure(pid: int, port: int, rollouts: int, turns: int) -> tuple[float, float]:
     """Milliseconds of CPU a call, and seconds, with one request of each rollout in flight."""
     connector = aiohttp.TCPConnector(limit=0)
@@ -97,7 +109,11 @@ async def measure(pid: int, port: int, rollouts: int, turns: int) -> tuple[float
                 made.append(await reply.json())
         before, started = cpu_s(pid), time.monotonic()
         await asyncio.gather(*(talk(session, f"r{i}", turns, one) for i, one in enumerate(made)))
-        return (cpu_s(pid) - before) * 1000 / (rollouts * turns), time.monotonic() - started
+        taken = (cpu_s(pid) - before) * 1000 / (rollouts * turns), time.monotonic() - started
+        tokenizer = bytes_tokenizer()
+        for i, one in enumerate(made):
+            await check_record(session, tokenizer, f"r{i}", turns, one)
+        return taken
 
 
 async def by_length(pid: int, port: int) -> list[tuple[str, float]]:
@@ -133,6 +149,7 @@ def main() -> None:
             each, seconds = asyncio.run(measure(process.pid, port, rollouts, turns))
             size = memory_mb(process.pid)
             print(f"{rollouts} in flight, {turns} turns: {each:.2f} ms CPU a call, {seconds:.1f} s, {size:.0f} MB")
+            print(f"  {rollouts * turns} replies and their ids in {rollouts} records: none of another rollout")
         finally:
             process.kill()
             process.wait()
