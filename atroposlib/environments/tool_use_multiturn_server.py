@@ -3,15 +3,17 @@
     python tool_use_multiturn_server.py process --env.levels '[1, 2]' --env.total_steps 20 ...
 
 The world is a small office (files, calendar, calculator), or one of the simulated services of the Berkeley
-Function-Calling Leaderboard's set multi_turn_base (v4), whose classes and files are those of the installed package
-`bfcl-eval`. After each wish the state must be that of the right calls, and the results that it asks for must have come.
+Function-Calling Leaderboard's sets of several turns (v4), whose classes and files are those of the installed package
+`bfcl-eval`. After each wish the state must be that of the right calls, and the results that it asks for must have come;
+a wish that nothing can fulfil, as a tool or a fact is missing, is judged by the state after the next one.
 """
 
 import asyncio
 import importlib.util
+import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -25,6 +27,7 @@ from atroposlib.environments.multi_turn import (
     Step,
     ToolCall,
     World,
+    eval_metrics,
 )
 from atroposlib.environments.rows import Split, item_at, tenth_kept
 from atroposlib.environments.single_turn import Part
@@ -46,7 +49,11 @@ from atroposlib.errors import ConfigError, DataError, EnvironmentFault
 from atroposlib.sandbox.workers import SandboxError, WorkerPool
 
 _BOXES = "atroposlib.environments.tool_use.boxes"
-_FILE = "BFCL_v4_multi_turn_base.json"
+_MORE = "You may use more tools from now on. Can you do it now?"
+logger = logging.getLogger(__name__)
+
+SetName = Literal["base", "miss_func", "miss_param", "long_context"]
+"""Of the sets multi_turn_* of BFCL: nothing is missing; a tool comes late; a fact comes late; long results."""
 
 
 class ToolUseConfig(MultiTurnConfig):
@@ -54,8 +61,9 @@ class ToolUseConfig(MultiTurnConfig):
 
     dataset: str | None = Field(
         None,
-        description="bfcl: multi_turn_base of the installed package bfcl-eval; or a folder of its files; null: made.",
+        description="bfcl: episodes of the installed package bfcl-eval; or a folder of its files; null: made.",
     )
+    sets: list[SetName] = Field(["base"], min_length=1, description="Of BFCL v4's sets multi_turn_*.")
     epochs: PositiveInt | None = Field(1, description="How often all rows are rolled out; null: without end.")
     eval_all: bool = Field(False, description="Evaluate with all rows; false: every tenth, which is not trained on.")
     max_steps: PositiveInt = Field(20, description="Replies with calls for one wish; with more the episode is lost.")
@@ -91,14 +99,26 @@ class ToolUseWorld(World):
         self.fault = ""  # what was wrong with the wish that failed
 
     async def begin(self) -> str:
-        return self.task["wishes"][0]["said"]
+        return self._wish()
+
+    def _wish(self) -> str:
+        """Hand over the tools that come with a wish, and return what the user says."""
+        wish = self.task["wishes"][self.turn]
+        self.tools = [*self.tools, *wish.get("tools", ())]
+        return wish["said"]
 
     async def step(self, reply: Reply) -> Step:
         if reply.calls:
             self.steps += 1
             results = await self.run(reply.calls)
+            is_whole = self.task["spec"].get("long_context", False)  # which is what the set is about
             said: list[Message] = [
-                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": shown(result)}
+                {
+                    "role": "tool",
+                    "tool_call_id": call.id,
+                    "name": call.name,
+                    "content": result if is_whole else shown(result),
+                }
                 for call, result in zip(reply.calls, results, strict=True)
             ]
             return Step(said, self.steps >= self.config.max_steps)
@@ -109,7 +129,11 @@ class ToolUseWorld(World):
     async def run(self, calls: Sequence[ToolCall]) -> list[str]:
         """Run calls and return what comes of each; one that takes too long leaves no trace."""
         results: list[str] = []
+        offered = {tool["function"]["name"] for tool in self.tools}
         for call in calls:
+            if call.name not in offered:
+                results.append(f"Error: there is no tool {call.name}")
+                continue
             if call.arguments is None:
                 results.append("Error: the arguments are no JSON object")
                 continue
@@ -139,12 +163,14 @@ class ToolUseWorld(World):
         share = 1 / len(wishes) if self.config.partial_credit else float(is_last)
         if self.fault or is_last:
             return Step(is_over=True, reward=0.0 if self.fault else share)
-        return Step(wishes[self.turn]["said"], reward=share)
+        return Step(self._wish(), reward=share)
 
     async def _fault(self) -> str:
         """Return what is wrong with the state or the results after a wish; "" where nothing is."""
         wish = self.task["wishes"][self.turn]
-        if wish["calls"] and len(self.calls) == self.begun:
+        if not wish["calls"]:
+            return ""
+        if len(self.calls) == self.begun:
             return "no tool was called"
         right = [call for wish in self.task["wishes"][: self.turn + 1] for call in wish["calls"]]
         found: Compared = await self._run(compare, self.task["spec"], self.calls, right)
@@ -194,9 +220,23 @@ class MultiTurnToolCallingEnv(MultiTurnEnv):
             package_folder()
             if importlib.util.find_spec("mpmath") is None:
                 raise ConfigError("BFCL's calculator needs the package mpmath; run: pip install mpmath")
-            found = read_tasks(self.config.dataset)
-            self.tasks = Split(train=found, test=found) if self.config.eval_all else tenth_kept(found, _FILE)
+            self.tasks = self._split(self.config.dataset)
             self.pool = WorkerPool(workers=self.config.workers, timeout_s=self.config.tool_timeout_s, memory_mb=1024)
+
+    def _split(self, dataset: str) -> Split:
+        """Return the episodes; those kept have the same numbers in each set, as the sets vary the same episodes."""
+        found = [read_tasks(dataset, name) for name in self.config.sets]
+        splits = [Split(train=one, test=one) if self.config.eval_all else tenth_kept(one, dataset) for one in found]
+        left_out = {task["id"] for one in found for task in one if not is_solvable(task)}
+        if left_out:
+            logger.warning(
+                "episodes whose right calls need a tool before it comes are left out: %s", ", ".join(sorted(left_out))
+            )
+        train, test = (
+            [task for split in splits for task in split[part] if task["id"] not in left_out]
+            for part in ("train", "test")
+        )
+        return Split(train=train, test=mixed(test))
 
     async def teardown(self) -> None:
         if self.pool is not None:
@@ -212,6 +252,16 @@ class MultiTurnToolCallingEnv(MultiTurnEnv):
         if self.tasks is None:
             return await super().problem(part, index)
         return item_at(self.tasks, part, index, seed=self.config.seed, epochs=self.config.epochs)
+
+    def item_task(self, item: Task) -> str:
+        return f"{self.label}/{_set_of(item)}"
+
+    def sample_metrics(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+        of_sets: dict[str, list[dict[str, Any]]] = {}
+        for sample in samples:
+            of_sets.setdefault(_set_of(sample["item"]), []).append(sample)
+        scores = {f"eval/score_{name}": eval_metrics(found)["eval/score"] for name, found in of_sets.items()}
+        return super().sample_metrics(samples) | scores
 
     async def open(self, item: Task) -> ToolUseWorld:
         return ToolUseWorld(item, self.run_box, self.config)
@@ -236,28 +286,46 @@ class MultiTurnToolCallingEnv(MultiTurnEnv):
 MOST_WISHES = 5
 
 
-def read_tasks(dataset: str) -> list[Task]:
-    """Return the episodes of multi_turn_base; errors as of `read_problems`."""
-    folder = data_folder(dataset)
-    answers = {row["id"]: row["ground_truth"] for row in read_lines(folder / "possible_answer" / _FILE)}
+def read_tasks(dataset: str, name: SetName = "base") -> list[Task]:
+    """Return the episodes of a set, mixed in the same way as those of every other; errors as of `read_problems`."""
+    folder, file = data_folder(dataset), f"BFCL_v4_multi_turn_{name}.json"
+    answers = {row["id"]: row["ground_truth"] for row in read_lines(folder / "possible_answer" / file)}
     documents = folder / "multi_turn_func_doc"
     tools = {name: [*map(tool_of, read_lines(documents / f"{file}.json"))] for name, file in SERVICES.items()}
     try:
-        return mixed([_task(row, answers[row["id"]], tools) for row in read_lines(folder / _FILE)])
+        return mixed([_task(row, answers[row["id"]], tools) for row in read_lines(folder / file)])
     except (KeyError, IndexError, TypeError) as error:
-        raise DataError(f"{folder / _FILE} has a row that is no episode of BFCL v4: {error!r}") from error
+        raise DataError(f"{folder / file} has a row that is no episode of BFCL v4: {error!r}") from error
 
 
 def _task(row: dict[str, Any], answers: list[list[str]], tools: dict[str, list[Message]]) -> Task:
-    without = row.get("excluded_function", [])
-    offered = [tool for name in row["involved_classes"] for tool in tools[name]]
+    offered = {tool["function"]["name"]: tool for name in row["involved_classes"] for tool in tools[name]}
+    for name in row.get("excluded_function", ()):
+        offered.pop(name, None)
+    late = {int(turn): [offered.pop(name) for name in names] for turn, names in row.get("missed_function", {}).items()}
     wishes = []
-    for said, sources in zip(row["question"], answers, strict=True):
+    for turn, (said, sources) in enumerate(zip(row["question"], answers, strict=True)):
         calls = [call_of(source) for source in sources]
-        wishes.append(Wish(said="\n\n".join(turn["content"] for turn in said), calls=calls, seen=len(calls)))
-    spec = Spec(classes=row["involved_classes"], start=row["initial_config"], without=without)
-    kept = [tool for tool in offered if tool["function"]["name"] not in without]
-    return Task(id=row["id"], spec=spec, wishes=wishes, tools=kept)
+        wish = Wish(said="\n\n".join(each["content"] for each in said) or _MORE, calls=calls, seen=len(calls))
+        wishes.append({**wish, "tools": late[turn]} if turn in late else wish)
+    spec = Spec(classes=row["involved_classes"], start=row["initial_config"])
+    if "long_context" in row["id"]:
+        spec["long_context"] = True
+    return Task(id=row["id"], spec=spec, wishes=wishes, tools=[*offered.values()])
+
+
+def _set_of(task: Task) -> str:
+    return task["id"].removeprefix("multi_turn_").rpartition("_")[0] or task["id"]  # those that are made: office
+
+
+def is_solvable(task: Task) -> bool:
+    """Return whether every right call has its tool by then."""
+    offered = {tool["function"]["name"] for tool in task.get("tools", ())}
+    for wish in task["wishes"]:
+        offered |= {tool["function"]["name"] for tool in wish.get("tools", ())}
+        if not all(call["name"] in offered for call in wish["calls"]):
+            return False
+    return True
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class Spec(TypedDict):
 
     classes: list[str]  # of SERVICES, or Office
     start: dict[str, Any]  # by class
-    without: NotRequired[list[str]]  # tools that are taken away
+    long_context: NotRequired[bool]  # more of everything in it, as BFCL's classes add it themselves
 
 
 class Compared(TypedDict):
@@ -64,24 +64,25 @@ def compare(spec: Spec, calls: Sequence[WrittenCall], others: Sequence[WrittenCa
 
 
 def _played(spec: Spec, calls: Sequence[WrittenCall]) -> tuple[dict[str, Any], list[str]]:
-    objects = {name: _opened(name, copy.deepcopy(spec["start"].get(name, {}))) for name in spec["classes"]}
+    is_long = spec.get("long_context", False)
+    objects = {name: _opened(name, copy.deepcopy(spec["start"].get(name, {})), is_long) for name in spec["classes"]}
     tools = {
         name: method
         for made in objects.values()
         for name, method in inspect.getmembers(made, inspect.ismethod)
-        if not name.startswith("_") and name not in spec.get("without", ())
+        if not name.startswith("_")
     }
     return objects, [
         _result(tools, call) for call in copy.deepcopy([*calls])
     ]  # tools keep and change what they are given
 
 
-def _opened(name: str, start: dict[str, Any]) -> Any:
+def _opened(name: str, start: dict[str, Any], is_long: bool) -> Any:
     if name == "Office":
         return Office(**start)
     made = getattr(importlib.import_module(f"{_SERVICES}.{SERVICES[name]}"), name)()
     if hasattr(made, "_load_scenario"):
-        made._load_scenario(start, long_context=False)
+        made._load_scenario(start, long_context=is_long)
     return made
 
 

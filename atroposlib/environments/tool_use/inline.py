@@ -11,6 +11,7 @@ from typing import Any
 from atroposlib.environments.multi_turn import Ask, Message, MultiTurnConfig, ToolCall, message_of, reply_of
 from atroposlib.envs.server_handling.chat_prompt import render, render_after_turn
 from atroposlib.envs.server_handling.sequence import codec_of
+from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.tool_formats import find_calls
 from atroposlib.errors import ConfigError
 
@@ -67,6 +68,7 @@ class Inline:
         self.managed, self.tokenizer, self.config, self.opening = managed, tokenizer, config, opening
         self.sampling = {**sampling, "top_p": config.top_p}
         self.text = ""  # prompt and all that came of it
+        self.offered: list[Message] | None = None  # tools that the prompt shows
         self.said = ""  # of the turn that is open, in `text`
         self.left = 0  # tokens of the turn
 
@@ -91,9 +93,17 @@ class Inline:
         offered = list(tools) or None
         plain = [{"role": "assistant", "content": ""} if said["role"] == "assistant" else said for said in messages]
         answered = max((place for place, said in enumerate(plain) if said["role"] == "assistant"), default=None)
-        rest = None if answered is None else render_after_turn(self.tokenizer, plain, answered, offered)
-        self.text = self.text + rest if rest is not None else render(self.tokenizer, messages, offered)
+        rest = None
+        if answered is not None and offered == self.offered:
+            rest = render_after_turn(self.tokenizer, plain, answered, offered)
+        self.text = self.text + rest if rest is not None else self._whole(messages, offered)
+        self.offered = offered
         self.said, self.left = "", self.config.max_token_length
+
+    def _whole(self, messages: Sequence[Message], offered: list[Message] | None) -> str:
+        """Return a conversation as a prompt of its own: that of before does not show the tools that came since."""
+        as_text = ToolCallTranslator(self.tokenizer, self.config.tool_parser).convert_messages_for_template
+        return render(self.tokenizer, as_text(messages), offered)
 
     def _add(self, text: str) -> None:
         self.text, self.said = self.text + text, self.said + text

@@ -9,7 +9,7 @@ import inspect
 import operator
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from atroposlib.environments.tool_use.bfcl import WrittenCall
 
@@ -136,6 +136,7 @@ class Wish(TypedDict):
     said: str
     calls: list[WrittenCall]
     seen: int
+    tools: NotRequired[list[dict[str, Any]]]  # handed over with it
 
 
 def make_office(rng: random.Random) -> Office:
