@@ -80,6 +80,16 @@ class Point(msgspec.Struct, array_like=True):
     engine_running: int | None = None  # None: the engines did not say
     engine_slots: int = 0
 
+    @classmethod
+    def of(cls, status: RunStatus, at: float) -> "Point":
+        """Take the counts of a status."""
+        return cls(
+            at,
+            *(status.groups_done, status.responses, status.accepted, status.completion_tokens),
+            engine_running=None if status.occupancy is None else status.engine_running,
+            engine_slots=status.engine_slots,
+        )
+
 
 class History(msgspec.Struct):
     """The points of one run, in order."""
@@ -101,15 +111,7 @@ class History(msgspec.Struct):
             self.points.pop()
         if self.points and at - self.points[-1].at < self.interval_s:
             return False
-        has_engines = status.occupancy is not None
-        self.points.append(
-            Point(
-                at,
-                *(status.groups_done, status.responses, status.accepted, status.completion_tokens),
-                engine_running=status.engine_running if has_engines else None,
-                engine_slots=status.engine_slots,
-            )
-        )
+        self.points.append(Point.of(status, at))
         if len(self.points) > MOST_POINTS:
             del self.points[1::2]
             self.interval_s *= 2
@@ -153,7 +155,8 @@ def write_last_page(run_dir: Path) -> None:
 
 
 def page(status: RunStatus, points: Sequence[Point]) -> str:
-    """The whole document; everything that came from outside is escaped."""
+    """The whole document; everything that came from outside is escaped. The plots end with the status itself."""
+    points = _until_now(points, status)
     refresh = f'<meta http-equiv="refresh" content="{REFRESH_S}">' if status.running else ""
     done = status.share_done
     training = status.training
@@ -186,6 +189,14 @@ def page(status: RunStatus, points: Sequence[Point]) -> str:
 </body>
 </html>
 """
+
+
+def _until_now(points: Sequence[Point], status: RunStatus) -> Sequence[Point]:
+    """Add the status; in place of the last point where that is so close that rates between the two would be noise."""
+    if not points or status.updated_at <= points[-1].at or status.results:  # results come without the counts
+        return points
+    is_close = len(points) > 1 and status.updated_at - points[-1].at < (points[-1].at - points[-2].at) / 2
+    return [*points[: -1 if is_close else None], Point.of(status, status.updated_at)]
 
 
 def charts(points: Sequence[Point], *, is_evaluation: bool = False) -> list[str]:

@@ -208,6 +208,18 @@ def test_the_page_goes_on_with_the_history_of_earlier_starts(tmp_path):
     assert "<polyline" in (tmp_path / "status.html").read_text()
 
 
+@pytest.mark.parametrize(("s_ago", "drawn"), [(4, 2), (6, 3), (0, 2)])
+def test_the_plots_end_with_what_the_run_has_done_now(tmp_path, s_ago, drawn):
+    status = read_status(make_run(tmp_path, state="done"))
+    last = status.updated_at - s_ago
+    text = page(status, [Point(last - 10, 1), Point(last, 10 if s_ago == 0 else 7)])
+    (line,) = re.findall(
+        r'points="([^"]*)"', text.partition('aria-label="problems recorded"')[2].partition("</svg>")[0]
+    )
+    assert len(line.split()) == drawn
+    assert re.findall(r'<text class="line0"[^>]*>(.*?)</text>', text)[0] == "10"
+
+
 def test_a_history_of_any_length_has_few_points(tmp_path):
     status, history = read_status(make_run(tmp_path)), History()
     for step in range(5 * MOST_POINTS):
