@@ -12,7 +12,7 @@ import pytest
 from setuptools import find_packages
 
 ROOT = Path(__file__).parents[1]
-NAMES = {"atroposlib", "atroposlib_engine"}
+NAMES = {"atroposlib", "atroposlib_engine", "atroposlib_verifiers"}
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ async def test_an_item_that_is_being_stored_does_not_keep_the_engine_from_the_ne
         running_items={},
     )
     pool.pace(2)
-    running = asyncio.create_task(pool.run(lambda: pool.times.took == 8))
+    running = asyncio.create_task(pool.run(lambda: pool.times.ended_ever == 8))
     async with asyncio.timeout(60):
         while storing < 2:
             await asyncio.sleep(0)
