@@ -48,7 +48,7 @@ async def test_a_try_that_starts_while_the_failed_one_is_still_ending_keeps_its_
     )
     source.on_return = lambda: pool._start(source.waiting.pop())
     pool.pace(1)
-    await pool.run(lambda: pool.times.took == 1)
+    await pool.run(lambda: pool.times.ended_ever == 1)
     assert items_seen == [{"n": 1}, {"n": 1}]
     assert running_items == {}
     assert failures.counts["environment"] == 0
