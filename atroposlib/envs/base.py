@@ -199,7 +199,7 @@ class BaseEnv(EnvHooks):
         return env
 
     def use_manager_settings(self, settings: "Settings") -> None:
-        """Return what is set for the servers as a whole; for whoever overrides `from_settings`."""
+        """Apply the settings of all servers together; for whoever overrides `from_settings`."""
         self.server.max_n_completions = settings.manager.max_n_completions
         if settings.manager.proxy_url:
             self.server.proxy_url, self.server.use_proxy = settings.manager.proxy_url, True
