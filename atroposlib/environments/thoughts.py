@@ -1,6 +1,9 @@
 """Replies of models whose chat template opens the thought in the prompt (DeepSeek-R1, Qwen3-Thinking)."""
 
-from openai.types.chat import ChatCompletionMessage
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionMessage
 
 THINK = "<think>"
 
@@ -19,7 +22,7 @@ def whole_reply(reply: str, opening: str) -> str:
     return reply if reply.lstrip().startswith(THINK) else opening + reply
 
 
-def text_of(message: ChatCompletionMessage, opening: str) -> str:
+def text_of(message: "ChatCompletionMessage", opening: str) -> str:
     """Return a whole reply with its thoughts, also where a parser of the engine has taken them out."""
     content, thoughts = message.content or "", (message.model_extra or {}).get("reasoning_content")
     return f"{THINK}{thoughts}</think>{content}" if thoughts else whole_reply(content, opening)

@@ -359,9 +359,10 @@ async def test_a_plain_cleanup_is_fine():
     assert env.cleaned
 
 
-def test_importing_the_base_loads_nothing_heavy():
+def test_importing_the_base_and_environments_of_turns_loads_nothing_heavy():
     heavy = "torch transformers wandb datasets rich numpy.random openai fastapi markdown aiohttp httpx yaml jinja2"
-    code = f"import sys, atroposlib.envs.base; print([m for m in {heavy.split()} if m in sys.modules])"
+    loaded = "import sys, atroposlib.envs.base, atroposlib.environments.multi_turn"
+    code = f"{loaded}; print([m for m in {heavy.split()} if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown == "[]\n"
 
