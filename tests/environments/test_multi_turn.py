@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+from array import array
 
 import pytest
 from fakes import FakeServer, FakeTokenizer
@@ -48,7 +49,7 @@ def tokenizer(tmp_path_factory):
 
 def logprob_of(context, token):
     """What the engine of these tests gives a token behind these ids."""
-    digest = hashlib.blake2b(repr((context, token)).encode(), digest_size=2).digest()
+    digest = hashlib.blake2b(array("I", [*context, token]).tobytes(), digest_size=2).digest()
     return -(1 + int.from_bytes(digest, "big")) / 2**16
 
 
