@@ -62,15 +62,22 @@ class ToolWorld(World):
 
     def fault_of(self, reply: Reply) -> str | None:
         """Return what is wrong with a reply, None where nothing is."""
-        if not self.problem["answers"]:
+        answers, functions = self.problem["answers"], self.problem["functions"]
+        if answers == []:
             if reply.calls:
                 return f"{reply.calls[0].name} is called, and no function fits"
             is_said = self.no_call.casefold() in reply.text.casefold() if self.no_call else bool(reply.text)
             return None if is_said else f"the reply does not say {self.no_call or 'anything'!r}"
         if broken := [call.name for call in reply.calls if call.arguments is None]:
             return f"the arguments of {broken[0]} are no JSON object"
+        if answers is None:
+            offered = {function["name"] for function in functions}
+            others = [call.name for call in reply.calls if call.name not in offered]
+            if others or not reply.calls:
+                return f"{others[0] if others else 'no function'} is called, expected any of {sorted(offered)}"
+            return None
         calls = [(call.name, call.arguments or {}) for call in reply.calls]
-        return fault_of(calls, self.problem["functions"], self.problem["answers"])
+        return fault_of(calls, functions, answers)
 
     def gold(self) -> str:
         return written(right_calls(self.problem)) or self.no_call or NO_CALL

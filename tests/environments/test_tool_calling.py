@@ -88,6 +88,9 @@ REPLIES = {
     "only a draft": (ANSWERS[1:], f"<think>{call('g', x=2)}</think>Done.", 0.0),
     "no call": (ANSWERS[1:], NO_CALL, 0.0),
     "arguments that are no object": (ANSWERS[1:], '<tool_call>{"name": "g", "arguments": [2]}</tool_call>', 0.0),
+    "any is right": (None, call("f"), 1.0),
+    "any is right, and another is called": (None, call("h"), 0.0),
+    "any is right, and none is called": (None, NO_CALL, 0.0),
     "none fits": ([], f"Sorry. {NO_CALL}", 1.0),
     "none fits, and one is called": ([], f"{NO_CALL} {call('g', x=2)}", 0.0),
     "none fits, and nobody says so": ([], "The area is 25.", 0.0),
@@ -140,14 +143,14 @@ async def make_env(**settings):
 async def test_first_possible_answers_score_in_every_set_and_nothing_is_imported():
     if importlib.util.find_spec("bfcl_eval") is None:
         pytest.skip("needs the package bfcl-eval")
-    sets = [*PYTHON_SETS, "irrelevance", *LIVE_SETS, "live_irrelevance"]
+    sets = [*PYTHON_SETS, "irrelevance", *LIVE_SETS, "live_irrelevance", "live_relevance"]
     env = await make_env(dataset="bfcl", sets=sets, eval_all=True)
     found = Counter()
     for item in env.problems["test"]:
         player = await scripted(env, item, lambda world, player: world.gold())
         found[item["set"], player.score] += 1
     assert {score for _, score in found} == {1.0}
-    assert len(env.problems["test"]) == 400 + 3 * 200 + 240 + 256 + 1051 + 16 + 24 + 884
+    assert len(env.problems["test"]) == 400 + 3 * 200 + 240 + 256 + 1051 + 16 + 24 + 884 + 16
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ SetName = Literal[
     "live_parallel",
     "live_parallel_multiple",
     "live_irrelevance",
+    "live_relevance",
 ]
 INSTALLED = "bfcl"
 """As a name of a data set: the files of the installed package."""
@@ -39,13 +40,13 @@ _SCHEMA_KEYS = ("type", "description", "enum", "default", "required")
 
 
 class ToolProblem(TypedDict):
-    """One problem of a single turn; `answers` is empty where no function fits."""
+    """One problem of a single turn; `answers` is empty where no function fits, None where any of them may be called."""
 
     id: str
     set: str
     messages: list[dict[str, Any]]
     functions: list[dict[str, Any]]
-    answers: list[dict[str, Any]]
+    answers: list[dict[str, Any]] | None
 
 
 class WrittenCall(TypedDict):
@@ -99,14 +100,15 @@ def mixed(items: Sequence[T]) -> list[T]:
 
 def _is_solvable(problem: ToolProblem) -> bool:
     calls = [(call["name"], call["arguments"]) for call in right_calls(problem)]
-    return fault_of(calls, problem["functions"], problem["answers"]) is None
+    return fault_of(calls, problem["functions"], problem["answers"] or ()) is None
 
 
 def _of_set(folder: Path, name: SetName) -> list[ToolProblem]:
     file = f"BFCL_v4_{_FILES.get(name, name)}.json"
     rows = read_lines(folder / file)
     answers: dict[str, Any] = {}
-    if not name.endswith("irrelevance"):
+    others = None if name == "live_relevance" else []
+    if not name.endswith("relevance"):
         answers = {row["id"]: row["ground_truth"] for row in read_lines(folder / "possible_answer" / file)}
     try:
         return [
@@ -115,7 +117,7 @@ def _of_set(folder: Path, name: SetName) -> list[ToolProblem]:
                 set=name,
                 messages=row["question"][0],
                 functions=row["function"],
-                answers=answers[row["id"]] if answers else [],
+                answers=answers[row["id"]] if answers else others,
             )
             for row in rows
         ]
@@ -151,6 +153,8 @@ def _schema(declared: Mapping[str, Any]) -> dict[str, Any]:
 
 def right_calls(problem: ToolProblem) -> list[WrittenCall]:
     """Return calls of the possible answers, with their first values; what may be left out is."""
+    if problem["answers"] is None:
+        return [{"name": problem["functions"][0]["name"], "arguments": {}}]
     needed = {function["name"]: function["parameters"].get("required", ()) for function in problem["functions"]}
     pairs = [pair for answer in problem["answers"] for pair in answer.items()]
     return [{"name": name, "arguments": _first_values(allowed, needed.get(name, ()))} for name, allowed in pairs]
