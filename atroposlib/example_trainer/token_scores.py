@@ -84,8 +84,7 @@ def _sliced(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[K] log-probabilities and entropies of K positions, and [K,k] of named tokens, a slice at a time."""
     tokens = max(1, SLICE_LOGITS.get(hidden.device.type, 2**26) // model.config.get_text_config().vocab_size)
-    named = targets[:, None][:, :0] if named is None else named
-    tables = (hidden, targets, temperature, named)
+    tables = (hidden, targets, temperature, targets[:, None][:, :0] if named is None else named)
     parts = list(zip(*(table.split(tokens) for table in tables), strict=True))
     score = partial(_slice_scores, model, entropy)
     kept = KEPT_SLICES.get(hidden.device.type, 1)
