@@ -1,4 +1,4 @@
-"""How `max_num_workers: auto` climbs to an engine's capacity, and what it does when half of it is lost.
+"""Let `max_num_workers: auto` climb to an engine's capacity, then take half of that away.
 
     python -m benchmarks.bench_auto [--capacity 256] [--seconds 2] [--group-size 4] [--metrics]
     python -m benchmarks.bench_auto --simulate 5

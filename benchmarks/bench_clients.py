@@ -1,4 +1,4 @@
-"""What the benches against a live engine have in common: a bare client, the framework's processes, and their times."""
+"""Shared by the benches against a live engine: a bare client, the framework's processes, and their times."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ _ENV = Path(__file__).with_name("bench_env.py")
 
 @dataclass(frozen=True)
 class Load:
-    """What to ask of the engine."""
+    """Requests to make of the engine."""
 
     url: str
     model: str  # folder; its tokenizer is used
@@ -206,7 +206,7 @@ def _wait(process: subprocess.Popen[bytes], log: Path, on_limit: Callable[[float
 
 
 def _limits(log: Path) -> list[tuple[float, int]]:
-    """What `max_num_workers: auto` chose, and when."""
+    """Return the numbers that `max_num_workers: auto` chose, with their times."""
     found = []
     for line in log.read_text().splitlines():
         if "groups at once: " in line:

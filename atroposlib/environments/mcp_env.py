@@ -18,9 +18,16 @@ from typing import Any, ClassVar, NotRequired, TypedDict
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from atroposlib.environments.multi_turn import Message, MultiTurnConfig, MultiTurnEnv, Reply, Step, World, last_move
-from atroposlib.environments.rows import Row, Split, item_at, load_split
-from atroposlib.environments.single_turn import Part
+from atroposlib.environments.multi_turn import (
+    Message,
+    MultiTurnRowsConfig,
+    MultiTurnRowsEnv,
+    Reply,
+    Step,
+    World,
+    last_move,
+)
+from atroposlib.environments.rows import Row, load_split
 from atroposlib.environments.tool_calling_server import shown, written
 from atroposlib.environments.tool_use.bfcl import WrittenCall
 from atroposlib.environments.tool_use.mcp_session import Session, SessionPool
@@ -46,7 +53,7 @@ class Task(TypedDict):
     solution: NotRequired[list[WrittenCall]]
 
 
-class McpConfig(MultiTurnConfig):
+class McpConfig(MultiTurnRowsConfig):
     """Which server, and which tasks."""
 
     server_command: list[str] = Field(
@@ -64,7 +71,6 @@ class McpConfig(MultiTurnConfig):
         None, description="A .jsonl or .parquet file of tasks; null: made, for the small store."
     )
     eval_dataset: str | None = Field(None, description="Another one to evaluate with; null: every tenth row of a file.")
-    epochs: PositiveInt | None = Field(1, description="How often all rows are rolled out; null: without end.")
 
 
 class McpWorld(World):
@@ -118,7 +124,7 @@ class McpWorld(World):
             await self._pool.give(self.session)
 
 
-class McpEnv(MultiTurnEnv):
+class McpEnv(MultiTurnRowsEnv):
     """Score 1 where the last line is the answer and all checks hold, else 0."""
 
     name = "mcp"
@@ -129,7 +135,6 @@ class McpEnv(MultiTurnEnv):
     data: ClassVar[str] = "made, or rows"
     extra: ClassVar[str] = "mcp"
     needs: ClassVar[str] = "mcp"
-    tasks: Split | None = None
     pool: SessionPool | None = None
 
     async def setup(self) -> None:
@@ -141,7 +146,7 @@ class McpEnv(MultiTurnEnv):
         self.pool = SessionPool(self._start, config.servers_at_once, reset)
         if self.config.dataset is not None:
             wanted = '{"prompt": ..., "answer": ..., "checks": [{"name": ..., "arguments": {}, "result": ...}]}'
-            self.tasks = await asyncio.to_thread(
+            self.problems = await asyncio.to_thread(
                 load_split, self.config.dataset, to_task, eval_dataset=self.config.eval_dataset, wanted=wanted
             )
 
@@ -155,11 +160,6 @@ class McpEnv(MultiTurnEnv):
 
     def make(self, rng: random.Random, level: int) -> Task:
         return make_task(rng, level)
-
-    async def problem(self, part: Part, index: int) -> Task | None:
-        if self.tasks is None:
-            return await super().problem(part, index)
-        return item_at(self.tasks, part, index, seed=self.config.seed, epochs=self.config.epochs)
 
     async def open(self, item: Task) -> McpWorld:
         assert self.pool is not None

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field, PositiveInt
 
+from atroposlib.environments.rows import Split, item_at
 from atroposlib.environments.single_turn import Part, local_engine
 from atroposlib.environments.thoughts import opening_of
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataGroup, ScoredDataItem
@@ -470,6 +471,25 @@ class MultiTurnEnv(BaseEnv):
             metrics |= {f"train/ended_{end}": count / episodes for end, count in self.counts.items()}
         self.counts, self.eval_metrics = Counter(), {}
         await super().wandb_log(metrics)
+
+
+class MultiTurnRowsConfig(MultiTurnConfig):
+    """Settings of environments whose items may come from rows."""
+
+    epochs: PositiveInt | None = Field(1, description="How often all rows are rolled out; null: without end.")
+
+
+class MultiTurnRowsEnv(MultiTurnEnv):
+    """Items from rows, or made where there are none; an author sets `problems` in `setup`."""
+
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = MultiTurnRowsConfig
+    config: MultiTurnRowsConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    problems: Split | None = None
+
+    async def problem(self, part: Part, index: int) -> Item | None:
+        if self.problems is None:
+            return await super().problem(part, index)
+        return item_at(self.problems, part, index, seed=self.config.seed, epochs=self.config.epochs)
 
 
 def by_episode(players: Sequence[Player]) -> list[list[float]]:

@@ -20,17 +20,25 @@ from typing import Any, ClassVar, NotRequired, TypedDict, TypeGuard
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from atroposlib.environments.multi_turn import End, Message, MultiTurnConfig, MultiTurnEnv, Reply, Step, ToolCall, World
-from atroposlib.environments.rows import Row, Split, item_at, load_split
-from atroposlib.environments.single_turn import Part
+from atroposlib.environments.multi_turn import (
+    End,
+    Message,
+    MultiTurnRowsConfig,
+    MultiTurnRowsEnv,
+    Reply,
+    Step,
+    ToolCall,
+    World,
+)
+from atroposlib.environments.rows import Row, load_split
 from atroposlib.errors import VerifierFault
-from atroposlib.sandbox.programs import Limits, Outcome, inside_work
+from atroposlib.sandbox.programs import WORK, Limits, Outcome, inside_work
 from atroposlib.sandbox.sandbox import Sandbox
 
 CANNOT_TELL = 125
 _STATE, _BOX = "state.tar", "box"
 _UNPACK = f"mkdir -p {_BOX} && {{ [ ! -s {_STATE} ] || tar -C {_BOX} -xf {_STATE}; }}"
-_COMMAND = f'{_UNPACK}; cd {_BOX} && sh -c "$1"; code=$?; tar -C /work/{_BOX} -cf /work/{_STATE} . ; exit $code'
+_COMMAND = f'{_UNPACK}; cd {_BOX} && sh -c "$1"; code=$?; tar -C {WORK}/{_BOX} -cf {WORK}/{_STATE} . ; exit $code'
 _CHECKING = f'{_UNPACK} && cd {_BOX} && PYTHONSAFEPATH=1 sh -c "$1"'
 _SHOWN = 4000  # characters of what a command wrote
 _LONGEST = 100_000  # bytes of a command; the kernel takes 128 KiB
@@ -54,12 +62,11 @@ class Task(TypedDict):
     solution: NotRequired[str]
 
 
-class ShellConfig(MultiTurnConfig):
+class ShellConfig(MultiTurnRowsConfig):
     """Tasks, and what one command may use. `max_turns` limits the replies, each with one command or several."""
 
     dataset: str | None = Field(None, description="A .jsonl or .parquet file, or a name on the hub; null: made.")
     eval_dataset: str | None = Field(None, description="Another one to evaluate with; null: every tenth row of a file.")
-    epochs: PositiveInt | None = Field(1, description="How often all rows are rolled out; null: without end.")
     command_timeout_s: PositiveFloat = Field(10.0, description="Seconds of one command, and of the check.")
     memory_mb: PositiveInt = Field(512, description="MiB that one command may use.")
     programs_at_once: PositiveInt = Field(2, description="Commands that run at the same time.")
@@ -131,7 +138,7 @@ class ShellWorld(World):
         return await self.sandbox.call(command, files=self.files, keep=keep, limits=self.limits)
 
 
-class ShellEnv(MultiTurnEnv):
+class ShellEnv(MultiTurnRowsEnv):
     """Score 1 where the files are as wanted and the check passes after the end, else 0."""
 
     name = "shell"
@@ -140,7 +147,6 @@ class ShellEnv(MultiTurnEnv):
     uses_tools = True
     data: ClassVar[str] = "made, or rows"
     sandbox: Sandbox | None = None
-    tasks: Split | None = None
 
     @classmethod
     def check_flags(cls, folder: Path) -> list[str]:
@@ -153,7 +159,7 @@ class ShellEnv(MultiTurnEnv):
         self.sandbox = await asyncio.to_thread(Sandbox, at_once=config.programs_at_once)
         if config.dataset is not None:
             wanted = '{"prompt": ..., "files": {...}, "expect": {name: text}, "check": ...}'
-            self.tasks = await asyncio.to_thread(
+            self.problems = await asyncio.to_thread(
                 load_split, config.dataset, to_task, eval_dataset=config.eval_dataset, wanted=wanted
             )
 
@@ -163,11 +169,6 @@ class ShellEnv(MultiTurnEnv):
 
     def make(self, rng: random.Random, level: int) -> Task:
         return make_task(rng, level)
-
-    async def problem(self, part: Part, index: int) -> Task | None:
-        if self.tasks is None:
-            return await super().problem(part, index)
-        return item_at(self.tasks, part, index, seed=self.config.seed, epochs=self.config.epochs)
 
     async def open(self, item: Task) -> ShellWorld:
         assert self.sandbox is not None

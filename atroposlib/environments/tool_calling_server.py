@@ -10,11 +10,18 @@ import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from atroposlib.environments.multi_turn import Message, MultiTurnConfig, MultiTurnEnv, Reply, Step, World, eval_metrics
-from atroposlib.environments.rows import Split, item_at, tenth_kept
-from atroposlib.environments.single_turn import Part
+from atroposlib.environments.multi_turn import (
+    Message,
+    MultiTurnRowsConfig,
+    MultiTurnRowsEnv,
+    Reply,
+    Step,
+    World,
+    eval_metrics,
+)
+from atroposlib.environments.rows import Split, tenth_kept
 from atroposlib.environments.tool_use.answers import fault_of
 from atroposlib.environments.tool_use.bfcl import SetName, ToolProblem, data_folder, read_problems, right_calls, tool_of
 from atroposlib.environments.tool_use.made_problems import make_problem
@@ -29,14 +36,13 @@ MOST_RESULT = 8000
 MADE: tuple[SetName, ...] = ("simple", "multiple", "parallel", "parallel_multiple", "irrelevance")
 
 
-class ToolCallingConfig(MultiTurnConfig):
+class ToolCallingConfig(MultiTurnRowsConfig):
     """Which problems come, and what counts as a refusal."""
 
     dataset: str | None = Field(
         None, description="bfcl: the files of the installed package bfcl-eval; or a folder of them; null: made."
     )
     sets: list[SetName] = Field([*MADE], min_length=1, description="Of BFCL v4, in Python; made: the first five.")
-    epochs: PositiveInt | None = Field(1, description="How often all rows are rolled out; null: without end.")
     eval_all: bool = Field(
         False, description="Evaluate with all rows of the sets; false: every tenth, which is not trained on."
     )
@@ -83,7 +89,7 @@ class ToolWorld(World):
         return written(right_calls(self.problem)) or self.no_call or NO_CALL
 
 
-class SingleToolCallingEnv(MultiTurnEnv):
+class SingleToolCallingEnv(MultiTurnRowsEnv):
     """Score 1 where exactly the right calls are made, or none and it is said that none fits; else 0."""
 
     name = "tool_calling"
@@ -92,7 +98,6 @@ class SingleToolCallingEnv(MultiTurnEnv):
     uses_tools: ClassVar[bool] = True
     guessing: ClassVar[float] = 0.25  # a fifth of the problems fit no function
     data: ClassVar[str] = "made, or rows"
-    problems: Split | None = None
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
@@ -118,11 +123,6 @@ class SingleToolCallingEnv(MultiTurnEnv):
 
     def make(self, rng: random.Random, level: int) -> ToolProblem:
         return make_problem(rng, rng.choice(self.config.sets), level)
-
-    async def problem(self, part: Part, index: int) -> ToolProblem | None:
-        if self.problems is None:
-            return await super().problem(part, index)
-        return item_at(self.problems, part, index, seed=self.config.seed, epochs=self.config.epochs)
 
     async def open(self, item: ToolProblem) -> ToolWorld:
         return ToolWorld(item, self.config.no_call)

@@ -20,8 +20,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from atroposlib.environments.multi_turn import (
     Ask,
     Message,
-    MultiTurnConfig,
-    MultiTurnEnv,
+    MultiTurnRowsConfig,
+    MultiTurnRowsEnv,
     Player,
     Reply,
     Step,
@@ -29,8 +29,7 @@ from atroposlib.environments.multi_turn import (
     World,
     eval_metrics,
 )
-from atroposlib.environments.rows import Split, item_at, tenth_kept
-from atroposlib.environments.single_turn import Part
+from atroposlib.environments.rows import Split, tenth_kept
 from atroposlib.environments.tool_calling_server import shown, written
 from atroposlib.environments.tool_use.bfcl import (
     WrittenCall,
@@ -56,7 +55,7 @@ SetName = Literal["base", "miss_func", "miss_param", "long_context"]
 """Of the sets multi_turn_* of BFCL: nothing is missing; a tool comes late; a fact comes late; long results."""
 
 
-class ToolUseConfig(MultiTurnConfig):
+class ToolUseConfig(MultiTurnRowsConfig):
     """Where the wishes come from, and how far a model may go for one."""
 
     dataset: str | None = Field(
@@ -64,7 +63,6 @@ class ToolUseConfig(MultiTurnConfig):
         description="bfcl: episodes of the installed package bfcl-eval; or a folder of its files; null: made.",
     )
     sets: list[SetName] = Field(["base"], min_length=1, description="Of BFCL v4's sets multi_turn_*.")
-    epochs: PositiveInt | None = Field(1, description="How often all rows are rolled out; null: without end.")
     eval_all: bool = Field(False, description="Evaluate with all rows; false: every tenth, which is not trained on.")
     max_steps: PositiveInt = Field(20, description="Replies with calls for one wish; with more the episode is lost.")
     partial_credit: bool = Field(False, description="Score the share of wishes fulfilled before one fails, not 0 or 1.")
@@ -196,7 +194,7 @@ class ToolUseWorld(World):
         return {"name": call["name"], "arguments": {**dict(by_place), **call["arguments"]}}
 
 
-class MultiTurnToolCallingEnv(MultiTurnEnv):
+class MultiTurnToolCallingEnv(MultiTurnRowsEnv):
     """Score 1 where all wishes are fulfilled, else 0; with `partial_credit` the share before the first that is not."""
 
     name = "tool_use_multiturn"
@@ -205,7 +203,6 @@ class MultiTurnToolCallingEnv(MultiTurnEnv):
     system: ClassVar[str] = "Do what the user asks with the tools. When it is done, say so without a call."
     uses_tools: ClassVar[bool] = True
     data: ClassVar[str] = "made, or rows"
-    tasks: Split | None = None
     pool: WorkerPool | None = None
 
     @classmethod
@@ -220,7 +217,7 @@ class MultiTurnToolCallingEnv(MultiTurnEnv):
             package_folder()
             if importlib.util.find_spec("mpmath") is None:
                 raise ConfigError("BFCL's calculator needs the package mpmath; run: pip install mpmath")
-            self.tasks = self._split(self.config.dataset)
+            self.problems = self._split(self.config.dataset)
             self.pool = WorkerPool(workers=self.config.workers, timeout_s=self.config.tool_timeout_s, memory_mb=1024)
 
     def _split(self, dataset: str) -> Split:
@@ -247,11 +244,6 @@ class MultiTurnToolCallingEnv(MultiTurnEnv):
         start = {"files": dict(office.files), "events": dict(office.events)}
         wishes = [make_wish(rng, office) for _ in range(min(level, MOST_WISHES) + 1)]
         return Task(id="office", spec=Spec(classes=["Office"], start={"Office": start}), wishes=wishes)
-
-    async def problem(self, part: Part, index: int) -> Task | None:
-        if self.tasks is None:
-            return await super().problem(part, index)
-        return item_at(self.tasks, part, index, seed=self.config.seed, epochs=self.config.epochs)
 
     def item_task(self, item: Task) -> str:
         return f"{self.label}/{_set_of(item)}"

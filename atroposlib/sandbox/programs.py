@@ -45,7 +45,7 @@ _CHUNK = 2**16
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use; each has its word in `Verdict`."""
+    """Bounds of one program; each has its word in `Verdict`."""
 
     wall_s: float = 10.0
     cpu_s: float = 10.0  # of all its processes
@@ -61,7 +61,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program did."""
+    """End of a program, and its output."""
 
     verdict: Verdict  # "exit": it ended by itself; else the limit that ended it, or that it failed at
     exit_code: int | None  # 128 + the signal that ended it; None: it was killed for a limit
@@ -75,7 +75,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Tools:
-    """What sandboxes are made with on this machine."""
+    """Tools of this machine that make sandboxes."""
 
     bwrap: str
     is_root: bool  # programs get users of their own; otherwise a user namespace

@@ -9,7 +9,7 @@ from atroposlib.environments.multi_turn import Reply, ToolCall
 from atroposlib.environments.shell_env import ShellWorld, make_task, to_task
 from atroposlib.errors import VerifierFault
 from atroposlib.sandbox.host import require_host
-from atroposlib.sandbox.programs import Limits
+from atroposlib.sandbox.programs import WORK, Limits
 from atroposlib.sandbox.sandbox import Sandbox
 from atroposlib.sandbox.workers import SandboxError
 
@@ -26,7 +26,7 @@ def sandbox():
 
 
 async def done(sandbox, task, *commands):
-    """Whether commands do a task, and what they said."""
+    """Return True where commands do the task, and their output."""
     world = ShellWorld(to_task({"prompt": "", **task}), sandbox, Limits(wall_s=2, cpu_s=2))
     calls = tuple(ToolCall(str(number), "shell", {"command": command}) for number, command in enumerate(commands))
     step = await world.step(Reply("", calls))
@@ -38,7 +38,7 @@ CHECK = {"check": 'python3 -c \'import json, sys; sys.exit(open("a").read() != "
 PLANTED = (
     "echo 'import os; os._exit(0)' | tee json.py sitecustomize.py; printf 'exit 0' | tee sh python3 ../sh; chmod +x *"
 )
-EVIL_TAR = "cd .. && printf x > check.sh && tar -cPf state.tar ../work/check.sh; kill -9 $PPID; sleep 1"
+EVIL_TAR = f"cd .. && printf x > check.sh && tar -cPf state.tar ..{WORK}/check.sh; kill -9 $PPID; sleep 1"
 DONE = {
     "a file that is expected": (WANTED, ["mkdir -p a", "echo yes > a/b"], True),
     "another text": (WANTED, ["mkdir -p a; echo no > a/b"], False),

@@ -319,7 +319,7 @@ async def test_services_run_in_workers_and_their_right_calls_score():
         kept = {name: {item["id"].rpartition("_")[2] for item in items if name in item["id"]} for name in sets}
         assert kept == dict.fromkeys(sets, kept["base"])  # they are the same episodes, with something missing
         assert Counter(map(env.item_task, items)) == {f"{env.label}/{name}": 20 for name in sets}
-        assert len(env.tasks["train"]) == 4 * 180 - 1  # one calls a tool before it is there
+        assert len(env.problems["train"]) == 4 * 180 - 1  # one calls a tool before it is there
         scores = [(await scripted(env, item, lambda world, player: world.gold())).score for item in items[:40]]
         assert scores == [1.0] * 40
     finally:

@@ -12,7 +12,7 @@ from fakes import FakeServer, FakeTokenizer
 from atroposlib.data.validate import validate
 from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv
 from atroposlib.environments.agents.stock_env import StockEnv
-from atroposlib.envs.agent_env import Access, AgentEnv, AgentEnvConfig, in_container
+from atroposlib.envs.agent_env import INSIDE, Access, AgentEnv, AgentEnvConfig, in_container
 from atroposlib.envs.base import ServerBaseline
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, GroupError, RequestFault, VerifierFault
 from atroposlib.type_definitions import IGNORE_INDEX
@@ -171,7 +171,7 @@ sys.exit(ran.wait())
 
 @pytest.fixture
 def docker(tmp_path, monkeypatch):
-    """What was asked of `docker`, where this machine has none."""
+    """Calls of `docker`, where this machine has none."""
     program = tmp_path / "bin" / "docker"
     program.parent.mkdir()
     program.write_text(DOCKER.replace("/usr/bin/env python3", sys.executable))
@@ -202,7 +202,7 @@ async def test_an_agent_in_a_container_has_its_folder_and_its_model_and_nothing_
         assert call[-1] == "hi"
         assert not any("sk-rollout" in part for part in call)
         assert variables["OPENAI_BASE_URL"].startswith("http://127.0.0.2:")
-        assert variables["HOME"] == "/work/.home"
+        assert variables["HOME"] == f"{INSIDE}/.home"
         assert not {"MY_SECRET", "PATH"} & variables.keys()
 
 

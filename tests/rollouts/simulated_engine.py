@@ -18,7 +18,7 @@ Curve = Callable[[float], float]
 
 @dataclass
 class Load:
-    """What an engine says."""
+    """Load as an engine reports it."""
 
     running: int | None = None
     queued: int | None = None

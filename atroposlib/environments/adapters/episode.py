@@ -18,7 +18,7 @@ from atroposlib.type_definitions import Item
 
 
 class EpisodeConfig(FrameworkConfig):
-    """How long episodes may be, and how replies are sampled."""
+    """Limits of episodes, and the sampling of replies."""
 
     max_turns: PositiveInt = Field(32, description="Replies of one episode; one that is not over then ends as it is.")
     temperature: float = Field(1.0, description="Of every reply.")
@@ -27,7 +27,7 @@ class EpisodeConfig(FrameworkConfig):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a reply led to."""
+    """Outcome of a reply."""
 
     observation: str  # "" where nothing is left to say
     is_over: bool

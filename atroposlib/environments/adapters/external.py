@@ -30,7 +30,7 @@ NOWHERE = "http://127.0.0.1:1/v1"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What follows a reply: messages for the model, or the end."""
+    """Outcome of a reply: messages for the model, or the end."""
 
     messages: list[Message]  # that are new
     tools: list[Message]

@@ -1,4 +1,4 @@
-"""What all adapters share: numbered items of one environment of a framework, and their evaluation."""
+"""Shared by all adapters: numbered items of one environment of a framework, and their evaluation."""
 
 import asyncio
 import json

@@ -24,7 +24,7 @@ _MODULE = "atroposlib.environments.adapters.inspect_env"
 
 
 class InspectConfig(FrameworkConfig, AgentEnvConfig):
-    """How samples are run and scored. `arguments` are those of the task."""
+    """Settings of running and scoring samples. `arguments` are those of the task."""
 
     scorer: str | None = Field(None, description="Which score counts: name, or name.key; null: the only one.")
     grader: dict[str, Any] | None = Field(

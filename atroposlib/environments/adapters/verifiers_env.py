@@ -20,7 +20,7 @@ from atroposlib.type_definitions import Item
 
 
 class VerifiersConfig(FrameworkConfig, AgentEnvConfig):
-    """What of the framework is used."""
+    """Settings of the part of the framework that is used."""
 
     run: Literal["task", "env"] = Field(
         "env", description="env: the framework's environment with its agent; task: one reply to the prompt, scored."

@@ -20,23 +20,21 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from atroposlib.environments.code_execution_server.pipelines import make_problem
 from atroposlib.environments.code_execution_server.verdicts import Case, Examiner, Problem, Verdict
-from atroposlib.environments.multi_turn import MultiTurnConfig, MultiTurnEnv, Reply, Step, World
-from atroposlib.environments.rows import Row, Split, item_at, load_split
-from atroposlib.environments.single_turn import Part
+from atroposlib.environments.multi_turn import MultiTurnRowsConfig, MultiTurnRowsEnv, Reply, Step, World
+from atroposlib.environments.rows import Row, load_split
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.sandbox.sandbox import Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
-class CodeConfig(MultiTurnConfig):
+class CodeConfig(MultiTurnRowsConfig):
     """Problems, limits of programs, and what is told of failures. `max_turns` is the number of attempts."""
 
     dataset: str | None = Field(
         None, description="A .jsonl or .parquet file, or a name on the hub (needs datasets); null: made."
     )
     eval_dataset: str | None = Field(None, description="Another one to evaluate with; null: every tenth row of a file.")
-    epochs: PositiveInt | None = Field(1, description="How often all rows are rolled out; null: without end.")
     partial_credit: bool = Field(False, description="Score the share of tests that the last attempt passes, not 0.")
     shown_tests: NonNegativeInt = Field(1, description="Tests that the question shows; the others stay hidden.")
     time_s: PositiveFloat = Field(4.0, description="Processor seconds for one input, or for all calls of a function.")
@@ -97,7 +95,7 @@ class CodeWorld(World):
         return f"{hint}\n\nRepair it, and write the whole code again in one block."
 
 
-class CodingEnv(MultiTurnEnv):
+class CodingEnv(MultiTurnRowsEnv):
     """Score 1 where all tests pass, else 0; with `partial_credit` the share that passes."""
 
     name = "coding"
@@ -105,7 +103,6 @@ class CodingEnv(MultiTurnEnv):
     config: CodeConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     data: ClassVar[str] = "made, or rows"
     sandbox: Sandbox | None = None
-    problems: Split | None = None
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
@@ -130,11 +127,6 @@ class CodingEnv(MultiTurnEnv):
 
     def make(self, rng: random.Random, level: int) -> Problem:
         return make_problem(rng, level)
-
-    async def problem(self, part: Part, index: int) -> Problem | None:
-        if self.problems is None:
-            return await super().problem(part, index)
-        return item_at(self.problems, part, index, seed=self.config.seed, epochs=self.config.epochs)
 
     async def open(self, item: Problem) -> CodeWorld:
         return CodeWorld(item, self.examiner, self.config)

@@ -66,7 +66,7 @@ class Case(TypedDict):
 
 
 class Log(TypedDict):
-    """What was said, by whom, in its order."""
+    """Words said, by whom, in their order."""
 
     said: list[tuple[str, str]]  # "customer" or "service", text
 

@@ -1,1 +1,1 @@
-"""What environments with tools share: rules for comparing calls, problems, and tools that run."""
+"""Shared by environments with tools: rules for comparing calls, problems, and tools that run."""

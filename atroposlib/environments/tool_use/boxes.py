@@ -30,7 +30,7 @@ SERVICES = {
 
 
 class Spec(TypedDict):
-    """What a box is opened from."""
+    """Data from which a box is opened."""
 
     classes: list[str]  # of SERVICES, or Office
     start: dict[str, Any]  # by class

@@ -42,7 +42,7 @@ _LARGEST = 10**15
 
 
 class Office:
-    """What it holds is its state; each public method is a tool, with texts as arguments."""
+    """Its attributes are its state; each public method is a tool, with texts as arguments."""
 
     def __init__(self, files: Mapping[str, str], events: Mapping[str, str]) -> None:
         self.files, self.events = dict(files), dict(events)  # title by "day time"
@@ -131,7 +131,7 @@ def _tool(name: str, method: Callable[..., str]) -> dict[str, Any]:
 
 
 class Wish(TypedDict):
-    """What the user says in one turn, calls that fulfil it, and how many of their results, the first, must be seen."""
+    """Words of the user in one turn, calls that fulfil it, and how many of their results, the first, must be seen."""
 
     said: str
     calls: list[WrittenCall]

@@ -44,7 +44,7 @@ class TextWorldEnvConfig(MultiTurnConfig):
 
 
 class Game(TypedDict):
-    """What a game is made from."""
+    """Settings from which a game is made."""
 
     level: int
     seed: int
