@@ -15,9 +15,8 @@ else:
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["KINDS", "DamagedError", "DecompressedFile", "is_compressed", "open_lines", "zstd"]
+__all__ = ["KINDS", "DamagedError", "DecompressedFile", "is_compressed", "zstd"]
 
-_READ_BYTES = 1 << 16
 KINDS = {".zst": "zstd", ".gz": "gzip"}
 """Names of what is read, by suffix."""
 
@@ -29,11 +28,6 @@ class DamagedError(Exception):
 def is_compressed(path: Path) -> bool:
     """True when the file's name says so."""
     return path.suffix in KINDS
-
-
-def open_lines(path: Path) -> io.BufferedReader:
-    """A compressed file to iterate over by lines; all before damage are given."""
-    return io.BufferedReader(DecompressedFile(io.FileIO(path, "rb"), path.suffix), _READ_BYTES)
 
 
 class DecompressedFile(io.RawIOBase):

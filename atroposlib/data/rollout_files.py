@@ -34,6 +34,7 @@ _SHARD = re.compile(r"(.+_rollouts_.+)_\d{4,}\.jsonl(?:\.zst|\.gz)?")
 CUT_SHORT = "last line cut short"  # also what a running job's file ends in
 NOT_UTF8 = "not UTF-8"
 NO_GROUP = "no group"
+DAMAGED_REST = "rest of a damaged compressed file"
 _READ_BYTES = 1 << 22
 _NEWLINE = ord("\n")
 _COMPRESSED_STARTS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
@@ -197,12 +198,31 @@ def _read(
     except DamagedError as error:
         raise RowError(
             where,
-            "rest of a damaged compressed file",
+            DAMAGED_REST,
             f"not readable as {KINDS[path.suffix]} ({error}) from here on; the file is damaged or was not written to "
             "its end: take it from a copy",
         ) from error
     except OSError as error:
         raise RowError(where, "rest of an unreadable file", f"cannot be read from here on: {error.strerror}") from error
+
+
+class LineNumbers:
+    """Lines of files, from 1, by the byte where they start; asked in ascending order, each file is read once."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._at = self._number = 0
+
+    def at(self, path: Path, start: int) -> int:
+        """The line that starts at byte `start` of the (decompressed) file."""
+        if path != self._path or start < self._at:
+            self._path, self._at, self._number = path, 0, 1
+        with closing(_open(path)) as stream:
+            _skip(stream, path, self._at)
+            while self._at < start and (data := _read(stream, path, min(start - self._at, _READ_BYTES))):
+                self._number += data.count(b"\n")
+                self._at += len(data)
+        return self._number
 
 
 class SpanReader:

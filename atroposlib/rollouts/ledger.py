@@ -14,14 +14,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
-from atroposlib.data.compressed import DamagedError, open_lines
+from atroposlib.data.compressed import is_compressed
+from atroposlib.data.rollout_files import DAMAGED_REST, LineNumbers, SpanReader, read_lines
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import PathError, RowError
-from atroposlib.json_lines import BYTE_ORDER_MARK, as_json
+from atroposlib.json_lines import as_json
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.type_definitions import Item
 
@@ -150,7 +151,7 @@ def read_ledger(files: RunFiles, *, accept_score: float, keep_unacknowledged: bo
         _rewrite_index(files.beside("index"), entries)
     acked = read_acknowledged(files.beside("acked")) if keep_unacknowledged else None
     shards = files.shards()
-    lines = _LineNumbers()
+    lines = LineNumbers()
     for entry in sorted(entries, key=_place):
         if ledger.add(entry, acknowledged=acked is None or entry.group_id in acked):
             ledger.backlog.extend(entry.backlog)
@@ -183,20 +184,8 @@ def read_acknowledged(path: Path) -> set[str]:
 
 def read_line(path: Path, entry: Entry) -> bytes:
     """The bytes of one line, from a plain or compressed file."""
-    with open_rollouts(path, at=entry.start) as stream:
-        return stream.read(entry.end - entry.start)
-
-
-def open_rollouts(path: Path, *, at: int) -> BinaryIO:
-    """The uncompressed bytes of a .jsonl or .jsonl.zst file from byte `at` on."""
-    if path.suffix != ".zst":
-        plain = path.open("rb")
-        plain.seek(at)
-        return plain
-    stream = open_lines(path)
-    while at > 0 and (skipped := len(stream.read(min(at, 1 << 20)))):
-        at -= skipped
-    return stream
+    with SpanReader(path) as reader:
+        return reader.read(entry.start, entry.end)
 
 
 def describe(record: Mapping[str, Any], accept_score: float) -> Entry:
@@ -273,24 +262,6 @@ def _place(entry: Entry) -> tuple[int, int]:
     return entry.shard, entry.start
 
 
-class _LineNumbers:
-    """Lines of files, from 1, by the byte where they start; asked in ascending order, each file is read once."""
-
-    def __init__(self) -> None:
-        self._path: Path | None = None
-        self._at = self._number = 0
-
-    def at(self, path: Path, start: int) -> int:
-        """The line that starts at byte `start` of the uncompressed file."""
-        if path != self._path or start < self._at:
-            self._path, self._at, self._number = path, 0, 1
-        with open_rollouts(path, at=self._at) as stream:
-            while self._at < start and (data := stream.read(min(start - self._at, 1 << 22))):
-                self._number += data.count(b"\n")
-                self._at += len(data)
-        return self._number
-
-
 def _read_index(path: Path) -> tuple[list[Entry], bool]:
     """Entries, and whether the file ends in something else (a torn line, or bytes of an unknown kind)."""
     if not path.exists():
@@ -331,40 +302,29 @@ def _scan(path: Path, shard: int, start: int, accept_score: float, odd: SetAside
         PathError: the file cannot be read.
     """
     decoder = msgspec.json.Decoder(_LineFacts)
-    at = end = start  # of the line that is read; of the last that is whole
-    lines = _LineNumbers()
-
-    def damaged(reason: str, error: Exception) -> None:
-        odd.add(RowError(f"{path}:{lines.at(path, at)}", reason, str(error)))
-
+    numbers, end, is_packed = LineNumbers(), start, is_compressed(path)
     try:
-        with open_rollouts(path, at=start) as stream:
-            for line in stream:
-                is_whole = line.endswith(b"\n")
-                if not (repair or is_whole):
-                    return  # being written
-                mark = len(BYTE_ORDER_MARK) if not at and line.startswith(BYTE_ORDER_MARK) else 0
-                try:
-                    facts = decoder.decode(line[mark:])
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    if not is_whole:
-                        break
-                    if not line.isspace():
-                        damaged("damaged line", error)
-                    at = end = at + len(line)
-                    continue
-                entry = describe(msgspec.structs.asdict(facts), accept_score)
-                entry.shard, entry.start, entry.end = shard, at + mark, at + len(line.removesuffix(b"\n")) + 1
-                at = end = entry.end
-                yield entry
-                if not is_whole:
-                    with path.open("ab") as tail:
-                        tail.write(b"\n")
-                    break
-    except OSError as error:
-        raise PathError(f"{path} cannot be read: {error.strerror}; the run cannot tell what is done") from error
-    except DamagedError as error:
-        damaged("rest of a damaged compressed file", error)
-    if repair and path.suffix != ".zst" and path.stat().st_size > end:
-        logger.warning("torn last line cut off: file=%s bytes=%d", path, path.stat().st_size - end)
-        os.truncate(path, end)
+        for line in read_lines(path, start=start):
+            if not (repair or line.is_complete):
+                return  # being written
+            try:
+                facts = decoder.decode(line.data)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                if line.is_complete:
+                    odd.add(RowError(f"{path}:{numbers.at(path, line.offset)}", "damaged line", str(error)))
+                    end = line.offset + line.size
+                elif not is_packed:
+                    logger.warning("torn last line cut off: file=%s bytes=%d", path, line.size)
+                    os.truncate(path, line.offset)
+                continue
+            entry = describe(msgspec.structs.asdict(facts), accept_score)
+            entry.shard, entry.start, entry.end = shard, line.offset, line.offset + line.size + (not line.is_complete)
+            end = entry.end
+            yield entry
+            if not (line.is_complete or is_packed):
+                with path.open("ab") as tail:
+                    tail.write(b"\n")
+    except RowError as error:
+        if error.reason != DAMAGED_REST:
+            raise PathError(f"{error.where} {error.text}; the run cannot tell what is done") from error
+        odd.add(RowError(f"{path}:{numbers.at(path, end)}", DAMAGED_REST, error.text))

@@ -15,7 +15,6 @@ from atroposlib.data.compressed import zstd
 from atroposlib.data.table import open_table
 from atroposlib.errors import LaunchError, PathError
 from atroposlib.rollouts import files as files_module
-from atroposlib.rollouts import ledger as ledger_module
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.groups import to_record
 from atroposlib.rollouts.locations import RunFiles, choose_run
@@ -187,14 +186,27 @@ async def test_what_a_cut_shard_no_longer_holds_is_done_again(tmp_path):
     again.close()
 
 
+@pytest.mark.parametrize("kept_index", [False, True], ids=["without an index", "with its index"])
+async def test_a_compressed_file_under_a_plain_name_ends_the_run_and_is_left_as_it_is(tmp_path, kept_index):
+    files = single(tmp_path)
+    await write(files, range(3))
+    data = zstd.compress(files.single.read_bytes())
+    files.single.write_bytes(data)
+    if not kept_index:
+        files.beside("index").unlink()
+    with pytest.raises(PathError, match=r"o\.jsonl holds zstd data; rename it to o\.jsonl\.zst"):
+        open_run(files)
+    assert files.single.read_bytes() == data
+
+
 async def test_a_file_that_cannot_be_read_ends_the_run_with_a_sentence(tmp_path, monkeypatch):
     await write(single(tmp_path), [0])
     single(tmp_path).beside("index").unlink()
 
-    def refuse(path, *, at):
+    def refuse(path, mode):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(ledger_module, "open_rollouts", refuse)
+    monkeypatch.setattr("io.FileIO", refuse)
     with pytest.raises(PathError, match=r"o\.jsonl cannot be read: Permission denied"):
         open_run(single(tmp_path))
 

@@ -21,13 +21,15 @@ import msgspec
 import orjson
 import yaml
 
+from atroposlib.data.rollout_files import sound_lines
+from atroposlib.data.set_aside import SetAside
 from atroposlib.environments.causal.demonstration import ENV, DemonstrationConfig, demo_name, run_name
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.paths import writable_dir, write_text_atomic
 from atroposlib.rollouts.early_stop import RunLimits
 from atroposlib.rollouts.failures import FailureLog, TaskHealth, describe_error
 from atroposlib.rollouts.files import RolloutFiles
-from atroposlib.rollouts.ledger import Totals, open_rollouts
+from atroposlib.rollouts.ledger import Totals
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.progress import Progress, duration
 from atroposlib.rollouts.reports import compress
@@ -174,13 +176,12 @@ class Collection:
         """Return the accepted demonstrations by level, read from the lines: the index holds accuracies alone."""
         decoder, found = msgspec.json.Decoder(_Facts), Counter[str]()
         for path in self.files.files.shards().values():
-            with open_rollouts(path, at=0) as stream:
-                for line in stream:
-                    try:
-                        facts = decoder.decode(line)
-                    except (msgspec.DecodeError, UnicodeDecodeError):
-                        continue  # its attempt is made again
-                    found[facts.task] += facts.demonstration.accepted
+            for line in sound_lines(path, SetAside()):
+                try:
+                    facts = decoder.decode(line.data)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue  # its attempt is made again
+                found[facts.task] += facts.demonstration.accepted
         return found
 
     async def run(self, make: Make, ahead: int) -> bool:
