@@ -9,9 +9,10 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import orjson
+
+from atroposlib.type_definitions import Json
 
 _SEPARATORS = {"\x85".encode(): rb"\u0085", "\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -34,7 +35,7 @@ def one_line(data: bytes) -> bytes:
     return data
 
 
-def read_leniently(data: bytes) -> Any:
+def read_leniently(data: bytes) -> Json:
     r"""The value of a line as Python's parser takes it, with null for numbers that are not finite.
 
     Half a surrogate pair stays one; a byte that is no UTF-8 becomes one of U+DC80 to U+DCFF.
@@ -55,7 +56,7 @@ def strict_json(value: object) -> bytes:
     return LONE_SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False)).encode()
 
 
-def parse_anyhow(data: bytes) -> Any:
+def parse_anyhow(data: bytes) -> Json:
     """The value of a line for people to look at; what is broken in it is shown as null or U+FFFD.
 
     Raises:
@@ -102,7 +103,7 @@ def to_json(value: object, default: Callable[[object], object] = jsonable) -> by
         return orjson.dumps(_fit(value, default, ()), option=_OPTIONS)
 
 
-def as_json(value: object) -> Any:
+def as_json(value: object) -> Json:
     """`value` as it will be read again."""
     return orjson.loads(to_json(value))
 

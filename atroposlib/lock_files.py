@@ -12,9 +12,10 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from atroposlib.errors import LaunchError
+from atroposlib.type_definitions import Json
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ def end_leftover(pid: int, started: int, *, grace_s: float = 5.0) -> bool:
     return True
 
 
-def end_leftovers(services: Iterable[Mapping[str, Any]], node: str) -> None:
+def end_leftovers(services: Iterable[Mapping[str, Json]], node: str) -> None:
     """End what outlived a killed supervisor and would hold ports and locks; nothing when that ran on another node.
 
     Args:

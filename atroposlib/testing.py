@@ -13,13 +13,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from aiohttp import web
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.cli import main as run_environment
 from atroposlib.paths import expand_path
+from atroposlib.type_definitions import Json, JsonObject
 
 Answer = Callable[[str], str | Sequence[str]]
 """From the prompt's text to what the model says: one text for every response, or texts that take turns."""
@@ -145,7 +145,7 @@ class ScriptedEngine:
         texts = [said] if isinstance(said, str) else list(said)
         return [texts[n % len(texts)] for n in range(count)]
 
-    def _reply(self, text: str, prompt_tokens: int, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    def _reply(self, text: str, prompt_tokens: int, sampling: Mapping[str, Json]) -> JsonObject:
         """Return a reply as SGLang gives it: one that a stop string ends has it in its ids, and not in its text."""
         matched: int | str | None = self._tokenizer.token_to_id("<|im_end|>")
         stops = sampling.get("stop") or ()
@@ -171,7 +171,7 @@ class ScriptedEngine:
         }
 
 
-def _of_prompt(ids: Sequence[int], top_k: int) -> dict[str, Any]:
+def _of_prompt(ids: Sequence[int], top_k: int) -> JsonObject:
     """Return what SGLang says of a prompt: nothing of its first token, and of each other that it was the likeliest."""
     top = [[[_LOGPROB + n * _NEXT_LOGPROB, token + n, None] for n in range(top_k)] for token in ids[1:]]
     given = [[_LOGPROB, token, None] for token in ids[1:]]
@@ -183,7 +183,7 @@ def _of_prompt(ids: Sequence[int], top_k: int) -> dict[str, Any]:
 
 def roll_out(
     env_cls: type[BaseEnv], answer: Answer, folder: Path, *, groups: int = 1, settings: Sequence[str] = ()
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Run an environment's `process` mode against scripted answers and return the groups it recorded.
 
     Args:

@@ -18,12 +18,18 @@ PROMPT_LOGPROB = 1.0
 
 ROLLOUT_SCHEMA_VERSION = 1
 
+Json: TypeAlias = Any
+"""A value of JSON, or of YAML, from outside: nothing is known of it before somebody looks."""
+
+JsonObject: TypeAlias = dict[str, Json]
+"""An object of JSON or YAML from outside, or on its way there: a reply, a line of a file, sampling parameters."""
+
 UUID: TypeAlias = str
 Item: TypeAlias = Any
 """One thing to roll out. JSON-shaped, so that items in flight survive a restart."""
 
 number: TypeAlias = int | float
-Content: TypeAlias = str | list[dict[str, Any]]
+Content: TypeAlias = str | list[JsonObject]
 
 
 class Message(TypedDict, total=False):
@@ -33,7 +39,7 @@ class Message(TypedDict, total=False):
     content: Content | None
     reward: float | None
     name: str
-    tool_calls: list[dict[str, Any]]
+    tool_calls: list[JsonObject]
     tool_call_id: str
     reasoning_content: str
 
@@ -52,7 +58,7 @@ AgentHistory: TypeAlias = dict[str, list[AgentStep]]
 class Observation(TypedDict):
     """An observation: what a game shows an agent."""
 
-    raw: dict[str, Any]
+    raw: JsonObject
     rendered: Content
 
 
@@ -65,7 +71,7 @@ class GameStep(TypedDict, total=False):
     action: str
     reward: float
     done: bool
-    info: dict[str, Any]
+    info: JsonObject
 
 
 GameHistory: TypeAlias = list[GameStep]
@@ -80,11 +86,11 @@ class ScoredDataGroup(TypedDict, total=False):
     advantages: list[list[float]] | None  # [G][T]
     ref_logprobs: list[list[float]] | None  # [G][T]
     messages: list[list[Message]] | None  # [G] conversations
-    generation_params: dict[str, Any] | None
+    generation_params: JsonObject | None
     inference_logprobs: list[list[float]] | None  # [G][T] PROMPT_LOGPROB where masked
-    group_overrides: dict[str, Any] | None
-    overrides: list[dict[str, Any]] | None  # [G]
-    images: Any
+    group_overrides: JsonObject | None
+    overrides: list[JsonObject] | None  # [G]
+    images: Json
     distill_token_ids: list[list[list[int]]] | None  # [G][T][k]
     distill_logprobs: list[list[list[float]]] | None  # [G][T][k]
     unscored: list["UnscoredResponse"]  # siblings that failed: no part of G, recorded but never sent to a trainer
@@ -99,11 +105,11 @@ class ScoredDataItem(TypedDict, total=False):
     advantages: list[float] | None
     ref_logprobs: list[float] | None
     messages: list[Message] | None
-    generation_params: dict[str, Any] | None
+    generation_params: JsonObject | None
     inference_logprobs: list[float] | None
-    group_overrides: dict[str, Any] | None
-    overrides: dict[str, Any] | None
-    images: Any
+    group_overrides: JsonObject | None
+    overrides: JsonObject | None
+    images: Json
     distill_token_ids: list[list[int]] | None
     distill_logprobs: list[list[float]] | None
 
@@ -161,7 +167,7 @@ class RolloutRecord(ScoredDataGroup, total=False):
     finish_reasons: list[FinishReason] | None  # [G]
     usage: Usage | None
     engine: EngineInfo | None
-    sampling: dict[str, Any] | None  # temperature, top_p, max_tokens, ... as sent to the engine
+    sampling: JsonObject | None  # temperature, top_p, max_tokens, ... as sent to the engine
     created_at: float  # seconds since the epoch
     duration_s: float
 
@@ -171,11 +177,11 @@ class EvaluationConfigGeneral(TypedDict, total=False):
 
     model_name: str
     total_evaluation_time_seconds: str
-    generation_parameters: dict[str, Any]
+    generation_parameters: JsonObject
 
 
 EvaluationMetrics: TypeAlias = dict[str, float]
-EvaluationSample: TypeAlias = dict[str, Any]
+EvaluationSample: TypeAlias = JsonObject
 
 
 class EvaluationResults(TypedDict):
@@ -185,7 +191,7 @@ class EvaluationResults(TypedDict):
     results: dict[str, EvaluationMetrics]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type:
     """`Array` is numpy's; loaded by those who use it, as numpy costs 0.1 s of CPU."""
     if name == "Array":
         from numpy import ndarray

@@ -1,14 +1,14 @@
 """YAML files that users write, whose top level is a mapping."""
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from atroposlib.errors import ConfigError
+from atroposlib.type_definitions import JsonObject
 
 
-def read_mapping(path: Path, *, expected: str, what: str) -> dict[str, Any]:
+def read_mapping(path: Path, *, expected: str, what: str) -> JsonObject:
     """The mapping in the file.
 
     Args:

@@ -3,15 +3,17 @@
 `atroposlib.api:app` is the server; it is built when first asked for, so that clients import quickly.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from atroposlib.api.server import app
 
 __all__ = ["app"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "FastAPI":
     if name == "app":
         from atroposlib.api.server import app
 

@@ -10,9 +10,9 @@ from collections.abc import Coroutine
 
 from fastapi import Request
 from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from atroposlib.api import auth
-from atroposlib.api.edge import Receive, Scope, Send
 from atroposlib.api.group_codec import GROUPS_TYPE, batch_json, join_batch
 from atroposlib.api.metrics import Metrics
 from atroposlib.api.protocol import CHUNK_BYTES, CONNECTION_KEY, Connection

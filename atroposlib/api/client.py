@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import aiohttp
@@ -25,6 +25,7 @@ from atroposlib.api.auth import TOKEN_VARIABLE
 from atroposlib.api.group_codec import GROUPS_TYPE, decode_batch, encode_group, join_groups
 from atroposlib.backoff import backoff_s
 from atroposlib.errors import ApiError
+from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Response:
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def json(self) -> Any:
+    def json(self) -> Json:
         """The body, decoded."""
         return msgspec.json.decode(self.body)
 
@@ -216,7 +217,7 @@ class Batch:
         batch_id: acknowledge with it; None when the batch was not leased.
     """
 
-    groups: list[dict[str, Any]]
+    groups: list[JsonObject]
     batch_id: str | None = None
 
     @property
@@ -231,10 +232,10 @@ class EnvClient(RepeatingClient):
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 120.0) -> None:
         super().__init__(url, token=token, timeout_s=timeout_s)
         self.registered: RegisteredEnv | None = None
-        self._registration: dict[str, Any] | None = None
+        self._registration: Mapping[str, object] | None = None
         self._registering = asyncio.Lock()
 
-    async def register(self, registration: dict[str, Any], *, deadline_s: float | None = None) -> RegisteredEnv:
+    async def register(self, registration: Mapping[str, object], *, deadline_s: float | None = None) -> RegisteredEnv:
         """Announce this environment, waiting until the trainer has started.
 
         Args:
@@ -259,7 +260,7 @@ class EnvClient(RepeatingClient):
         """`group` and `project`; None before a trainer registered."""
         return (await self.request("GET", "/wandb_info", deadline_s=deadline_s)).json()
 
-    async def status_env(self, *, deadline_s: float | None = None) -> dict[str, Any]:
+    async def status_env(self, *, deadline_s: float | None = None) -> JsonObject:
         """current_step, queue_size, unallocated_fraction, self_queue_size, max_group_size, env_weight."""
         while True:
             env = await self._env(deadline_s)
@@ -269,7 +270,7 @@ class EnvClient(RepeatingClient):
                 return response.json()
             await self._register_again(env, deadline_s)
 
-    async def submit(self, groups: Sequence[Mapping[str, Any]], *, deadline_s: float | None = None) -> None:
+    async def submit(self, groups: Sequence[Mapping[str, object]], *, deadline_s: float | None = None) -> None:
         """Hand over groups; returns when the API has them on disk.
 
         Numpy values are fine. A group without `group_id` gets one in the request (and the caller cannot repeat it).
@@ -325,9 +326,9 @@ class TrainerClient(RepeatingClient):
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 120.0) -> None:
         super().__init__(url, token=token, timeout_s=timeout_s)
-        self._registration: dict[str, Any] | None = None
+        self._registration: Mapping[str, object] | None = None
 
-    async def register(self, registration: dict[str, Any], *, deadline_s: float | None = None) -> int:
+    async def register(self, registration: Mapping[str, object], *, deadline_s: float | None = None) -> int:
         """Announce or take over a run; see `Registration` for the keys. Returns the trainer's number."""
         body = orjson.dumps(registration)
         response = await self.request("POST", "/register", body=body, deadline_s=deadline_s)
@@ -361,7 +362,7 @@ class TrainerClient(RepeatingClient):
         """Confirm a leased batch."""
         await self.request("POST", "/batch/ack", body=orjson.dumps({"batch_id": batch_id}), deadline_s=deadline_s)
 
-    async def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
+    async def status(self, *, deadline_s: float | None = None) -> JsonObject:
         """current_step, queue_size, and `waiting_for`: why no batch is ready."""
         return (await self.request("GET", "/status", deadline_s=deadline_s)).json()
 

@@ -8,8 +8,7 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -17,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.api import auth
 from atroposlib.api.group_codec import GROUPS_TYPE
@@ -27,12 +27,6 @@ from atroposlib.api.store import StorageFull, Unreadable
 from atroposlib.errors import GroupError
 
 logger = logging.getLogger(__name__)
-
-Scope: TypeAlias = MutableMapping[str, Any]
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
-App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 DISCARD_FACTOR = 16
 """A body over the limit is read to its end, up to this many times the limit, so that the client sees the answer."""
@@ -49,7 +43,7 @@ class Gate:
     """Refuses strangers and web pages of other sites; times every request."""
 
     def __init__(
-        self, app: App, *, token: str | None, check_host: bool, metrics: Metrics, strangers: Strangers
+        self, app: ASGIApp, *, token: str | None, check_host: bool, metrics: Metrics, strangers: Strangers
     ) -> None:
         self._app = app
         self._token = token
@@ -103,7 +97,7 @@ class Gate:
 class BodyReader:
     """Hands each route its whole body, inflated and within limits, or answers 400, 413 or 415 itself."""
 
-    def __init__(self, app: App, *, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
 
@@ -210,7 +204,7 @@ def gunzip(body: bytes, max_bytes: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def json_response(content: dict[str, Any]) -> Response:
+def json_response(content: Mapping[str, object]) -> Response:
     """A small JSON response, without FastAPI's serialisation."""
     return Response(msgspec.json.encode(content), media_type="application/json")
 
@@ -227,7 +221,7 @@ class _PlainJson(JSONResponse):
 
 
 def add_error_responses(api: FastAPI) -> None:
-    def handler(respond: Callable[[Any], Response]):
+    def handler(respond: Callable[..., Response]):
         async def handle(request: Request, error: Exception) -> Response:
             return respond(error)
 
@@ -271,7 +265,7 @@ def _invalid(error: RequestValidationError) -> Response:
     return JSONResponse({"detail": details}, status_code=422)
 
 
-ERROR_RESPONSES: dict[type[Exception], Callable[[Any], Response]] = {
+ERROR_RESPONSES: dict[type[Exception], Callable[..., Response]] = {
     Refused: _refused,
     GroupError: _bad_group,
     StorageFull: _storage_full,

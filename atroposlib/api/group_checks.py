@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -31,7 +31,9 @@ from atroposlib.api.group_codec import (
     unpack_matrix,
 )
 from atroposlib.errors import GroupError
+from atroposlib.type_definitions import Json
 
+T = TypeVar("T")
 MAX_NESTING = 64
 """Depth to which free-form fields (messages, images, parameters) may nest; recursive readers fail at about 1000."""
 MAX_TOKEN_ID = 2**31 - 1
@@ -138,7 +140,7 @@ def read_list(body: bytes) -> list[EncodedGroup]:
 def _read_plain(body: bytes, kind: type) -> list[tuple[_Fields, dict[str, Matrix]]] | None:
     """Return fields and matrices of one group or of a list of them; None when in doubt."""
     parser = _parser_for(body)
-    document: Any = None
+    document: Json = None
     try:
         document = parser.parse(body)
         if not isinstance(document, kind) or (b"\\" in body and b"\\u005" in body):  # a bracket may hide in a string
@@ -164,7 +166,7 @@ def _parser_for(body: bytes) -> simdjson.Parser:
     return parser
 
 
-def _plain_fields(group: Any) -> tuple[_Fields, dict[str, Matrix], int]:
+def _plain_fields(group: simdjson.Object) -> tuple[_Fields, dict[str, Matrix], int]:
     """Return fields, matrices, and how many brackets open in them; an error when in doubt."""
     fields, matrices, brackets, seen = _Fields(), dict[str, Matrix](), 0, set[str]()
     for name in group:
@@ -189,7 +191,7 @@ def _plain_fields(group: Any) -> tuple[_Fields, dict[str, Matrix], int]:
     return fields, matrices, brackets
 
 
-def _plain_matrix(name: str, rows: Any) -> Matrix | None:
+def _plain_matrix(name: str, rows: simdjson.Array) -> Matrix | None:
     """Return rows as a matrix if they fit one; rows within rows are flattened."""
     try:
         lengths = [len(row) for row in rows]
@@ -215,7 +217,7 @@ def read_binary(body: bytes) -> list[EncodedGroup]:
 _decode_parts_list = msgspec.msgpack.Decoder(list[_Parts], ext_hook=unpack_matrix).decode
 
 
-def _each(found: Iterable[object], check: Callable[[Any], EncodedGroup]) -> list[EncodedGroup]:
+def _each(found: Iterable[T], check: Callable[[T], EncodedGroup]) -> list[EncodedGroup]:
     groups = []
     for i, item in enumerate(found):
         try:
@@ -306,9 +308,9 @@ def _read_matrix(text: msgspec.Raw, name: str) -> Matrix | list[int]:
     return matrix_of(rows, integers=integers) or [len(row) for row in rows]
 
 
-def _careful_rows(text: msgspec.Raw, field: str, integers: bool) -> list[list[Any]]:
+def _careful_rows(text: msgspec.Raw, field: str, integers: bool) -> list[list[Json]]:
     """Return rows, having looked at every value; GroupError with the place of the first bad one."""
-    rows: Any = _parse(_decode_any, text, "JSON", field)
+    rows = _parse(_decode_any, text, "JSON", field)
     if not isinstance(rows, list):
         raise GroupError(f"{field} is {_show(rows)}; expected a list with one list of numbers per sequence")
     for i, row in enumerate(rows):
@@ -432,7 +434,7 @@ def _require_shape(field: str, found: list[int], expected: list[int]) -> None:
         raise GroupError(f"{field}[{i}] has {found[i]} entries; expected {expected[i]}, as many as tokens[{i}]")
 
 
-def _parse(decode: Callable[[Any], Any], text: bytes | msgspec.Raw, expected: str, field: str = "the body") -> Any:
+def _parse(decode: Callable[..., T], text: bytes | msgspec.Raw, expected: str, field: str = "the body") -> T:
     """Return `decode(text)`, with every way it can fail as a GroupError."""
     try:
         return decode(text)

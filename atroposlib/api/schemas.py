@@ -3,7 +3,7 @@
 `ScoredData` documents the hot routes; their bodies are read by `group_checks.py`, which never builds these objects.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from atroposlib.errors import ApiError
+from atroposlib.type_definitions import Json, JsonObject
 
 MAX_NAME_CHARS = 200
 
@@ -40,7 +41,7 @@ def _encodable(value: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 
 
-def _example(**fields: Any) -> ConfigDict:
+def _example(**fields: Json) -> ConfigDict:
     return ConfigDict(json_schema_extra={"example": fields})
 
 
@@ -150,12 +151,12 @@ class ScoredData(BaseModel):
     scores: list[float] = Field(description="[G] finite.")
     advantages: list[list[float]] | None = Field(None, description="[G][any length].")
     ref_logprobs: list[list[float]] | None = Field(None, description="[G][T]")
-    messages: list[list[dict[str, Any]]] | None = Field(None, description="[G] conversations; role and content needed.")
-    generation_params: dict[str, Any] | None = None
+    messages: list[list[JsonObject]] | None = Field(None, description="[G] conversations; role and content needed.")
+    generation_params: JsonObject | None = None
     inference_logprobs: list[list[float]] | None = Field(None, description="[G][T] 1.0 where masked.")
-    overrides: list[dict[str, Any]] | None = Field(None, description="[G] switches per sequence.")
-    group_overrides: dict[str, Any] | None = None
-    images: Any = None
+    overrides: list[JsonObject] | None = Field(None, description="[G] switches per sequence.")
+    group_overrides: JsonObject | None = None
+    images: Json = None
     env_id: int | None = Field(None, ge=0, description="The number that /register-env returned.")
     distill_token_ids: list[list[list[int]]] | None = Field(None, description="[G][T][k]")
     distill_logprobs: list[list[list[float]]] | None = Field(None, description="[G][T][k]")
@@ -251,7 +252,7 @@ class ReceivedList(BaseModel):
 class NextBatch(BaseModel):
     """`batch` is null while none can be formed; before a trainer registered, `status` is `error` too."""
 
-    batch: list[dict[str, Any]] | None = Field(description="Groups, each with all 14 keys of ScoredData.")
+    batch: list[JsonObject] | None = Field(description="Groups, each with all 14 keys of ScoredData.")
     batch_id: str | None = Field(None, description="Only with lease_s: acknowledge it with POST /batch/ack.")
     status: str | None = None
     message: str | None = None

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,18 +18,15 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.api import schemas
 from atroposlib.api.batches import BatchResponse
 from atroposlib.api.edge import (
     BODY_KEY,
     ERROR_RESPONSES,
-    App,
     BodyReader,
     Gate,
-    Receive,
-    Scope,
-    Send,
     add_error_responses,
     is_binary,
     json_response,
@@ -42,6 +39,7 @@ from atroposlib.api.protocol import CONNECTION_KEY, Strangers
 from atroposlib.api.schemas import Refused
 from atroposlib.api.service import TrajectoryService
 from atroposlib.api.store import Store
+from atroposlib.type_definitions import JsonObject
 
 MEGABYTE = 1_000_000
 STATE_DIR_VARIABLE = "ATROPOS_STATE_DIR"
@@ -149,7 +147,7 @@ def _add_trainer_routes(api: FastAPI) -> None:
 
 def _add_env_routes(api: FastAPI) -> None:
     @api.post("/register-env", response_model=schemas.EnvRegistered, response_model_exclude_none=True)
-    async def register_env(body: schemas.RegisterEnv, service: Service) -> dict[str, Any]:
+    async def register_env(body: schemas.RegisterEnv, service: Service) -> dict[str, object]:
         """An environment announces itself; until the trainer has started it is told to wait and to ask again."""
         env = await service.register_env(body)
         registration = service.run.registration
@@ -172,9 +170,7 @@ def _add_env_routes(api: FastAPI) -> None:
         response_model_exclude_none=True,
         responses={404: {"model": schemas.Outcome}},
     )
-    async def disconnect_env(
-        body: Annotated[dict[str, Any], Body(examples=[{"env_id": 0}])], service: Service
-    ) -> Response:
+    async def disconnect_env(body: Annotated[JsonObject, Body(examples=[{"env_id": 0}])], service: Service) -> Response:
         """An environment has ended: its minimum stops counting; what it sent stays."""
         env_id = body.get("env_id")
         if not isinstance(env_id, int) or isinstance(env_id, bool):
@@ -205,7 +201,7 @@ def _add_common_routes(api: FastAPI) -> None:
         return {"batch_size": run.batch_size if run else -1, "max_token_len": run.max_token_len if run else -1}
 
     @api.get("/status", response_model=schemas.Status)
-    async def status(service: Service) -> dict[str, Any]:
+    async def status(service: Service) -> dict[str, object]:
         """Return how far the run is, and why no batch is ready."""
         queue = service.queue
         return {
@@ -269,14 +265,14 @@ T = TypeVar("T")
 class RawRoute(APIRoute):
     """A route whose endpoint takes the request and gives the response: documented as usual, at a third of the cost."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[object, object, Response]]:
         return self.endpoint
 
 
 class DirectRoutes:
     """Takes requests to raw routes past FastAPI's dozen layers, which cost 0.3 ms each time; passes on all others."""
 
-    def __init__(self, app: App, *, routes: Sequence[BaseRoute]) -> None:
+    def __init__(self, app: ASGIApp, *, routes: Sequence[BaseRoute]) -> None:
         self._app = app
         self._routes = {(method, r.path): r for r in routes if isinstance(r, RawRoute) for method in r.methods or ()}
 
@@ -356,7 +352,7 @@ def _asking_env(request: Request) -> int:
     raise Refused(422, 'env_id is missing; send {"env_id": 0} as JSON body or ?env_id=0')
 
 
-def _takes(schema: dict[str, Any]) -> dict[str, Any]:
+def _takes(schema: dict[str, object]) -> dict[str, object]:
     """OpenAPI of a route that reads its body itself."""
     run_id = {
         "name": RUN_HEADER,
@@ -372,7 +368,7 @@ def _takes(schema: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_NAMES_ENV: dict[str, Any] = {
+_NAMES_ENV: dict[str, object] = {
     "requestBody": {"content": {"application/json": {"schema": schemas.EnvIdentifier.model_json_schema()}}},
     "parameters": [
         {
@@ -399,15 +395,15 @@ _REFUSALS = {
 }
 
 
-def _received(receipt: Receipt) -> dict[str, Any]:
-    response: dict[str, Any] = {"status": "received"}
+def _received(receipt: Receipt) -> dict[str, object]:
+    response: dict[str, object] = {"status": "received"}
     if receipt.buffered is not None:
         response = {"status": "buffered", "buffer_size": receipt.buffered}
     return {**response, "duplicate": True} if receipt.duplicate else response
 
 
-def _received_list(receipts: list[Receipt]) -> dict[str, Any]:
-    response: dict[str, Any] = {"status": "received", "groups_processed": len(receipts)}
+def _received_list(receipts: list[Receipt]) -> dict[str, object]:
+    response: dict[str, object] = {"status": "received", "groups_processed": len(receipts)}
     buffered = [receipt.buffered for receipt in receipts if receipt.buffered is not None]
     if buffered:
         response |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
@@ -415,7 +411,7 @@ def _received_list(receipts: list[Receipt]) -> dict[str, Any]:
     return {**response, "duplicates": duplicates} if duplicates else response
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> FastAPI:
     """Build `app` when it is first asked for: `run-api` has one of its own."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

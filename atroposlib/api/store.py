@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ from atroposlib.api.state_folder import FILE, PAGE_BYTES, ROOM_BYTES, Commit, Lo
 from atroposlib.errors import AtroposError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SLACK_BYTES = 64 << 20
 """Free pages may hold so much of the disk, or as much as the groups, before they are given back."""
@@ -91,12 +92,12 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class _Job:
+class _Job(Generic[T]):
     """Something to do for a request that waits; `is_read` needs no transaction."""
 
-    work: Callable[[], Any]
+    work: Callable[[], T]
     loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[Any]
+    done: asyncio.Future[T]
     is_read: bool = False
     adds_bytes: int = 0
     change: tuple[Change, int] | None = None  # and the number of the last log entry that its `run` includes
@@ -218,9 +219,16 @@ class Store:
         await asyncio.to_thread(self._thread.join)
         self._folder.close()
 
-    async def _ask(self, work: Callable[[], Any], **job: Any) -> Any:
+    async def _ask(
+        self,
+        work: Callable[[], T],
+        *,
+        is_read: bool = False,
+        adds_bytes: int = 0,
+        change: tuple[Change, int] | None = None,
+    ) -> T:
         loop = asyncio.get_running_loop()
-        asked = _Job(work, loop, loop.create_future(), **job)
+        asked = _Job(work, loop, loop.create_future(), is_read, adds_bytes, change)
         self._put(asked)
         return await asyncio.shield(asked.done)
 
@@ -344,7 +352,7 @@ class Store:
             logger.warning("a delivery stays in the log until the database can take it: %s", full)
         _finish(job, None, None if job.change[0].logged else full)
 
-    def _transact(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _transact(self, works: Sequence[Callable[[], object]]) -> list[object]:
         """Do all in one commit; an AtroposError of one, raised before it wrote anything, is its result."""
         used = self._used
         try:
@@ -485,7 +493,7 @@ class Store:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
     except Exception as error:  # the waiting request gets it; the thread must live on

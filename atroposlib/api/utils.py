@@ -5,12 +5,12 @@ queue. These two find fewer: a size counts only in *packs*, as many groups as ma
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from atroposlib.api.batching import pick_batch
+from atroposlib.type_definitions import Json, JsonObject
 
-Group = dict[str, Any]
+Group = JsonObject
 
 
 def find_groups_summing_to_target(buffer: Sequence[Group], target_size: int) -> list[int]:
@@ -53,7 +53,7 @@ def grab_exact_from_heterogeneous_queue(queue: list[Group], batch_size: int) -> 
 
 
 def grab_batch_with_minimum_allocations(
-    queue: list[Group], batch_size: int, env_configs: Sequence[Mapping[str, Any]]
+    queue: list[Group], batch_size: int, env_configs: Sequence[Mapping[str, Json]]
 ) -> tuple[list[Group] | None, list[Group]]:
     """As above, with a least share of the batch for some environments.
 
@@ -102,10 +102,10 @@ def grab_batch_with_minimum_allocations(
     return _split(queue, chosen) if total == batch_size else (None, queue)
 
 
-def _packable(queue: Sequence[Group], key: Any) -> list[int]:
+def _packable(queue: Sequence[Group], key: Callable[[Group], Hashable]) -> list[int]:
     """Indices of groups in complete packs, in order of the packs' completion; packs are formed per `key`."""
     largest = max(map(_size, queue))
-    forming: dict[Any, list[int]] = defaultdict(list)
+    forming: dict[Hashable, list[int]] = defaultdict(list)
     complete: list[int] = []
     for i, group in enumerate(queue):
         pack = forming[key(group)]

@@ -16,6 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from atroposlib.errors import ConfigError
+from atroposlib.type_definitions import Json, JsonObject
 
 
 def split_flags(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -40,13 +41,13 @@ def split_flags(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[st
     return flags, positional
 
 
-def get_double_dash_flags() -> dict[str, Any]:
+def get_double_dash_flags() -> JsonObject:
     """This process's flags, untyped: text, None for `None`, True for a bare flag, a list for several values."""
     flags, _ = split_flags(sys.argv[1:])
     return {name: _untyped(texts) for name, texts in flags.items()}
 
 
-def parse_value(texts: Sequence[str], annotation: Any, *, flag: str) -> Any:
+def parse_value(texts: Sequence[str], annotation: object, *, flag: str) -> Json:
     """The value of one flag, read as its field would: text where text is allowed, else YAML.
 
     Raises:
@@ -71,9 +72,9 @@ def parse_value(texts: Sequence[str], annotation: Any, *, flag: str) -> Any:
     return value
 
 
-def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
+def merge_dicts(*dicts: Mapping[str, Json]) -> JsonObject:
     """One dict; later ones win, nested dicts are merged in the same way."""
-    merged: dict[str, Any] = {}
+    merged: JsonObject = {}
     for each in dicts:
         for key, value in each.items():
             if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
@@ -83,7 +84,7 @@ def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def extract_namespace(model: BaseModel | Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def extract_namespace(model: BaseModel | Mapping[str, Json], prefix: str) -> JsonObject:
     """The entries whose name starts with `prefix`, without it.
 
     >>> extract_namespace({"env.group_size": 8, "slurm": False}, "env.")
@@ -101,7 +102,7 @@ def get_prefixed_pydantic_model(base_model: type[BaseModel], prefix: str) -> typ
     return create_model(f"{base_model.__name__}Prefixed", **fields)
 
 
-def adjust_model_defaults(model_class: type[BaseModel], defaults: BaseModel | Mapping[str, Any]) -> type[BaseModel]:
+def adjust_model_defaults(model_class: type[BaseModel], defaults: BaseModel | Mapping[str, object]) -> type[BaseModel]:
     """A subclass `<Name>WithDefaults` of `model_class` with other default values."""
     values = (
         {name: getattr(defaults, name) for name in type(defaults).model_fields}
@@ -127,7 +128,7 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], *, what: str) -> 
             raise ConfigError(f"unknown {shown}{hint}")
 
 
-def describe_fields(model: type[BaseModel], prefix: str, defaults: Mapping[str, Any]) -> str:
+def describe_fields(model: type[BaseModel], prefix: str, defaults: Mapping[str, object]) -> str:
     """Help text: every field as a flag with its type, meaning and default."""
     lines: list[str] = []
     for name, field in model.model_fields.items():
@@ -139,7 +140,7 @@ def describe_fields(model: type[BaseModel], prefix: str, defaults: Mapping[str, 
     return "\n".join(lines)
 
 
-def _value_name(annotation: Any) -> str:
+def _value_name(annotation: object) -> str:
     """Return the name of a flag's value in the help: N, X, TEXT, true|false, one|other.
 
     >>> _value_name(int | None)
@@ -155,7 +156,7 @@ def _value_name(annotation: Any) -> str:
     return {int: "N", float: "X", str: "TEXT", bool: "true|false"}.get(get_origin(annotation) or annotation, "YAML")
 
 
-def type_name(annotation: Any) -> str:
+def type_name(annotation: object) -> str:
     """Return the name that a user has for the type of a field.
 
     >>> type_name(int | None)
@@ -173,14 +174,14 @@ def type_name(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation))
 
 
-def _untyped(texts: list[str]) -> Any:
+def _untyped(texts: list[str]) -> bool | str | list[str | None] | None:
     if not texts:
         return True
     values = [None if text == "None" else text for text in texts]
     return values[0] if len(values) == 1 else values
 
 
-def _read(text: str, annotation: Any) -> Any:
+def _read(text: str, annotation: object) -> Json:
     """`text` as YAML when the field takes that as it is, else the text itself."""
     if text in ("None", "null"):
         return None
@@ -197,7 +198,7 @@ def _read(text: str, annotation: Any) -> Any:
     return value
 
 
-def _allows(annotation: Any, wanted: type) -> bool:
+def _allows(annotation: object, wanted: type) -> bool:
     """Return True when `wanted` is one of the types of the annotation."""
     if get_origin(annotation) in (Union, types.UnionType):
         return any(_allows(part, wanted) for part in get_args(annotation))

@@ -3,18 +3,19 @@
 import asyncio
 import math
 import random
-from typing import Any, Protocol
+from typing import Protocol
 
 from openai.types.chat import ChatCompletion
 
 from atroposlib.errors import RequestFault
+from atroposlib.type_definitions import JsonObject
 
 TOP_LOGPROBS = 20
 """Greatest number of first tokens that an OpenAI-style engine names."""
 
 
 class ChatServer(Protocol):
-    async def chat_completion(self, **kwargs: Any) -> ChatCompletion: ...
+    async def chat_completion(self, **kwargs: object) -> ChatCompletion: ...
 
 
 class HasServer(Protocol):
@@ -26,7 +27,7 @@ class HasServer(Protocol):
 
 async def generate_with_diverse_first_tokens(
     self: HasServer,
-    messages: list[dict[str, Any]],
+    messages: list[JsonObject],
     prefill: str = "",
     n: int = 8,
     max_tokens: int = 4096,

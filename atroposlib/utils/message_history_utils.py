@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-from atroposlib.type_definitions import Message
+from atroposlib.type_definitions import Json, Message
 from atroposlib.utils.tokenize_for_trainer import UNMASKED_ROLES, ChatTokenizer, tokenize_for_trainer
 
 logger = logging.getLogger(__name__)
@@ -14,7 +14,7 @@ THINK_START, THINK_END = "<think>", "</think>"
 REQUIRED_STEP_KEYS = ("messages", "tokens", "masks", "seed", "parsed_actions")
 PER_TOKEN_KEYS = ("advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
 
-Step: TypeAlias = Mapping[str, Any]
+Step: TypeAlias = Mapping[str, Json]
 """A ScoredDataGroup with REQUIRED_STEP_KEYS: one turn of an episode, in G alternatives."""
 
 

@@ -6,7 +6,8 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+
+from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ def parse_tool_call(
     response: str,
     available_tools: Sequence[Mapping[str, object]] | None = None,
     preferred_tags: Sequence[str] | None = None,
-) -> tuple[str, dict[str, Any], bool]:
+) -> tuple[str, JsonObject, bool]:
     """The first tool call of a response.
 
     Args:
@@ -54,7 +55,7 @@ def parse_tool_call(
     return (str(name), arguments, False) if known else (ERROR_NAME, arguments, True)
 
 
-def parse_lenient_object(text: str) -> dict[str, Any] | None:
+def parse_lenient_object(text: str) -> JsonObject | None:
     """A JSON object, also one written with Python's or only single quotes. None when it is neither.
 
     Strict JSON comes first, so an apostrophe inside a proper string is kept.
@@ -66,14 +67,14 @@ def parse_lenient_object(text: str) -> dict[str, Any] | None:
     return None
 
 
-def _json(text: str) -> Any:
+def _json(text: str) -> Json:
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):  # ValueError also: a number of more digits than Python converts
         return None
 
 
-def _python_literal(text: str) -> Any:
+def _python_literal(text: str) -> Json:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unknown escapes in what the model wrote
@@ -82,9 +83,9 @@ def _python_literal(text: str) -> Any:
         return None
 
 
-def _single_quoted_json(text: str) -> Any:
+def _single_quoted_json(text: str) -> Json:
     return _json(text.replace("'", '"'))
 
 
-def _tool_names(tools: Iterable[Mapping[str, Any]]) -> set[str]:
+def _tool_names(tools: Iterable[Mapping[str, Json]]) -> set[str]:
     return {tool["name"] if "name" in tool else tool.get("function", {}).get("name") for tool in tools}

@@ -8,7 +8,7 @@ as long as no tool result follows a tool result across the cut.
 
 from typing import Any
 
-from atroposlib.type_definitions import Message
+from atroposlib.type_definitions import JsonObject, Message
 
 CHAT_TEMPLATE = r"""
 {%- set system = messages[0].content if messages[0].role == 'system' else none %}
@@ -49,7 +49,7 @@ CHAT_TEMPLATE = r"""
 class QwenFixedTokenizer:
     """Everything of the wrapped tokenizer, with CHAT_TEMPLATE as its chat template."""
 
-    def __init__(self, model_name_or_path: str, **kwargs: Any) -> None:
+    def __init__(self, model_name_or_path: str, **kwargs: object) -> None:
         """Load the tokenizer; `kwargs` go to `AutoTokenizer.from_pretrained`."""
         from transformers import AutoTokenizer  # seconds to import, so only when one is made
 
@@ -61,7 +61,7 @@ class QwenFixedTokenizer:
             raise AttributeError(name)
         return getattr(self.tokenizer, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.tokenizer(*args, **kwargs)
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class QwenFixedTokenizer:
     def apply_chat_template(
         self,
         conversation: list[Message],
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[JsonObject] | None = None,
         tokenize: bool = True,
         padding: bool = False,
         truncation: bool = False,
@@ -78,7 +78,7 @@ class QwenFixedTokenizer:
         return_tensors: str | None = None,
         return_dict: bool = False,
         add_generation_prompt: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         """As the wrapped tokenizer's, except that ids are a plain list unless `return_dict` is set."""
         return self.tokenizer.apply_chat_template(
