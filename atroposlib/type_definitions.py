@@ -24,6 +24,9 @@ Json: TypeAlias = Any
 JsonObject: TypeAlias = dict[str, Json]
 """An object of JSON or YAML from outside, or on its way there: a reply, a line of a file, sampling parameters."""
 
+Tokenizer: TypeAlias = Any
+"""A tokenizer of Hugging Face's kind, or an author's object with the methods of one that are used."""
+
 UUID: TypeAlias = str
 Item: TypeAlias = Any
 """One thing to roll out. JSON-shaped, so that items in flight survive a restart."""

@@ -17,10 +17,10 @@ import signal
 import socket
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -34,7 +34,10 @@ from atroposlib.envs.server_handling.sampling import words
 from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, KilledFault, RolloutFault, VerifierFault
 from atroposlib.rollouts.trace import row_of_group
-from atroposlib.type_definitions import Item, ScoredDataGroup
+from atroposlib.type_definitions import Item, JsonObject, ScoredDataGroup
+
+if TYPE_CHECKING:
+    import uvicorn
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +171,7 @@ class AgentRun:
 
     rollout: Rollout
     folder: Path
-    result: Any = None  # what a coroutine returned
+    result: object = None  # what a coroutine returned
     exit_code: int | None = None  # of a command
     output: str = ""  # the end of what a command printed
 
@@ -179,7 +182,7 @@ class AgentRun:
         return (answers[-1].message.get("content") or "") if answers else ""
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[JsonObject]:
         """The main conversation."""
         rows = [row for row in rows_of(self.rollout) if row.role == "main"]
         return (rows[-1].messages or []) if rows else []
@@ -193,7 +196,7 @@ class AgentEnv(BaseEnv):
 
     _service: "GatewayService | None" = None
 
-    async def run_agent(self, item: Item, access: Access) -> Any:
+    async def run_agent(self, item: Item, access: Access) -> object:
         """Run the agent on an item; what it returns goes to `verify`. A `Command` is run and waited for."""
         raise NotImplementedError(f"{type(self).__name__} must define run_agent(item, access)")
 
@@ -386,7 +389,7 @@ class GatewayService:
         self.rollouts = rollouts
         self._host = host
         self.url = ""
-        self._server: Any = None
+        self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
@@ -402,7 +405,7 @@ class GatewayService:
 
             class Quiet(uvicorn.Server):
                 @contextlib.contextmanager
-                def capture_signals(self) -> Any:  # they belong to the run
+                def capture_signals(self) -> Iterator[None]:  # they belong to the run
                     yield
 
             gateway = Gateway(self.rollouts)
@@ -418,7 +421,7 @@ class GatewayService:
 
     async def stop(self) -> None:
         """Refuse new connections and end."""
-        if self._task is not None:
+        if self._task is not None and self._server is not None:
             self._server.should_exit = True
             await self._task
             self._task = None

@@ -8,16 +8,16 @@ import atexit
 import gc
 import logging
 import sys
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from atroposlib.envs import checkpoints
 from atroposlib.envs import metrics as env_metrics
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
-from atroposlib.envs.hooks import EnvHooks, ServerConfigs, Trajectories
+from atroposlib.envs.hooks import EnvHooks, Metrics, ServerConfigs, Trajectories
 from atroposlib.envs.item_rollout import ItemRollout, Trajectory
 from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.server_baseline import (
@@ -38,12 +38,20 @@ from atroposlib.paths import expand_path
 from atroposlib.rollouts.failures import logged
 from atroposlib.rollouts.modes import run_process, run_serve
 from atroposlib.rollouts.run import Run, RunOutcome
-from atroposlib.type_definitions import UUID, Item, Message, ScoredDataGroup, ScoredDataItem, UnscoredResponse
+from atroposlib.type_definitions import (
+    UUID,
+    Item,
+    JsonObject,
+    Message,
+    ScoredDataGroup,
+    ScoredDataItem,
+    UnscoredResponse,
+)
 
 if TYPE_CHECKING:
     import wandb
 
-    from atroposlib.envs.cli import Mode, Settings
+    from atroposlib.envs.cli import EnvCommand, Mode, Settings
 
 __all__ = [
     "UUID",
@@ -80,7 +88,7 @@ def __getattr__(name: str) -> ModuleType:
     return wandb
 
 
-def _command(env_cls: "type[BaseEnv]", mode: "Mode") -> type[Any]:
+def _command(env_cls: "type[BaseEnv]", mode: "Mode") -> "type[EnvCommand]":
     from atroposlib.envs.cli import make_command
 
     return make_command(env_cls, mode)
@@ -152,7 +160,7 @@ class BaseEnv(EnvHooks):
         """
         return await self._item_rollout.collect_group(item)
 
-    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+    def save_checkpoint(self, step: int, data: JsonObject | None = None) -> None:
         """Keep `data` (attribute name -> JSON value) for `load_checkpoint`; subclasses add keys, then call this."""
         if data is not None:
             checkpoints.save(self.checkpoint_dir, self.wandb_prepend or self.label, step, data)
@@ -165,13 +173,13 @@ class BaseEnv(EnvHooks):
 
     async def evaluate_log(
         self,
-        metrics: dict[str, Any],
+        metrics: Mapping[str, float],
         task_name: str | None = None,
         model_name: str | None = None,
         start_time: float | None = None,
         end_time: float | None = None,
-        generation_parameters: dict[str, Any] | None = None,
-        samples: list[dict[str, Any]] | None = None,
+        generation_parameters: JsonObject | None = None,
+        samples: list[JsonObject] | None = None,
         verbose: bool = True,
     ) -> None:
         """Write `metrics.json` (and `samples.jsonl`) of one evaluation to `data_dir_to_save_evals`."""
@@ -215,17 +223,17 @@ class BaseEnv(EnvHooks):
         sys.exit(main(cls))
 
     @classmethod
-    def get_cli_serve_config_cls(cls) -> type[Any]:
+    def get_cli_serve_config_cls(cls) -> "type[EnvCommand]":
         """The serve command: a class made from the command line, with a `run()` method."""
         return _command(cls, "serve")
 
     @classmethod
-    def get_cli_process_config_cls(cls) -> type[Any]:
+    def get_cli_process_config_cls(cls) -> "type[EnvCommand]":
         """The process command: a class made from the command line, with a `run()` method."""
         return _command(cls, "process")
 
     @classmethod
-    def get_cli_evaluate_config_cls(cls) -> type[Any]:
+    def get_cli_evaluate_config_cls(cls) -> "type[EnvCommand]":
         """The evaluate command: a class made from the command line, with a `run()` method."""
         return _command(cls, "evaluate")
 
@@ -316,14 +324,14 @@ class BaseEnv(EnvHooks):
         """Start the wandb run: in the trainer's project when serving, once the trainer named it."""
         await env_metrics.start_run(self, lambda: self.trainer_link.api)
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+    async def wandb_log(self, wandb_metrics: Metrics | None = None) -> None:
         """Log `wandb_metrics` with the metrics every environment has, then empty the buffers.
 
         Subclasses add their keys and call this. Without wandb only the buffers are emptied.
         """
         await env_metrics.log(self, {} if wandb_metrics is None else wandb_metrics)
 
-    def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
+    def perf_stats(self, metrics_dict: Metrics) -> Metrics:
         """Add the durations of rollouts and of the main loop."""
         return env_metrics.perf_metrics(env_metrics.timings(self), metrics_dict)
 
@@ -331,7 +339,7 @@ class BaseEnv(EnvHooks):
         """Keep the decoded text and score of some rollouts for the table."""
         env_metrics.keep_for_table(self, scored_data)
 
-    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+    async def create_rollout_table(self, wandb_metrics: Metrics) -> Metrics:
         """Add the kept rollouts as the table `train/rollouts`."""
         return env_metrics.add_table(self, wandb_metrics)
 

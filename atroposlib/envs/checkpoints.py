@@ -9,9 +9,9 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 from atroposlib.paths import expand_path, write_text_atomic
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _STEP = re.compile(r"step-(\d+)\.json")
 _INDEX = re.compile(r"_\d+$")
 
 
-def save(checkpoint_dir: str, registered_name: str, step: int, data: dict[str, Any]) -> Path | None:
+def save(checkpoint_dir: str, registered_name: str, step: int, data: JsonObject) -> Path | None:
     """Write the checkpoint of one step as a whole; its path."""
     if not checkpoint_dir:
         return None
@@ -30,7 +30,7 @@ def save(checkpoint_dir: str, registered_name: str, step: int, data: dict[str, A
     return path
 
 
-def load(checkpoint_dir: str, registered_name: str, step: int) -> dict[str, Any]:
+def load(checkpoint_dir: str, registered_name: str, step: int) -> JsonObject:
     """Attributes of the checkpoint to continue with at `step`; {} where there is none."""
     path = newest(checkpoint_dir, registered_name, step)
     if path is None:

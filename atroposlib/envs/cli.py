@@ -9,9 +9,9 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import ClassVar, Literal, Protocol, Self, TextIO, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -25,6 +25,7 @@ from atroposlib.errors import AtroposError, ConfigError, ModelError
 from atroposlib.paths import expand_path
 from atroposlib.rollouts.run import EXIT_WORK_REMAINS, RunOutcome
 from atroposlib.rollouts.stop import leave_soon
+from atroposlib.type_definitions import Json, JsonObject
 from atroposlib.utils.cli import describe_fields, merge_dicts, parse_value, refuse_unknown, split_flags
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ MODES: dict[Mode, str] = {
 }
 EXIT_FAILED, EXIT_USAGE = 1, 2
 SECRET_FIELDS = frozenset({"api_key"})
+Model = TypeVar("Model", bound=BaseModel)
 _CHECKS = {"--check", "--check=settings"}
 
 
@@ -49,8 +51,8 @@ class Settings:
     servers: ServerBaseline | Sequence[APIServerConfig]
     manager: ServerManagerConfig
     fresh: bool
-    yaml_config: dict[str, Any]
-    flags: dict[str, Any]  # those really given, typed: {"env.group_size": 8}
+    yaml_config: JsonObject
+    flags: JsonObject  # those really given, typed: {"env.group_size": 8}
 
     def summary(self, name: str) -> list[str]:
         """Return what a start says: the work, the engine, and what differs from the defaults. The rest is in a file."""
@@ -290,7 +292,7 @@ def _usage() -> str:
     return "\n".join(["commands (each has --help):", *lines])
 
 
-def _load_yaml(texts: list[str] | None) -> dict[str, Any]:
+def _load_yaml(texts: list[str] | None) -> JsonObject:
     if texts is None:
         return {}
     if len(texts) != 1:
@@ -307,7 +309,7 @@ def _load_yaml(texts: list[str] | None) -> dict[str, Any]:
     return loaded or {}
 
 
-def _typed_flags(texts: Mapping[str, list[str]], models: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
+def _typed_flags(texts: Mapping[str, list[str]], models: Mapping[str, type[BaseModel]]) -> JsonObject:
     known = {
         f"{name}{NAMESPACE_SEP}{field}" if name else field: info.annotation
         for name, model in models.items()
@@ -340,12 +342,12 @@ _LEGACY = {OPENAI_NAMESPACE: ("weight",)}
 """Settings that older YAML files carry; accepted and ignored."""
 
 
-def _namespace(flags: Mapping[str, object], name: str) -> dict[str, Any]:
+def _namespace(flags: Mapping[str, Json], name: str) -> JsonObject:
     prefix = name + NAMESPACE_SEP
     return {key.removeprefix(prefix): value for key, value in flags.items() if key.startswith(prefix)}
 
 
-def _mode_defaults(mode: Mode, env_cls: type[CliEnv], config: BaseEnvConfig) -> dict[str, Any]:
+def _mode_defaults(mode: Mode, env_cls: type[CliEnv], config: BaseEnvConfig) -> dict[str, object]:
     if mode != "process":
         return {}
     path = config.data_path_to_save_groups or f"data/{env_cls.name or 'groups'}.jsonl"
@@ -353,7 +355,7 @@ def _mode_defaults(mode: Mode, env_cls: type[CliEnv], config: BaseEnvConfig) -> 
 
 
 def _servers(
-    default: ServerBaseline | Sequence[APIServerConfig], yaml_config: Mapping[str, Any], flags: Mapping[str, Any]
+    default: ServerBaseline | Sequence[APIServerConfig], yaml_config: Mapping[str, Json], flags: Mapping[str, Json]
 ) -> ServerBaseline | list[APIServerConfig]:
     base = default if isinstance(default, ServerBaseline) else next(iter(default), None)
     section = yaml_config.get(OPENAI_NAMESPACE) or {}
@@ -371,7 +373,7 @@ def _servers(
         raise _as_config_error(error, OPENAI_NAMESPACE) from None
 
 
-def _validated(model: type[Any], values: Mapping[str, object], name: str) -> Any:
+def _validated(model: type[Model], values: Mapping[str, object], name: str) -> Model:
     try:
         return model(**values)
     except ValidationError as error:
@@ -386,7 +388,7 @@ def _as_config_error(error: ValidationError, name: str) -> ConfigError:
     return ConfigError("; ".join(problems))
 
 
-def _without_secrets(server: dict[str, Any]) -> dict[str, Any]:
+def _without_secrets(server: Mapping[str, Json]) -> JsonObject:
     return {key: value for key, value in server.items() if key not in SECRET_FIELDS}
 
 
@@ -402,7 +404,7 @@ def _run_loop(env: CliEnv, mode: Mode) -> int:
     return code
 
 
-def _loop_factory() -> Any:
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:  # not available on every platform
@@ -414,7 +416,7 @@ class _StderrHandler(logging.StreamHandler):
     """Writes to whatever `sys.stderr` is at that moment: a live display replaces it for a while."""
 
     @property
-    def stream(self) -> Any:
+    def stream(self) -> TextIO:
         return sys.stderr
 
     @stream.setter

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
@@ -162,13 +162,13 @@ class BaseEnvConfig(BaseModel):
     )
 
     @classmethod
-    def reset_by(cls, flags: Mapping[str, Any]) -> dict[str, Any]:
+    def reset_by(cls, flags: Mapping[str, object]) -> dict[str, object]:
         """Return what settings of a YAML file become which would keep one of these flags from having its effect.
 
         >>> BaseEnvConfig.reset_by({"data_path_to_save_groups": "groups.jsonl"})
         {'rollouts_dir': None}
         """
-        reset: dict[str, Any] = {}
+        reset: dict[str, object] = {}
         if flags.get("data_path_to_save_groups") or flags.get("dump_rollouts") is False:
             reset["rollouts_dir"] = None
         if flags.get("rollouts_dir"):

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -28,6 +28,7 @@ from atroposlib.errors import EnvironmentFault
 from atroposlib.json_lines import as_json, one_line, to_json
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 from atroposlib.rollouts.evaluation import evaluate_items
+from atroposlib.type_definitions import Item, Json, JsonObject
 from atroposlib.utils.display import display_metrics_table
 from atroposlib.utils.eval_statistics import (
     Interval,
@@ -53,6 +54,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+Outcome = tuple[dict[str, float], Json]
+"""Metrics of one item, and a sample for the records."""
 
 
 def evaluate_log(
@@ -116,7 +120,7 @@ class EvalBase(ABC):
     verbose: bool = False
     max_concurrent: int = 512
 
-    def __init__(self, pass_at_n: int = 1, pass_at_n_samples: int = 1, **kwargs: Any) -> None:
+    def __init__(self, pass_at_n: int = 1, pass_at_n_samples: int = 1, **kwargs: object) -> None:
         """Load the items.
 
         Args:
@@ -131,11 +135,11 @@ class EvalBase(ABC):
         self.data = self.setup_data()
 
     @abstractmethod
-    def setup_data(self) -> list[Any]:
+    def setup_data(self) -> list[Item]:
         """The items."""
 
     @abstractmethod
-    async def run_item(self, server: ServerManager, data_item: Any) -> tuple[dict[str, float], Any]:
+    async def run_item(self, server: ServerManager, data_item: Item) -> Outcome:
         """Metrics of one item, each a number to be averaged, and a JSON-shaped sample for the records."""
 
     @property
@@ -144,7 +148,7 @@ class EvalBase(ABC):
         samples = f":{self.pass_at_n_samples}" if self.pass_at_n_samples != self.pass_at_n else ""
         return f"{type(self).__name__}@{self.pass_at_n}{samples}"
 
-    def get_generation_params(self) -> dict[str, Any]:
+    def get_generation_params(self) -> JsonObject:
         """Return what `chat_completion` sends in addition to the messages."""
         return {
             "temperature": self.temperature,
@@ -153,7 +157,7 @@ class EvalBase(ABC):
             "max_tokens": self.max_tokens,
         }
 
-    async def chat_completion(self, server: ServerManager, messages: list[dict[str, Any]]) -> "ChatCompletion":
+    async def chat_completion(self, server: ServerManager, messages: list[JsonObject]) -> "ChatCompletion":
         """One request with this benchmark's generation parameters."""
         return await server.chat_completion(messages=messages, **self.get_generation_params())
 
@@ -185,17 +189,17 @@ class EvalBase(ABC):
         )
         return metrics
 
-    async def _run_kept(self, server_manager: ServerManager) -> list[tuple[dict[str, float], Any] | BaseException]:
+    async def _run_kept(self, server_manager: ServerManager) -> list[Outcome | BaseException]:
         if self.eval_dir is None:
             return await shown_evaluation(self._run_items(server_manager), server_manager, self.task_name)
         folder = writable_dir(self.eval_dir, what="eval_dir")
         with kept_responses(server_manager, folder):
             return await shown_evaluation(self._run_items(server_manager), server_manager, self.task_name, folder)
 
-    async def _run_items(self, server_manager: ServerManager) -> list[tuple[dict[str, float], Any] | BaseException]:
+    async def _run_items(self, server_manager: ServerManager) -> list[Outcome | BaseException]:
         slots = asyncio.Semaphore(self.max_concurrent)
 
-        async def run(item: Any) -> tuple[dict[str, float], Any]:
+        async def run(item: Item) -> Outcome:
             async with slots:
                 return await self.run_item(server_manager, item)
 

@@ -18,7 +18,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.rollouts.early_stop import EarlyStop
 from atroposlib.rollouts.groups import merge_items
 from atroposlib.rollouts.run import Run
-from atroposlib.type_definitions import UUID, Item, ScoredDataGroup, ScoredDataItem
+from atroposlib.type_definitions import UUID, Item, JsonObject, ScoredDataGroup, ScoredDataItem, Tokenizer
 
 if TYPE_CHECKING:
     from atroposlib.envs.cli import Settings
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
+Metrics = dict[str, Any]
+"""Name -> number, or a table or an image of wandb's."""
+
 Trajectories = ScoredDataGroup | list[ScoredDataGroup | None] | None
 
 
@@ -38,7 +41,7 @@ class EnvHooks:
     config: BaseEnvConfig
     server_configs: list[APIServerConfig]
     server: ServerManager
-    tokenizer: Any
+    tokenizer: Tokenizer
     max_num_workers: int
     settings_text: str | None = None  # the resolved settings as YAML, kept next to the rollouts
     fresh = False  # start a new run instead of resuming one
@@ -57,14 +60,14 @@ class EnvHooks:
     wandb_prepend: str | None = None  # the name that the trajectory API gave this environment
     checkpoint_dir = ""
     checkpoint_interval = -1
-    eval_runner: asyncio.Task[Any] | None = None
+    eval_runner: asyncio.Task[object] | None = None
 
     def __init__(self) -> None:
         self.workers: set[asyncio.Task[None]] = set()
-        self.eval_workers: set[asyncio.Task[Any]] = set()
+        self.eval_workers: set[asyncio.Task[object]] = set()
         self.backlog: list[Item] = []
-        self.running_items: dict[UUID, dict[str, Any]] = {}
-        self.status_dict: dict[str, Any] = {"queue_size": 0, "current_step": 0, "env_weight": 1.0}
+        self.running_items: dict[UUID, JsonObject] = {}
+        self.status_dict: JsonObject = {"queue_size": 0, "current_step": 0, "env_weight": 1.0}
         self.rollouts_for_wandb: list[list[tuple[str, float]]] = []
         self.completion_lengths: list[int] = []
         self.task_duration: list[float] = []
@@ -118,7 +121,7 @@ class EnvHooks:
         """Optional: change the groups of one item before they are checked and stored."""
         return trajectories
 
-    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    async def evaluate(self, *args: object, **kwargs: object) -> object:
         """Optional: measure the model; called every `steps_per_eval` steps, and by the evaluate command."""
         logger.warning("%s has no evaluation: it does not define evaluate()", type(self).__name__)
 
@@ -163,7 +166,7 @@ class EnvHooks:
         """True where the author defined `get_item`."""
         return type(self).get_item is not EnvHooks.get_item
 
-    def load_tokenizer(self) -> Any:
+    def load_tokenizer(self) -> Tokenizer:
         """The tokenizer of `tokenizer_name`: a folder, a .gguf file, a model of the embedded engine, or a hub name.
 
         Where the setting is left at its default, the tokenizer follows the model that the servers name or serve.
@@ -199,19 +202,19 @@ class EnvHooks:
     async def get_server_info(self) -> None:
         raise NotImplementedError
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+    async def wandb_log(self, wandb_metrics: Metrics | None = None) -> None:
         raise NotImplementedError
 
-    def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
+    def perf_stats(self, metrics_dict: Metrics) -> Metrics:
         raise NotImplementedError
 
     async def add_rollouts_for_wandb(self, scored_data: ScoredDataGroup, item: Item = None) -> None:
         raise NotImplementedError
 
-    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+    async def create_rollout_table(self, wandb_metrics: Metrics) -> Metrics:
         raise NotImplementedError
 
-    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+    def save_checkpoint(self, step: int, data: JsonObject | None = None) -> None:
         raise NotImplementedError
 
     def load_checkpoint(self) -> None:

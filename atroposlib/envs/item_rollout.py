@@ -7,7 +7,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
 from atroposlib.api.batching import can_sum
 from atroposlib.envs.hooks import EnvHooks, Trajectories
@@ -18,7 +18,7 @@ from atroposlib.rollouts.early_stop import sample_until
 from atroposlib.rollouts.failures import NO_GROUP, is_scored, logged
 from atroposlib.rollouts.source import current_work
 from atroposlib.rollouts.trace import current_trace, row_of_group
-from atroposlib.type_definitions import UUID, Item, ScoredDataGroup, ScoredDataItem, UnscoredResponse
+from atroposlib.type_definitions import UUID, Item, JsonObject, ScoredDataGroup, ScoredDataItem, UnscoredResponse
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class ItemRollout:
     def _without_unscored(self, group: ScoredDataGroup) -> ScoredDataGroup:
         """The group itself, or that of the rows that can be used when a fault of one must not cost the others."""
         group_checks.check_shape(group)
-        odd = group_checks.make_rows_plain(cast(dict[str, Any], group))
+        odd = group_checks.make_rows_plain(cast(JsonObject, group))
         faults = {**group_checks.row_faults(group), **odd}
         if not faults:
             return group
@@ -188,7 +188,7 @@ class ItemRollout:
         env.completion_lengths.extend(group_checks.unmasked_lengths(group))
         if env.config.include_messages or (env.current_run and env.current_run.files):
             trace = current_trace()
-            missing = group_checks.fill_messages(cast(dict[str, Any], group), trace.chats if trace else None)
+            missing = group_checks.fill_messages(cast(JsonObject, group), trace.chats if trace else None)
             self._odd_rows.note(group_checks.NO_CHAT, missing)
         await env.add_rollouts_for_wandb(group, item)
 

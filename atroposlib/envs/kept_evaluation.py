@@ -15,8 +15,9 @@ import os
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
+from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.server_manager import ServerManager, missing_engine, requests_out
 from atroposlib.lock_files import take_lock
@@ -36,8 +37,8 @@ _KEY = "evaluation"
 class Evaluated(Protocol):
     """An environment as the mode uses it."""
 
-    config: Any
-    server: Any
+    config: BaseEnvConfig
+    server: ServerManager
     settings_text: str | None
     fresh: bool
 
@@ -48,7 +49,7 @@ class Evaluated(Protocol):
 
     async def setup(self) -> None: ...
 
-    async def evaluate(self, *args: Any, **kwargs: Any) -> Any: ...
+    async def evaluate(self, *args: object, **kwargs: object) -> object: ...
 
 
 async def run_evaluate(env: Evaluated) -> int:
@@ -89,7 +90,7 @@ async def _set_up_and_evaluate(env: Evaluated) -> None:
     await env.evaluate()
 
 
-async def shown_evaluation(evaluating: Awaitable[T], server: Any, name: str, folder: Path | None = None) -> T:
+async def shown_evaluation(evaluating: Awaitable[T], server: ServerManager, name: str, folder: Path | None = None) -> T:
     """Await it, count and show what it evaluates; `folder` gets the progress file."""
     servers = server.servers
     return await shown(

@@ -13,10 +13,10 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from atroposlib.envs.hooks import EnvHooks
-from atroposlib.type_definitions import ScoredDataGroup
+from atroposlib.envs.hooks import EnvHooks, Metrics
+from atroposlib.type_definitions import JsonObject, ScoredDataGroup
 
 if TYPE_CHECKING:
     from atroposlib.api.client import EnvClient
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROJECT_POLL_S = 1.0
-Metrics = dict[str, Any]
-"""Name -> number, or a table or an image of wandb's."""
 
 
 async def start_run(env: EnvHooks, api: Callable[[], "EnvClient"]) -> None:
@@ -133,7 +131,7 @@ def run_name(prefix: str) -> str:
 
 
 async def start_wandb(
-    wandb: ModuleType, *, name: str, project: str | None, group: str | None, config: dict[str, Any]
+    wandb: ModuleType, *, name: str, project: str | None, group: str | None, config: JsonObject
 ) -> None:
     """Start the run in a thread; offline, and said once, when there are no credentials."""
     mode = os.environ.get("WANDB_MODE")

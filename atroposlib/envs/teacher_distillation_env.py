@@ -14,7 +14,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, Field, PrivateAttr
 
@@ -25,7 +25,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError
 from atroposlib.rollouts.groups import as_groups
 from atroposlib.rollouts.trace import tracing
-from atroposlib.type_definitions import Item, ScoredDataGroup
+from atroposlib.type_definitions import Item, Json, ScoredDataGroup
 from atroposlib.utils.cli import merge_dicts
 
 if TYPE_CHECKING:
@@ -138,8 +138,8 @@ class TeacherDistillationEnv(BaseEnv):
     def _resolve_teacher_server_configs(
         cls,
         default_teacher_server_configs: ServerConfigs | None,
-        yaml_config: Mapping[str, Any] | None,
-        cli_passed_flags: Mapping[str, Any],
+        yaml_config: Mapping[str, Json] | None,
+        cli_passed_flags: Mapping[str, Json],
     ) -> ServerConfigs | None:
         """Flags over YAML over the default, as for the student's servers. None when none of them says anything."""
         section = (yaml_config or {}).get(cls.teacher_namespace)
@@ -153,7 +153,7 @@ class TeacherDistillationEnv(BaseEnv):
         if default is None or isinstance(default, APIServerConfig):
             default = [default or APIServerConfig()]
         first = default if isinstance(default, ServerBaseline) else default[0]
-        entries: list[Mapping[str, Any]] = section if isinstance(section, list) else [section or {}]
+        entries: list[Mapping[str, Json]] = section if isinstance(section, list) else [section or {}]
         return resolve_openai_configs(
             default_server_configs=default,
             openai_config_dict=merge_dicts(first.model_dump(), *entries[:1], flags),
