@@ -5,24 +5,24 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from atroposlib.envs.server_handling.fan_out import all_or_none
 from atroposlib.envs.server_handling.faults import MAX_BAD_REPLIES, BadReply, EndpointUnavailable
 from atroposlib.envs.server_handling.openai_wire import (
     Parsed,
     join_choices,
-    max_tokens_of,
     parse_chat,
     parse_completion,
     reply_facts,
-    request_body,
     warm_up,
 )
+from atroposlib.envs.server_handling.sampling import GenerationRequest, max_tokens_of
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_config import OFFICIAL_OPENAI_HOST, APIServerConfig, ReasoningConfig
 from atroposlib.errors import RequestFault
 from atroposlib.rollouts.trace import same_prompt
+from atroposlib.type_definitions import JsonObject
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -72,14 +72,14 @@ class HttpServer(APIServer):
         if self.health is not None:
             await self.health.recover()
 
-    async def _chat_completion_wrapper(self, **kwargs: Any) -> "ChatCompletion":
-        return await self._with_n_choices("/chat/completions", kwargs, parse_chat)
+    async def _chat_completion_wrapper(self, **kwargs: object) -> "ChatCompletion":
+        return await self._with_n_choices("/chat/completions", GenerationRequest(kwargs), parse_chat)
 
-    async def _completion_wrapper(self, **kwargs: Any) -> "Completion":
-        return await self._with_n_choices("/completions", kwargs, parse_completion)
+    async def _completion_wrapper(self, **kwargs: object) -> "Completion":
+        return await self._with_n_choices("/completions", GenerationRequest(kwargs), parse_completion)
 
     async def _with_n_choices(
-        self, route: str, kwargs: dict[str, Any], parse: Callable[[bytes, str], Parsed[Result]]
+        self, route: str, request: GenerationRequest, parse: Callable[[bytes, str], Parsed[Result]]
     ) -> Result:
         """Ask for n choices, and again for those that the reply lacks or that cannot be used.
 
@@ -88,11 +88,11 @@ class HttpServer(APIServer):
         Raises:
             RequestFault: there are not n after `MAX_BAD_REPLIES` requests, with what is wrong with the last.
         """
-        wanted = missing = kwargs.get("n") or 1
+        wanted = missing = request.n
         results: list[Result] = []
         flaws: list[str] = []
         for _ in range(MAX_BAD_REPLIES):
-            for reply in await self._ask_for(missing, route, kwargs, parse, prompt_is_counted=bool(results)):
+            for reply in await self._ask_for(missing, route, request, parse, prompt_is_counted=bool(results)):
                 flaws = reply.flaws or flaws
                 missing -= len(reply.result.choices)
                 results.append(reply.result)
@@ -108,13 +108,13 @@ class HttpServer(APIServer):
         self,
         n: int,
         route: str,
-        kwargs: dict[str, Any],
+        request: GenerationRequest,
         parse: Callable[[bytes, str], Parsed[Result]],
         *,
         prompt_is_counted: bool,
     ) -> list[Parsed[Result]]:
         if n == 1 or not self.config.n_kwarg_is_ignored:
-            asked = {**kwargs, "n": n} if n > 1 or "n" in kwargs else kwargs
+            asked = request.of(n=n) if n > 1 or "n" in request.options else request
             reply = await self._ask_openai(route, asked, parse, first=not prompt_is_counted)
             if reply.given > n:
                 raise BadReply(f"{self.openai_url}{route} gave {reply.given} choices for n={n}")
@@ -122,42 +122,45 @@ class HttpServer(APIServer):
                 logger.warning("server ignores n, asking once per choice: url=%s n=%d", self.openai_url, n)
                 self.config.n_kwarg_is_ignored = True
             return [reply]
-        single = {**kwargs, "n": 1}
+        single = request.of(n=1)
         asking = [self._ask_openai(route, single, parse, first=not prompt_is_counted and i == 0) for i in range(n)]
         return await all_or_none(asking)
 
     async def _ask_openai(
-        self, route: str, kwargs: dict[str, Any], parse: Callable[[bytes, str], Parsed[Result]], *, first: bool = True
+        self,
+        route: str,
+        request: GenerationRequest,
+        parse: Callable[[bytes, str], Parsed[Result]],
+        *,
+        first: bool = True,
     ) -> Parsed[Result]:
-        body, url = request_body(kwargs), self.openai_url + route
-        reply = parse(await self._post(url, body, kwargs, max_tokens_of(body)), url)
+        body, url = request.body(), self.openai_url + route
+        reply = parse(await self._post(url, body, request, max_tokens_of(body)), url)
         facts = reply_facts(reply.result, body, self.openai_url)
         with nullcontext() if first else same_prompt():
             self._record(facts)
         return reply
 
-    async def _post(self, url: str, body: dict[str, Any], kwargs: dict[str, Any], max_tokens: int | None) -> bytes:
-        deadline_s, headers = self._deadline_s(kwargs, max_tokens), kwargs.get("extra_headers")
+    async def _post(self, url: str, body: JsonObject, request: GenerationRequest, max_tokens: int | None) -> bytes:
+        deadline_s = self._deadline_s(request, max_tokens)
         with self._counted_request():
-            return await self.transport.post(url, body, deadline_s=deadline_s, headers=headers)
+            return await self.transport.post(url, body, deadline_s=deadline_s, headers=request.headers)
 
     async def _stream(
         self,
         url: str,
-        body: dict[str, Any],
-        kwargs: dict[str, Any],
+        body: JsonObject,
+        request: GenerationRequest,
         max_tokens: int | None,
         on_event: Callable[[bytes], None],
     ) -> None:
-        deadline_s, headers = self._deadline_s(kwargs, max_tokens), kwargs.get("extra_headers")
+        deadline_s = self._deadline_s(request, max_tokens)
         with self._counted_request():
-            await self.transport.stream(url, body, on_event, deadline_s=deadline_s, headers=headers)
+            await self.transport.stream(url, body, on_event, deadline_s=deadline_s, headers=request.headers)
 
-    def _deadline_s(self, kwargs: dict[str, Any], max_tokens: int | None) -> float:
-        timeout = kwargs.get("timeout")
-        if isinstance(timeout, int | float):
-            return float(timeout)
-        return generation_deadline_s(max_tokens, self.config.timeout)
+    def _deadline_s(self, request: GenerationRequest, max_tokens: int | None) -> float:
+        timeout_s = request.timeout_s
+        return generation_deadline_s(max_tokens, self.config.timeout) if timeout_s is None else timeout_s
 
     @contextmanager
     def _counted_request(self) -> Iterator[None]:
@@ -250,9 +253,7 @@ class EndpointHealth:
 
     async def close(self) -> None:
         """Stop asking."""
-        tasks: list[asyncio.Task[Any]] = [
-            task for task in (self._probing, self._recovering, self._watching) if task is not None
-        ]
+        tasks = [task for task in (self._probing, self._recovering, self._watching) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

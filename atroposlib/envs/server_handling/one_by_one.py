@@ -12,13 +12,15 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar
 
 import msgspec
 import orjson
 
 from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
-from atroposlib.envs.server_handling.openai_wire import join_choices, parse_chat, parse_completion, reply_facts
+from atroposlib.envs.server_handling.openai_wire import Parsed, join_choices, parse_chat, parse_completion, reply_facts
+from atroposlib.envs.server_handling.sampling import GenerationRequest
+from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.errors import RolloutFault
 from atroposlib.paths import expand_path
 from atroposlib.rollouts.journal import PLACE_BYTES, Draft, EarlierRollouts, ResponseJournal
@@ -32,6 +34,7 @@ from atroposlib.rollouts.trace import (
     oldest_first,
     same_prompt,
 )
+from atroposlib.type_definitions import JsonObject
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -45,22 +48,23 @@ _NAMES_NOTHING = frozenset({"n", "timeout", "extra_headers", "seed"})
 
 
 Result = TypeVar("Result")
+Choices = TypeVar("Choices", "ChatCompletion", "Completion")
 
 
 class Asker(Protocol):
     """The part of `APIServer` that sends one request and tries it again."""
 
-    config: Any
+    config: APIServerConfig
 
-    async def _request(self, attempt: "Attempt[Result]", kwargs: dict[str, Any]) -> Result: ...
-    async def _chat_completion_wrapper(self, **kwargs: Any) -> "ChatCompletion": ...
-    async def _completion_wrapper(self, **kwargs: Any) -> "Completion": ...
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs: ...
-    async def _resumable_wrapper(self, draft: Draft, **kwargs: Any) -> TokensAndLogprobs: ...
-    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]: ...
+    async def _request(self, attempt: "Attempt[Result]", request: GenerationRequest) -> Result: ...
+    async def _chat_completion_wrapper(self, **kwargs: object) -> "ChatCompletion": ...
+    async def _completion_wrapper(self, **kwargs: object) -> "Completion": ...
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: object) -> TokensAndLogprobs: ...
+    async def _resumable_wrapper(self, draft: Draft, **kwargs: object) -> TokensAndLogprobs: ...
+    async def _get_logprobs_wrapper(self, **kwargs: object) -> JsonObject: ...
 
 
-Attempt = Callable[[Asker, dict[str, Any]], Awaitable[Result]]
+Attempt = Callable[[Asker, GenerationRequest], Awaitable[Result]]
 
 
 class JournalSettings(Protocol):
@@ -108,36 +112,36 @@ class OneByOne:
             earlier=EarlierRollouts(expand_path(folder, what="env.reuse_rollouts")) if folder else None,
         )
 
-    def applies(self, kwargs: Mapping[str, Any]) -> bool:
+    def applies(self, request: GenerationRequest) -> bool:
         """Tell if a request belongs to something whose responses are kept."""
-        is_kept = self._evaluations or kwargs.get("split", "train") == "train"
+        is_kept = self._evaluations or request.split == "train"
         work = current_work.get()
         return is_kept and work is not None and not work.is_settled
 
-    async def chat(self, server: Asker, kwargs: dict[str, Any]) -> "ChatCompletion":
+    async def chat(self, server: Asker, request: GenerationRequest) -> "ChatCompletion":
         """As `APIServer.chat_completion`."""
         made = await self._openai(
-            server, _CHATS, lambda one, asked: one._chat_completion_wrapper(**asked), kwargs, parse_chat
+            server, _CHATS, lambda one, asked: one._chat_completion_wrapper(**asked.options), request, parse_chat
         )
         return join_choices(made)
 
-    async def completion(self, server: Asker, kwargs: dict[str, Any]) -> "Completion":
+    async def completion(self, server: Asker, request: GenerationRequest) -> "Completion":
         """As `APIServer.completion`."""
         made = await self._openai(
-            server, _TEXTS, lambda one, asked: one._completion_wrapper(**asked), kwargs, parse_completion
+            server, _TEXTS, lambda one, asked: one._completion_wrapper(**asked.options), request, parse_completion
         )
         return join_choices(made)
 
-    async def tokens(self, server: Asker, kwargs: dict[str, Any]) -> TokensAndLogprobs:
+    async def tokens(self, server: Asker, request: GenerationRequest) -> TokensAndLogprobs:
         """As `APIServer.tokens_and_logprobs_completion`."""
 
-        async def ask(draft: Draft, one: dict[str, Any]) -> None:
+        async def ask(draft: Draft, one: GenerationRequest) -> None:
             with held_replies() as replies:
                 if self._streams:
-                    result = await server._request(lambda at, asked: at._resumable_wrapper(draft, **asked), one)
+                    result = await server._request(lambda at, asked: at._resumable_wrapper(draft, **asked.options), one)
                 else:
                     result = await server._request(
-                        lambda at, asked: at._tokens_and_logprobs_completion_wrapper(**asked), one
+                        lambda at, asked: at._tokens_and_logprobs_completion_wrapper(**asked.options), one
                     )
             prompt_ids, (ids,), (logprobs,), (reason,) = result
             reply = replies[-1] if replies else EngineReply([finish_reason_of(reason)], len(prompt_ids), len(ids))
@@ -146,7 +150,7 @@ class OneByOne:
             draft.grow(ids, logprobs, base=0, version=reply.weight_version, is_over=True)
             draft.finish(reply, prompt_ids=prompt_ids)
 
-        drafts = await self._drafts(server, _TOKENS, kwargs, ask)
+        drafts = await self._drafts(server, _TOKENS, request, ask)
         return (
             drafts[0].prompt_ids.tolist(),
             [draft.ids.tolist() for draft in drafts],
@@ -154,50 +158,55 @@ class OneByOne:
             [_reply_of(draft).finish_reasons[0] for draft in drafts],
         )
 
-    async def prompt_logprobs(self, server: Asker, kwargs: dict[str, Any]) -> dict[str, Any]:
+    async def prompt_logprobs(self, server: Asker, request: GenerationRequest) -> JsonObject:
         """As `APIServer.get_logprobs`."""
 
-        async def ask(draft: Draft, one: dict[str, Any]) -> None:
+        async def ask(draft: Draft, one: GenerationRequest) -> None:
             with held_replies() as replies:
-                view = await server._request(lambda at, asked: at._get_logprobs_wrapper(**asked), one)
+                view = await server._request(lambda at, asked: at._get_logprobs_wrapper(**asked.options), one)
             reply = replies[-1] if replies else EngineReply([], len(view["prompt_tokens"]), 0)
             draft.finish(reply, body=msgspec.msgpack.encode(view))  # unlike JSON it keeps -inf
 
-        (draft,) = await self._drafts(server, _LOGPROBS, {**kwargs, "n": 1}, ask)
+        (draft,) = await self._drafts(server, _LOGPROBS, request.of(n=1), ask)
         return msgspec.msgpack.decode(draft.body or b"")
 
     async def _openai(
-        self, server: Asker, route: str, attempt: Attempt[Any], kwargs: dict[str, Any], parse: Callable[[bytes], Any]
-    ) -> list[Any]:
-        async def ask(draft: Draft, one: dict[str, Any]) -> None:
+        self,
+        server: Asker,
+        route: str,
+        attempt: Attempt[Choices],
+        request: GenerationRequest,
+        parse: Callable[[bytes], Parsed[Choices]],
+    ) -> list[Choices]:
+        async def ask(draft: Draft, one: GenerationRequest) -> None:
             with held_replies() as replies:
                 result = await server._request(attempt, one)
-            reply = replies[-1] if replies else reply_facts(result, one, server.config.base_url or "")
+            reply = replies[-1] if replies else reply_facts(result, one.options, server.config.base_url or "")
             draft.finish(reply, body=orjson.dumps(result.model_dump(mode="json", warnings=False)))
 
-        return [parse(draft.body or b"").result for draft in await self._drafts(server, route, kwargs, ask)]
+        return [parse(draft.body or b"").result for draft in await self._drafts(server, route, request, ask)]
 
     async def _drafts(
         self,
         server: Asker,
         route: str,
-        kwargs: dict[str, Any],
-        ask: Callable[[Draft, dict[str, Any]], Awaitable[None]],
+        request: GenerationRequest,
+        ask: Callable[[Draft, GenerationRequest], Awaitable[None]],
     ) -> list[Draft]:
         """The finished responses to one request, in order; those that are known already are not asked for."""
         work = current_work.get()
         assert work is not None
-        places = _places(work, digest_of(route, server.config.model_name, kwargs), kwargs.get("n") or 1)
-        seed = kwargs.get("seed", self._seed)
+        places = _places(work, digest_of(route, server.config.model_name, request.options), request.n)
+        seed: int | None = request.options.get("seed", self._seed)
 
         async def finished(place: bytes) -> Draft | RolloutFault:
             draft = self._journal.open(work.key, place)
             if draft.reply is None and not draft.ids and route == _TOKENS:
-                self._recall(draft, server.config.model_name, kwargs)
+                self._recall(draft, server.config.model_name, request)
             if draft.reply is None:
-                one = {**kwargs, "n": 1}
+                one = request.of(n=1)
                 if seed is not None:
-                    one["seed"] = seed_of(seed, work.key, place)
+                    one = one.of(seed=seed_of(seed, work.key, place))
                 try:
                     await ask(draft, one)
                 except RolloutFault as fault:  # the others continue: the next try finds them finished
@@ -216,12 +225,12 @@ class OneByOne:
                     trace.record(replace(reply, weight_version=version))
         return drafts
 
-    def _recall(self, draft: Draft, model: str, kwargs: Mapping[str, Any]) -> None:
+    def _recall(self, draft: Draft, model: str, request: GenerationRequest) -> None:
         """Take the response from an earlier run, if it gave one to the same request."""
         if self._earlier is None:
             return
         found = self._earlier.find(
-            draft.item_key, draft.index, model=model, input_ids=kwargs.get("input_ids"), asked=kwargs
+            draft.item_key, draft.index, model=model, input_ids=request.input_ids, asked=request.options
         )
         if found is not None:
             self._journal.reused_responses += 1
@@ -229,9 +238,9 @@ class OneByOne:
             draft.recall(found.prompt_ids, found.ids, found.logprobs, found.reply)
 
 
-def digest_of(route: str, model: str, kwargs: Mapping[str, object]) -> bytes:
+def digest_of(route: str, model: str, options: Mapping[str, object]) -> bytes:
     """Digest what is asked, in 16 bytes: route, model, prompt and sampling parameters, but not how many responses."""
-    asked = {key: value for key, value in kwargs.items() if key not in _NAMES_NOTHING and value is not None}
+    asked = {key: value for key, value in options.items() if key not in _NAMES_NOTHING and value is not None}
     if "input_ids" in asked:
         asked.pop("prompt", None)  # the same in words
     text = orjson.dumps(

@@ -1,4 +1,4 @@
-"""Between OpenAI-style keyword arguments and the wire, and from reply bytes to OpenAI's result types.
+"""From reply bytes to OpenAI's result types.
 
 The `openai` package costs 0.6 s of CPU to import. It is imported while the first request is on its way.
 """
@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import orjson
 
 from atroposlib.envs.server_handling.faults import ReplyFault, fault_in_reply, read_json
-from atroposlib.envs.server_handling.sampling import as_plain, is_given
-from atroposlib.errors import RequestFault
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of
+from atroposlib.type_definitions import Json, JsonObject
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -27,30 +26,6 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result", "ChatCompletion", "Completion")
 
 _NOT_SAMPLING = frozenset({"model", "messages", "prompt", "tools", "tool_choice"})
-
-
-def request_body(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON body: `extra_body` merged in, what is not given and client options left out.
-
-    Raises:
-        RequestFault: `stream=True`; replies are read as a whole.
-    """
-    if kwargs.get("stream"):
-        raise RequestFault("stream=True is not supported; leave it out, the reply comes as a whole")
-    body = {
-        key: as_plain(value)
-        for key, value in kwargs.items()
-        if is_given(value) and key not in ("extra_body", "extra_headers", "timeout", "stream")
-    }
-    return {**body, **(kwargs.get("extra_body") or {})}
-
-
-def max_tokens_of(body: Mapping[str, Any]) -> int | None:
-    """The limit of new tokens per choice in a request body, under any of its names."""
-    for name in ("max_completion_tokens", "max_tokens", "max_new_tokens"):
-        if isinstance(body.get(name), int):
-            return body[name]
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +44,7 @@ def parse_chat(data: bytes, url: str = "") -> "Parsed[ChatCompletion]":
         RolloutFault: it is an error object or no reply at all.
     """
 
-    def flaw(choice: dict[str, Any]) -> str | None:
+    def flaw(choice: JsonObject) -> str | None:
         message = choice.get("message")
         if not isinstance(message, dict):
             return "it has no message"
@@ -83,7 +58,7 @@ def parse_chat(data: bytes, url: str = "") -> "Parsed[ChatCompletion]":
 def parse_completion(data: bytes, url: str = "") -> "Parsed[Completion]":
     """A text completion reply; null text becomes "". Faults as `parse_chat`."""
 
-    def flaw(choice: dict[str, Any]) -> None:
+    def flaw(choice: JsonObject) -> None:
         if choice.get("text") is None:
             choice["text"] = ""
 
@@ -99,7 +74,7 @@ class Made(NamedTuple):
     """One choice of a reply that is made here."""
 
     text: str
-    finish_reason: Any
+    finish_reason: str
     prompt_tokens: int = 0  # the same for all choices, and counted once
     completion_tokens: int = 0
 
@@ -132,7 +107,7 @@ def join_choices(results: "list[Result]") -> "Result":
     return first
 
 
-def reply_facts(result: "ChatCompletion | Completion", body: Mapping[str, Any], base_url: str) -> EngineReply:
+def reply_facts(result: "ChatCompletion | Completion", body: Mapping[str, Json], base_url: str) -> EngineReply:
     """Take from a reply what the trace keeps."""
     usage = result.usage
     metadata = getattr(result, "metadata", None)  # SGLang only; OpenAI declares the field for chats
@@ -159,7 +134,7 @@ def usage_of(results: Sequence[Made]) -> dict[str, int]:
 def _made(
     result_type: "type[Result]",
     kind: str,
-    choices: list[dict[str, Any]],
+    choices: list[JsonObject],
     results: Sequence[Made],
     model: str,
 ) -> "Result":
@@ -173,7 +148,7 @@ def _made(
 
 
 def _parse(
-    data: bytes, url: str, result_type: "type[Result]", flaw: Callable[[dict[str, Any]], str | None]
+    data: bytes, url: str, result_type: "type[Result]", flaw: Callable[[JsonObject], str | None]
 ) -> "Parsed[Result]":
     parsed = read_json(data)
     if fault := fault_in_reply(url, parsed):
@@ -207,7 +182,7 @@ def _flaw(choice: object) -> str | None:
     return None
 
 
-def _build(result_type: "type[Result]", parsed: dict[str, Any]) -> "Result":
+def _build(result_type: "type[Result]", parsed: JsonObject) -> "Result":
     """Checked if it can be, else as it is: servers send finish reasons that OpenAI does not know."""
     from pydantic import ValidationError
 

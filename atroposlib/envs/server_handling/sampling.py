@@ -1,4 +1,4 @@
-"""Sampling parameters as SGLang and vLLM call them, checked before they are sent.
+"""A request for generations, and its sampling parameters as SGLang and vLLM call them, checked before they are sent.
 
 An unknown key is a 500 without a word from SGLang, and a token id outside the vocabulary ends the server. Both are
 caught here and become a `RequestFault` that says what is wrong.
@@ -6,9 +6,93 @@ caught here and become a `RequestFault` that says what is wrong.
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Self
 
 from atroposlib.errors import RequestFault
+from atroposlib.type_definitions import Json, JsonObject
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One request, from whoever asks to the wire; methods that authors override get `options` as keyword arguments.
+
+    `options` are as they were given: keyword arguments of OpenAI's client, of the engines, and `split`.
+    """
+
+    options: JsonObject
+
+    @property
+    def n(self) -> int:
+        """Choices wanted."""
+        return self.options.get("n") or 1
+
+    @property
+    def split(self) -> str:
+        """The pool of slots: "train" or "eval"."""
+        return self.options.get("split", "train")
+
+    @property
+    def model(self) -> str | None:
+        """Name of the model."""
+        return self.options.get("model")
+
+    @property
+    def prompt(self) -> str | None:
+        """Text to continue."""
+        return self.options.get("prompt")
+
+    @property
+    def input_ids(self) -> Sequence[int] | None:
+        """Ids to continue [P]; they count, where a prompt is given, too."""
+        return self.options.get("input_ids")
+
+    @property
+    def headers(self) -> dict[str, str] | None:
+        """Further HTTP headers."""
+        return self.options.get("extra_headers")
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Longest wait for the reply; None: by the number of tokens."""
+        timeout = self.options.get("timeout")
+        return float(timeout) if isinstance(timeout, int | float) else None
+
+    @property
+    def top_k(self) -> int:
+        """Number of candidates wanted for each position of a prompt, at least 1."""
+        return max(1, self.options.get("top_k") or self.options.get("top_logprobs") or 1)
+
+    def of(self, **changes: object) -> Self:
+        """The same request with other options."""
+        return type(self)({**self.options, **changes})
+
+    def without(self, *names: str) -> Self:
+        """The same request without these options."""
+        return type(self)({key: value for key, value in self.options.items() if key not in names})
+
+    def body(self) -> JsonObject:
+        """The JSON for OpenAI's routes: `extra_body` merged in, what is not given and client options left out.
+
+        Raises:
+            RequestFault: `stream=True`; replies are read as a whole.
+        """
+        if self.options.get("stream"):
+            raise RequestFault("stream=True is not supported; leave it out, the reply comes as a whole")
+        body = {
+            key: as_plain(value)
+            for key, value in self.options.items()
+            if is_given(value) and key not in ("extra_body", "extra_headers", "timeout", "stream")
+        }
+        return {**body, **(self.options.get("extra_body") or {})}
+
+
+def max_tokens_of(body: Mapping[str, Json]) -> int | None:
+    """The limit of new tokens per choice in a request, under any of its names."""
+    for name in ("max_completion_tokens", "max_tokens", "max_new_tokens"):
+        if isinstance(body.get(name), int):
+            return body[name]
+    return None
 
 
 def words(text: str) -> frozenset[str]:
@@ -55,17 +139,17 @@ _NOT_GIVEN_TYPES = ("NotGiven", "Omit")  # by name: importing `openai` takes 0.6
 
 
 def sampling_of(
-    kwargs: Mapping[str, Any], *, names: Mapping[str, str], allowed: frozenset[str], engine: str
-) -> dict[str, Any]:
-    """Keyword arguments of a call as the engine's own parameters.
+    options: Mapping[str, Json], *, names: Mapping[str, str], allowed: frozenset[str], engine: str
+) -> JsonObject:
+    """Options of a request as the engine's own parameters.
 
     Client options and what is not given are left out, `extra_body` is merged in, `names` translates OpenAI's names.
 
     Raises:
         RequestFault: a key that the engine does not know.
     """
-    asked = {**kwargs, **(kwargs.get("extra_body") or {})}
-    sampling: dict[str, Any] = {}
+    asked = {**options, **(options.get("extra_body") or {})}
+    sampling: JsonObject = {}
     for key, value in asked.items():
         if key in _CLIENT_ONLY or not is_given(value):
             continue
@@ -81,7 +165,7 @@ def is_given(value: object) -> bool:
     return value is not None and type(value).__name__ not in _NOT_GIVEN_TYPES
 
 
-def as_plain(value: object) -> Any:
+def as_plain(value: object) -> Json:
     """NumPy's scalars and arrays as Python's: what was asked is journalled, too."""
     to_list = getattr(value, "tolist", None)
     return to_list() if callable(to_list) else value

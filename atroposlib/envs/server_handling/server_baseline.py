@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from atroposlib.backoff import backoff_s
 from atroposlib.envs.server_handling.faults import (
@@ -23,6 +23,7 @@ from atroposlib.envs.server_handling.faults import (
     EndpointUnavailable,
     OutOfQuota,
 )
+from atroposlib.envs.server_handling.sampling import GenerationRequest
 from atroposlib.envs.server_handling.server_config import (
     OFFICIAL_OPENAI_HOST,
     VALID_REASONING_EFFORTS,
@@ -33,6 +34,7 @@ from atroposlib.envs.server_handling.server_config import (
 )
 from atroposlib.errors import EngineFault, KilledFault
 from atroposlib.rollouts.trace import EngineReply, TokensAndLogprobs, current_trace
+from atroposlib.type_definitions import JsonObject
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -153,54 +155,57 @@ class APIServer(ABC):
         self.eval_attempts_list: deque[int] = deque(maxlen=kept)
         self.eval_request_timings: deque[float] = deque(maxlen=kept)  # seconds
 
-    async def chat_completion(self, **kwargs: Any) -> "ChatCompletion":
+    async def chat_completion(self, **kwargs: object) -> "ChatCompletion":
         """One chat request; `skip_reasoning=True` leaves out the reasoning options of this server."""
-        kwargs = self._inject_reasoning_kwargs(kwargs)
-        if self.one_by_one is not None and self.one_by_one.applies(kwargs):
-            return await self.one_by_one.chat(self, kwargs)
-        return await self._request(lambda server, asked: server._chat_completion_wrapper(**asked), kwargs)
+        request = GenerationRequest(self._inject_reasoning_kwargs(kwargs))
+        if self.one_by_one is not None and self.one_by_one.applies(request):
+            return await self.one_by_one.chat(self, request)
+        return await self._request(lambda server, asked: server._chat_completion_wrapper(**asked.options), request)
 
-    async def completion(self, **kwargs: Any) -> "Completion":
+    async def completion(self, **kwargs: object) -> "Completion":
         """One text completion request."""
-        if self.one_by_one is not None and self.one_by_one.applies(kwargs):
-            return await self.one_by_one.completion(self, kwargs)
-        return await self._request(lambda server, asked: server._completion_wrapper(**asked), kwargs)
+        request = GenerationRequest(kwargs)
+        if self.one_by_one is not None and self.one_by_one.applies(request):
+            return await self.one_by_one.completion(self, request)
+        return await self._request(lambda server, asked: server._completion_wrapper(**asked.options), request)
 
-    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
+    async def tokens_and_logprobs_completion(self, **kwargs: object) -> TokensAndLogprobs:
         """Generate from `input_ids` (or `prompt`) and return ids and log-probabilities."""
-        if self.one_by_one is not None and self.one_by_one.applies(kwargs):
-            return await self.one_by_one.tokens(self, kwargs)
+        request = GenerationRequest(kwargs)
+        if self.one_by_one is not None and self.one_by_one.applies(request):
+            return await self.one_by_one.tokens(self, request)
         return await self._request(
-            lambda server, asked: server._tokens_and_logprobs_completion_wrapper(**asked), kwargs
+            lambda server, asked: server._tokens_and_logprobs_completion_wrapper(**asked.options), request
         )
 
-    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+    async def get_logprobs(self, **kwargs: object) -> JsonObject:
         """Log-probabilities of a given prompt: `prompt_tokens` [P], `prompt_topk_token_ids` and `_logprobs` [P][k]."""
-        if self.one_by_one is not None and kwargs.get("split") == "eval" and self.one_by_one.applies(kwargs):
-            return await self.one_by_one.prompt_logprobs(self, kwargs)
-        return await self._request(lambda server, asked: server._get_logprobs_wrapper(**asked), kwargs)
+        request = GenerationRequest(kwargs)
+        if self.one_by_one is not None and request.split == "eval" and self.one_by_one.applies(request):
+            return await self.one_by_one.prompt_logprobs(self, request)
+        return await self._request(lambda server, asked: server._get_logprobs_wrapper(**asked.options), request)
 
     @abstractmethod
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
         """Keep `server_healthy` true to the facts; started once, in the background, by the first request."""
 
     @abstractmethod
-    async def _chat_completion_wrapper(self, **kwargs: Any) -> "ChatCompletion":
+    async def _chat_completion_wrapper(self, **kwargs: object) -> "ChatCompletion":
         """One attempt at a chat request."""
 
     @abstractmethod
-    async def _completion_wrapper(self, **kwargs: Any) -> "Completion":
+    async def _completion_wrapper(self, **kwargs: object) -> "Completion":
         """One attempt at a completion request."""
 
     @abstractmethod
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: object) -> TokensAndLogprobs:
         """One attempt at a generation with ids."""
 
-    async def _resumable_wrapper(self, draft: "Draft", **kwargs: Any) -> TokensAndLogprobs:
+    async def _resumable_wrapper(self, draft: "Draft", **kwargs: object) -> TokensAndLogprobs:
         """One attempt at one generation with ids that may continue from `draft`; here it starts from scratch."""
         return await self._tokens_and_logprobs_completion_wrapper(**kwargs)
 
-    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+    async def _get_logprobs_wrapper(self, **kwargs: object) -> JsonObject:
         """One attempt at the log-probabilities of a prompt."""
         raise NotImplementedError(f"{type(self).__name__} does not implement get_logprobs; use sglang or vllm")
 
@@ -218,7 +223,7 @@ class APIServer(ABC):
         self.sem.update_weight(weight)
         self.eval_sem.update_weight(weight)
 
-    async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None) -> dict[str, Any]:
+    async def wandb_metrics(self, metrics_dict: JsonObject | None, server_name: str | None) -> JsonObject:
         """`metrics_dict` with the timings of this server's latest requests, as `server/<server_name>_...`."""
         metrics = {} if metrics_dict is None else metrics_dict
         prefix = f"server/{server_name or 'server'}"
@@ -229,10 +234,10 @@ class APIServer(ABC):
     # -- one request ---------------------------------------------------------------------------------------------
 
     async def _request(
-        self, attempt: "Callable[[APIServer, dict[str, Any]], Awaitable[Result]]", kwargs: dict[str, Any]
+        self, attempt: "Callable[[APIServer, GenerationRequest], Awaitable[Result]]", request: GenerationRequest
     ) -> Result:
         """The first good result of an attempt at this server, or at a peer where this one is down."""
-        split = kwargs.pop("split", "train")
+        split, asked = request.split, request.without("split")
         started, tries, waits, bad_replies = time.monotonic(), 0, 0, 0
         give_up_at: float | None = None  # set by the first sign of an outage
         while True:
@@ -240,7 +245,7 @@ class APIServer(ABC):
             asked_s: float | None = None
             try:
                 async with server.slots(split):
-                    result = await attempt(server, {**kwargs, "model": server.config.model_name})
+                    result = await attempt(server, asked.of(model=server.config.model_name))
             except BadReply:
                 bad_replies += 1
                 if bad_replies >= MAX_BAD_REPLIES:
@@ -334,7 +339,7 @@ class APIServer(ABC):
                 "(engine paused, weights updated, or abort_request); the item can be tried again"
             )
 
-    def _inject_reasoning_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _inject_reasoning_kwargs(self, kwargs: JsonObject) -> JsonObject:
         kwargs = dict(kwargs)
         skip = kwargs.pop("skip_reasoning", False)
         if skip or self.reasoning_config is None or not self.reasoning_config.is_reasoning_kwargs_active():

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -23,14 +23,20 @@ from atroposlib.envs.server_handling.faults import (
     fault_of_status,
     read_json,
 )
-from atroposlib.envs.server_handling.sampling import SGLANG_NAMES, SGLANG_REQUEST, SGLANG_SAMPLING, sampling_of
+from atroposlib.envs.server_handling.sampling import (
+    SGLANG_NAMES,
+    SGLANG_REQUEST,
+    SGLANG_SAMPLING,
+    GenerationRequest,
+    sampling_of,
+)
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
 from atroposlib.envs.server_handling.server_config import resolve_openai_configs
 from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.errors import EngineFault, RequestFault, RolloutFault
 from atroposlib.rollouts.journal import PIECE_S, PIECE_TOKENS, Draft
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of, oldest_first, same_prompt
-from atroposlib.type_definitions import PROMPT_LOGPROB
+from atroposlib.type_definitions import PROMPT_LOGPROB, Json, JsonObject
 
 __all__ = ["APIServerConfig", "ReasoningConfig", "SGLangServer", "resolve_openai_configs"]
 
@@ -53,7 +59,7 @@ class Logprob(msgspec.Struct, array_like=True, gc=False):
 class MetaInfo(msgspec.Struct):
     """The part of `meta_info` that is read."""
 
-    finish_reason: dict[str, Any] | str | None = None
+    finish_reason: JsonObject | str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     weight_version: str | None = None
@@ -114,21 +120,21 @@ class SGLangServer(TokenServer):
 
     _weights: str | None = None  # that answered last
 
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
-        prompt_ids = await self._prompt_ids(kwargs)
-        generations = await self._generate(prompt_ids, kwargs)
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: object) -> TokensAndLogprobs:
+        request = GenerationRequest(kwargs)
+        prompt_ids = await self._prompt_ids(request)
+        generations = await self._generate(prompt_ids, request)
         results = [generation.ids_and_logprobs() for generation in generations]
         self._note_generated([ids for ids, _ in results])
         reasons: list[str] = [finish_reason_of(generation.meta_info.finish_reason) for generation in generations]
         return prompt_ids, [ids for ids, _ in results], [logprobs for _, logprobs in results], reasons
 
-    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+    async def _get_logprobs_wrapper(self, **kwargs: object) -> JsonObject:
         """Top-k log-probabilities of the prompt; position 0 has none, so its lists are empty."""
-        prompt_ids = await self._prompt_ids(kwargs)
-        top_k = max(1, kwargs.pop("top_k", None) or kwargs.pop("top_logprobs", None) or 1)
-        asked = {**kwargs, "n": 1, "temperature": 0, "top_p": 1.0, "max_tokens": kwargs.get("max_tokens") or 1}
-        asked |= {"top_logprobs": top_k, "logprob_start_len": 0}
-        (generation,) = await self._generate(prompt_ids, asked)
+        request = GenerationRequest(kwargs)
+        prompt_ids = await self._prompt_ids(request)
+        one = request.without("top_k").of(n=1, temperature=0, top_p=1.0, max_tokens=kwargs.get("max_tokens") or 1)
+        (generation,) = await self._generate(prompt_ids, one.of(top_logprobs=request.top_k, logprob_start_len=0))
         top = generation.meta_info.input_top_logprobs
         if top is None:
             raise ReplyFault(f"{self.root_url}/generate gave no input_top_logprobs although they were asked for")
@@ -140,10 +146,11 @@ class SGLangServer(TokenServer):
             "prompt_topk_logprobs": [[entry.logprob for entry in entries or []] for entries in top],
         }
 
-    async def _resumable_wrapper(self, draft: Draft, **kwargs: Any) -> TokensAndLogprobs:
+    async def _resumable_wrapper(self, draft: Draft, **kwargs: object) -> TokensAndLogprobs:
         """One generation behind what `draft` holds, which grows while the tokens come."""
-        prompt_ids = await self._prompt_ids(kwargs)
-        body = await self._body(prompt_ids, kwargs)
+        request = GenerationRequest(kwargs)
+        prompt_ids = await self._prompt_ids(request)
+        body = await self._body(prompt_ids, request)
         if not is_resumable(body):
             return await self._tokens_and_logprobs_completion_wrapper(**kwargs)
         url, base, limit = f"{self.root_url}/generate", len(draft.ids), body["sampling_params"].get("max_new_tokens")
@@ -152,7 +159,7 @@ class SGLangServer(TokenServer):
             reader = StreamReader(draft, decode_generations, url)
             rest = None if limit is None else limit - base
             try:
-                await self._stream(url, streamed(body, prompt_ids, draft, rest), kwargs, rest, reader.take)
+                await self._stream(url, streamed(body, prompt_ids, draft, rest), request, rest, reader.take)
             except EngineFault:
                 reader.note()
                 if not reader.is_over:
@@ -168,7 +175,7 @@ class SGLangServer(TokenServer):
                 finish_reasons=[finish_reason_of(reason)],
                 prompt_tokens=len(prompt_ids),
                 completion_tokens=len(draft.ids),
-                model=kwargs.get("model"),
+                model=request.model,
                 base_url=self.root_url,
                 weight_version=draft.version,  # of the oldest token, so that no reply counts as fresher than it is
                 sampling=body["sampling_params"],
@@ -178,8 +185,8 @@ class SGLangServer(TokenServer):
         self._note_generated([ids])
         return prompt_ids, [ids], [draft.logprobs.tolist()], [finish_reason_of(reason)]
 
-    async def _generate(self, prompt_ids: list[int], kwargs: dict[str, Any]) -> list[Generation]:
-        body = await self._body(prompt_ids, kwargs)
+    async def _generate(self, prompt_ids: list[int], request: GenerationRequest) -> list[Generation]:
+        body = await self._body(prompt_ids, request)
         sampling = body["sampling_params"]
         url = f"{self.root_url}/generate"
         wanted = sampling.get("n", 1)
@@ -188,7 +195,7 @@ class SGLangServer(TokenServer):
         for _ in range(MAX_BAD_REPLIES):
             missing = wanted - len(usable)
             asked = body if missing == wanted else {**body, "sampling_params": {**sampling, "n": missing}}
-            data = await self._post(url, asked, kwargs, sampling.get("max_new_tokens"))
+            data = await self._post(url, asked, request, sampling.get("max_new_tokens"))
             generations = decode_generations(data)
             if len(generations) > missing:  # of which prompt?
                 raise BadReply(f"{url} gave {len(generations)} generations for n={missing}")
@@ -196,7 +203,7 @@ class SGLangServer(TokenServer):
                 raise refusal
             flaw = next((flaw for each in generations if (flaw := each.flaw())), flaw)
             good = [generation for generation in generations if generation.flaw() is None]
-            for reply in _facts(good, kwargs, sampling, self.root_url):
+            for reply in _facts(good, request, sampling, self.root_url):
                 with same_prompt() if given else nullcontext():
                     self._record(reply)
                 self._weights = reply.weight_version
@@ -209,9 +216,9 @@ class SGLangServer(TokenServer):
             f"the last reply: {flaw or 'it has too few'}"
         )
 
-    async def _body(self, prompt_ids: list[int], kwargs: dict[str, Any]) -> dict[str, Any]:
+    async def _body(self, prompt_ids: list[int], request: GenerationRequest) -> JsonObject:
         """The JSON of a `/generate` request."""
-        asked = sampling_of(kwargs, names=SGLANG_NAMES, allowed=_ALLOWED, engine="SGLang")
+        asked = sampling_of(request.options, names=SGLANG_NAMES, allowed=_ALLOWED, engine="SGLang")
         sampling = {key: value for key, value in asked.items() if key in SGLANG_SAMPLING}
         if "max_new_tokens" not in sampling:  # SGLang would stop after 128
             room = await self._room_for(len(prompt_ids))
@@ -263,7 +270,7 @@ def _as_list(decoded: T | list[T]) -> list[T]:
 
 
 def _facts(
-    generations: list[Generation], kwargs: dict[str, Any], sampling: dict[str, Any], base_url: str
+    generations: list[Generation], request: GenerationRequest, sampling: JsonObject, base_url: str
 ) -> list[EngineReply]:
     """One for all choices; where the weights changed between them one for each, oldest weights first; none for none."""
     if not generations:
@@ -276,7 +283,7 @@ def _facts(
             finish_reasons=[finish_reason_of(info.finish_reason) for info in part],
             prompt_tokens=part[0].prompt_tokens,
             completion_tokens=sum(info.completion_tokens for info in part),
-            model=kwargs.get("model"),
+            model=request.model,
             base_url=base_url,
             weight_version=version,
             sampling=sampling,
@@ -302,7 +309,7 @@ _PLAIN_REQUEST = frozenset(
 )
 
 
-def is_resumable(body: Mapping[str, Any]) -> bool:
+def is_resumable(body: Mapping[str, Json]) -> bool:
     """Tell if prompt plus partial answer gives the same distribution as continuing would.
 
     Not with penalties, grammars or stop strings, which look at what was generated before.
@@ -314,7 +321,7 @@ def is_resumable(body: Mapping[str, Any]) -> bool:
     return not looks_back and body.keys() <= _PLAIN_REQUEST
 
 
-def streamed(body: Mapping[str, Any], prompt_ids: list[int], draft: Draft, room: int | None) -> dict[str, Any]:
+def streamed(body: Mapping[str, Json], prompt_ids: list[int], draft: Draft, room: int | None) -> JsonObject:
     """The request that continues behind `draft`, with `room` new tokens left."""
     sampling = {**body["sampling_params"], "stream_interval": EVENT_TOKENS}
     if room is not None:

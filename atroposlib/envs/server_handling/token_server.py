@@ -1,8 +1,7 @@
 """The part that SGLang and vLLM clients share: a tokenizer, prompt ids, and the route that takes and gives ids."""
 
 import logging
-from collections.abc import Mapping, Sequence, Sized
-from typing import Any
+from collections.abc import Sequence, Sized
 
 import orjson
 
@@ -15,9 +14,10 @@ from atroposlib.envs.server_handling.engine_identity import (
 )
 from atroposlib.envs.server_handling.faults import EndpointUnavailable
 from atroposlib.envs.server_handling.http_server import HttpServer
-from atroposlib.envs.server_handling.sampling import checked_ids, drop_doubled_bos
+from atroposlib.envs.server_handling.sampling import GenerationRequest, checked_ids, drop_doubled_bos
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ReasoningConfig
 from atroposlib.errors import AtroposError, ConfigError, RequestFault
+from atroposlib.type_definitions import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class TokenServer(HttpServer):
     """An engine that is asked with token ids and answers with token ids and log-probabilities."""
 
-    _tokenizer: Any = None
+    _tokenizer: Tokenizer = None
     _tokenizer_missing: bool = False
     _tokenizer_ids: int | None = None  # ids of the tokenizer; the engine may take more
     _largest_generated: int = -1  # id
@@ -42,7 +42,7 @@ class TokenServer(HttpServer):
         self._context: int | None = None
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         """Loaded at first use (0.7 s for the import alone); assign one to skip that."""
         if self._tokenizer is None:
             from atroposlib.data.tokenizers import load_tokenizer
@@ -52,11 +52,11 @@ class TokenServer(HttpServer):
         return self._tokenizer
 
     @tokenizer.setter
-    def tokenizer(self, tokenizer: Any) -> None:
+    def tokenizer(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokenizer_ids = len(tokenizer) if isinstance(tokenizer, Sized) else None
 
-    def adopt_tokenizer(self, tokenizer: Any) -> None:
+    def adopt_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Use the caller's tokenizer of the same model, unless one is loaded already."""
         if self._tokenizer is None:
             self.tokenizer = tokenizer
@@ -66,7 +66,7 @@ class TokenServer(HttpServer):
         """The engine by its own account; None before it was asked, or where it says nothing."""
         return self._identity
 
-    async def check_tokenizer(self, tokenizer: Any, name: str) -> None:
+    async def check_tokenizer(self, tokenizer: Tokenizer, name: str) -> None:
         """Refuse a tokenizer that is not the engine's, as far as the engine tells; one or two requests.
 
         Raises:
@@ -113,13 +113,13 @@ class TokenServer(HttpServer):
         if self._identity is None or self._identity.vocabulary is None:
             self._largest_generated = max(self._largest_generated, *(max(ids) for ids in outputs if ids), -1)
 
-    async def _prompt_ids(self, kwargs: Mapping[str, Any]) -> list[int]:
+    async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
         """`input_ids` as given, else the encoded `prompt`; checked against the vocabulary.
 
         Raises:
             RequestFault: neither is there, or an id is out of range.
         """
-        ids, prompt = kwargs.get("input_ids"), kwargs.get("prompt")
+        ids, prompt = request.input_ids, request.prompt
         if ids is None and prompt is None:
             raise RequestFault("a token request needs input_ids or prompt; got neither")
         if ids is None:

@@ -10,7 +10,6 @@ import json
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -22,6 +21,7 @@ from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavai
 from atroposlib.envs.server_handling.plain_http import PlainConnections, Reply
 from atroposlib.envs.server_handling.sampling import as_plain
 from atroposlib.errors import RequestFault
+from atroposlib.type_definitions import JsonObject
 
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 4.0
@@ -37,7 +37,7 @@ class Transport:
         self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
 
     async def post(
-        self, url: str, payload: dict[str, Any], *, deadline_s: float, headers: dict[str, str] | None = None
+        self, url: str, payload: JsonObject, *, deadline_s: float, headers: dict[str, str] | None = None
     ) -> bytes:
         """Body of the 2xx reply to `payload`.
 
@@ -60,7 +60,7 @@ class Transport:
     async def stream(
         self,
         url: str,
-        payload: dict[str, Any],
+        payload: JsonObject,
         on_event: Callable[[bytes], None],
         *,
         deadline_s: float,
@@ -156,7 +156,7 @@ def bearer(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def request_json(payload: dict[str, Any]) -> bytes:
+def request_json(payload: JsonObject) -> bytes:
     """Write a payload as OpenAI's own client does, which may hold its message objects; NumPy's numbers, too.
 
     Raises:

@@ -2,8 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import aiohttp
 from transformers import AutoTokenizer
@@ -11,7 +10,7 @@ from transformers import AutoTokenizer
 from atroposlib.data.tokenizers import plain_chat_ids
 from atroposlib.envs.server_handling.faults import BadReply, fault_of_status, read_json
 from atroposlib.envs.server_handling.http_server import generation_deadline_s
-from atroposlib.envs.server_handling.openai_wire import max_tokens_of
+from atroposlib.envs.server_handling.sampling import GenerationRequest, max_tokens_of
 from atroposlib.envs.server_handling.server_baseline import APIServer, TokensAndLogprobs
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ReasoningConfig
 from atroposlib.envs.server_handling.transport import (
@@ -20,6 +19,7 @@ from atroposlib.envs.server_handling.transport import (
     request_json,
 )
 from atroposlib.rollouts.trace import EngineReply
+from atroposlib.type_definitions import Json
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -40,11 +40,13 @@ class TrlVllmServer(APIServer):
         """TRL has no cheap health route that all its versions share; a failed request shows an outage."""
         self.server_healthy = True
 
-    async def _chat_completion_wrapper(self, **kwargs: Any) -> "ChatCompletion":
+    async def _chat_completion_wrapper(self, **kwargs: object) -> "ChatCompletion":
         from openai.types.chat.chat_completion import ChatCompletion, Choice
         from openai.types.chat.chat_completion_message import ChatCompletionMessage
 
-        prompt = self.tokenizer.apply_chat_template(kwargs["messages"], tokenize=False, add_generation_prompt=True)
+        request = GenerationRequest(kwargs)
+        messages = request.options["messages"]
+        prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return ChatCompletion(
             id=str(uuid.uuid4()),
             object="chat.completion",
@@ -56,14 +58,15 @@ class TrlVllmServer(APIServer):
                     index=index,
                     message=ChatCompletionMessage(content=self._text(ids), role="assistant"),
                 )
-                for index, ids in enumerate(await self._generate(prompt, kwargs))
+                for index, ids in enumerate(await self._generate(prompt, request))
             ],
         )
 
-    async def _completion_wrapper(self, **kwargs: Any) -> "Completion":
+    async def _completion_wrapper(self, **kwargs: object) -> "Completion":
         from openai.types.completion import Completion
         from openai.types.completion_choice import CompletionChoice
 
+        request = GenerationRequest(kwargs)
         return Completion(
             id=str(uuid.uuid4()),
             object="text_completion",
@@ -71,21 +74,21 @@ class TrlVllmServer(APIServer):
             model=self.config.model_name,
             choices=[
                 CompletionChoice(finish_reason=self._finish_reason(ids), index=index, text=self._text(ids))
-                for index, ids in enumerate(await self._generate(kwargs["prompt"], kwargs))
+                for index, ids in enumerate(await self._generate(request.options["prompt"], request))
             ],
         )
 
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: object) -> TokensAndLogprobs:
         raise NotImplementedError(
             "Token-level logprobs are not supported by the TRL server; use VLLMServer or SGLangServer "
             "(server_type vllm or sglang)"
         )
 
-    async def _generate(self, prompt: str, kwargs: Mapping[str, Any]) -> list[list[int]]:
+    async def _generate(self, prompt: str, request: GenerationRequest) -> list[list[int]]:
         """[n][T] generated ids."""
         url = f"{(self.config.base_url or '').rstrip('/')}/generate/"
-        deadline_s = generation_deadline_s(max_tokens_of(kwargs), self.config.timeout)
-        asked = {key: kwargs[key] for key in SAMPLING if kwargs.get(key) is not None}
+        deadline_s = generation_deadline_s(max_tokens_of(request.options), self.config.timeout)
+        asked = {key: value for key in SAMPLING if (value := request.options.get(key)) is not None}
         session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=deadline_s),
             headers=bearer(self.config.api_key),
@@ -95,7 +98,7 @@ class TrlVllmServer(APIServer):
         with connection_faults(url, deadline_s):
             async with session as opened, opened.post(url, json={"prompts": [prompt], **asked}) as reply:
                 answer = read_json(await reply.read())
-        outputs: Any = answer.get("completion_ids") if isinstance(answer, dict) else None
+        outputs: Json = answer.get("completion_ids") if isinstance(answer, dict) else None
         is_whole = isinstance(outputs, list) and all(isinstance(ids, list) for ids in outputs)
         if not is_whole or len(outputs) != asked.get("n", len(outputs)):
             raise BadReply(f"{url} gave no completion_ids for n={asked.get('n', 1)}: {str(answer)[:300]}")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from atroposlib.envs.server_handling.faults import (
     UNAVAILABLE,
@@ -13,19 +12,19 @@ from atroposlib.envs.server_handling.faults import (
     fault_in_reply,
     read_json,
 )
-from atroposlib.envs.server_handling.sampling import VLLM_NAMES, VLLM_SAMPLING, sampling_of
+from atroposlib.envs.server_handling.sampling import VLLM_NAMES, VLLM_SAMPLING, GenerationRequest, sampling_of
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
 from atroposlib.envs.server_handling.server_config import resolve_openai_configs
 from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of, oldest_first
-from atroposlib.type_definitions import PROMPT_LOGPROB, FinishReason
+from atroposlib.type_definitions import PROMPT_LOGPROB, FinishReason, Json, JsonObject
 
 __all__ = ["APIServerConfig", "ReasoningConfig", "VLLMServer", "resolve_openai_configs"]
 
 _NOT_FOUND = 404
 
 
-Position = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+Position = Mapping[str, Json] | Sequence[Mapping[str, Json]] | None
 """Candidates of one position: {token id: log-probability or {"logprob": x}}, or a list of such objects."""
 
 
@@ -48,7 +47,7 @@ class Choices:
         return None
 
 
-def generate_choices(reply: Mapping[str, Any]) -> Choices:
+def generate_choices(reply: Mapping[str, Json]) -> Choices:
     """Of `/generate`: one position per token, whose only candidate is the token. ValueError: it holds no such lists."""
     choices = [[candidates(position)[0] for position in positions] for positions in _list(reply, "logprobs")]
     return Choices(
@@ -58,7 +57,7 @@ def generate_choices(reply: Mapping[str, Any]) -> Choices:
     )
 
 
-def completion_choices(reply: Mapping[str, Any]) -> Choices:
+def completion_choices(reply: Mapping[str, Json]) -> Choices:
     """Of `/v1/completions`. ValueError: ids or log-probabilities are missing, as in vLLM before 0.10.2."""
     choices = _list(reply, "choices")
     first_spans = [spans[0] for choice in choices if (spans := choice.get("weight_versions"))]
@@ -70,7 +69,7 @@ def completion_choices(reply: Mapping[str, Any]) -> Choices:
     )
 
 
-def prompt_positions(reply: Mapping[str, Any]) -> list[Position]:
+def prompt_positions(reply: Mapping[str, Json]) -> list[Position]:
     """[P] positions of `prompt_logprobs`, of either route. ValueError: there are none."""
     positions = _list((reply.get("choices") or [reply])[0], "prompt_logprobs")
     if len(positions) == 1 and isinstance(positions[0], list):
@@ -95,7 +94,7 @@ def _known(logprobs: list[float | None]) -> list[float]:
     return [PROMPT_LOGPROB if logprob is None or not math.isfinite(logprob) else logprob for logprob in logprobs]
 
 
-def _list(reply: Mapping[str, object], name: str) -> list[Any]:
+def _list(reply: Mapping[str, object], name: str) -> list[Json]:
     value = reply.get(name)
     if not isinstance(value, list):
         raise ValueError(f"the vLLM reply has no {name!r} list, only {sorted(reply)}; the route must return it")
@@ -107,13 +106,14 @@ class VLLMServer(TokenServer):
 
     _is_stock: bool | None = None  # None: no reply yet
 
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
-        prompt_ids = await self._prompt_ids(kwargs)
-        sampling = {**self._sampling(kwargs), "logprobs": 0}
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: object) -> TokensAndLogprobs:
+        request = GenerationRequest(kwargs)
+        prompt_ids = await self._prompt_ids(request)
+        sampling = {**self._sampling(request), "logprobs": 0}
         if "max_tokens" not in sampling:  # vLLM would stop after 16
             room = await self._room_for(len(prompt_ids))
             sampling |= {} if room is None else {"max_tokens": room}
-        reply = await self._ask(prompt_ids, sampling, kwargs)
+        reply = await self._ask(prompt_ids, sampling, request)
         choices = self._choices(reply, sampling.get("n", 1))
         self._note_generated(choices.ids)
         self._record(
@@ -121,7 +121,7 @@ class VLLMServer(TokenServer):
                 finish_reasons=choices.finish_reasons,
                 prompt_tokens=len(prompt_ids),
                 completion_tokens=sum(map(len, choices.ids)),
-                model=kwargs.get("model"),
+                model=request.model,
                 base_url=self.root_url,
                 weight_version=choices.weight_version,
                 sampling=sampling,
@@ -129,12 +129,12 @@ class VLLMServer(TokenServer):
         )
         return prompt_ids, choices.ids, choices.logprobs, list(choices.finish_reasons)
 
-    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
-        prompt_ids = await self._prompt_ids(kwargs)
-        top_k = max(1, kwargs.pop("top_k", None) or kwargs.pop("top_logprobs", None) or 1)
-        sampling = {**self._sampling({"max_tokens": 1, **kwargs}), "prompt_logprobs": top_k}
+    async def _get_logprobs_wrapper(self, **kwargs: object) -> JsonObject:
+        request = GenerationRequest({"max_tokens": 1, **kwargs})
+        prompt_ids, top_k = await self._prompt_ids(request), request.top_k
+        sampling = {**self._sampling(request.without("top_k", "top_logprobs")), "prompt_logprobs": top_k}
         sampling |= {"n": 1, "temperature": 0.0, "top_p": 1.0}
-        positions = prompt_positions(await self._ask(prompt_ids, sampling, kwargs))
+        positions = prompt_positions(await self._ask(prompt_ids, sampling, request))
         ranked = [sorted(candidates(position), key=lambda pair: -pair[1])[:top_k] for position in positions]
         own = [dict(candidates(each)).get(token) for token, each in zip(prompt_ids, positions, strict=True)]
         return {
@@ -144,7 +144,7 @@ class VLLMServer(TokenServer):
             "prompt_topk_logprobs": [[logprob for _, logprob in pairs] for pairs in ranked],
         }
 
-    def _choices(self, reply: dict[str, Any], n: int) -> Choices:
+    def _choices(self, reply: JsonObject, n: int) -> Choices:
         """Read a reply; BadReply when that is not n whole choices."""
         try:
             choices = completion_choices(reply) if self._is_stock else generate_choices(reply)
@@ -154,10 +154,10 @@ class VLLMServer(TokenServer):
             raise BadReply(f"{self.root_url} gave {flaw}: {str(reply)[:500]}")
         return choices
 
-    def _sampling(self, kwargs: Mapping[str, object]) -> dict[str, Any]:
-        return sampling_of(kwargs, names=VLLM_NAMES, allowed=VLLM_SAMPLING, engine="vLLM")
+    def _sampling(self, request: GenerationRequest) -> JsonObject:
+        return sampling_of(request.options, names=VLLM_NAMES, allowed=VLLM_SAMPLING, engine="vLLM")
 
-    async def _ask(self, prompt_ids: list[int], sampling: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, prompt_ids: list[int], sampling: JsonObject, request: GenerationRequest) -> JsonObject:
         """The reply of the route that this server has. A server without `/generate` is stock vLLM."""
         is_stock = self._is_stock
         if is_stock is None:
@@ -167,12 +167,12 @@ class VLLMServer(TokenServer):
             is_stock = status == _NOT_FOUND
         if is_stock:
             url = f"{self.openai_url}/completions"
-            model = kwargs.get("model") or self.config.model_name  # a LoRA adapter is chosen by its name
+            model = request.model or self.config.model_name  # a LoRA adapter is chosen by its name
             asked = {"return_token_ids": True, "return_weight_versions": True}  # older versions ignore the second
             body = {"model": model, "prompt": prompt_ids, **asked, **sampling}
         else:
             url, body = f"{self.root_url}/generate", {"prompt": {"prompt_token_ids": prompt_ids}, **sampling}
-        data = await self._post(url, body, kwargs, sampling.get("max_tokens"))
+        data = await self._post(url, body, request, sampling.get("max_tokens"))
         reply = read_json(data)
         if fault := fault_in_reply(url, reply):
             raise fault
