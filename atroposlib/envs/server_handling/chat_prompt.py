@@ -1,10 +1,11 @@
 """From messages to the text of a prompt, without letting a chat template rewrite what a model wrote."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+
+from atroposlib.type_definitions import JsonObject, Tokenizer
 
 TURN_MARK = "ATROPOSxTURNxMARK"
 """Stands in for a whole assistant turn while the template runs."""
@@ -15,7 +16,7 @@ _THOUGHT_OPENS = re.compile(r"<think>\s*\Z")
 _THINK_MARKS = {"<think>": "ATROPOSxTHINKxOPEN", "</think>": "ATROPOSxTHINKxCLOSE"}
 
 
-def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any = None) -> str:
+def render(tokenizer: Tokenizer, messages: Sequence[JsonObject], tools: object = None) -> str:
     """The chat template's text; "role: content" lines when there is no template.
 
     The generation prompt is added unless the last turn is the assistant's.
@@ -40,7 +41,7 @@ def knows_developer(tokenizer: object) -> bool:
     return isinstance(template, str) and "developer" in template
 
 
-def opened_thought(tokenizer: Any, messages: Sequence[dict[str, Any]], prompt: str) -> str:
+def opened_thought(tokenizer: Tokenizer, messages: Sequence[JsonObject], prompt: str) -> str:
     """The `<think>` and white space that the template put before the answer to `messages`, else ""."""
     if not prompt.rstrip().endswith("<think>") or _has_no_template(tokenizer) or not _wants_reply(messages):
         return ""
@@ -55,7 +56,7 @@ def opened_thought(tokenizer: Any, messages: Sequence[dict[str, Any]], prompt: s
     return opening[0] if opening else ""
 
 
-def render_keeping_thoughts(tokenizer: object, messages: Sequence[dict[str, Any]], tools: object = None) -> str:
+def render_keeping_thoughts(tokenizer: object, messages: Sequence[JsonObject], tools: object = None) -> str:
     """As `render`, but think blocks of earlier assistant turns stay: the template sees other words for the tags."""
     text = render(tokenizer, [_swap(message, _THINK_MARKS) for message in messages], tools)
     for tag, mark in _THINK_MARKS.items():
@@ -63,9 +64,7 @@ def render_keeping_thoughts(tokenizer: object, messages: Sequence[dict[str, Any]
     return text
 
 
-def render_after_turn(
-    tokenizer: object, messages: Sequence[dict[str, Any]], turn: int, tools: object = None
-) -> str | None:
+def render_after_turn(tokenizer: object, messages: Sequence[JsonObject], turn: int, tools: object = None) -> str | None:
     """The template's text behind the content of `messages[turn]`; None when the template does not show it once.
 
     Between the first user's message and that turn the template is shown nothing, so that a long history costs nothing,
@@ -89,34 +88,34 @@ def render_after_turn(
 
 
 @lru_cache(maxsize=8)
-def _same_by_shape(tokenizer: Any) -> dict[tuple[Any, ...], bool]:
+def _same_by_shape(tokenizer: Tokenizer) -> dict[tuple[Hashable, ...], bool]:
     """Tell, by what is left out (pairs of roles) and what is shown, if the template writes the same behind both."""
     return {}
 
 
-def _behind(tokenizer: object, messages: Sequence[dict[str, Any]], turn: int, tools: object) -> str | None:
+def _behind(tokenizer: object, messages: Sequence[JsonObject], turn: int, tools: object) -> str | None:
     marked = [*messages[:turn], {**messages[turn], "content": TURN_MARK}, *messages[turn + 1 :]]
     _, mark, after = render(tokenizer, marked, tools).partition(TURN_MARK)
     return after if mark and TURN_MARK not in after else None
 
 
-def _has_no_template(tokenizer: Any) -> bool:
+def _has_no_template(tokenizer: Tokenizer) -> bool:
     if tokenizer is None or not hasattr(tokenizer, "apply_chat_template"):
         return True
     return hasattr(tokenizer, "chat_template") and tokenizer.chat_template is None
 
 
-def _wants_reply(messages: Sequence[dict[str, Any]]) -> bool:
+def _wants_reply(messages: Sequence[JsonObject]) -> bool:
     return not messages or messages[-1]["role"] != "assistant"
 
 
-def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+def _with_content(message: JsonObject) -> JsonObject:
     """Assistant messages with tool calls may lack `content`, for which many templates have no word."""
     is_empty = message.get("role") == "assistant" and message.get("content") is None
     return {**message, "content": ""} if is_empty else message
 
 
-def _swap(message: dict[str, Any], words: dict[str, str]) -> dict[str, Any]:
+def _swap(message: JsonObject, words: dict[str, str]) -> JsonObject:
     content = message.get("content")
     if message.get("role") != "assistant" or not isinstance(content, str):
         return message

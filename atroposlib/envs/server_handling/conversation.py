@@ -6,15 +6,15 @@ arguments, the ids of its calls, or (where it has none) its thoughts differ; any
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import orjson
 from pydantic import BaseModel
 from xxhash import xxh3_128_digest
 
 from atroposlib.errors import RequestFault
+from atroposlib.type_definitions import Json, JsonObject
 
-Message = dict[str, Any]
+Message = JsonObject
 Messages = Sequence[Message]
 
 MOST_RECENT = 4
@@ -39,7 +39,7 @@ class Conversation:
     """A conversation; of a generated turn, up to and including that turn."""
 
     turns: tuple[Turn, ...]
-    tools: Any = None
+    tools: list[Json] | None = None
 
     @property
     def shown(self) -> list[Message]:
@@ -60,12 +60,12 @@ class ChatRequest:
     """One request for an assistant's turn, from whichever API it came."""
 
     messages: Messages  # in the form of OpenAI's chat completions
-    tools: list[Any] | None = None
-    tool_choice: Any = "auto"
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # n, max_tokens, temperature, ... as engines call them
+    tools: list[Json] | None = None
+    tool_choice: str | Mapping[str, Json] = "auto"
+    sampling: Mapping[str, Json] = field(default_factory=dict)  # n, max_tokens, temperature, ... as engines call them
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> "ChatRequest":
+    def of(cls, options: Mapping[str, Json]) -> "ChatRequest":
         """A request of the keyword arguments of OpenAI's client."""
         own = ("messages", "tools", "tool_choice")
         return cls(
@@ -134,7 +134,7 @@ class Reader:
         return Turn(said, None if shown is None else self._as_text(shown), keys)
 
 
-def copied(message: object) -> Any:
+def copied(message: object) -> Json:
     """A message (or a part of one) that later changes by its owner do not reach; pydantic objects become dicts."""
     if isinstance(message, Mapping):
         return {key: copied(value) for key, value in message.items()}
@@ -173,7 +173,7 @@ def plain_messages(messages: Messages, *, knows_developer: bool = False, offset:
     return plain
 
 
-def joined_text(parts: Sequence[Any], where: str) -> str:
+def joined_text(parts: Sequence[object], where: str) -> str:
     """The text of a content that is given in parts.
 
     Raises:
@@ -242,7 +242,7 @@ def canonical(value: object) -> bytes:
         return repr(value).encode("utf-8", "backslashreplace")
 
 
-def _call_key(call: Mapping[str, Any]) -> tuple[str, Any]:
+def _call_key(call: Mapping[str, Json]) -> tuple[str, bytes]:
     function = call.get("function") or {}
     arguments = function.get("arguments")
     try:

@@ -1,11 +1,12 @@
 """Managed calls on an endpoint that gives no token ids: real text, made-up tokens. Never train on them."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from atroposlib.envs.server_handling.conversation import Message, copied
-from atroposlib.envs.server_handling.sequence import SequenceNode, note_chats
+from atroposlib.envs.server_handling.conversation import Message, Messages, copied
+from atroposlib.envs.server_handling.sequence import SequenceNode, State, note_chats
+from atroposlib.envs.server_handling.server_baseline import Server
 from atroposlib.rollouts.trace import finish_reason_of
-from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
+from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, JsonObject, Tokenizer
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -18,35 +19,35 @@ DUMMY_LOGPROB = -0.5
 class DummyManagedServer:
     """As `ManagedServer`, with `metadata["dummy_tokens"]` set on every node. Sequences are never extended."""
 
-    def __init__(self, server: Any, tokenizer: Any = None, track_tree: bool = False) -> None:
+    def __init__(self, server: Server, tokenizer: Tokenizer = None, track_tree: bool = False) -> None:
         self.server = server
         self.tokenizer = tokenizer
         self.track_tree = track_tree
         self.current_nodes: list[SequenceNode] = []
         self.sequences: dict[str, SequenceNode] = {}
 
-    async def chat_completion(self, **kwargs: Any) -> "ChatCompletion":
+    async def chat_completion(self, *, messages: Messages, **kwargs: object) -> "ChatCompletion":
         """One chat request."""
-        reply = await self.server.chat_completion(**kwargs)
-        said = [copied(message) for message in kwargs["messages"]]
+        reply = await self.server.chat_completion(messages=messages, **kwargs)
+        said = [copied(message) for message in messages]
         context = "\n\n".join(f"{message['role']}:{message.get('content') or ''}" for message in said)
         for choice in reply.choices:
             answer = choice.message.model_dump(exclude_none=True)
             self._store(f"{context}\n\nassistant:{choice.message.content or ''}", choice.finish_reason, [*said, answer])
         return reply
 
-    async def completion(self, **kwargs: Any) -> "Completion":
+    async def completion(self, *, prompt: str, **kwargs: object) -> "Completion":
         """One text completion."""
-        reply = await self.server.completion(**kwargs)
+        reply = await self.server.completion(prompt=prompt, **kwargs)
         for choice in reply.choices:
-            self._store(f"{kwargs['prompt']}{choice.text}", choice.finish_reason)
+            self._store(f"{prompt}{choice.text}", choice.finish_reason)
         return reply
 
-    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+    async def get_logprobs(self, **kwargs: object) -> JsonObject:
         """Not available."""
         raise NotImplementedError("a dummy managed server has no log-probabilities; use server_type sglang or vllm")
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> State:
         """As `ManagedServer.get_state`."""
         if self.track_tree:
             return {"sequences": dict(self.sequences), "tree": dict(self.sequences)}

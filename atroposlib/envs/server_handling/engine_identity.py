@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -18,6 +18,7 @@ from atroposlib.envs.server_handling.chat_prompt import render
 from atroposlib.envs.server_handling.faults import ReplyFault
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.errors import ConfigError, ModelError, PathError, RequestFault
+from atroposlib.type_definitions import Json, Tokenizer
 
 if TYPE_CHECKING:
     from atroposlib.envs.server_handling.transport import Transport
@@ -86,7 +87,7 @@ async def ask_ids(transport: "Transport", server_type: str, root_url: str, model
     return ids if ids and all(type(token) is int for token in ids) else None
 
 
-def load_for(name: str, configs: Sequence[APIServerConfig]) -> tuple[Any, str]:
+def load_for(name: str, configs: Sequence[APIServerConfig]) -> tuple[Tokenizer, str]:
     """The tokenizer of an environment, and its name.
 
     Args:
@@ -120,7 +121,7 @@ def _others(configs: Sequence[APIServerConfig]) -> list[str]:
 
 
 def refuse_foreign(
-    tokenizer: Any, name: str, base_url: str, identity: EngineIdentity, ids: Sequence[int] | None, text: str
+    tokenizer: Tokenizer, name: str, base_url: str, identity: EngineIdentity, ids: Sequence[int] | None, text: str
 ) -> None:
     """Raise ConfigError when a tokenizer is not the engine's; `ids` are the engine's for `text`, None: unknown."""
     base_size = getattr(tokenizer, "vocab_size", None)  # without added tokens, which a model may lack
@@ -148,7 +149,7 @@ def probe_text(tokenizer: object) -> str:
         return PROBE
 
 
-def is_foreign(tokenizer: Any, ids: Sequence[int], text: str) -> bool:
+def is_foreign(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
     """Tell if `ids`, the engine's for `text`, mean something else to `tokenizer`.
 
     Other cuts of the same text do not count, as releases of one tokenizer may differ in them. But a special token of
@@ -217,7 +218,7 @@ def _start(ids: Sequence[int]) -> str:
     return f"[{', '.join(map(str, ids[:6]))}, ...]"
 
 
-def _second_of(entries: Sequence[Sequence[object]]) -> list[Any]:
+def _second_of(entries: Sequence[Sequence[Json]]) -> list[Json]:
     return [entry[1] for entry in entries]
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from atroposlib.errors import EnvironmentFault
 
@@ -36,7 +36,7 @@ async def contained(coroutine: Coroutine[object, object, T]) -> T:
         raise EnvironmentFault(message) from leaving
 
 
-def raise_first(results: list[Any]) -> None:
+def raise_first(results: list[T] | list[T | BaseException]) -> None:
     """Raise the first error among results; they are forgotten then, as they would hold each other alive."""
     error = next((result for result in results if isinstance(result, BaseException)), None)
     if error is None:

@@ -12,11 +12,11 @@ RequestFault                do not try again
 import json
 import time
 from email.utils import mktime_tz, parsedate_tz
-from typing import Any
 
 import orjson
 
 from atroposlib.errors import EngineFault, RequestFault, RolloutFault
+from atroposlib.type_definitions import Json
 
 UNAVAILABLE = frozenset({408, 425, 429, 502, 503, 504, 529})
 """HTTP statuses that say nothing about the request: the endpoint takes none now."""
@@ -84,7 +84,7 @@ def fault_in_reply(url: str, reply: object) -> RolloutFault | None:
     return fault_of_status(url, status, orjson.dumps(reply, default=repr))
 
 
-def read_json(data: bytes) -> Any:
+def read_json(data: bytes) -> Json:
     """Read the JSON of a reply, NaN, infinities and half surrogate pairs included, which are no JSON but are sent.
 
     Raises:

@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 
 from atroposlib.envs.server_handling.faults import EndpointUnavailable
+from atroposlib.type_definitions import JsonObject
 
 if TYPE_CHECKING:
     from atroposlib.envs.server_handling.transport import Transport
@@ -57,7 +58,7 @@ async def engine_load(transport: "Transport", root_url: str) -> EngineLoad:
 
 def _from_loads(base_url: str, body: bytes) -> EngineLoad | None:
     try:
-        ranks: list[dict[str, Any]] = orjson.loads(body)["loads"]
+        ranks: list[JsonObject] = orjson.loads(body)["loads"]
         return EngineLoad(
             base_url,
             running=sum(rank["num_running_reqs"] for rank in ranks),

@@ -10,9 +10,9 @@ was generated is ever rendered or tokenized again.
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atroposlib.envs.server_handling.chat_prompt import (
     knows_developer,
@@ -40,6 +40,7 @@ from atroposlib.envs.server_handling.sequence import (
     Lineage,
     Prompt,
     SequenceNode,
+    State,
     codec_of,
     extend_text,
     find_text_base,
@@ -49,11 +50,12 @@ from atroposlib.envs.server_handling.sequence import (
     prefix_of,
     without_repeated,
 )
+from atroposlib.envs.server_handling.server_baseline import Server
 from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.envs.server_handling.tool_formats import find_calls
 from atroposlib.errors import ConfigError, ModelError, RequestFault
 from atroposlib.rollouts.trace import finish_reason_of
-from atroposlib.type_definitions import PROMPT_LOGPROB
+from atroposlib.type_definitions import PROMPT_LOGPROB, Json, JsonObject, Tokenizer
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -113,8 +115,8 @@ class ManagedServer:
 
     def __init__(
         self,
-        server: Any,
-        tokenizer: Any = None,
+        server: Server,
+        tokenizer: Tokenizer = None,
         track_tree: bool = False,
         tool_parser: str | None = None,
         preserve_think_blocks: bool = False,
@@ -123,7 +125,7 @@ class ManagedServer:
         for_agents: bool = False,
     ) -> None:
         self.server = server
-        self.tokenizer: Any = tokenizer
+        self.tokenizer = tokenizer
         self.track_tree = track_tree
         self.current_nodes: list[SequenceNode] = []
         self.sequences: dict[str, SequenceNode] = {}  # tree mode only, by full_text
@@ -138,7 +140,7 @@ class ManagedServer:
         if tokenizer is None:
             self._initialize_tokenizer()
 
-    async def chat_completion(self, **kwargs: Any) -> "ChatCompletion":
+    async def chat_completion(self, **kwargs: object) -> "ChatCompletion":
         """One chat request, tracked. Takes OpenAI's keyword arguments; `tools` only with a tool parser.
 
         Raises:
@@ -253,20 +255,20 @@ class ManagedServer:
                 "tokenizer_name to one whose template has, or describe the tools in a message"
             )
 
-    async def completion(self, **kwargs: Any) -> "Completion":
+    async def completion(self, *, prompt: str, **kwargs: object) -> "Completion":
         """One text completion, tracked. `prompt` is sent as it is.
 
         Raises:
             RolloutFault: as `APIServer.completion`.
         """
-        replies = await self.complete(kwargs.pop("prompt"), kwargs)
+        replies = await self.complete(prompt, kwargs)
         return completion_of([reply.made for reply in replies], self.server.config.model_name)
 
     def prompt_of(self, request: ChatRequest) -> Prompt:
         """The prompt that a request would send; nothing is generated or tracked."""
         return self._chat_prompt(self._reader.read(request))
 
-    async def complete(self, text: str, sampling: Mapping[str, Any]) -> list[Reply]:
+    async def complete(self, text: str, sampling: Mapping[str, Json]) -> list[Reply]:
         """The choices of one text completion, tracked; faults as of `completion`."""
         prompt = self._text_prompt(text)
         base = prompt.base
@@ -281,7 +283,7 @@ class ManagedServer:
         messages: list[Message] = [{"role": "assistant", "content": text} for text in texts]
         return self._tracked(prompt, prompt_ids, outputs, list(zip(messages, messages, strict=True)), "")
 
-    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+    async def get_logprobs(self, *, messages: Messages | None = None, **kwargs: object) -> JsonObject:
         """Log-probabilities of a prompt, given as `prompt`, `messages` or `input_ids`; nothing is tracked.
 
         Raises:
@@ -289,12 +291,11 @@ class ManagedServer:
         """
         if not hasattr(self.server, "get_logprobs"):
             raise NotImplementedError(f"{type(self.server).__name__} does not implement get_logprobs")
-        messages = kwargs.pop("messages", None)
         if messages is not None:
             kwargs["prompt"] = self._convert_messages_to_prompt(messages)
         return await self.server.get_logprobs(**kwargs)
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> State:
         """`{"nodes": [...]}`; in tree mode `{"sequences": {...}, "tree": {...}}`. Copies, which survive `reset`."""
         if self.track_tree:
             return {"sequences": dict(self.sequences), "tree": dict(self.sequences)}
@@ -347,7 +348,7 @@ class ManagedServer:
     # -- one request ---------------------------------------------------------------------------------------------
 
     async def _generate(
-        self, text: str, ids: list[int], sampling: Mapping[str, Any], keep_special: bool
+        self, text: str, ids: list[int], sampling: Mapping[str, Json], keep_special: bool
     ) -> tuple[list[int], list[Output]]:
         """The prompt's ids as the engine saw them, and what it generated."""
         if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
@@ -463,8 +464,8 @@ class ManagedServer:
     def _initialize_tokenizer(self) -> None:
         """The server's tokenizer, else the one of its model; None, with a warning, when neither is to be had."""
         try:
-            if hasattr(self.server, "tokenizer"):
-                self.tokenizer = self.server.tokenizer
+            self.tokenizer = getattr(self.server, "tokenizer", None)
+            if self.tokenizer is not None:
                 return
             from atroposlib.data.tokenizers import load_tokenizer
 
@@ -473,7 +474,7 @@ class ManagedServer:
             logger.warning("managed server without a tokenizer: %s", error)
 
 
-def before_stop(text: str, stop: Any) -> str:
+def before_stop(text: str, stop: Sequence[str] | str | None) -> str:
     r"""The text up to the first of the stop strings.
 
     >>> before_stop("Thought: a\nObservation:", ["Observation:"])

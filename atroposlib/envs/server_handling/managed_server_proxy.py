@@ -10,8 +10,8 @@ session's nodes: token ids, masks and log-probabilities of everything the model 
 import argparse
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -44,6 +44,7 @@ from atroposlib.envs.server_handling.proxy_sessions import (
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import AtroposError, ConfigError, RequestFault, RolloutFault
 from atroposlib.paths import expand_path
+from atroposlib.type_definitions import JsonObject, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def _error(status_code: int, message: str, error_type: str = "invalid_request_er
 
 def create_app(
     server_manager: ServerManager,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     model_name: str = "unknown",
     *,
     session_timeout_s: float = SESSION_TIMEOUT_S,
@@ -82,7 +83,7 @@ def create_app(
         model=lambda: proxy.model_name,
     )
     app = FastAPI(title="Managed server proxy", dependencies=[Depends(_access_check(gateway))])
-    routes: list[tuple[str, str, Any]] = [
+    routes: list[tuple[str, str, Callable[..., Awaitable[object]]]] = [
         ("GET", "/health", proxy.health),
         ("POST", "/setup", proxy.setup),
         ("GET", "/servers", proxy.servers),
@@ -109,13 +110,13 @@ def create_app(
 class _Proxy:
     """Answers the routes."""
 
-    def __init__(self, manager: ServerManager, tokenizer: Any, model_name: str, sessions: Sessions) -> None:
+    def __init__(self, manager: ServerManager, tokenizer: Tokenizer, model_name: str, sessions: Sessions) -> None:
         self.manager = manager
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.sessions = sessions
 
-    async def health(self) -> dict[str, Any]:
+    async def health(self) -> JsonObject:
         servers = self.manager.servers
         return {
             "status": "ok",
@@ -125,7 +126,7 @@ class _Proxy:
             "healthy_servers": sum(bool(server.server_healthy) for server in servers),
         }
 
-    async def setup(self, config: ServersConfig) -> dict[str, Any]:
+    async def setup(self, config: ServersConfig) -> JsonObject:
         """Replace the servers; sessions that exist stay where they are. The tokenizer follows a new model."""
         servers = ServerManager(configs=config.server_configs()).servers
         if config.model_name != self.model_name:
@@ -133,7 +134,7 @@ class _Proxy:
         self.manager.servers = servers
         return {"status": "ok", "servers": len(servers), "model_name": self.model_name}
 
-    async def servers(self) -> dict[str, Any]:
+    async def servers(self) -> JsonObject:
         return {
             "servers": [
                 {
@@ -164,7 +165,7 @@ class _Proxy:
             created_at=session.created_at,
         )
 
-    async def list_sessions(self) -> dict[str, Any]:
+    async def list_sessions(self) -> JsonObject:
         return {
             "sessions": [
                 {
@@ -189,16 +190,16 @@ class _Proxy:
         """For a rollout."""
         return managed_for(choose_server(self.manager.servers, settings.base_url), self.tokenizer, settings)
 
-    async def nodes(self, session_uuid: str) -> dict[str, Any]:
+    async def nodes(self, session_uuid: str) -> JsonObject:
         with self.sessions.using(session_uuid) as session:
             return {"nodes": [node.model_dump() for node in session.nodes()]}
 
-    async def reset(self, session_uuid: str) -> dict[str, Any]:
+    async def reset(self, session_uuid: str) -> JsonObject:
         with self.sessions.using(session_uuid) as session:
             session.managed_server.reset()
             return {"status": "reset", "uuid": session_uuid}
 
-    async def delete_session(self, session_uuid: str) -> dict[str, Any]:
+    async def delete_session(self, session_uuid: str) -> JsonObject:
         self.sessions.delete(session_uuid)
         return {"status": "deleted", "uuid": session_uuid}
 
@@ -247,7 +248,7 @@ def _app_from(args: argparse.Namespace, token: str | None) -> FastAPI:
     )
 
 
-def _access_check(gateway: Gateway) -> Any:
+def _access_check(gateway: Gateway) -> Callable[[Request], Awaitable[None]]:
     async def check(request: Request) -> None:
         if (refusal := gateway.refusal(request)) is not None:
             raise HTTPException(*refusal)
@@ -255,7 +256,8 @@ def _access_check(gateway: Gateway) -> Any:
     return check
 
 
-async def _http_error(_: Request, error: Any) -> JSONResponse:
+async def _http_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
     reply = _error(error.status_code, str(error.detail))
     reply.headers.update(error.headers or {})
     return reply
@@ -265,9 +267,10 @@ async def _unknown_session(_: Request, error: Exception) -> JSONResponse:
     return _error(404, str(error), UNKNOWN_SESSION)
 
 
-async def _rollout_fault(_: Request, error: Any) -> JSONResponse:
+async def _rollout_fault(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestFault):
         return _error(400, str(error))
+    assert isinstance(error, RolloutFault)
     return _error(500, str(error), f"{error.failure_class}_error")
 
 

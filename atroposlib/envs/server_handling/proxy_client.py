@@ -6,15 +6,17 @@ The nodes are fetched after every generation, so `get_state()` is right at once.
 import asyncio
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import aiohttp
 
 from atroposlib.api.auth import TOKEN_VARIABLE
-from atroposlib.envs.server_handling.conversation import copied
+from atroposlib.envs.server_handling.conversation import Messages, copied
 from atroposlib.envs.server_handling.proxy_schemas import UNKNOWN_SESSION
-from atroposlib.envs.server_handling.sequence import SequenceNode, note_chats
+from atroposlib.envs.server_handling.sequence import SequenceNode, State, note_chats
 from atroposlib.errors import EngineFault, KilledFault, RequestFault, RolloutFault
+from atroposlib.type_definitions import JsonObject
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -46,7 +48,7 @@ class ProxyManagedServer:
         """Base URL for OpenAI clients of any language: what they generate is tracked in this session."""
         return f"{self.proxy_url}/{self.session_uuid}/v1"
 
-    async def chat_completion(self, **kwargs: Any) -> "ChatCompletion":
+    async def chat_completion(self, *, messages: Messages, **kwargs: object) -> "ChatCompletion":
         """One chat request, tracked. `message.tool_calls` are dicts, as of `ManagedServer`.
 
         Raises:
@@ -56,24 +58,24 @@ class ProxyManagedServer:
         """
         from openai.types.chat.chat_completion import ChatCompletion
 
-        body = {**kwargs, "messages": [copied(message) for message in kwargs["messages"]]}
+        body = {**kwargs, "messages": [copied(message) for message in messages]}
         reply = await self._generate("chat/completions", body)
         completion = ChatCompletion.model_validate(reply)
         for choice, raw in zip(completion.choices, reply["choices"], strict=True):
             choice.message.tool_calls = raw["message"].get("tool_calls")
         return completion
 
-    async def completion(self, **kwargs: Any) -> "Completion":
+    async def completion(self, **kwargs: object) -> "Completion":
         """One text completion, tracked; faults as of `chat_completion`."""
         from openai.types.completion import Completion
 
         return Completion.model_validate(await self._generate("completions", kwargs))
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> State:
         """`{"nodes": [...]}` as of the last generation or `fetch_state`."""
         return {"nodes": list(self._nodes)}
 
-    async def fetch_state(self) -> dict[str, Any]:
+    async def fetch_state(self) -> State:
         """The same, fetched now: what other clients of the session generated is in it."""
         async with self._talking:  # of two fetches the later one also answers later
             await self._pass_reset_on()
@@ -104,7 +106,7 @@ class ProxyManagedServer:
         finally:
             await self.cleanup()
 
-    async def _generate(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _generate(self, path: str, body: Mapping[str, object]) -> JsonObject:
         async with self._talking:
             await self._pass_reset_on()
         reply = await self._call("POST", f"v1/{path}", body=body, timeout_s=GENERATION_TIMEOUT_S)
@@ -117,7 +119,7 @@ class ProxyManagedServer:
             await self._call("POST", "reset", body={}, timeout_s=CONTROL_TIMEOUT_S)
             self._reset_wanted = False
 
-    async def _call(self, method: str, path: str, *, timeout_s: float, body: object = None) -> dict[str, Any]:
+    async def _call(self, method: str, path: str, *, timeout_s: float, body: object = None) -> JsonObject:
         url = f"{self.proxy_url}/{self.session_uuid}/{path}".rstrip("/")
         return await call_proxy(method, url, body=body, timeout_s=timeout_s)
 
@@ -150,7 +152,7 @@ async def create_proxy_session(
     )
 
 
-async def call_proxy(method: str, url: str, *, body: object = None, timeout_s: float) -> dict[str, Any]:
+async def call_proxy(method: str, url: str, *, body: object = None, timeout_s: float) -> JsonObject:
     """One request to the proxy; the JSON of its reply.
 
     Raises:

@@ -2,7 +2,6 @@
 
 import logging
 from functools import lru_cache
-from typing import Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
@@ -11,6 +10,7 @@ from atroposlib.envs.server_handling.sampling import OPTIONS
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.errors import ConfigError
 from atroposlib.paths import expand_path
+from atroposlib.type_definitions import JsonObject, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +26,18 @@ class ChatCompletionProxyRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     max_tokens: PositiveInt = 1024
     max_completion_tokens: PositiveInt | None = None
     temperature: float = 1.0
     n: PositiveInt = 1
     stop: list[str] | str | None = None
     stream: bool = False
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
 
 
-def known_options(given: dict[str, Any]) -> dict[str, Any]:
+def known_options(given: JsonObject) -> JsonObject:
     """`given` without what no engine knows: OpenAI's clients send much that is meant for OpenAI only."""
     unknown = given.keys() - OPTIONS - {"split"}
     for key in unknown:
@@ -83,14 +83,14 @@ class ServersConfig(BaseModel):
 
     model_name: str
     tokenizer_name: str = "none"
-    servers: list[dict[str, Any]] = Field(min_length=1)
+    servers: list[JsonObject] = Field(min_length=1)
 
     def server_configs(self) -> list[APIServerConfig]:
         """One per server; `server_type` is vllm unless given."""
         shared = {"server_type": "vllm", "model_name": self.model_name, "tokenizer_name": self.tokenizer_name}
         return [APIServerConfig(**{**shared, **server}) for server in self.servers]
 
-    def load_tokenizer(self) -> Any:
+    def load_tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
         from atroposlib.data.tokenizers import load_tokenizer
 

@@ -5,13 +5,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, RolloutSettings
-from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.managed_server import ManagedServer, SequenceNode
+from atroposlib.envs.server_handling.server_baseline import Server
 from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
 from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import RequestFault
+from atroposlib.type_definitions import Tokenizer
 
 SESSION_TIMEOUT_S = 3600.0
 
@@ -38,7 +39,7 @@ class SessionState:
         """Sequences tracked so far."""
         return len(self.nodes())
 
-    def nodes(self) -> list[Any]:
+    def nodes(self) -> list[SequenceNode]:
         """The tracked sequences; in tree mode every intermediate one."""
         state = self.managed_server.get_state()
         return state["nodes"] if "nodes" in state else list(state["sequences"].values())
@@ -57,8 +58,8 @@ class Sessions:
 
     def create(
         self,
-        server: Any,
-        tokenizer: Any,
+        server: Server,
+        tokenizer: Tokenizer,
         *,
         model_name: str,
         tool_parser: str,
@@ -138,7 +139,7 @@ class Sessions:
                 self.delete(session.uuid)
 
 
-def choose_server(servers: list[Any], base_url: str | None) -> Any:
+def choose_server(servers: list[Server], base_url: str | None) -> Server:
     """The server at `base_url`, else the one with most free slots.
 
     Raises:
@@ -155,7 +156,7 @@ def choose_server(servers: list[Any], base_url: str | None) -> Any:
     raise RequestFault(f"no server at {base_url}; there are {[base_url_of(server) for server in servers]}")
 
 
-def base_url_of(server: Any) -> str | None:
+def base_url_of(server: Server) -> str | None:
     """Address of a server; scripted ones have none."""
     return getattr(server.config, "base_url", None)
 

@@ -9,13 +9,13 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 from pydantic import BaseModel, PrivateAttr
 
-from atroposlib.envs.server_handling.conversation import MOST_RECENT, Conversation, Turn, canonical, keys_of
+from atroposlib.envs.server_handling.conversation import MOST_RECENT, Conversation, Message, Turn, canonical, keys_of
 from atroposlib.rollouts.trace import Chat, current_trace
-from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
+from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, Json, JsonObject, Tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -33,8 +33,8 @@ class Decoder(Protocol):
     def decode(self, tokens: list[int], /, *, skip_special_tokens: bool = False) -> str: ...
 
 
-class Tokenizer(Decoder, Protocol):
-    """The part of a Hugging Face tokenizer that is needed."""
+class Encoder(Decoder, Protocol):
+    """Text to ids, too."""
 
     eos_token_id: int | None
     bos_token_id: int | None
@@ -45,7 +45,7 @@ class Tokenizer(Decoder, Protocol):
 class Codec:
     """`encode` and `decode` of one tokenizer, with the same results. Special tokens added later are not noticed."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Encoder) -> None:
         self._tokenizer = tokenizer
         self._backend = _plain_backend(tokenizer)
         self._special: frozenset[int] | None = None
@@ -82,12 +82,12 @@ class Codec:
 
 
 @lru_cache(maxsize=8)
-def codec_of(tokenizer: Tokenizer) -> Codec:
+def codec_of(tokenizer: Encoder) -> Codec:
     """The codec of a tokenizer; made once."""
     return Codec(tokenizer)
 
 
-def _plain_backend(tokenizer: Any) -> "Backend | None":
+def _plain_backend(tokenizer: Tokenizer) -> "Backend | None":
     """The Rust tokenizer if `tokenizer` adds nothing to it, else None."""
     if not hasattr(type(tokenizer), "backend_tokenizer"):
         return None
@@ -184,7 +184,7 @@ class Lineage:
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, Fork] = {}
-        self._new: list[tuple[Call, tuple[dict[str, Any], ...]]] = []  # that nobody has looked for yet
+        self._new: list[tuple[Call, tuple[Message, ...]]] = []  # that nobody has looked for yet
         self._calls: list[Call] = []
         self._reached: list[Reached] = []  # by the last requests, the last first
         self.differences = 0  # turns taken as unchanged although white space, ids of calls or thoughts differed
@@ -227,7 +227,7 @@ class Lineage:
         self.differences += loose
         return call, len(reached.turns)
 
-    def add(self, call: Call, *others: dict[str, Any]) -> None:
+    def add(self, call: Call, *others: Message) -> None:
         """Remember a call; its turn may also come back in the form of `others`."""
         self._new.append((call, others))
 
@@ -237,7 +237,7 @@ class Lineage:
             call.parent, call.node, call.after = None, None, Fork()
         self._roots, self._new, self._calls, self._reached = {}, [], [], []
 
-    def _place(self, call: Call, others: Iterable[dict[str, Any]]) -> None:
+    def _place(self, call: Call, others: Iterable[Message]) -> None:
         assert call.chat is not None
         call.pack()
         self._calls.append(call)
@@ -272,11 +272,19 @@ class SequenceNode(BaseModel):
     tokens: list[int]  # [T]
     masked_tokens: list[int]  # [T]
     logprobs: list[float]  # [T]
-    metadata: dict[str, Any] | None = None  # finish_reason
-    messages: list[dict[str, Any]] | None = None  # who said what; None for text completions
-    tools: list[Any] | None = None  # that the model was given
+    metadata: JsonObject | None = None  # finish_reason
+    messages: list[Message] | None = None  # who said what; None for text completions
+    tools: list[Json] | None = None  # that the model was given
 
     _call: Call | None = PrivateAttr(default=None)  # that ends it; None where it was generated elsewhere
+
+
+class State(TypedDict, total=False):
+    """The tracked sequences: `nodes`; in tree mode the other two."""
+
+    nodes: list[SequenceNode]
+    sequences: dict[str, SequenceNode]
+    tree: dict[str, SequenceNode]
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +366,7 @@ def grow(
     *,
     text: str,
     call: Call,
-    metadata: dict[str, Any],
+    metadata: JsonObject,
 ) -> SequenceNode:
     """The node of a completion.
 
@@ -393,7 +401,7 @@ def known_logprobs(ids: list[int], logprobs: list[float]) -> list[float]:
     return logprobs
 
 
-def _node(fields: dict[str, Any], private: dict[str, Any]) -> SequenceNode:
+def _node(fields: dict[str, object], private: dict[str, object]) -> SequenceNode:
     """As `SequenceNode.model_construct`, without its loops over fields: 1 us instead of 5 for every response."""
     node = SequenceNode.__new__(SequenceNode)
     object.__setattr__(node, "__dict__", fields)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from atroposlib.backoff import backoff_s
 from atroposlib.envs.server_handling.faults import (
@@ -125,6 +125,22 @@ class AsyncSemWithAdaptiveWeight:
 
     async def __aexit__(self, *exc_info: object) -> None:
         self.release()
+
+
+class Server(Protocol):
+    """The public calls of an `APIServer`, which an author's own server may also have."""
+
+    config: APIServerConfig
+    sem: AsyncSemWithAdaptiveWeight
+    eval_sem: AsyncSemWithAdaptiveWeight
+    server_healthy: bool
+
+    async def chat_completion(self, **kwargs: object) -> "ChatCompletion": ...
+    async def completion(self, **kwargs: object) -> "Completion": ...
+    async def tokens_and_logprobs_completion(self, **kwargs: object) -> TokensAndLogprobs: ...
+    async def get_logprobs(self, **kwargs: object) -> JsonObject: ...
+    async def update_weight(self, weight: float) -> None: ...
+    async def wandb_metrics(self, metrics_dict: JsonObject | None, server_name: str | None) -> JsonObject: ...
 
 
 class APIServer(ABC):

@@ -3,14 +3,23 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, Field, PositiveFloat
 
 from atroposlib.errors import ConfigError
+from atroposlib.type_definitions import Json, JsonObject
 
 VALID_REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 OFFICIAL_OPENAI_HOST = "api.openai.com"
+
+
+class ThinkingSettings(Protocol):
+    """The settings of a BaseEnvConfig that are about thinking."""
+
+    thinking_mode: bool
+    reasoning_effort: str | None
+    max_reasoning_tokens: int | None
 
 
 @dataclass
@@ -48,7 +57,7 @@ class ReasoningConfig:
             self.enabled = True
 
     @classmethod
-    def from_env_config(cls, env_config: Any) -> "ReasoningConfig":
+    def from_env_config(cls, env_config: ThinkingSettings) -> "ReasoningConfig":
         """Read `thinking_mode`, `reasoning_effort` and `max_reasoning_tokens` of a BaseEnvConfig."""
         return cls(
             enabled=env_config.thinking_mode,
@@ -60,7 +69,7 @@ class ReasoningConfig:
         """Tell if requests carry reasoning fields."""
         return self.enabled
 
-    def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> dict[str, Any] | None:
+    def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> JsonObject | None:
         """The request fields for the provider behind `base_url`; None when reasoning is off.
 
         `use_max_tokens` turns an effort into its token count, for providers that take no effort.
@@ -69,7 +78,7 @@ class ReasoningConfig:
             return None
         if base_url and OFFICIAL_OPENAI_HOST in base_url:
             return {"reasoning_effort": self.effort or "medium"}
-        reasoning: dict[str, Any] = {"enabled": True}
+        reasoning: JsonObject = {"enabled": True}
         if self.effort is not None and use_max_tokens:
             reasoning["max_tokens"] = self.EFFORT_TO_MAX_TOKENS[self.effort]
         elif self.effort is not None:
@@ -129,9 +138,9 @@ FLAG_PREFIX = "openai."
 
 def resolve_openai_configs(
     default_server_configs: ServerBaseline | Sequence[APIServerConfig],
-    openai_config_dict: Mapping[str, Any],
-    yaml_config: Mapping[str, Any] | None,
-    cli_passed_flags: Mapping[str, Any],
+    openai_config_dict: Mapping[str, Json],
+    yaml_config: Mapping[str, Json] | None,
+    cli_passed_flags: Mapping[str, Json],
     logger: logging.Logger | None = None,
 ) -> ServerBaseline | list[APIServerConfig]:
     """The server configs to run with.
@@ -179,7 +188,7 @@ def _one_server(
     return ServerBaseline(**{**default.model_dump(), **changes})
 
 
-def _yaml_entries(yaml_config: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def _yaml_entries(yaml_config: Mapping[str, Json] | None) -> list[Mapping[str, Json]]:
     openai = (yaml_config or {}).get("openai")
     if openai is None:
         return []

@@ -1,12 +1,13 @@
 """A server with scripted answers, for environments under test (`testing=True`) and for tests of our own."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 
-from atroposlib.envs.server_handling.server_baseline import AsyncSemWithAdaptiveWeight
+from atroposlib.envs.server_handling.server_baseline import AsyncSemWithAdaptiveWeight, TokensAndLogprobs
 from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.type_definitions import JsonObject
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -43,20 +44,20 @@ class ServerHarness:
     """Answers what was set for exactly these messages or this prompt; KeyError for anything else."""
 
     def __init__(self) -> None:
-        self.responses: dict[str, Any] = {}
-        self.completions: dict[str, Any] = {}
-        self.token_responses: dict[str, tuple[list, list, list, list]] = {}
-        self.config: Any = APIServerConfig(model_name="harness", health_check=False)
+        self.responses: dict[str, ChatCompletion] = {}
+        self.completions: dict[str, Completion] = {}
+        self.token_responses: dict[str, TokensAndLogprobs] = {}
+        self.config = APIServerConfig(model_name="harness", health_check=False)
         self.sem = AsyncSemWithAdaptiveWeight(512)
         self.eval_sem = AsyncSemWithAdaptiveWeight(64)
         self.server_healthy = True
         self.initialized = True
 
-    def conv_to_dictkey(self, input_message: Sequence[dict[str, Any]]) -> str:
+    def conv_to_dictkey(self, input_message: Sequence[JsonObject]) -> str:
         """The key under which a reply to these messages is kept."""
         return orjson.dumps([[message["role"], message.get("content")] for message in input_message]).decode()
 
-    def set_desired_response(self, input_message: Sequence[dict[str, Any]], desired_response: "ChatCompletion") -> None:
+    def set_desired_response(self, input_message: Sequence[JsonObject], desired_response: "ChatCompletion") -> None:
         """Answer `chat_completion(messages=input_message)` with this."""
         self.responses[self.conv_to_dictkey(input_message)] = desired_response
 
@@ -75,25 +76,28 @@ class ServerHarness:
         """Answer `tokens_and_logprobs_completion(prompt=prompt)` with this."""
         self.token_responses[prompt] = (prompt_tokens, output_tokens_list, output_logprobs_list, finish_reasons)
 
-    async def chat_completion(self, *args: Any, **kwargs: Any) -> "ChatCompletion":
+    async def chat_completion(self, messages: Sequence[JsonObject], **kwargs: object) -> "ChatCompletion":
         """The scripted reply to `messages`."""
-        messages = kwargs["messages"] if "messages" in kwargs else args[0]
         return self.responses[self.conv_to_dictkey(messages)]
 
-    async def completion(self, *args: Any, **kwargs: Any) -> "Completion":
+    async def completion(self, prompt: str, **kwargs: object) -> "Completion":
         """The scripted reply to `prompt`."""
-        return self.completions[kwargs["prompt"] if "prompt" in kwargs else args[0]]
+        return self.completions[prompt]
 
-    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[list, list, list, list]:
+    async def tokens_and_logprobs_completion(self, prompt: str, **kwargs: object) -> TokensAndLogprobs:
         """The scripted ids and log-probabilities for `prompt`."""
-        return self.token_responses[kwargs["prompt"]]
+        return self.token_responses[prompt]
+
+    async def get_logprobs(self, **kwargs: object) -> JsonObject:
+        """Not available."""
+        raise NotImplementedError("a scripted server has no log-probabilities of prompts")
 
     async def update_weight(self, weight: float) -> None:
         """As `APIServer.update_weight`."""
         self.sem.update_weight(weight)
         self.eval_sem.update_weight(weight)
 
-    async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None) -> dict[str, Any]:
+    async def wandb_metrics(self, metrics_dict: JsonObject | None, server_name: str | None) -> JsonObject:
         """Nothing is timed here."""
         return metrics_dict if metrics_dict is not None else {}
 

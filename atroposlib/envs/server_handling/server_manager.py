@@ -6,9 +6,9 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, Field, PositiveInt
 
@@ -20,10 +20,12 @@ from atroposlib.envs.server_handling.managed_server import DummyManagedServer, M
 from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.openai_wire import join_choices
+from atroposlib.envs.server_handling.sampling import GenerationRequest
 from atroposlib.envs.server_handling.server_baseline import (
     APIServer,
     APIServerConfig,
     ReasoningConfig,
+    Server,
     ServerBaseline,
     TokensAndLogprobs,
 )
@@ -31,6 +33,7 @@ from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.errors import ConfigError, EngineFault
 from atroposlib.rollouts.trace import EngineReply, current_trace, held_replies, same_prompt
+from atroposlib.type_definitions import JsonObject, Tokenizer
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -49,6 +52,8 @@ __all__ = [
 ]
 
 Reply = TypeVar("Reply")
+ServerT = TypeVar("ServerT", bound=Server)
+Method = Callable[[Server], Callable[..., Awaitable[Reply]]]
 DEFAULT_MAX_N = 8
 SLOT_POLL_S = 0.05
 CHECK_S = 8.0
@@ -92,27 +97,28 @@ class ServerManager:
         self.proxy_url = proxy_url or os.environ.get("ATROPOS_PROXY_URL")
         self.use_proxy = use_proxy or bool(self.proxy_url)
         self.tool_parser = tool_parser
-        self.servers: list[Any] = (
+        self.servers: list[Server] = (
             [ServerHarness()]
             if testing
             else _build_servers(server_configs(configs, slurm), server_class, reasoning_config)
         )
 
-    async def chat_completion(self, **kwargs: Any) -> "ChatCompletion":
+    async def chat_completion(self, **kwargs: object) -> "ChatCompletion":
         """One chat request, in parts of at most `max_n_completions` choices; all or nothing.
 
         Raises:
             RolloutFault: RequestFault, EngineFault or KilledFault, see `APIServer`.
         """
-        return join_choices(await self._in_parts(lambda server: server.chat_completion, kwargs))
+        return join_choices(await self._in_parts(lambda server: server.chat_completion, GenerationRequest(kwargs)))
 
-    async def completion(self, **kwargs: Any) -> "Completion":
+    async def completion(self, **kwargs: object) -> "Completion":
         """As `chat_completion`, for a text prompt."""
-        return join_choices(await self._in_parts(lambda server: server.completion, kwargs))
+        return join_choices(await self._in_parts(lambda server: server.completion, GenerationRequest(kwargs)))
 
-    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
+    async def tokens_and_logprobs_completion(self, **kwargs: object) -> TokensAndLogprobs:
         """Prompt ids [P], output ids [n][T], log-probabilities [n][T], finish reasons [n]."""
-        parts = await self._in_parts(lambda server: server.tokens_and_logprobs_completion, kwargs)
+        request = GenerationRequest(kwargs)
+        parts = await self._in_parts(lambda server: server.tokens_and_logprobs_completion, request)
         prompt_ids, outputs, logprobs, reasons = parts[0]
         return (
             prompt_ids,
@@ -121,17 +127,17 @@ class ServerManager:
             sum((part[3] for part in parts[1:]), list(reasons)),
         )
 
-    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+    async def get_logprobs(self, **kwargs: object) -> JsonObject:
         """Log-probabilities of a given prompt, see `APIServer.get_logprobs`."""
-        return await self._on_best(lambda server: server.get_logprobs, kwargs)
+        return await self._on_best(lambda server: server.get_logprobs, GenerationRequest(kwargs))
 
-    def adopt_tokenizer(self, tokenizer: Any) -> None:
+    def adopt_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Let the servers that name no tokenizer of their own use this one."""
         for server in self.servers:
             if isinstance(server, TokenServer) and server.config.tokenizer_name in ("none", ""):
                 server.adopt_tokenizer(tokenizer)
 
-    async def check_tokenizer(self, tokenizer: Any, name: str) -> bool:
+    async def check_tokenizer(self, tokenizer: Tokenizer, name: str) -> bool:
         """Ask every engine whether a tokenizer is its own; False when one does not answer now.
 
         Raises:
@@ -144,7 +150,7 @@ class ServerManager:
         raise_first(told)
         return is_complete
 
-    async def describe_engines(self, tokenizer: Any, name: str) -> list[str]:
+    async def describe_engines(self, tokenizer: Tokenizer, name: str) -> list[str]:
         """Ask every engine once, before a start, and return a line for each, also for one that is silent.
 
         Args:
@@ -185,7 +191,7 @@ class ServerManager:
                 await server.close()
 
     @asynccontextmanager
-    async def dedicated_server(self) -> AsyncIterator[Any]:
+    async def dedicated_server(self) -> AsyncIterator[Server]:
         """The best server, with one of its slots held."""
         server = pick_server(self.servers, "train")
         async with server.sem:
@@ -194,7 +200,7 @@ class ServerManager:
     @asynccontextmanager
     async def managed_server(
         self,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer = None,
         base_url: str | None = None,
         preserve_think_blocks: bool = False,
         tool_parser: str | None = None,
@@ -240,7 +246,7 @@ class ServerManager:
             finally:
                 managed.reset()
 
-    def _server_at(self, base_url: str) -> Any:
+    def _server_at(self, base_url: str) -> Server:
         wanted = base_url.rstrip("/").removesuffix("/v1")
         for server in self.servers:
             if (server.config.base_url or "").rstrip("/").removesuffix("/v1") == wanted:
@@ -248,17 +254,17 @@ class ServerManager:
         known = [server.config.base_url for server in self.servers]
         raise ConfigError(f"no server has base_url {base_url!r}; there are {known}")
 
-    async def _in_parts(self, method: Callable[[Any], Callable[..., Any]], kwargs: dict[str, Any]) -> list[Any]:
+    async def _in_parts(self, method: Method[Reply], request: GenerationRequest) -> list[Reply]:
         """Results of the parts that `n` is split into, each on the server that is best for it."""
-        sizes = part_sizes(kwargs.get("n") or 1, self.max_n_completions)
+        sizes = part_sizes(request.n, self.max_n_completions)
         if len(sizes) == 1:
-            return [await self._on_best(method, kwargs)]
+            return [await self._on_best(method, request)]
 
         held: list[list[EngineReply]] = [[] for _ in sizes]
 
-        async def part(index: int, n: int) -> Any:
+        async def part(index: int, n: int) -> Reply:
             with held_replies() as held[index]:
-                return await self._on_best(method, {**kwargs, "n": n})
+                return await self._on_best(method, request.of(n=n))
 
         try:
             return await all_or_none([part(index, n) for index, n in enumerate(sizes)])
@@ -269,11 +275,10 @@ class ServerManager:
                         for reply in replies:
                             trace.record(reply)
 
-    async def _on_best(self, method: Callable[[Any], Callable[..., Any]], kwargs: dict[str, Any]) -> Any:
-        split = kwargs.get("split", "train")
-        server = pick_server(self.servers, split)
-        with _lease(server, split):
-            return await method(server)(**kwargs)
+    async def _on_best(self, method: Method[Reply], request: GenerationRequest) -> Reply:
+        server = pick_server(self.servers, request.split)
+        with _lease(server, request.split):
+            return await method(server)(**request.options)
 
 
 async def _describe(server: HttpServer, tokenizer: object, name: str) -> str:
@@ -307,7 +312,7 @@ def server_configs(configs: ServerBaseline | Sequence[APIServerConfig], slurm: b
     return [configs[0].model_copy(update={"base_url": url}) for url in urls] or list(configs)
 
 
-def missing_engine(servers: Sequence[Any]) -> str | None:
+def missing_engine(servers: Sequence[Server]) -> str | None:
     """Return what is missing while no server is up and takes requests, else None; servers may be an author's own."""
     refusals = [getattr(server, "waits_for", None) for server in servers]
     down = [server for server in servers if not getattr(server, "server_healthy", True)]
@@ -345,20 +350,20 @@ def part_sizes(n: int, largest: int) -> list[int]:
     return [largest] * whole + ([rest] if rest else [])
 
 
-def pick_server(servers: Sequence[Any], split: str) -> Any:
+def pick_server(servers: Sequence[ServerT], split: str) -> ServerT:
     """The healthy server with most free slots for `split`; the first of equals, and the first if none is healthy."""
     healthy = [server for server in servers if server.server_healthy]
     return max(healthy, key=lambda server: _room(server, split), default=servers[0])
 
 
-def _room(server: Any, split: str) -> float:
+def _room(server: Server, split: str) -> float:
     """Free slots, fewer than none where requests wait; a call or session that has not asked yet counts, too."""
     if not isinstance(server, APIServer):
         return (server.eval_sem if split == "eval" else server.sem)._value
     return min(server.room(split), server.slots(split).max_val - server.leases[split])
 
 
-def _free_slots(server: Any, is_training: bool) -> float:
+def _free_slots(server: Server, is_training: bool) -> float:
     sem, eval_sem = server.sem, server.eval_sem
     if not is_training:
         return eval_sem._value - eval_sem.min_val()
@@ -366,7 +371,7 @@ def _free_slots(server: Any, is_training: bool) -> float:
 
 
 @contextmanager
-def _lease(server: Any, split: str) -> Iterator[None]:
+def _lease(server: object, split: str) -> Iterator[None]:
     count_lease(server, split, 1)
     try:
         yield
@@ -382,7 +387,7 @@ def count_lease(server: object, split: str, change: int) -> None:
 
 def _build_servers(
     configs: list[APIServerConfig], server_class: type, reasoning_config: ReasoningConfig | None
-) -> list[Any]:
+) -> list[Server]:
     servers = [_build_server(config, server_class, reasoning_config) for config in configs]
     for server in servers:
         if isinstance(server, APIServer):
@@ -394,7 +399,7 @@ def _build_servers(
     return servers
 
 
-def _build_server(config: APIServerConfig, server_class: type, reasoning_config: ReasoningConfig | None) -> Any:
+def _build_server(config: APIServerConfig, server_class: type, reasoning_config: ReasoningConfig | None) -> Server:
     chosen = _class_for(config.server_type) if inspect.isabstract(server_class) else server_class
     if "reasoning_config" in inspect.signature(chosen.__init__).parameters:
         return chosen(config, reasoning_config=reasoning_config)

@@ -3,11 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from atroposlib.type_definitions import Json, JsonObject
 from atroposlib.utils.tool_call_parser import parse_lenient_object
 
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Json]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def json_text_call(name: str, text: str, call_id: str | None = None) -> WrittenC
     return None if arguments is None or not name.strip() else written_call(name, arguments, call_id)
 
 
-def arguments_of(call: WrittenCall) -> Any:
+def arguments_of(call: WrittenCall) -> JsonObject | str:
     """The arguments as a value; text that is no JSON object as it is."""
     value = parse_lenient_object(call.arguments)
     return call.arguments if value is None else value
@@ -70,7 +70,7 @@ def typed_call(
     return written_call(name, arguments)
 
 
-def _value(text: str, schema: object) -> Any:
+def _value(text: str, schema: object) -> Json:
     kinds = _kinds(schema)
     if kinds == {"string"}:
         return text
@@ -102,7 +102,7 @@ def _kinds(schema: object) -> set[str]:
     return kinds | ({"string"} if all(isinstance(value, str) for value in schema.get("enum", [None])) else set())
 
 
-def _schema_of(name: str, tools: Tools) -> Mapping[str, Any]:
+def _schema_of(name: str, tools: Tools) -> Mapping[str, Json]:
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
@@ -114,6 +114,6 @@ def as_text(value: object) -> str:
     return value if isinstance(value, str) else dumped(value)
 
 
-def items_of(call: WrittenCall) -> list[tuple[str, Any]]:
+def items_of(call: WrittenCall) -> list[tuple[str, Json]]:
     value = arguments_of(call)
     return list(value.items()) if isinstance(value, dict) else []

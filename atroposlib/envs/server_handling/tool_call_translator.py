@@ -12,12 +12,13 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from pydantic import BaseModel
 
-from atroposlib.envs.server_handling.conversation import joined_text, keys_of
+from atroposlib.envs.server_handling.conversation import Message, joined_text, keys_of
 from atroposlib.envs.server_handling.tool_formats import WrittenCall, find_calls, tool_format
+from atroposlib.type_definitions import Json
 
 VLLM_AVAILABLE = True
 """Tool parsing is available. The parsers are our own; the name is what callers test for."""
@@ -52,15 +53,15 @@ class ToolCallTranslator:
         self.tokenizer = tokenizer
         self.parser_name = parser_name
         self.call_id_to_raw_text: dict[str, str] = {}
-        self._handed_out: dict[str, dict[str, Any]] = {}  # by call id
+        self._handed_out: dict[str, Message] = {}  # by call id
         self._own_ids: dict[str, str] = {}  # of ours, those that the model gave
         self._made: Counter[bytes] = Counter()  # equal generations, by their name
 
     def parse_model_output(
         self,
         raw_text: str,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Json] | None = None,
+        tools: Sequence[Mapping[str, Json]] | None = None,
         *,
         is_cut: bool = False,
         prompt: str = "",
@@ -95,19 +96,19 @@ class ToolCallTranslator:
     def message_of(
         self,
         raw_text: str,
-        tool_choice: Any,
-        tools: Sequence[Mapping[str, Any]] | None,
+        tool_choice: str | Mapping[str, Json],
+        tools: Sequence[Mapping[str, Json]] | None,
         *,
         is_cut: bool = False,
         prompt: str = "",
-    ) -> dict[str, Any]:
+    ) -> Message:
         """The assistant message of one generation in OpenAI's form; `tool_calls` are dicts, absent without calls."""
         wanted = tool_choice if isinstance(tool_choice, str) else "auto"
         content, calls, _ = self.parse_model_output(raw_text, wanted, tools, is_cut=is_cut, prompt=prompt)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
+        message: Message = {"role": "assistant", "content": content}
         return {**message, "tool_calls": [call.model_dump() for call in calls]} if calls else message
 
-    def record_of(self, message: dict[str, Any], raw_text: str) -> dict[str, Any]:
+    def record_of(self, message: Message, raw_text: str) -> Message:
         """The message for a record: as it is, or only the raw text where there is text behind a call."""
         calls = message.get("tool_calls")
         is_whole = not calls or (
@@ -115,18 +116,18 @@ class ToolCallTranslator:
         )
         return message if is_whole else {"role": "assistant", "content": raw_text}
 
-    def _has_rest(self, calls: Sequence[Mapping[str, Any]], raw_text: str) -> bool:
+    def _has_rest(self, calls: Sequence[Mapping[str, Json]], raw_text: str) -> bool:
         offered = [{"function": {"name": call["function"]["name"]}} for call in calls]
         parsed = find_calls(self.parser_name, raw_text, offered)
         return parsed is None or bool(parsed.after)
 
-    def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Mapping[str, Any]]) -> str:
+    def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Mapping[str, Json]]) -> str:
         """Return what the model wrote for these calls, or write them now where their first id is unknown."""
         if not tool_calls:
             return ""
         return self.call_id_to_raw_text.get(tool_calls[0].get("id", "")) or self._written(tool_calls)
 
-    def convert_messages_for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def convert_messages_for_template(self, messages: Sequence[Mapping[str, Json]]) -> list[Message]:
         """The messages with every assistant's `tool_calls` turned into text; others as they are."""
         return [self._as_text(message) if message.get("tool_calls") else dict(message) for message in messages]
 
@@ -147,7 +148,7 @@ class ToolCallTranslator:
             self._own_ids[given] = call.id
         return given
 
-    def _written(self, tool_calls: Sequence[Mapping[str, Any]]) -> str:
+    def _written(self, tool_calls: Sequence[Mapping[str, Json]]) -> str:
         calls = [call.get("function") or {} for call in tool_calls]
         return self.format.write(
             [
@@ -160,7 +161,7 @@ class ToolCallTranslator:
             ]
         )
 
-    def _as_text(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _as_text(self, message: Mapping[str, Json]) -> Message:
         calls = message["tool_calls"]
         first = str(calls[0].get("id", ""))
         given = self._handed_out.get(first)

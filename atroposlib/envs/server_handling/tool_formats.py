@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from atroposlib.envs.server_handling.tool_arguments import (
     Tools,
@@ -24,6 +23,7 @@ from atroposlib.envs.server_handling.tool_arguments import (
     written_call,
 )
 from atroposlib.errors import ConfigError
+from atroposlib.type_definitions import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def _within(
     return parse
 
 
-def _json_values(text: str) -> Iterator[tuple[Any, int]]:
+def _json_values(text: str) -> Iterator[tuple[Json, int]]:
     """JSON values that stand one behind the other, each with where it ends; ValueError at anything else."""
     decoder, at = json.JSONDecoder(strict=False), 0
     while (begin := at + len(text[at:]) - len(text[at:].lstrip(" \n\t;,"))) < len(text):
@@ -230,7 +230,7 @@ _MINIMAX = ToolFormat(
 
 
 def _write_dsml(calls: Sequence[WrittenCall]) -> str:
-    def parameter(key: str, value: Any) -> str:
+    def parameter(key: str, value: object) -> str:
         told = "true" if isinstance(value, str) else "false"
         return f'<｜DSML｜parameter name="{key}" string="{told}">{as_text(value)}</｜DSML｜parameter>\n'
 
