@@ -90,7 +90,7 @@ class ServerHarness:
 
     async def get_logprobs(self, **kwargs: object) -> JsonObject:
         """Not available."""
-        raise NotImplementedError("a scripted server has no log-probabilities of prompts")
+        raise NotImplementedError("ServerHarness does not implement get_logprobs")
 
     async def update_weight(self, weight: float) -> None:
         """As `APIServer.update_weight`."""
