@@ -191,7 +191,7 @@ def _plain_fields(group: simdjson.Object) -> tuple[_Fields, dict[str, Matrix], i
     return fields, matrices, brackets
 
 
-def _plain_matrix(name: str, rows: simdjson.Array) -> Matrix | None:
+def _plain_matrix(name: str, rows: Json) -> Matrix | None:
     """Return rows as a matrix if they fit one; rows within rows are flattened."""
     try:
         lengths = [len(row) for row in rows]

@@ -18,6 +18,9 @@ from pydantic.fields import FieldInfo
 from atroposlib.errors import ConfigError
 from atroposlib.type_definitions import Json, JsonObject
 
+Annotation = Any
+"""A type annotation, such as `int | None`; typing has no name for the type of them all."""
+
 
 def split_flags(arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Flags with their texts, and what stands before the first flag.
@@ -47,7 +50,7 @@ def get_double_dash_flags() -> JsonObject:
     return {name: _untyped(texts) for name, texts in flags.items()}
 
 
-def parse_value(texts: Sequence[str], annotation: object, *, flag: str) -> Json:
+def parse_value(texts: Sequence[str], annotation: Annotation, *, flag: str) -> Json:
     """The value of one flag, read as its field would: text where text is allowed, else YAML.
 
     Raises:
@@ -140,7 +143,7 @@ def describe_fields(model: type[BaseModel], prefix: str, defaults: Mapping[str, 
     return "\n".join(lines)
 
 
-def _value_name(annotation: object) -> str:
+def _value_name(annotation: Annotation) -> str:
     """Return the name of a flag's value in the help: N, X, TEXT, true|false, one|other.
 
     >>> _value_name(int | None)
@@ -156,7 +159,7 @@ def _value_name(annotation: object) -> str:
     return {int: "N", float: "X", str: "TEXT", bool: "true|false"}.get(get_origin(annotation) or annotation, "YAML")
 
 
-def type_name(annotation: object) -> str:
+def type_name(annotation: Annotation) -> str:
     """Return the name that a user has for the type of a field.
 
     >>> type_name(int | None)
@@ -181,7 +184,7 @@ def _untyped(texts: list[str]) -> bool | str | list[str | None] | None:
     return values[0] if len(values) == 1 else values
 
 
-def _read(text: str, annotation: object) -> Json:
+def _read(text: str, annotation: Annotation) -> Json:
     """`text` as YAML when the field takes that as it is, else the text itself."""
     if text in ("None", "null"):
         return None
@@ -198,7 +201,7 @@ def _read(text: str, annotation: object) -> Json:
     return value
 
 
-def _allows(annotation: object, wanted: type) -> bool:
+def _allows(annotation: Annotation, wanted: type) -> bool:
     """Return True when `wanted` is one of the types of the annotation."""
     if get_origin(annotation) in (Union, types.UnionType):
         return any(_allows(part, wanted) for part in get_args(annotation))
