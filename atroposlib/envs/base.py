@@ -14,10 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
-from atroposlib.envs import checkpoints
-from atroposlib.envs import metrics as env_metrics
+from atroposlib.envs import metrics
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
-from atroposlib.envs.hooks import EnvHooks, Metrics, ServerConfigs, Trajectories
+from atroposlib.envs.hooks import EnvHooks, ServerConfigs, Trajectories
 from atroposlib.envs.item_rollout import ItemRollout, Trajectory
 from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.server_baseline import (
@@ -160,17 +159,6 @@ class BaseEnv(EnvHooks):
         """
         return await self._item_rollout.collect_group(item)
 
-    def save_checkpoint(self, step: int, data: JsonObject | None = None) -> None:
-        """Keep `data` (attribute name -> JSON value) for `load_checkpoint`; subclasses add keys, then call this."""
-        if data is not None:
-            checkpoints.save(self.checkpoint_dir, self.wandb_prepend or self.label, step, data)
-
-    def load_checkpoint(self) -> None:
-        """Set the attributes kept by the newest checkpoint that is not ahead of `curr_step`."""
-        kept = checkpoints.load(self.checkpoint_dir, self.wandb_prepend or self.label, self.curr_step)
-        for key, value in kept.items():
-            setattr(self, key, value)
-
     async def evaluate_log(
         self,
         metrics: Mapping[str, float],
@@ -266,7 +254,7 @@ class BaseEnv(EnvHooks):
 
     async def handle_env(self, item_uuid: UUID) -> Trajectories:
         """Roll out, check, store and send the running item `item_uuid`; raises what its hooks raise."""
-        return await self._item_rollout.handle(item_uuid)
+        return await self._item_rollout.handle(item_uuid, self.collect_trajectories, self.handle_send_to_api)
 
     async def handle_send_to_api(
         self,
@@ -310,7 +298,7 @@ class BaseEnv(EnvHooks):
         await self.trainer_link.get_server_info()
 
     async def get_status(self) -> None:
-        await self.trainer_link.get_status()
+        await self.trainer_link.get_status(self.get_server_info)
 
     async def env_step_checks(self) -> None:
         await self.trainer_link.env_step_checks()
@@ -318,37 +306,24 @@ class BaseEnv(EnvHooks):
     async def add_train_workers(self) -> None:
         await self.trainer_link.add_train_workers()
 
-    # -- metrics ---------------------------------------------------------------------------------------------------
-
     async def setup_wandb(self) -> None:
         """Start the wandb run: in the trainer's project when serving, once the trainer named it."""
-        await env_metrics.start_run(self, lambda: self.trainer_link.api)
-
-    async def wandb_log(self, wandb_metrics: Metrics | None = None) -> None:
-        """Log `wandb_metrics` with the metrics every environment has, then empty the buffers.
-
-        Subclasses add their keys and call this. Without wandb only the buffers are emptied.
-        """
-        await env_metrics.log(self, {} if wandb_metrics is None else wandb_metrics)
-
-    def perf_stats(self, metrics_dict: Metrics) -> Metrics:
-        """Add the durations of rollouts and of the main loop."""
-        return env_metrics.perf_metrics(env_metrics.timings(self), metrics_dict)
-
-    async def add_rollouts_for_wandb(self, scored_data: ScoredDataGroup, item: Item = None) -> None:
-        """Keep the decoded text and score of some rollouts for the table."""
-        env_metrics.keep_for_table(self, scored_data)
-
-    async def create_rollout_table(self, wandb_metrics: Metrics) -> Metrics:
-        """Add the kept rollouts as the table `train/rollouts`."""
-        return env_metrics.add_table(self, wandb_metrics)
+        if not self.config.use_wandb:
+            return
+        while not self.process_mode and self.wandb_project is None:
+            info = await self.trainer_link.api.wandb_info()
+            self.wandb_group, self.wandb_project = info["group"], info["project"]
+            if self.wandb_project is None:  # no trainer yet; one that names no project says ""
+                await asyncio.sleep(metrics.PROJECT_POLL_S)
+        await metrics.start_wandb(
+            self.wandb_module,
+            name=metrics.run_name(self.config.wandb_name or self.label),
+            project=self.wandb_project or None,
+            group=self.wandb_group or None,
+            config=self.config.model_dump(mode="json"),
+        )
 
     # -- what the runtime asks ---------------------------------------------------------------------------------------
-
-    @property
-    def wandb_module(self) -> ModuleType:
-        """The wandb package, imported when it is first needed."""
-        return sys.modules[__name__].wandb
 
     async def check_engines(self) -> bool:
         """Raise ConfigError when the tokenizer is not the engines'; False when one did not answer: ask again."""

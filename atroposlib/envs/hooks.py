@@ -1,18 +1,22 @@
 """Hooks that an author of an environment defines, with their defaults, and the attributes of an environment.
 
-`BaseEnv` is made of this and of parts that are handed it: `ItemRollout` (rolls out and checks items), `TrainerLink`
-(follows a trainer), `metrics` and `checkpoints`. They call the hooks, which may be an author's own.
+`BaseEnv` is made of this and of two parts that are handed it, `ItemRollout` (rolls out and checks items) and
+`TrainerLink` (follows a trainer). They call the hooks, which may be an author's own; the hooks that need a part
+itself are those of `BaseEnv`, which hands them on.
 """
 
 import asyncio
 import logging
+import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel
 
+from atroposlib.envs import checkpoints, metrics
 from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.rollouts.early_stop import EarlyStop
@@ -26,9 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
-Metrics = dict[str, Any]
-"""Name -> number, or a table or an image of wandb's."""
-
 Trajectories = ScoredDataGroup | list[ScoredDataGroup | None] | None
 
 
@@ -75,7 +76,7 @@ class EnvHooks:
         self.failed_task_duration: list[float] = []
         self.task_successful: list[int] = []
         self.mainloop_timings: list[float] = []
-        self.workers_added_list: list[int] = []
+        self.workers_added_list: list[float] = []
 
     @classmethod
     def config_cls(cls) -> type[BaseEnvConfig]:
@@ -181,41 +182,77 @@ class EnvHooks:
         """True where a subclass makes its tokenizer in its own way."""
         return cls.load_tokenizer is not EnvHooks.load_tokenizer
 
-    # -- hooks of which `BaseEnv` holds the defaults -----------------------------------------------------------------
+    # -- metrics and checkpoints -----------------------------------------------------------------------------------
 
     @property
     def wandb_module(self) -> ModuleType:
-        raise NotImplementedError
-
-    async def collect_trajectories(self, item: Item) -> tuple[Trajectories, list[Item]]:
-        raise NotImplementedError
-
-    async def handle_send_to_api(
-        self,
-        scored_data: Trajectories,
-        item: Item = None,
-        do_send_to_api: bool = True,
-        abort_on_any_max_length_exceeded: bool = True,
-    ) -> int:
-        raise NotImplementedError
-
-    async def get_server_info(self) -> None:
-        raise NotImplementedError
+        """The wandb package, imported when it is first needed, by the name that authors' tests replace."""
+        return sys.modules["atroposlib.envs.base"].wandb
 
     async def wandb_log(self, wandb_metrics: Metrics | None = None) -> None:
-        raise NotImplementedError
+        """Log `wandb_metrics` with the metrics every environment has, then empty the buffers.
+
+        Subclasses add their keys and call this. Without wandb only the buffers are emptied.
+        """
+        if self.config.use_wandb:
+            shown = await self.create_rollout_table({} if wandb_metrics is None else wandb_metrics)
+            shown.update(metrics.completion_length_metrics(self.completion_lengths, self.max_token_len))
+            shown["train/items_sent_to_api"] = self.items_sent_this_step
+            shown["train/items_rejected"] = self.items_rejected
+            shown = self.perf_stats(shown)
+            if self.wandb_prepend:
+                shown = {f"{self.wandb_prepend}_{key}": value for key, value in shown.items()}
+            for i, server in enumerate(self.server.servers):
+                await server.wandb_metrics(shown, f"server_{i}")
+            await asyncio.to_thread(self.wandb_module.log, shown, step=self.curr_step)
+        self.rollouts_for_wandb.clear()
+        self.completion_lengths.clear()
+        for samples in self._timings().values():
+            samples.clear()
 
     def perf_stats(self, metrics_dict: Metrics) -> Metrics:
-        raise NotImplementedError
+        """Add the durations of rollouts and of the main loop."""
+        return metrics.perf_metrics(self._timings(), metrics_dict)
+
+    def _timings(self) -> dict[str, list[float]]:
+        """The lists of seconds and counts, by the name of their metrics."""
+        return {
+            "task_duration": self.task_duration,
+            "succeeded_task_duration": self.succeeded_task_duration,
+            "failed_task_duration": self.failed_task_duration,
+            "mainloop_timings": self.mainloop_timings,
+            "workers_added_per_attempt": self.workers_added_list,
+        }
 
     async def add_rollouts_for_wandb(self, scored_data: ScoredDataGroup, item: Item = None) -> None:
-        raise NotImplementedError
+        """Keep the decoded text and score of some rollouts for the table."""
+        if not self.config.use_wandb:
+            return
+        tokens, scores = scored_data.get("tokens", []), scored_data.get("scores", [])
+        wanted = self.config.num_rollouts_per_group_for_logging
+        shown = slice(None if wanted == -1 else wanted)
+        self.rollouts_for_wandb.append(
+            [(self.tokenizer.decode(ids), score) for ids, score in zip(tokens[shown], scores[shown], strict=True)]
+        )
+        del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep or None]
 
     async def create_rollout_table(self, wandb_metrics: Metrics) -> Metrics:
-        raise NotImplementedError
+        """Add the kept rollouts as the table `train/rollouts`."""
+        if self.rollouts_for_wandb:
+            table = self.wandb_module.Table(columns=["text", "score"])
+            for group in self.rollouts_for_wandb:
+                for row in group:
+                    table.add_data(*row)
+            wandb_metrics["train/rollouts"] = table
+        return wandb_metrics
 
     def save_checkpoint(self, step: int, data: JsonObject | None = None) -> None:
-        raise NotImplementedError
+        """Keep `data` (attribute name -> JSON value) for `load_checkpoint`; subclasses add keys, then call this."""
+        if data is not None:
+            checkpoints.save(self.checkpoint_dir, self.wandb_prepend or self.label, step, data)
 
     def load_checkpoint(self) -> None:
-        raise NotImplementedError
+        """Set the attributes kept by the newest checkpoint that is not ahead of `curr_step`."""
+        kept = checkpoints.load(self.checkpoint_dir, self.wandb_prepend or self.label, self.curr_step)
+        for key, value in kept.items():
+            setattr(self, key, value)

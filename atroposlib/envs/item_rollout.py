@@ -6,7 +6,7 @@ Every step calls the environment's hooks, which an author may have overridden; t
 import asyncio
 import logging
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import cast
 
 from atroposlib.api.batching import can_sum
@@ -23,6 +23,7 @@ from atroposlib.type_definitions import UUID, Item, JsonObject, ScoredDataGroup,
 logger = logging.getLogger(__name__)
 
 Trajectory = tuple[ScoredDataItem, list[Item]]
+Collect = Callable[[Item], Awaitable[tuple[Trajectories, list[Item]]]]
 
 
 class ItemRollout:
@@ -32,14 +33,19 @@ class ItemRollout:
         self._env = env
         self._odd_rows = group_checks.OddRows()
 
-    async def handle(self, item_uuid: UUID) -> Trajectories:
-        """Roll out, check, store and send the running item `item_uuid`; raises what its hooks raise."""
+    async def handle(self, item_uuid: UUID, collect: Collect, send: Callable[..., Awaitable[int]]) -> Trajectories:
+        """Roll out, check, store and send the running item `item_uuid`; raises what its hooks raise.
+
+        Args:
+            collect: `collect_trajectories` of the environment.
+            send: its `handle_send_to_api`.
+        """
         env = self._env
         item, work = env.running_items[item_uuid]["item"], current_work.get()
         started = asyncio.get_running_loop().time()
         durations = env.failed_task_duration
         try:
-            collected = await env.collect_trajectories(item)
+            collected = await collect(item)
             result, backlog = collected if isinstance(collected, tuple) else (collected, [])
             if result:
                 result = await env.postprocess_histories(result)
@@ -47,7 +53,7 @@ class ItemRollout:
                 work.rolled_out(backlog or [])
                 await asyncio.sleep(0)  # the next request goes out before this group is checked and stored
             env.backlog.extend(backlog or [])
-            stored = await env.handle_send_to_api(
+            stored = await send(
                 result,
                 item,
                 do_send_to_api=not env.process_mode,

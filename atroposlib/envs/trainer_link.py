@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from atroposlib.envs.config import EvalHandlingEnum
@@ -86,15 +87,19 @@ class TrainerLink:
                 "a group must fit in one batch. Lower --env.group_size or raise batch_size in the trainer"
             )
 
-    async def get_status(self) -> None:
-        """Ask where trainer and queue are; use this environment's share of the inference slots."""
+    async def get_status(self, get_server_info: Callable[[], Awaitable[None]]) -> None:
+        """Ask where trainer and queue are; use this environment's share of the inference slots.
+
+        Args:
+            get_server_info: asked where the API was reset; the environment's own may do more than the one here.
+        """
         env = self._env
         previous_weight = env.status_dict.get("env_weight")
         env.status_dict = await self.api.status_env()
         registered = self.api.registered
         if registered is not None and registered is not self._joined:  # the API was reset, maybe by another trainer
             self._join(registered)
-            await env.get_server_info()
+            await get_server_info()
         weight = env.status_dict["env_weight"]
         if weight != previous_weight:
             await env.server.update_weight(weight)
