@@ -89,7 +89,7 @@ def test_a_new_environment_is_its_example_under_another_name(kind, tmp_path, mon
     assert "python -m pytest test_word_game.py" in capsys.readouterr().out
     text = (tmp_path / "word_game.py").read_text()
     assert 'name = "word_game"' in text
-    assert "class WordGameEnv(BaseEnv)" in text
+    assert f"class WordGameEnv({'BaseEnv' if kind else 'SingleTurnEnv'})" in text
     assert "from word_game import" in (tmp_path / "test_word_game.py").read_text()
 
 

@@ -220,10 +220,30 @@ def _documented(env_cls: type[BaseEnv]) -> str:
     return module.__doc__.strip().splitlines()[0]
 
 
+def reward_faults(
+    env_cls: type[SingleTurnEnv | MultiTurnEnv], folder: Path, flags: Sequence[str] = (), *, problems: int = 32
+) -> list[str]:
+    """Return what is not honest about an environment's rewards, as the scripted policies find it; for its own test.
+
+    Args:
+        folder: for a tokenizer and data that the environment makes for checks.
+        flags: of its command line; none: its own `check_flags`.
+        problems: how many the policies answer.
+    """
+    rates = rates_of(
+        env_cls, write_tokenizer(folder / "tokenizer"), flags or env_cls.check_flags(folder), problems=problems
+    )
+    return _faults(env_cls, rates)
+
+
+def _faults(env_cls: type[SingleTurnEnv | MultiTurnEnv], rates: Rates) -> list[str]:
+    is_solvable = not issubclass(env_cls, MultiTurnEnv) or env_cls.is_solvable
+    return rates.faults(guessing=env_cls.guessing, is_solvable=is_solvable)
+
+
 def _honest(env_cls: type[SingleTurnEnv | MultiTurnEnv], tokenizer: Path, flags: Sequence[str], problems: int) -> str:
     rates = rates_of(env_cls, tokenizer, flags, problems=problems)
-    is_solvable = not issubclass(env_cls, MultiTurnEnv) or env_cls.is_solvable
-    if faults := rates.faults(guessing=env_cls.guessing, is_solvable=is_solvable):
+    if faults := _faults(env_cls, rates):
         raise DataError("; ".join(faults))
     return f"{rates.problems} problems, best constant {rates.constant:.2f}"
 

@@ -375,6 +375,7 @@ class RowsEnv(SingleTurnEnv):
         return item_at(self.problems, part, index, seed=self.config.seed, epochs=self.config.epochs)
 
 
-def local_engine(model: str = "Qwen/Qwen3-4B") -> list[APIServerConfig]:
-    """Return the engine of a `config_init`: SGLang on this machine."""
-    return [APIServerConfig(model_name=model, base_url="http://localhost:9001/v1", server_type="sglang", api_key="x")]
+def local_engine(model: str = "Qwen/Qwen3-4B", port: int = 9001) -> list[APIServerConfig]:
+    """Return the engine of a `config_init`: SGLang, or one that speaks like it, on this machine."""
+    url = f"http://localhost:{port}/v1"
+    return [APIServerConfig(model_name=model, base_url=url, server_type="sglang", api_key="x")]

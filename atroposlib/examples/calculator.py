@@ -76,7 +76,7 @@ def execute(call: str) -> tuple[str, bool]:
         if wanted["name"] != "multiply":
             return f"there is no tool {wanted['name']!r}; there is multiply(a, b)", False
         return str(int(wanted["arguments"]["a"]) * int(wanted["arguments"]["b"])), True
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         return f"could not be executed: {error!r}", False
 
 

@@ -18,6 +18,8 @@ CALLS = {
     "no JSON": ("6 times 7", "could not be executed", False),
     "an argument is missing": ('{"name": "multiply", "arguments": {"a": 6}}', "could not be executed", False),
     "no object": ("[6, 7]", "could not be executed", False),
+    "no number": ('{"name": "multiply", "arguments": {"a": 1e400, "b": 7}}', "could not be executed", False),
+    "too deep": ("[" * 100_000, "could not be executed", False),
 }
 
 
@@ -44,3 +46,18 @@ def test_a_model_that_calls_the_tool_is_right(tmp_path):
     (group,) = roll_out(CalculatorEnv, answer, tmp_path)
     assert group["scores"] == [1.0] * 4
     assert [turn["role"] for turn in group["messages"][0]] == ["system", "user", "assistant", "tool", "assistant"]
+
+
+CHEATS = {
+    "junk": "qwpo eiru",
+    "nothing": "",
+    "a constant": "It is 42.",
+    "the question": "What is 123 times 456? Use the tool.",
+    "a call of nothing": '<tool_call>{"name": "divide"}</tool_call>',
+}
+
+
+@pytest.mark.parametrize("reply", CHEATS.values(), ids=CHEATS)
+def test_what_multiplies_nothing_is_not_rewarded(reply, tmp_path):
+    (group,) = roll_out(CalculatorEnv, lambda prompt: reply, tmp_path)
+    assert group["scores"] == [0.0] * 4

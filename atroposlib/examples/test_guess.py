@@ -34,3 +34,17 @@ def test_a_player_that_follows_the_hints_is_rewarded(tmp_path):
     (group,) = roll_out(GuessEnv, answer, tmp_path)
     assert all(reward > 0 for reward in group["scores"])
     assert group["messages"][0][-1]["role"] == "assistant"
+
+
+CHEATS = {
+    "junk": "qwpo eiru",
+    "nothing": "",
+    "all numbers": " ".join(map(str, range(21, -1, -1))),
+    "the question": "1 to 20",
+}
+
+
+@pytest.mark.parametrize("reply", CHEATS.values(), ids=CHEATS)
+def test_what_follows_no_hint_is_not_rewarded(reply, tmp_path):
+    groups = roll_out(GuessEnv, lambda prompt: reply, tmp_path, groups=3)
+    assert [group["scores"] for group in groups] == [[0.0] * 4] * 3
