@@ -35,6 +35,8 @@ from atroposlib.errors import AtroposError, DataError
 from atroposlib.testing import Answer, ScriptedEngine, write_tokenizer
 
 GROUPS, GROUP_SIZE = 2, 2
+BATCH_SIZE = GROUPS * GROUP_SIZE
+"""Takes a group of each size up to two sequences a rollout, as both sides of a game have."""
 DEADLINE_S = 60.0
 ANSWERS = ("I do not know.", "<answer>1</answer>, or \\boxed{A}", "The answer is \\boxed{2}.")
 """Reply of the scripted engine where the environment knows no right replies."""
@@ -87,11 +89,11 @@ def check(
             return f"{len(lines)} groups, scores {[line['scores'] for line in lines]}"
 
         def serve() -> str:
-            with trajectory_api() as url, _Trainer(url, GROUP_SIZE) as trainer:
+            with trajectory_api() as url, _Trainer(url) as trainer:
                 limits = ["--env.total_groups", str(GROUPS), "--env.rollouts_dir", str(folder / "served")]
                 address = ["--env.rollout_server_url", url]
                 _ended(run_environment(noting, ["serve", *engine.flags, *limits, *address, *common]), "serve")
-                return f"{trainer.wait_for(GROUPS)} batches reached a trainer"
+                return f"{trainer.wait_for(GROUPS)} groups reached a trainer"
 
         def evaluate() -> str:
             limits = ["--env.data_dir_to_save_evals", str(folder / "evals")]
@@ -161,15 +163,15 @@ def trajectory_api() -> Iterator[str]:
 
 
 class _Trainer:
-    """Takes batches of one group each until it is left."""
+    """Takes batches of `BATCH_SIZE` sequences until it is left."""
 
-    def __init__(self, url: str, batch_size: int) -> None:
+    def __init__(self, url: str) -> None:
         self._client = httpx.Client(base_url=url, timeout=10)
-        self._batch_size, self._batches, self._is_left = batch_size, 0, threading.Event()
+        self._groups, self._is_left = 0, threading.Event()
         self._thread = threading.Thread(target=self._train, daemon=True)
 
     def __enter__(self) -> "_Trainer":
-        run = {"wandb_group": "g", "wandb_project": "p", "batch_size": self._batch_size, "max_token_len": -1}
+        run = {"wandb_group": "g", "wandb_project": "p", "batch_size": BATCH_SIZE, "max_token_len": -1}
         rest = {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 1000}
         self._client.post("/register", json={**run, **rest}).raise_for_status()
         self._thread.start()
@@ -182,17 +184,16 @@ class _Trainer:
 
     def _train(self) -> None:
         while not self._is_left.wait(0.02):
-            if self._client.get("/batch").json()["batch"]:
-                self._batches += 1
+            self._groups += len(self._client.get("/batch").json()["batch"] or ())
 
-    def wait_for(self, batches: int) -> int:
-        """Wait until this many batches came; DataError when they do not."""
+    def wait_for(self, groups: int) -> int:
+        """Wait until this many groups came; DataError when they do not."""
         ends = time.monotonic() + DEADLINE_S
-        while self._batches < batches:
+        while self._groups < groups:
             if time.monotonic() > ends:
-                raise DataError(f"{self._batches} of {batches} batches reached the trainer in {DEADLINE_S:.0f} s")
+                raise DataError(f"{self._groups} of {groups} groups reached the trainer in {DEADLINE_S:.0f} s")
             self._is_left.wait(0.02)
-        return self._batches
+        return self._groups
 
 
 def _finding(what: str, does: Callable[[], str]) -> Finding:

@@ -7,6 +7,7 @@ import signal
 import pytest
 from test_multi_turn import make_env
 
+from atroposlib.environments.check import check
 from atroposlib.environments.game_environments.chess_env import ChessEnv, to_move
 from atroposlib.environments.policies import scripted
 from atroposlib.errors import ConfigError
@@ -113,3 +114,9 @@ async def test_an_engine_answers_the_same_whatever_it_was_asked_before_and_is_st
 async def test_an_engine_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="'no-such-engine', which is no program here"):
         await make_env(ChessEnv, "", opponent="engine", engine="no-such-engine").setup()
+
+
+def test_both_sides_of_a_game_against_itself_reach_a_trainer_in_the_check(tmp_path):
+    flags = ["--env.opponent", "self", "--env.max_turns", "4"]
+    findings = check(ChessEnv, tmp_path, flags, modes=("serve",))
+    assert str(next(each for each in findings if each.what == "serve")) == "ok    serve: 2 groups reached a trainer"
