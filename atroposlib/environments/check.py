@@ -38,8 +38,8 @@ GROUPS, GROUP_SIZE = 2, 2
 BATCH_SIZE = GROUPS * GROUP_SIZE
 """Takes a group of each size up to two sequences a rollout, as both sides of a game have."""
 DEADLINE_S = 60.0
-ANSWERS = ("I do not know.", "<answer>1</answer>, or \\boxed{A}", "The answer is \\boxed{2}.")
-"""Reply of the scripted engine where the environment knows no right replies."""
+ANSWERS = ("7. I do not know.", "1, so <answer>1</answer>, or \\boxed{A}", "2: the answer is \\boxed{2}.")
+"""Replies of the scripted engine where the environment knows no right ones; each begins with a grade, for judges."""
 
 
 @dataclass(frozen=True)

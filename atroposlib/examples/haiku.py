@@ -48,10 +48,11 @@ class HaikuEnv(BaseEnv):
 
 def grade(text: str | None) -> float:
     """Return the judge's grade as 0.0 to 1.0; VerifierFault when there is none from 1 to 10."""
-    numbers = re.findall(r"\d+", text or "")
-    if not numbers or not 1 <= int(numbers[0][:9]) <= 10:
+    first = re.search(r"\d+", text or "")
+    number = int(first[0][:9]) if first else 0
+    if not 1 <= number <= 10:
         raise VerifierFault(f"the judge said {str(text)[:80]!r}; expected a number from 1 to 10")
-    return (int(numbers[0]) - 1) / 9
+    return (number - 1) / 9
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from atroposlib import examples
 from atroposlib.cli.new import env as new_env
 from atroposlib.environments import check as check_module
 from atroposlib.environments import community, table
@@ -42,9 +43,15 @@ def test_every_environment_of_ours_passes_its_check(name, tmp_path):
     assert [finding.what for finding in findings if finding.what in MODES] == list(modes)
 
 
-def test_the_template_of_the_community_passes_the_check_that_it_is_told_to_run(tmp_path):
-    env_cls = catalog.load(str(Path(community.__file__).with_name("template_env.py")))
-    assert [finding.fault for finding in check(env_cls, tmp_path) if finding.fault] == []
+BEGINNINGS = [Path(community.__file__).with_name("template_env.py")]
+BEGINNINGS += [Path(examples.__file__).with_name(f"{name}.py") for name in ("addition", "calculator", "guess", "haiku")]
+
+
+@pytest.mark.parametrize("file", BEGINNINGS, ids=lambda file: file.stem)
+def test_what_authors_begin_with_passes_the_check_that_they_are_told_to_run(file, tmp_path):
+    modes = tuple(MODES) if file == BEGINNINGS[0] else ("process",)
+    findings = list(check(catalog.load(str(file)), tmp_path, modes=modes))
+    assert [str(finding) for finding in findings if finding.fault] == []
 
 
 def test_a_new_package_declares_the_environment_that_it_holds(tmp_path, monkeypatch, capsys):
