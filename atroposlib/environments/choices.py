@@ -11,7 +11,7 @@ from atroposlib.envs.reward_fns.math_answers import final_answer
 _QUESTION = ("question", "prompt", "input", "problem", "ctx", "query")
 _CHOICES = ("choices", "options", "endings", "answers")
 _GOLD = ("answer_index", "answer", "answerKey", "label", "gold", "target")
-_STATED = re.compile(r"(?i)\b(?:answer|choice|option)\b(?: is)?\s*:?\s*[*_($\[]*([A-Z])\b(?![a-z'])")
+_STATED = re.compile(r"(?i)\b(?:answer|choice|option)\b(?: is)?\s*(?::\s*)?[*_($\[]*([A-Z])\b(?![a-z'])")
 _ALONE = re.compile(r"[*_($\[]*([A-Za-z])[*_)$\]]*(?:[.:)][ \n].*)?", re.DOTALL)
 
 

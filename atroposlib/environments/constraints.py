@@ -125,11 +125,11 @@ def _placeholders(text: str, num_placeholders: int) -> bool:
 
 def _postscript(text: str, postscript_marker: str) -> bool:
     mark = re.escape(postscript_marker).replace(r"\.", r"\.\s?")
-    return re.search(rf"(?m)^\s*{mark}.*\S", text, re.IGNORECASE) is not None
+    return re.search(rf"(?m)^[^\S\n]*{mark}.*\S", text, re.IGNORECASE) is not None
 
 
 def _bullets(text: str, num_bullets: int) -> bool:
-    return len(re.findall(r"(?m)^\s*(?:\*[^*\n].*|-.*)$", text)) == num_bullets
+    return len(re.findall(r"(?m)^[^\S\n]*(?:\*[^*\n].*|-.*)$", text)) == num_bullets
 
 
 def _one_of(text: str) -> bool:

@@ -6,7 +6,6 @@ Most problems have several right answers, so a policy that keeps its variety can
 import ast
 import operator
 import random
-import re
 from collections.abc import Callable
 from typing import TypedDict
 
@@ -16,7 +15,6 @@ from atroposlib.environments.single_turn import Part, SingleTurnConfig, SingleTu
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.type_definitions import Message
 
-_ANSWER = re.compile(r"(?s)<answer>(.*?)</answer>")
 _OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -111,18 +109,18 @@ def right_answer(text: str, item: Countdown) -> str | None:
     >>> right_answer("<answer> (2 + 3) * 4 </answer>", Countdown(numbers=[2, 3, 4], target=20, solution=""))
     '(2+3)*4'
     """
-    found = _ANSWER.search(text)
-    if found is None or len(found[1]) > 100:
+    said, is_closed, _ = text.partition("<answer>")[2].partition("</answer>")
+    if not is_closed or len(said) > 100:
         return None
     try:
-        tree = ast.parse(found[1].strip(), mode="eval").body
+        tree = ast.parse(said.strip(), mode="eval").body
         used: list[int] = []
         value = _value(tree, used)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
     if sorted(used) != sorted(item["numbers"]) or abs(value - item["target"]) > 1e-9:
         return None
-    return re.sub(r"\s+", "", found[1])
+    return "".join(said.split())
 
 
 def _value(node: ast.expr, used: list[int]) -> float:

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 End = Literal["over", "turns", "invalid", "length"]
 """Why an episode ended: by itself; at the limit of turns; after replies that were no move; a reply was cut off."""
 
+_MARKED = re.compile(r"\\boxed\{([^{}]*)\}|<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+
 Message = dict[str, Any]
 Ask = Callable[[Sequence[Message], Sequence[Message]], Awaitable[tuple[Message, str]]]
 """From a conversation and its tools to the model's message and why that ended ("length": cut off)."""
@@ -539,7 +541,7 @@ def last_move(text: str) -> str:
     >>> last_move("I could hit, but\n**Stick.**")
     'Stick'
     """
-    marked = re.findall(r"\\boxed\{([^{}]*)\}|<answer>(.*?)</answer>", text, re.DOTALL)
+    marked = _MARKED.findall(text)
     said = "".join(marked[-1]) if marked else (text.strip().splitlines() or [""])[-1]
     return said.strip(" \t\n*_`'\".,!")
 

@@ -53,7 +53,7 @@ class CalculatorEnv(BaseEnv):
                 reply = await managed.chat_completion(messages=messages, n=1, max_tokens=self.config.max_token_length)
                 text = reply.choices[0].message.content or ""
                 messages.append({"role": "assistant", "content": text})
-                calls = re.findall(r"<tool_call>\s*(.*?)\s*</tool_call>", text, re.DOTALL)
+                calls = re.findall(r"<tool_call>((?:(?!<tool_call>).)*?)</tool_call>", text, re.DOTALL)
                 for call in calls:
                     result, is_executed = execute(call)
                     executed += is_executed

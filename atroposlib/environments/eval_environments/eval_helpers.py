@@ -14,8 +14,8 @@ HERMES_REASONING_PROMPT_WITH_ANSWER = (
 )
 
 _BLOCKS = {
-    "think_block": re.compile(r"<think>(.*?)</think>", re.DOTALL | re.IGNORECASE),
-    "scratchpad_block": re.compile(r"<\|start_of_scratchpad\|>(.*?)<\|end_of_scratchpad\|>", re.DOTALL),
+    "think_block": (re.compile(r"(?i)<think>"), re.compile(r"(?i)</think>")),
+    "scratchpad_block": (re.compile(r"<\|start_of_scratchpad\|>"), re.compile(r"<\|end_of_scratchpad\|>")),
 }
 
 
@@ -34,9 +34,9 @@ def extract_reasoning_from_response(response: Any, content: str | None = None) -
         for holder in (response, _field(response, "message")):
             if text := _reasoning_text(_field(holder, source)):
                 return text, source
-    for source, block in _BLOCKS.items():
-        if content and (match := block.search(content)):
-            return match[1].strip(), source
+    for source, (begins, ends) in _BLOCKS.items():
+        if content and (first := begins.search(content)) and (last := ends.search(content, first.end())):
+            return content[first.end() : last.start()].strip(), source
     return None, "none"
 
 

@@ -24,7 +24,9 @@ from atroposlib.rollouts.failures import Unscored
 from atroposlib.utils.eval_statistics import kendall_tau
 
 PLACE = "[TEST MODEL RESPONSE]"
-_SCORE = re.compile(r"^[\W_]*[A-Za-z][^:\n]{0,60}:\W*(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\W*$", re.MULTILINE)
+_SCORE = re.compile(
+    r"^(?:[^\w\n]|_)*[A-Za-z][^:\n]{0,60}:[^\w\n-]*(-?\d+(?:\.\d+)?)(?: */ *\d+)?[^\w\n]*$", re.MULTILINE
+)
 
 
 class _Config(BenchmarkConfig):

@@ -25,7 +25,7 @@ from atroposlib.envs.reward_fns.math_judge import gold_text
 from atroposlib.errors import ConfigError
 from atroposlib.rollouts.failures import is_scored, scored
 
-_GRID = re.compile(r"\[\s*\[[\d\s,\[\]]*\]\s*\]")
+_GRID = re.compile(r"\[\s*\[[\d\s,]*\](?:\s*,\s*\[[\d\s,]*\])*\s*\]")
 _MOST_CHOICES = 4
 """Of those that come from columns of good and bad replies."""
 

@@ -39,7 +39,7 @@ class MinesweeperWorld(World):
         )
 
     async def step(self, reply: Reply) -> Step:
-        found = re.fullmatch(r"\D*(\d+)\D+(\d+)\D*", last_move(reply.text))
+        found = re.fullmatch(r"\D*(\d{1,3})\D+(\d{1,3})\D*", last_move(reply.text))
         cell = (int(found[1]) - 1, int(found[2]) - 1) if found else (-1, -1)
         if not all(0 <= part < self.size for part in cell) or cell in self.open:
             return Step(f"That names no cell that is not open.\n{self._asked()}", is_invalid=True)

@@ -36,12 +36,12 @@ class FormatReward(RewardFunction):
 
     def compute(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
         """1.0 or 0.0 for each completion."""
-        flags = re.DOTALL if self.case_sensitive else re.DOTALL | re.IGNORECASE
+        flags = re.NOFLAG if self.case_sensitive else re.IGNORECASE
         names = map(re.escape, self.preferred_tags)
-        sections = [re.compile(f"<{name}>.*?</{name}>", flags) for name in names]
+        tags = [(re.compile(f"<{name}>", flags), re.compile(f"</{name}>", flags)) for name in names]
         enough = all if self.require_all_tags else any
         return [
-            float(enough(section.search(content) for section in sections))
+            float(enough((start := begin.search(content)) and end.search(content, start.end()) for begin, end in tags))
             for content in map(self.get_content, completions)
         ]
 
