@@ -8,11 +8,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from atroposlib.environments.adapters.framework import FrameworkEnv
 from atroposlib.environments.check import rates_of
-from atroposlib.environments.multi_turn import MultiTurnEnv
+from atroposlib.environments.multi_turn import Ask, MultiTurnEnv, Player
+from atroposlib.environments.policies import scripted
 from atroposlib.environments.sft_loader_server import SFTEnv
 from atroposlib.environments.single_turn import RowsEnv, SingleTurnEnv
 from atroposlib.envs import catalog
@@ -39,8 +40,9 @@ COLUMNS = (
 )
 HEAD = "| " + " | ".join((*COLUMNS, "constant", "CPU ms a group", "smollm2-135m", "its s a reply")) + " |"
 GROUPS, GROUP_SIZE = 20, 8
-PROBLEMS, SHOTS, TOKENS = 64, 4, 64
-"""Of the embedded model's score."""
+PROBLEMS, SHOTS, EPISODES, TOKENS = 64, 4, 16, 64
+"""Of the embedded model's score: problems with solved ones shown, or episodes with one that right replies ended."""
+NO_TOOLS = "no tools"
 
 
 class Measured(TypedDict, total=False):
@@ -48,8 +50,8 @@ class Measured(TypedDict, total=False):
 
     rates: list[str]  # cells of policies.Rates
     group_ms: float
-    score: float  # of the embedded model: share of PROBLEMS, asked with SHOTS solved problems, TOKENS tokens
-    seconds: float  # until it has answered one of them, all being asked at the same time
+    score: float  # of the embedded model: share of PROBLEMS, or mean score of EPISODES
+    seconds: float  # until it has given one reply, all problems or episodes being asked at the same time
 
 
 def table() -> str:
@@ -92,10 +94,9 @@ def measure(names: Sequence[str], engine: str | None) -> None:
         if not issubclass(env_cls, SingleTurnEnv | MultiTurnEnv) or not env_cls.is_verifiable:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            if engine and issubclass(env_cls, SingleTurnEnv):
-                found = _played(env_cls, Path(folder), engine)
-            else:
-                found = _measured(env_cls, Path(folder))
+            if engine and issubclass(env_cls, MultiTurnEnv) and env_cls.uses_tools:
+                continue  # the model's chat template has no place for tools
+            found = _played(env_cls, Path(folder), engine) if engine else _measured(env_cls, Path(folder))
         kept = read_measured()
         kept[name] = {**kept.get(name, {}), **found}
         write_text_atomic(MEASURED, json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
@@ -116,9 +117,12 @@ def _measured(env_cls: type[SingleTurnEnv | MultiTurnEnv], folder: Path) -> Meas
     return found
 
 
-def _played(env_cls: type[SingleTurnEnv], folder: Path, engine: str) -> Measured:
+def _played(env_cls: type[SingleTurnEnv | MultiTurnEnv], folder: Path, engine: str) -> Measured:
     """Let the model of an engine answer; DataError when the evaluation failed or had fewer problems."""
-    settings = {"few_shot": SHOTS, "system_prompt": "", "eval_problems": PROBLEMS, "max_token_length": TOKENS}
+    is_single = issubclass(env_cls, SingleTurnEnv)
+    wanted = PROBLEMS if is_single else EPISODES
+    settings = {"system_prompt": "", "eval_problems": wanted, "max_token_length": TOKENS}
+    settings |= {"few_shot": SHOTS} if is_single else {}
     settings |= {"tokenizer_name": "smollm2-135m", "use_wandb": "false", "data_dir_to_save_evals": folder / "evals"}
     given = [text for key, value in settings.items() for text in (f"--env.{key}", str(value))]
     server = ["--openai.base_url", engine, "--openai.model_name", "smollm2-135m", "--openai.server_type", "sglang"]
@@ -127,13 +131,34 @@ def _played(env_cls: type[SingleTurnEnv], folder: Path, engine: str) -> Measured
         flags[flags.index("--env.eval_dataset") + 1] = flags[flags.index("--env.dataset") + 1]
     if "--env.datasets" in flags:
         flags += ["--env.test_split_size", "0.8"]
-    if run_environment(env_cls, ["evaluate", *server, *flags, *given]) != 0:
+    played = env_cls if issubclass(env_cls, SingleTurnEnv) else _showing_an_episode(env_cls)
+    if run_environment(played, ["evaluate", *server, *flags, *given]) != 0:
         raise DataError(f"the evaluation of {env_cls.__name__} failed; its log says why")
     made = json.loads((folder / "evals" / "metrics.json").read_text())
     metrics, took_s = made["results"]["all"], float(made["config_general"]["total_evaluation_time_seconds"])
-    if (problems := len((folder / "evals" / "samples.jsonl").read_text("utf-8").splitlines())) < PROBLEMS:
-        raise DataError(f"{env_cls.__name__} has {problems} problems for an evaluation, expected {PROBLEMS}")
-    return Measured(score=round(metrics["eval/percent_correct"], 3), seconds=round(took_s / PROBLEMS, 2))
+    if (problems := (folder / "evals" / "samples.jsonl").read_bytes().count(b"\n")) < wanted:
+        raise DataError(f"{env_cls.__name__} has {problems} problems for an evaluation, expected {wanted}")
+    score = metrics["eval/percent_correct" if is_single else "eval/score"]
+    replies = wanted * metrics.get("eval/turns", 1)
+    return Measured(score=round(score, 3), seconds=round(took_s / replies, 2))
+
+
+def _showing_an_episode(env_cls: type[MultiTurnEnv]) -> type[MultiTurnEnv]:
+    """Return the environment with an episode of right replies in front of each of an evaluation."""
+
+    shown: list[dict[str, Any]] = []
+
+    async def setup(self: MultiTurnEnv) -> None:
+        await env_cls.setup(self)
+        solved = await scripted(self, await self.problem("shot", 0), lambda world, player: world.gold() or "")
+        shown.extend(solved.messages)
+
+    def player(self: MultiTurnEnv, ask: Ask) -> Player:
+        made = env_cls.player(self, ask)
+        made.messages.extend(shown)
+        return made
+
+    return type(env_cls.__name__, (env_cls,), {"setup": setup, "player": player, "__doc__": env_cls.__doc__})
 
 
 def _line(name: str, env_cls: type[BaseEnv], measured: Mapping[str, object]) -> str:
@@ -150,5 +175,7 @@ def _line(name: str, env_cls: type[BaseEnv], measured: Mapping[str, object]) -> 
         data = "rows"
     rates = measured.get("rates") or ["-"] * 7
     numbers = [str(measured.get(key, "-")) for key in ("group_ms", "score", "seconds")]
+    if issubclass(env_cls, MultiTurnEnv) and env_cls.uses_tools and env_cls.is_verifiable:
+        numbers[1] = NO_TOOLS
     assert isinstance(rates, list)
     return "| " + " | ".join([f"`{name}`", turns, data, extra, *rates, *numbers]) + " |"
