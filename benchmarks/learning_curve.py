@@ -1,11 +1,12 @@
-"""Learning curves on Countdown: objectives x seeds, each evaluated before and after, as table and picture.
+"""Learning curves on Countdown: objectives x seeds, evaluated as they learn, as table and picture.
 
     python -m benchmarks.learning_curve --model MODEL_FOLDER --out runs/curve --steps 200
 
-Per problem k = 8 responses are sampled: mean@8 is the share that is right, pass@8 the share of problems with at least
-one right, distinct@8 the mean number of *different* right expressions per problem. A finished run is not repeated, so
-the same command goes on; several commands with other seeds or objectives may share the folder, one for each GPU, and
-the one that names them all draws the table and the picture.
+Before the first step and every `--evaluate-every` steps, k = 8 responses to each of `--problems` held-out problems of
+the seed are sampled: mean@8 is the share that is right, pass@8 the share of problems with at least one right,
+distinct@8 the mean number of *different* right expressions per problem. A run that has its last evaluation is not
+repeated, so the same command resumes; several commands with other seeds or objectives may share the folder, and
+the one that names them all draws table and picture.
 """
 
 import argparse
@@ -20,32 +21,39 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import httpx
+import yaml
 
 from atroposlib.environments.countdown_env import Countdown, make_problem, prompt, right_answer
 from atroposlib.errors import AtroposError, LaunchError
-from atroposlib.example_trainer.exports import CURRENT_GGUF, exports_folder
 from atroposlib.example_trainer.recipe import check, read_recipe, require_torch
-from atroposlib.example_trainer.run import run
 from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.example_trainer.run_plan import engine_command
 from atroposlib.launch.services import free_ports
+from atroposlib.status.training import EVALUATIONS, read_evaluations, read_training
 
 logger = logging.getLogger(__name__)
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dr_grpo": {"objective": "dr_grpo"},
+    "dr_grpo clip-higher": {"objective": "dr_grpo", "clip_eps": 0.2, "clip_eps_high": 0.28},
+    "dr_grpo beta=0.02": {"objective": "dr_grpo", "init_kl_coeff": 0.02},
     "grpo": {"objective": "grpo"},
     "xdr_grpo tau=0.05": {"objective": "xdr_grpo", "maxent_tau": 0.05},
     "xdr_grpo tau=0.25": {"objective": "xdr_grpo", "maxent_tau": 0.25},
     "maxent tau=0.2": {"objective": "maxent", "maxent_tau": 0.2},
 }
 SAMPLES = 8
+SHOWN = ("mean@8", "pass@8", "distinct@8")
+AFTER_LAST_STEPS = 10
+"""Steps that a run takes after its last evaluation, which needs the engine for a few seconds more."""
+REPORT_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -57,18 +65,41 @@ class Scores:
     distinct: float
 
 
+@dataclass(frozen=True)
+class Training:
+    """One objective with one seed. `folder` holds all of it."""
+
+    objective: str
+    seed: int
+    folder: Path
+    every: int  # steps between evaluations
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def curve(self) -> list[tuple[int, Scores]]:
+        """Return what each evaluation so far gave, by the step that it was meant for; it may begin one later."""
+        return [
+            (step - step % self.every, Scores(*(metrics[f"eval/{name}"] for name in SHOWN)))
+            for step, metrics in read_evaluations(self.run_dir / EVALUATIONS)
+        ]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Model folder.")
-    parser.add_argument("--out", required=True, type=Path, help="Results and runs; the same folder goes on.")
+    parser.add_argument("--out", required=True, type=Path, help="Results and runs; the same folder resumes.")
     parser.add_argument("--recipe", type=Path, default=Path("configs/trainer/countdown.yaml"))
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="The last evaluation comes after these.")
+    parser.add_argument("--evaluate-every", type=int, default=25, help="Steps.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--objectives", nargs="+", default=["dr_grpo", "xdr_grpo tau=0.05"], choices=list(OBJECTIVES))
-    parser.add_argument("--problems", type=int, default=128, help="Held-out problems of an evaluation.")
+    parser.add_argument("--problems", type=int, default=256, help="Held-out problems of an evaluation.")
+    parser.add_argument("--at-once", type=int, default=1, help="Runs at the same time, each with an engine of its own.")
     parser.add_argument("--engine", default="sglang", choices=["sglang", "embedded"])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=JSON", help="Further fields of the recipe.")
     args = parser.parse_args(argv)
@@ -83,21 +114,66 @@ def compare(args: argparse.Namespace) -> None:
     """Train and evaluate what the command's flags ask for; print and write the table, draw the picture."""
     require_torch()
     args.out.mkdir(parents=True, exist_ok=True)
+    trainings = [
+        Training(name, seed, args.out / f"{name.replace(' ', '_').replace('=', '')}_seed{seed}", args.evaluate_every)
+        for name in args.objectives
+        for seed in args.seeds
+    ]
+    with ThreadPoolExecutor(args.at_once + 1) as pool:
+        first = pool.submit(_scores_before, args)
+        for done in [pool.submit(_train, args, training) for training in trainings]:
+            done.result()
+        before = first.result()
+    found = table(before, {name: _last(trainings, name) for name in args.objectives})
+    print(found)
+    (args.out / "table.md").write_text(found + "\n", encoding="utf-8")
+    plot(args.out, before, trainings)
+
+
+def _settings(args: argparse.Namespace, **own: Any) -> RunConfig:
     changes = {key: json.loads(value) for key, _, value in (entry.partition("=") for entry in args.set)}
-    base = {**read_recipe(args.recipe), "model_name": args.model, "training_steps": args.steps, "engine": args.engine}
-    base |= changes
-    results: dict[str, list[Scores]] = {}
-    for name in args.objectives:
-        for seed in args.seeds:
-            folder = args.out / f"{name.replace(' ', '_').replace('=', '')}_seed{seed}"
-            fields = {**base, **OBJECTIVES[name], "seed": seed, "run_dir": str(folder / "run")}
-            fields["environment_config"] = {**base["environment_config"], "seed": seed}
-            config = check(RunConfig, fields)
-            results.setdefault(name, []).append(_train_and_score(folder, config, args.problems))
-    before = _scores(args.out / "before", check(RunConfig, base), args.model, args.problems)
-    print(table(before, results))
-    (args.out / "table.md").write_text(table(before, results) + "\n", encoding="utf-8")
-    plot(args.out, args.objectives, args.seeds)
+    recipe = read_recipe(args.recipe)
+    evaluation = {
+        "steps_per_eval": args.evaluate_every,
+        "eval_problems": args.problems,
+        "eval_samples": SAMPLES,
+        "eval_handling": "STOP_TRAIN",
+    }
+    fields = {**recipe, "model_name": args.model, "engine": args.engine, **changes, **own}
+    fields["training_steps"] = args.steps + AFTER_LAST_STEPS
+    fields["environment_config"] = {**recipe["environment_config"], **evaluation, "seed": fields.get("seed", 0)}
+    return check(RunConfig, fields)
+
+
+def _train(args: argparse.Namespace, training: Training) -> None:
+    """Run it to its end, unless it was; LaunchError when it fails."""
+    own = OBJECTIVES[training.objective]
+    config = _settings(args, run_dir=str(training.run_dir), seed=training.seed, **own)
+    training.folder.mkdir(parents=True, exist_ok=True)
+    recipe, log = training.folder / "recipe.yaml", training.folder / "run.log"
+    recipe.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+    if (curve := training.curve()) and curve[-1][0] >= args.steps:
+        return
+    command = [sys.executable, "-m", "atroposlib.example_trainer.run", "--config", str(recipe)]
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(REPORT_EVERY_S)
+            newest = read_training(training.run_dir / "metrics", config.training_steps, only_last=True)
+            logger.info("%s, seed %d: %s", training.objective, training.seed, newest.line())
+            if process.returncode is not None:
+                break
+    finally:
+        process.terminate()
+        process.wait()
+    if process.returncode != 0:
+        raise LaunchError(f"run {training.run_dir} ended with exit code {process.returncode}; read {log}")
+
+
+def _last(trainings: Sequence[Training], objective: str) -> list[Scores]:
+    return [training.curve()[-1][1] for training in trainings if training.objective == objective]
 
 
 def table(before: Scores, results: dict[str, list[Scores]]) -> str:
@@ -111,59 +187,60 @@ def table(before: Scores, results: dict[str, list[Scores]]) -> str:
     return "\n".join(lines)
 
 
-def plot(out: Path, objectives: Sequence[str], seeds: Sequence[int]) -> None:
-    """`curve.png`: reward per step, mean over seeds, smoothed over ten steps."""
+def plot(out: Path, before: Scores, trainings: Sequence[Training]) -> None:
+    """`curve.png`: evaluations, reward and entropy over steps; the mean over seeds, shaded from lowest to highest."""
     import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
-    for name in objectives:
-        folders = [out / f"{name.replace(' ', '_').replace('=', '')}_seed{seed}" for seed in seeds]
-        for axis, key in zip(axes, ("batch/reward_mean", "train/entropy"), strict=True):
-            curves = [_smooth(_series(folder, key)) for folder in folders]
-            mean = [statistics.fmean(values) for values in zip(*curves, strict=False)]
-            axis.plot(range(1, len(mean) + 1), mean, label=name)
-    for axis, title in zip(axes, ("reward", "entropy (nats per token)"), strict=True):
+    figure, axes = pyplot.subplots(1, 5, figsize=(22, 4.2))
+    for objective in dict.fromkeys(training.objective for training in trainings):
+        own = [training for training in trainings if training.objective == objective]
+        curves = [[(0, before), *training.curve()] for training in own]
+        for axis, part in zip(axes, ("mean", "passed", "distinct"), strict=False):
+            _band(axis, [[(step, getattr(scores, part)) for step, scores in curve] for curve in curves], objective)
+        for axis, key in zip(axes[3:], ("batch/reward_mean", "train/entropy"), strict=True):
+            _band(axis, [list(enumerate(_smooth(_series(training, key)), 1)) for training in own], objective)
+    for axis, title in zip(axes, (*SHOWN, "reward", "entropy (nats per token)"), strict=True):
         axis.set_xlabel("step")
         axis.set_title(title)
-        axis.legend()
+        axis.set_ylim(bottom=0)
+    axes[0].legend()
     figure.tight_layout()
-    figure.savefig(out / "curve.png", dpi=120)
+    figure.savefig(out / "curve.png", dpi=80)
 
 
-def _train_and_score(folder: Path, config: RunConfig, problems: int) -> Scores:
-    final = Path(config.run_dir) / "checkpoints" / "final"
-    if not final.exists():
-        code = run(config)
-        if code != 0:
-            raise LaunchError(f"run {config.run_dir} ended with exit code {code}; read its logs folder")
-    newest = (exports_folder(final.parent) / CURRENT_GGUF).resolve()
-    model = newest if config.engine == "embedded" else final
-    return _scores(folder / "after", config, str(model), problems)
+def _band(axis: Any, curves: Sequence[Sequence[tuple[int, float]]], label: str) -> None:
+    """Draw the mean of curves at the steps that all of them have, and the range behind it."""
+    steps = [step for step, _ in min(curves, key=len)]
+    values = list(zip(*([value for _, value in curve] for curve in curves), strict=False))
+    (line,) = axis.plot(steps, [statistics.fmean(row) for row in values], label=label)
+    axis.fill_between(steps, list(map(min, values)), list(map(max, values)), color=line.get_color(), alpha=0.15)
 
 
-def _scores(folder: Path, config: RunConfig, model: str, problems: int) -> Scores:
-    """Evaluate once, also when several commands ask at the same time; later calls read the result."""
+def _scores_before(args: argparse.Namespace) -> Scores:
+    """Evaluate the model as it is, once, also when several commands ask at the same time."""
+    folder = args.out / "before"
     result = folder / "scores.json"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not result.exists():
-            with _engine(config.model_copy(update={"model_name": model}), folder) as url:
-                scores = asyncio.run(_evaluate(url, config, problems, folder))
+            config = _settings(args, run_dir=str(folder))
+            with _engine(config, folder) as url:
+                scores = asyncio.run(_evaluate(url, config, args.seeds, args.problems, folder))
             result.write_text(json.dumps(vars(scores), indent=1), encoding="utf-8")
     return Scores(**json.loads(result.read_text(encoding="utf-8")))
 
 
-async def _evaluate(url: str, config: RunConfig, problems: int, folder: Path) -> Scores:
+async def _evaluate(url: str, config: RunConfig, seeds: Sequence[int], problems: int, folder: Path) -> Scores:
     from atroposlib.example_trainer.policy import load_tokenizer, model_folder
 
     tokenizer = load_tokenizer(model_folder(config.model_name))
     settings = config.environment_config
     numbers, largest = settings.get("numbers", 3), settings.get("largest", 20)
-    items = [make_problem(f"test/{i}", numbers, largest) for i in range(problems)]
+    items = [make_problem(f"{seed}/test/{i}", numbers, largest) for seed in seeds for i in range(problems)]
     limit = asyncio.Semaphore(64)
 
     async def answers(item: Countdown) -> list[str]:
@@ -228,17 +305,11 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def _metrics(folder: Path) -> list[dict[str, float]]:
-    path = folder / "run" / "metrics" / "metrics.jsonl"
-    by_step = {line["step"]: line for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _series(folder: Path, key: str) -> list[float]:
+def _series(training: Training, key: str) -> list[float]:
     """One metric per step; a step that did not report it (no group had a signal) repeats the one before."""
     values: list[float] = []
-    for line in _metrics(folder):
-        values.append(line.get(key, values[-1] if values else 0.0))
+    for point in read_training(training.run_dir / "metrics", 0).points:
+        values.append(point.get(key, values[-1] if values else 0.0))
     return values
 
 

@@ -27,7 +27,8 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EnvironmentFault
 from atroposlib.json_lines import as_json, one_line, to_json
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
-from atroposlib.rollouts.evaluation import evaluate_items
+from atroposlib.rollouts.evaluation import evaluate_items, step_of_evaluation
+from atroposlib.status.training import HISTORY_FILE
 from atroposlib.type_definitions import Item, Json, JsonObject
 from atroposlib.utils.display import display_metrics_table
 from atroposlib.utils.eval_statistics import (
@@ -72,6 +73,8 @@ def evaluate_log(
 ) -> None:
     """Write `metrics.json` and, with samples, `samples.jsonl`; both appear whole or not at all.
 
+    An evaluation next to a trainer also adds a line to `history.jsonl`: step, time in seconds since the epoch, metrics.
+
     Args:
         metrics: name -> value; numpy numbers are fine, NaN becomes null.
         eval_dir: made when missing. None writes nothing, with a warning.
@@ -104,6 +107,10 @@ def evaluate_log(
     if samples:
         lines = (one_line(to_json(sample)) for sample in samples)
         _write(folder / "samples.jsonl", b"\n".join(lines) + b"\n")
+    if (step := step_of_evaluation()) is not None:
+        line = one_line(to_json({"step": step, "time": end, "metrics": metrics}))
+        with (folder / HISTORY_FILE).open("ab") as history:
+            history.write(b"\n" + line + b"\n")  # an earlier line that a kill cut short stays apart
 
 
 class EvalBase(ABC):

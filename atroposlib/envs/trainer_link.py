@@ -197,7 +197,9 @@ class TrainerLink:
         if self.is_evaluating:
             logger.warning("evaluation skipped at step %d: the previous one still runs", env.curr_step)
             return
-        self._evaluation = Evaluation(env.label, requests_out=lambda: requests_out(env.server.servers))
+        self._evaluation = Evaluation(
+            env.label, step=env.curr_step, requests_out=lambda: requests_out(env.server.servers)
+        )
         env.eval_runner = asyncio.create_task(self._evaluation.counted(env.evaluate()))
         env.eval_runner.add_done_callback(_log_failure)
 

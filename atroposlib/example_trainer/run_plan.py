@@ -21,6 +21,7 @@ from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.launch.services import Probe, Service, answers, at_once, environment, free_ports, trajectory_api
 from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.status.runs import PROGRESS_FILE
+from atroposlib.status.training import EVALUATIONS
 
 _VLLM_SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -235,6 +236,7 @@ def environment_settings(config: RunConfig, run_dir: Path, engine_urls: list[str
         "wandb_name": "train",
         "dump_rollouts": True,
         "rollouts_dir": str(run_dir / "rollouts"),
+        "data_dir_to_save_evals": str(run_dir / EVALUATIONS),
         **(from_datasets if config.datasets else {}),
         **config.environment_config,
         "group_size": config.num_generations,

@@ -54,6 +54,7 @@ class Evaluation:
 
     env: str
     path: Path | None = None  # None: nothing is written
+    step: int | None = None  # of the trainer, when it began; None: no trainer
     requests_out: Callable[[], int] = lambda: 0
     missing: Callable[[], str | None] = lambda: None  # the counterpart that it waits for
     state: str = "running"
@@ -127,6 +128,11 @@ class Evaluation:
 
 
 _current: ContextVar[Evaluation | None] = ContextVar("current_evaluation", default=None)
+
+
+def step_of_evaluation() -> int | None:
+    """Return the trainer's step at which the running evaluation began; None: there is no trainer."""
+    return None if (evaluation := _current.get()) is None else evaluation.step
 
 
 async def shown(evaluation: Evaluation, evaluating: Awaitable[T]) -> T:

@@ -1,6 +1,7 @@
-"""The training part of a run, read from the trainer's `metrics.jsonl` and `samples.jsonl`."""
+"""The training part of a run, read from the trainer's `metrics.jsonl` and `samples.jsonl`, and its evaluations."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,12 @@ from typing import Any
 
 from atroposlib.status.charts import Line, line_chart
 
+EVALUATIONS = "evaluations"
+"""Folder of the evaluations in a training run's."""
+HISTORY_FILE = "history.jsonl"
+"""One line for each evaluation next to a trainer, in the folder of its results."""
 MOST_POINTS = 720
+_EVALUATION_CHARTS = 6
 _SAMPLES = 8
 _SAMPLE_BYTES = 4_000_000
 _TAIL_BYTES = 65_536
@@ -33,6 +39,7 @@ class Training:
     of: int = 0
     points: list[dict[str, float]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # step, metrics
 
     @property
     def last(self) -> Mapping[str, float]:
@@ -79,7 +86,26 @@ class Training:
             if lines:
                 spread = [point.get("batch/reward_std") for point in self.points] if title == "reward" else None
                 drawn.append(line_chart(title, lines, unit=unit, spread=spread, over="steps"))
-        return drawn
+        return drawn + self._evaluation_charts()
+
+    def _evaluation_charts(self) -> list[str]:
+        """One for each metric that is no bound of an interval; of pass@1, pass@2, ... the one with the largest k."""
+        names = dict.fromkeys(name for _, metrics in self.evaluations for name in metrics)
+        largest: dict[str, str] = {}
+        for name in sorted((n for n in names if not n.endswith(("_ci_low", "_ci_high"))), key=_samples_of):
+            largest[name.partition("@")[0]] = name
+        return [
+            line_chart(
+                f"evaluation: {name.removeprefix('eval/')}",
+                [Line(name, [(step, metrics.get(name)) for step, metrics in self.evaluations])],
+                spread=[
+                    (metrics.get(f"{name}_ci_high", math.nan) - metrics.get(f"{name}_ci_low", math.nan)) / 2
+                    for _, metrics in self.evaluations
+                ],
+                over="steps",
+            )
+            for name in sorted(largest.values(), key=lambda name: "@" not in name)[:_EVALUATION_CHARTS]
+        ]
 
 
 def read_training(folder: Path, of: int, *, only_last: bool = False) -> Training:
@@ -97,7 +123,18 @@ def read_training(folder: Path, of: int, *, only_last: bool = False) -> Training
     samples = [
         row for line in last_lines(folder / "samples.jsonl", _SAMPLE_BYTES)[-_SAMPLES:] if (row := json_object(line))
     ]
-    return Training(rows[-1]["step"] if rows else 0, of, points, samples)
+    evaluations = [] if only_last else read_evaluations(folder.parent / EVALUATIONS)
+    return Training(rows[-1]["step"] if rows else 0, of, points, samples, evaluations)
+
+
+def read_evaluations(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """Return step and metrics of each evaluation, in order of steps; one that was repeated after a kill counts once."""
+    by_step: dict[int, dict[str, float]] = {}
+    for line in last_lines(folder / HISTORY_FILE):
+        row = json_object(line) or {}
+        if isinstance(row.get("step"), int) and isinstance(row.get("metrics"), dict):
+            by_step[row["step"]] = _numbers(row["metrics"])
+    return sorted(by_step.items())
 
 
 def last_lines(path: Path, last_bytes: int | None = None) -> list[bytes]:
@@ -120,6 +157,12 @@ def json_object(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def _samples_of(metric: str) -> int:
+    """Return the k of a name that ends in `@k`, else 0."""
+    k = metric.rpartition("@")[2]
+    return int(k) if k.isdigit() else 0
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from atroposlib.envs import eval as eval_module
 from atroposlib.envs.eval import EvalBase, eval_runner, evaluate_log
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EnvironmentFault, PathError
+from atroposlib.rollouts.evaluation import Evaluation
 from tests.fakes import FakeServer
 
 
@@ -122,6 +123,17 @@ def test_numpy_and_nan_are_written_as_json(tmp_path):
     np = pytest.importorskip("numpy")
     evaluate_log({"a": np.float32(0.5), "b": float("nan")}, str(tmp_path), verbose=False)
     assert json.loads((tmp_path / "metrics.json").read_text())["results"]["all"] == {"a": 0.5, "b": None}
+
+
+async def test_evaluations_next_to_a_trainer_are_kept_with_its_step(tmp_path):
+    async def evaluate(value: float) -> None:
+        await asyncio.to_thread(evaluate_log, {"a": value}, str(tmp_path), end_time=value, verbose=False)
+
+    await evaluate(0.0)  # no trainer
+    for step in (3, 5):
+        await Evaluation("env", step=step).counted(evaluate(float(step)))
+    kept = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().split()]
+    assert kept == [{"step": step, "time": step, "metrics": {"a": step}} for step in (3, 5)]
 
 
 def test_variables_in_the_folder_are_expanded_or_refused(tmp_path, monkeypatch):

@@ -379,6 +379,26 @@ def test_a_training_run_shows_its_steps(tmp_path):
     assert ("metrics/metrics.jsonl", "metrics/metrics.jsonl") in links_in(text)
 
 
+def test_a_training_run_shows_its_evaluations(tmp_path):
+    folder = make_training(tmp_path)
+    assert "evaluation" not in page(read_status(folder), [])
+    evaluations = folder / "evaluations"
+    evaluations.mkdir()
+
+    def line(step: int, passed: float) -> str:
+        metrics = {"eval/pass@1": 0.1, "eval/pass@8": passed, "eval/pass@8_ci_low": 0.2, "eval/pass@8_ci_high": 0.4}
+        return json.dumps({"step": step, "time": 1.0, "metrics": metrics})
+
+    lines = [line(2, 0.3), line(4, 0.9), line(4, 0.5), '{"step": 6, "cut']  # 4 was repeated after a kill
+    (evaluations / "history.jsonl").write_text("\n\n".join(lines))
+    status = read_status(folder)
+    assert status.training
+    assert [(step, metrics["eval/pass@8"]) for step, metrics in status.training.evaluations] == [(2, 0.3), (4, 0.5)]
+    text = page(status, [])
+    assert 'aria-label="evaluation: pass@8"' in text
+    assert "pass@1" not in text
+
+
 def test_the_newest_step_is_read_from_the_end(tmp_path):
     folder = make_training(tmp_path) / "metrics"
     assert read_training(folder, 9, only_last=True).last["step"] == 3
