@@ -124,7 +124,7 @@ def compare(args: argparse.Namespace) -> None:
         for done in [pool.submit(_train, args, training) for training in trainings]:
             done.result()
         before = first.result()
-    found = table(before, {name: _last(trainings, name) for name in args.objectives})
+    found = table(before, _last(trainings))
     print(found)
     (args.out / "table.md").write_text(found + "\n", encoding="utf-8")
     plot(args.out, before, trainings)
@@ -172,8 +172,14 @@ def _train(args: argparse.Namespace, training: Training) -> None:
         raise LaunchError(f"run {training.run_dir} ended with exit code {process.returncode}; read {log}")
 
 
-def _last(trainings: Sequence[Training], objective: str) -> list[Scores]:
-    return [training.curve()[-1][1] for training in trainings if training.objective == objective]
+def _last(trainings: Sequence[Training]) -> dict[str, list[Scores]]:
+    """Return what each objective's runs gave at the last evaluation that all runs have."""
+    curves = [dict(training.curve()) for training in trainings]
+    step = max(set.intersection(*map(set, curves)))
+    found: dict[str, list[Scores]] = {}
+    for training, curve in zip(trainings, curves, strict=True):
+        found.setdefault(training.objective, []).append(curve[step])
+    return found
 
 
 def table(before: Scores, results: dict[str, list[Scores]]) -> str:
