@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+from atroposlib.envs.server_handling.agents.record import FinishedRollout
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, RolloutSettings, managed_for
 from atroposlib.envs.server_handling.agents.rows import group_of, rows_of
 from atroposlib.envs.server_handling.fan_out import contained, raise_first
@@ -33,7 +34,7 @@ from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.sampling import words
 from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, KilledFault, RolloutFault, VerifierFault
-from atroposlib.rollouts.trace import row_of_group
+from atroposlib.rollouts.trace import EngineReply, row_of_group
 from atroposlib.type_definitions import Item, JsonObject, ScoredDataGroup
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ _CLIENT_VARIABLES = words(
 class AgentEnvConfig(BaseEnvConfig):
     """Runs of agents, and what each may use. `max_token_length` limits one reply of the model."""
 
+    response_journal: Literal["off", "responses", "tokens"] = Field(
+        default="responses",
+        description="Where there are rollout files: every reply of the model is on disk before its agent has it, and a "
+        "finished rollout until its group is written; a restart uses both. off: unfinished groups start again.",
+    )
     agent_timeout_s: PositiveFloat = Field(600, description="Seconds one agent may run.")
     max_calls: PositiveInt | None = Field(64, description="Requests of one agent; null: no limit.")
     max_agent_tokens: PositiveInt | None = Field(None, description="Generated tokens of one agent; null: no limit.")
@@ -229,11 +235,36 @@ class AgentEnv(BaseEnv):
         return group, []
 
     async def _contained(self, item: Item, row: int) -> tuple[Rollout, float] | BaseException:
-        with row_of_group(row):
+        with row_of_group(row, has_own_responses=True):
             try:
-                return await contained(self._roll_out(item))
+                return self._finished(row) or self._keep(row, await contained(self._roll_out(item)))
             except Exception as error:
                 return error
+
+    def _finished(self, row: int) -> tuple[Rollout, float] | None:
+        """The rollout of a row and its score, where an earlier process (or try) has finished it."""
+        journal = self.server.kept_responses
+        if journal is None or (body := journal.kept(self._name(row))) is None:
+            return None
+        finished = FinishedRollout.unpacked(body)
+        settings = self.rollout_settings().model_copy(update={"rollout_id": finished.id})
+        rollout = Rollout(settings, self._managed(settings))
+        rollout.resume(finished)
+        return rollout, finished.score
+
+    def _keep(self, row: int, scored: tuple[Rollout, float]) -> tuple[Rollout, float]:
+        """Keep a finished rollout in the journal of the run until its group is written."""
+        if (journal := self.server.kept_responses) is not None:
+            rollout, score = scored
+            replies = rollout.replies
+            reasons = [reason for reply in replies for reason in reply.finish_reasons]
+            tokens = sum(reply.completion_tokens for reply in replies)
+            journal.keep(self._name(row), rollout.finished(score).packed(), EngineReply(reasons, 0, tokens))
+        return scored
+
+    def _name(self, row: int) -> str:
+        model = self.server.servers[0].config.model_name
+        return f"rollout 1/{row}/{model}/{self.rollout_settings().model_dump_json()}"
 
     async def _roll_out(self, item: Item) -> tuple[Rollout, float]:
         service = await self._running_service()

@@ -90,7 +90,7 @@ class ResponseJournal:
             draft.take(self._read(place))
         self._drafts.setdefault(item_key, {})[sample] = draft
         if draft.ids or draft.reply:
-            self.reused_responses += draft.reply is not None
+            self.reused_responses += max(1, len(draft.reply.finish_reasons)) if draft.reply is not None else 0
             self.reused_tokens += len(draft.ids) or (draft.reply.completion_tokens if draft.reply else 0)
         return draft
 

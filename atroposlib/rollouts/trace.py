@@ -20,6 +20,7 @@ from atroposlib.type_definitions import EngineInfo, FinishReason, Usage
 _current: ContextVar["RolloutTrace | None"] = ContextVar("rollout_trace", default=None)
 _prompt_counted: ContextVar[bool] = ContextVar("prompt_counted", default=False)
 _row: ContextVar[int | None] = ContextVar("rollout_row", default=None)
+_own_row: ContextVar[int | None] = ContextVar("own_row", default=None)
 
 
 TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[str]]
@@ -125,13 +126,23 @@ class RolloutTrace:
 
 
 @contextmanager
-def row_of_group(index: int) -> Iterator[None]:
-    """Inside: the rollout of one row of the group, which runs at the same time as those of the others."""
-    token = _row.set(index)
+def row_of_group(index: int, *, has_own_responses: bool = False) -> Iterator[None]:
+    """Inside: the rollout of one row of the group, which runs at the same time as those of the others.
+
+    Args:
+        has_own_responses: the journal keeps its responses apart from those that other rows got to the same request.
+    """
+    tokens = _row.set(index), _own_row.set(index if has_own_responses else None)
     try:
         yield
     finally:
-        _row.reset(token)
+        _row.reset(tokens[0])
+        _own_row.reset(tokens[1])
+
+
+def row_with_own_responses() -> int | None:
+    """The row that is rolled out here, if the journal keeps its responses apart."""
+    return _own_row.get()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 from pydantic import Field, PositiveInt
 
 from atroposlib.environments.adapters.episode import Conversation, EpisodeConfig, EpisodeEnv, Step
-from atroposlib.envs.base import APIServer, APIServerConfig, ScoredDataItem, ServerManager, Trajectory
+from atroposlib.envs.base import APIServerConfig, ScoredDataItem, ServerManager, Trajectory
 from atroposlib.envs.server_handling.fan_out import raise_first
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
 from atroposlib.rollouts.trace import held_replies
@@ -175,8 +175,7 @@ class Rival:
 
     def __init__(self, env: TextArenaEnv) -> None:
         self.server = env.rivals
-        kept = [server.one_by_one for server in env.server.servers if isinstance(server, APIServer)]
-        self.server.keep_responses(kept[0] if kept else None)
+        self.server.keep_responses(env.server.kept_responses)
 
     async def chat_completion(self, **asked: Any) -> Any:
         with held_replies():

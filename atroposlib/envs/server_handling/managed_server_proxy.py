@@ -236,6 +236,10 @@ def _app_from(args: argparse.Namespace, token: str | None) -> FastAPI:
             f"--host {args.host} is reachable from other machines and no token is set; set {TOKEN_VARIABLE} or "
             "--token-file, or accept the risk with --insecure"
         )
+    if not args.records:
+        logger.warning(
+            "the records of rollouts are in memory only, and gone with this process; --records FILE keeps them"
+        )
     config = load_config(args.config)
     manager = ServerManager(configs=config.server_configs())
     return create_app(

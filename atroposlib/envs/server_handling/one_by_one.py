@@ -32,6 +32,7 @@ from atroposlib.rollouts.trace import (
     finish_reason_of,
     held_replies,
     oldest_first,
+    row_with_own_responses,
     same_prompt,
 )
 from atroposlib.type_definitions import JsonObject
@@ -170,6 +171,21 @@ class OneByOne:
         (draft,) = await self._drafts(server, _LOGPROBS, request.of(n=1), ask)
         return msgspec.msgpack.decode(draft.body or b"")
 
+    def kept(self, name: str) -> bytes | None:
+        """What was kept under this name for the item that is rolled out here; None: nothing."""
+        work = current_work.get()
+        return None if work is None else self._journal.open(work.key, _named(name)).body
+
+    def keep(self, name: str, body: bytes, reply: EngineReply) -> None:
+        """Keep something until the item's group is recorded.
+
+        Args:
+            reply: the sum of the engine's replies in it.
+        """
+        work = current_work.get()
+        if work is not None and not work.is_settled:
+            self._journal.open(work.key, _named(name)).finish(reply, body=body)
+
     async def _openai(
         self,
         server: Asker,
@@ -196,7 +212,10 @@ class OneByOne:
         """The finished responses to one request, in order; those that are known already are not asked for."""
         work = current_work.get()
         assert work is not None
-        places = _places(work, digest_of(route, server.config.model_name, request.options), request.n)
+        digest, row = digest_of(route, server.config.model_name, request.options), row_with_own_responses()
+        if row is not None:
+            digest = hashlib.blake2b(digest + row.to_bytes(PLACE_BYTES, "big"), digest_size=16).digest()
+        places = _places(work, digest, request.n)
         seed: int | None = request.options.get("seed", self._seed)
 
         async def finished(place: bytes) -> Draft | RolloutFault:
@@ -229,8 +248,15 @@ class OneByOne:
         """Take the response from an earlier run, if it gave one to the same request."""
         if self._earlier is None:
             return
+        row, index = row_with_own_responses(), draft.index
+        if row is not None and index:  # its other choices of the same request: the earlier run has one for each row
+            return
         found = self._earlier.find(
-            draft.item_key, draft.index, model=model, input_ids=request.input_ids, asked=request.options
+            draft.item_key,
+            index if row is None else row,
+            model=model,
+            input_ids=request.input_ids,
+            asked=request.options,
         )
         if found is not None:
             self._journal.reused_responses += 1
@@ -262,6 +288,11 @@ def _places(work: Work, digest: bytes, n: int) -> list[bytes]:
     first = work.asked[digest]
     work.asked[digest] += n
     return [digest + index.to_bytes(PLACE_BYTES, "big") for index in range(first, first + n)]
+
+
+def _named(name: str) -> bytes:
+    """A name for the journal that no response has."""
+    return hashlib.blake2b(name.encode(), digest_size=16, person=b"kept").digest() + bytes(PLACE_BYTES)
 
 
 def _reply_of(draft: Draft) -> EngineReply:

@@ -169,6 +169,11 @@ class ServerManager:
             if isinstance(server, APIServer):
                 server.one_by_one = one_by_one
 
+    @property
+    def kept_responses(self) -> OneByOne | None:
+        """Where the responses of rollouts are kept; None: nowhere."""
+        return next((server.one_by_one for server in self.servers if isinstance(server, APIServer)), None)
+
     async def update_weight(self, weight: float) -> None:
         """Use `weight` (0 to 1) of every server's slots."""
         for server in self.servers:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from atroposlib.envs.server_handling.conversation import Conversation, Message, Turn, keys_of
@@ -19,6 +20,7 @@ from atroposlib.envs.server_handling.sequence import Call
 from atroposlib.errors import PathError
 from atroposlib.lock_files import HeldError, hold
 from atroposlib.rollouts.files import AppendFile
+from atroposlib.rollouts.trace import EngineReply
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +91,42 @@ class CallLog:
         os.close(self._lock)
 
 
-def written(exchange: Exchange, earlier: Sequence[Exchange]) -> dict[str, Any]:
-    """An exchange as JSON values; `earlier` holds the calls that its own continue."""
-    places = {id(call): [one.number, index] for one in earlier for index, call in enumerate(one.calls)}
+class FinishedRollout(msgspec.Struct):
+    """A rollout with its score, as it is kept until its group is written."""
+
+    id: str
+    score: float
+    exchanges: list[dict[str, Any]]  # as `written`
+    replies: list[EngineReply]
+
+    def packed(self) -> bytes:
+        """As bytes; log-probabilities stay what they are, infinities too."""
+        return msgspec.msgpack.encode(self, enc_hook=repr)
+
+    @classmethod
+    def unpacked(cls, body: bytes) -> "FinishedRollout":
+        """From such bytes."""
+        return msgspec.msgpack.decode(body, type=cls)
+
+
+class Places:
+    """The place (number of the exchange, index) of each call of a rollout; every exchange is looked at once."""
+
+    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+        self._exchanges = exchanges  # which may grow
+        self._places: dict[int, list[int]] = {}
+        self._seen = 0
+
+    def of(self, call: Call | None) -> list[int] | None:
+        """The place of a call; None where it has none."""
+        for exchange in self._exchanges[self._seen :]:
+            self._places |= {id(one): [exchange.number, index] for index, one in enumerate(exchange.calls)}
+        self._seen = len(self._exchanges)
+        return None if call is None else self._places.get(id(call))
+
+
+def written(exchange: Exchange, places: Places) -> dict[str, Any]:
+    """An exchange as JSON values."""
     return {
         "number": exchange.number,
         "digest": exchange.digest.hex(),
@@ -103,7 +138,7 @@ def written(exchange: Exchange, earlier: Sequence[Exchange]) -> dict[str, Any]:
         "versions": exchange.versions,
         "notes": exchange.notes,
         "answers": [asdict(answer) for answer in exchange.answers],
-        "calls": [_call(call, places.get(id(call.parent))) for call in exchange.calls],
+        "calls": [_call(call, places.of(call.parent)) for call in exchange.calls],
     }
 
 

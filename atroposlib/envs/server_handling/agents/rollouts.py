@@ -17,12 +17,20 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from atroposlib.envs.server_handling.agents.record import Answer, CallLog, Exchange, restored, written
+from atroposlib.envs.server_handling.agents.record import (
+    Answer,
+    CallLog,
+    Exchange,
+    FinishedRollout,
+    Places,
+    restored,
+    written,
+)
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, Reply
 from atroposlib.envs.server_handling.sampling import words
 from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import RequestFault, RolloutFault
-from atroposlib.rollouts.trace import current_trace, held_replies
+from atroposlib.rollouts.trace import EngineReply, current_trace, held_replies
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +110,8 @@ class Rollout:
         self.created = time.time() if created is None else created
         self.last_used = self.created
         self.exchanges: list[Exchange] = []
+        self.places = Places(self.exchanges)
+        self.replies: list[EngineReply] = []
         self.scores: list[dict[str, Any]] = []
         self.end_reason: str | None = None
         self.is_sealed = False  # by whoever rolls out; a budget that is used up only ends what is generated
@@ -185,9 +195,7 @@ class Rollout:
         except RolloutFault as fault:
             self.faults[fault.failure_class] += 1
             raise
-        if (trace := current_trace()) is not None:
-            for reply in engine:
-                trace.record(reply)
+        self.note(engine)
         exchange = Exchange(
             number=len(self.exchanges),
             digest=digest,
@@ -202,6 +210,25 @@ class Rollout:
             notes=[*asked.notes, *notes],
         )
         return self._recorded(exchange)
+
+    def note(self, replies: Sequence[EngineReply]) -> None:
+        """Count the engine's replies as those of this rollout."""
+        self.replies.extend(replies)
+        if (trace := current_trace()) is not None:
+            for reply in replies:
+                trace.record(reply)
+
+    def finished(self, score: float) -> FinishedRollout:
+        """The rollout as it is kept until its group is written."""
+        lines = [written(exchange, self.places) for exchange in self.exchanges]
+        return FinishedRollout(self.id, score, lines, self.replies)
+
+    def resume(self, finished: FinishedRollout) -> None:
+        """Take the place of a rollout that an earlier process has finished."""
+        for line in finished.exchanges:
+            self.exchanges.append(restored(line, self.exchanges, self.managed))
+        self.note(finished.replies)
+        self._end("done", is_sealed=True)
 
     def _sampling(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """The parameters that count, and what was overridden."""
@@ -234,7 +261,7 @@ class Rollout:
         exchange.number = len(self.exchanges)
         self.exchanges.append(exchange)
         if self._log is not None:
-            self._log.append({"exchange": written(exchange, self.exchanges), "rollout": self.id})
+            self._log.append({"exchange": written(exchange, self.places), "rollout": self.id})
         return exchange
 
     # -- what the environment says -------------------------------------------------------------------------------
@@ -301,7 +328,7 @@ class Rollout:
             "running": len(self._running),
             "generated_tokens": self.generated_tokens(),
             "differences": self.managed.lineage.differences,
-            "calls": [written(exchange, self.exchanges) for exchange in self.exchanges],
+            "calls": [written(exchange, self.places) for exchange in self.exchanges],
         }
 
 
