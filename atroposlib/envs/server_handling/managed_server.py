@@ -11,7 +11,7 @@ was generated is ever rendered or tokenized again.
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from atroposlib.envs.server_handling.chat_prompt import (
@@ -41,10 +41,11 @@ from atroposlib.envs.server_handling.sequence import (
     Prompt,
     SequenceNode,
     State,
+    behind_text,
     codec_of,
-    extend_text,
     find_text_base,
     grow,
+    inserted_in,
     known_logprobs,
     note_chats,
     prefix_of,
@@ -109,8 +110,8 @@ class ManagedServer:
         reasoning_parser: any name takes thoughts out of `message.content` into `message.reasoning_content`.
         keeps_thoughts: a turn that comes back without its thoughts continues its sequence, thoughts included; False:
             it is an edit, and begins a branch.
-        for_agents: replies as agents expect them: without the stop string that ended them, and `length` where the
-            context has no room (left for as much as was asked).
+        for_agents: no nodes, and replies as agents expect them: without the stop string that ended them, and `length`
+            where the context has no room (left for as much as was asked).
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class ManagedServer:
         self.track_tree = track_tree
         self.current_nodes: list[SequenceNode] = []
         self.sequences: dict[str, SequenceNode] = {}  # tree mode only, by full_text
+        self._ends: list[Call] = []  # for agents only: those that nobody has continued
         self.lineage = Lineage()
         self._reader = self._new_reader()
         self._tool_parser = tool_parser
@@ -303,9 +305,9 @@ class ManagedServer:
 
     def reset(self) -> None:
         """Forget all sequences."""
-        for node in self._nodes():
+        for node in self.sequences.values() if self.track_tree else self.current_nodes:
             node._call = None
-        self.current_nodes = []
+        self.current_nodes, self._ends = [], []
         self.sequences = {}
         self.lineage.clear()
         self._reader = self._new_reader()
@@ -321,11 +323,11 @@ class ManagedServer:
             answered = len(Conversation(chat.turns[:turns]).shown) - 1
             rest = render_after_turn(self.tokenizer, chat.shown, answered, chat.tools)
             if rest is not None:
-                ids = extend_text(base, rest, codec_of(self.tokenizer))
-                return Prompt(base.full_text + rest, ids, rest, base, chat, turns)
+                inserted = behind_text(base, rest, codec_of(self.tokenizer))
+                return Prompt(base.full_text + rest, base.tokens + inserted, rest, base, inserted, chat, turns)
         text = self._convert_messages_to_prompt(chat.shown, chat.tools)
         prompt = self._text_prompt(text, ends_turns=True)
-        return Prompt(prompt.text, prompt.ids, prompt.rest, prompt.base, chat)
+        return replace(prompt, chat=chat)
 
     def _text_prompt(self, text: str, *, ends_turns: bool = False) -> Prompt:
         """Return a text as a prompt; with `ends_turns` it follows an end token only where it has that token itself."""
@@ -334,10 +336,11 @@ class ManagedServer:
                 "no tokenizer: pass one to managed_server(tokenizer=...) or set the server's tokenizer_name"
             )
         codec = codec_of(self.tokenizer)
-        base = find_text_base(self._nodes(), text)
+        base = find_text_base(self._last_calls(), text)
         rest = text if base is None else text[len(base.full_text) :]
         if base is not None and not (ends_turns and base.tail and without_repeated(base.tail, rest) == rest):
-            return Prompt(text, extend_text(base, rest, codec), rest, base)
+            inserted = behind_text(base, rest, codec)
+            return Prompt(text, base.tokens + inserted, rest, base, inserted)
         ids = drop_doubled_bos(codec.encode(text, add_special_tokens=True), self.tokenizer.bos_token_id)
         return Prompt(text, ids, text)
 
@@ -395,13 +398,15 @@ class ManagedServer:
         opening: str,
     ) -> list[Reply]:
         """The choices, after their sequences are stored in the same order."""
-        prefix = prefix_of(prompt_ids, prompt)
-        is_extended = prefix.base is not None
-        replies, nodes = [], []
+        prefix = None if self._for_agents else prefix_of(prompt_ids, prompt)
+        base, inserted = (prefix.base, prefix.inserted) if prefix is not None else inserted_in(prompt_ids, prompt)
+        is_extended = base is not None
+        replies: list[Reply] = []
+        nodes: list[SequenceNode] = []
         for output, (message, record) in zip(outputs, messages, strict=True):
             call = Call(
-                parent=prefix.base,
-                inserted=prefix.inserted,
+                parent=base,
+                inserted=inserted,
                 output=output.ids,
                 logprobs=output.logprobs,
                 rest=prompt.rest if is_extended else prompt.text,
@@ -411,30 +416,41 @@ class ManagedServer:
                 turns=prompt.turns if is_extended else 0,
                 chat=None if prompt.chat is None else prompt.chat.answered(record, output.text),
             )
-            call.node = grow(
-                prefix,
-                output.ids,
-                output.logprobs,
-                text=prompt.text + output.text,
-                call=call,
-                metadata={"finish_reason": output.reason},
-            )
-            nodes.append(call.node)
+            if prefix is None:
+                call.behind = prompt.text, prompt_ids
+            else:
+                call.node = grow(
+                    prefix,
+                    output.ids,
+                    output.logprobs,
+                    text=prompt.text + output.text,
+                    call=call,
+                    metadata={"finish_reason": output.reason},
+                )
+                nodes.append(call.node)
             if call.chat is not None:
                 self.lineage.add(call, message)
             reason = (
                 "tool_calls" if message.get("tool_calls") else "stop" if output.reason == "unknown" else output.reason
             )
             replies.append(Reply(output.text, reason, message, call, len(prompt_ids)))
-        self._store(nodes, prompt.base)
+        if prompt.base is not None:
+            prompt.base.is_continued = True
+        if self._for_agents:  # whose record knows its messages
+            self._store_ends([reply.call for reply in replies], prompt.base)
+        else:
+            self._store(nodes, prompt.base)
         return replies
+
+    def _store_ends(self, calls: list[Call], base: Call | None) -> None:
+        if base is not None and base.behind is not None:
+            self._ends.remove(base)
+            base.behind = None
+        self._ends.extend(calls)
 
     def _store(self, nodes: list[SequenceNode], base: Call | None) -> None:
         """Put the first in place of the sequence it extends (unless another call did), the others at the end."""
-        if not self._for_agents:  # whose record knows its messages
-            note_chats(nodes)
-        if base is not None:
-            base.is_continued = True
+        note_chats(nodes)
         if self.track_tree:
             self.sequences.update((node.full_text, node) for node in nodes)
             return
@@ -451,8 +467,10 @@ class ManagedServer:
         translator = self._get_translator()
         return message if translator is None else translator.convert_messages_for_template([message])[0]
 
-    def _nodes(self) -> Iterable[SequenceNode]:
-        return self.sequences.values() if self.track_tree else self.current_nodes
+    def _last_calls(self) -> Iterable[Call]:
+        """The calls that end a sequence."""
+        nodes = self.sequences.values() if self.track_tree else self.current_nodes
+        return self._ends if self._for_agents else (node._call for node in nodes if node._call is not None)
 
     def _get_translator(self) -> "ToolCallTranslator | None":
         if self._translator is None and self._tool_parser:

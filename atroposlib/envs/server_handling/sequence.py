@@ -122,6 +122,7 @@ class Call:
     turns: int = 0  # of the chat that are those of the parent
     after: "Fork" = field(default_factory=lambda: Fork())
     node: "SequenceNode | None" = None  # while it ends a sequence
+    behind: tuple[str, list[int]] | None = None  # text and ids of its prompt, while it ends a sequence without a node
     is_continued: bool = False
     extensions: int = 0  # requests that are extending it now
 
@@ -130,6 +131,8 @@ class Call:
         """Text of the sequence, without the end tokens at its very end."""
         if self.node is not None:
             return self.node.full_text
+        if self.behind is not None:
+            return self.behind[0] + self.text
         return "".join(call.rest + call.text for call in self.path())
 
     @property
@@ -137,6 +140,8 @@ class Call:
         """Ids of the sequence [T]."""
         if self.node is not None:
             return self.node.tokens
+        if self.behind is not None:
+            return [*self.behind[1], *self.output]
         return [token for call in self.path() for part in (call.inserted, call.output) for token in part]
 
     def pack(self) -> None:
@@ -234,7 +239,7 @@ class Lineage:
     def clear(self) -> None:
         """Forget all calls, and let go of what they hold of each other: such circles are rarely looked for."""
         for call in [*self._calls, *(call for call, _ in self._new)]:
-            call.parent, call.node, call.after = None, None, Fork()
+            call.parent, call.node, call.behind, call.after = None, None, None, Fork()
         self._roots, self._new, self._calls, self._reached = {}, [], [], []
 
     def _place(self, call: Call, others: Iterable[Message]) -> None:
@@ -295,28 +300,27 @@ class Prompt:
     ids: list[int]
     rest: str  # of the text, behind `base`
     base: Call | None = None  # that it continues
+    inserted: list[int] = field(default_factory=list)  # ids behind those of `base`
     chat: Conversation | None = None  # None for text completions
     turns: int = 0  # of the chat that are those of `base`
 
 
-def find_text_base(nodes: Iterable[SequenceNode], text: str) -> Call | None:
-    """The last call of the node with the longest text that `text` starts with.
+def find_text_base(ends: Iterable[Call], text: str) -> Call | None:
+    """The one of these calls with the longest text that `text` starts with.
 
-    A node that ended itself (end token) is not extended by its own text: that asks for another sample.
+    A sequence that ended itself (end token) is not extended by its own text: that asks for another sample.
     """
     calls = (
-        node._call
-        for node in nodes
-        if node._call is not None
-        and text.startswith(node.full_text)
-        and (len(text) > len(node.full_text) or not node._call.tail)
+        call
+        for call in ends
+        if text.startswith(known := call.full_text) and (len(text) > len(known) or not call.tail)
     )
     return max(calls, key=lambda call: (len(call.full_text), -call.extensions), default=None)
 
 
-def extend_text(base: Call, rest: str, codec: Codec) -> list[int]:
-    """Ids of a call's sequence and of the text `rest` behind it, which may repeat the end tokens that are there."""
-    return base.tokens + codec.encode(without_repeated(base.tail, rest), add_special_tokens=False)
+def behind_text(base: Call, rest: str, codec: Codec) -> list[int]:
+    """Ids of the text `rest` behind a call's sequence; it may repeat the end tokens that are there."""
+    return codec.encode(without_repeated(base.tail, rest), add_special_tokens=False)
 
 
 def without_repeated(tail: Sequence[str], rest: str) -> str:
@@ -343,18 +347,25 @@ class Prefix:
     inserted: list[int] = field(default_factory=list)  # ids behind that
 
 
+def inserted_in(prompt_ids: list[int], prompt: Prompt) -> tuple[Call | None, list[int]]:
+    """The call that a prompt continues as the engine saw it, and the ids behind that call; None: all are new."""
+    base = prompt.base
+    if base is None or prompt_ids is prompt.ids or prompt_ids == prompt.ids:
+        return base, prompt_ids if base is None else prompt.inserted
+    earlier = base.tokens
+    if prompt_ids[: len(earlier)] == earlier:
+        return base, prompt_ids[len(earlier) :]
+    logger.warning("the engine changed the prompt of an extended sequence; its earlier turns take no loss")
+    return None, prompt_ids
+
+
 def prefix_of(prompt_ids: list[int], prompt: Prompt) -> Prefix:
     """The prompt, masked except for what the call that it continues had learned from, unless it does so elsewhere."""
-    base, nothing = prompt.base, Prefix(prompt_ids, [], [], None, prompt_ids)
-    earlier = [] if base is None else base.tokens
-    if base is not None and prompt_ids[: len(earlier)] == earlier:
-        inserted = prompt_ids[len(earlier) :]
-        nothing = Prefix(prompt_ids, [], [], base, inserted)
-        if (node := base.node) is not None:
-            masked = node.masked_tokens + [IGNORE_INDEX] * len(inserted)
-            return Prefix(prompt_ids, masked, node.logprobs + [PROMPT_LOGPROB] * len(inserted), base, inserted)
-    elif base is not None:
-        logger.warning("the engine changed the prompt of an extended sequence; its earlier turns take no loss")
+    base, inserted = inserted_in(prompt_ids, prompt)
+    nothing = Prefix(prompt_ids, [], [], base, inserted)
+    if base is not None and (node := base.node) is not None:
+        masked = node.masked_tokens + [IGNORE_INDEX] * len(inserted)
+        return Prefix(prompt_ids, masked, node.logprobs + [PROMPT_LOGPROB] * len(inserted), base, inserted)
     size = len(prompt_ids)
     return replace(nothing, masked=[IGNORE_INDEX] * size, logprobs=[PROMPT_LOGPROB] * size)
 
