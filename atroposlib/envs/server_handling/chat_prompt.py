@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
+from atroposlib.envs.server_handling.conversation import Conversation
 from atroposlib.type_definitions import JsonObject, Tokenizer
 
 TURN_MARK = "ATROPOSxTURNxMARK"
@@ -41,10 +42,11 @@ def knows_developer(tokenizer: object) -> bool:
     return isinstance(template, str) and "developer" in template
 
 
-def opened_thought(tokenizer: Tokenizer, messages: Sequence[JsonObject], prompt: str) -> str:
-    """The `<think>` and white space that the template put before the answer to `messages`, else ""."""
-    if not prompt.rstrip().endswith("<think>") or _has_no_template(tokenizer) or not _wants_reply(messages):
+def opened_thought(tokenizer: Tokenizer, chat: Conversation, prompt: str) -> str:
+    """The `<think>` and white space that the template put before the answer to a conversation, else ""."""
+    if not prompt.rstrip().endswith("<think>") or _has_no_template(tokenizer) or not _wants_reply(chat.shown):
         return ""
+    messages = chat.shown
     opening = _THOUGHT_OPENS.search(prompt)
     last = messages[-1].get("content") if messages else ""
     if isinstance(last, str) and _THOUGHT_OPENS.search(last):  # maybe it is only the question that ends so

@@ -181,7 +181,7 @@ class ManagedServer:
         finally:
             if base is not None:
                 base.extensions -= 1
-        opening = opened_thought(self.tokenizer, prompt.chat.shown, prompt.text) if prompt.chat is not None else ""
+        opening = opened_thought(self.tokenizer, prompt.chat, prompt.text) if prompt.chat is not None else ""
         messages = [self._message(output, request, prompt.text, opening) for output in outputs]
         return self._tracked(prompt, prompt_ids, outputs, messages, opening)
 
@@ -320,8 +320,9 @@ class ManagedServer:
             base, turns = found
             assert base.chat is not None
             chat = base.chat.continued(chat, turns)
-            answered = len(Conversation(chat.turns[:turns]).shown) - 1
-            rest = render_after_turn(self.tokenizer, chat.shown, answered, chat.tools)
+            shown = chat.shown
+            behind = sum(turn.shown is not None for turn in chat.turns[turns:])
+            rest = render_after_turn(self.tokenizer, shown, len(shown) - behind - 1, chat.tools)
             if rest is not None:
                 inserted = behind_text(base, rest, codec_of(self.tokenizer))
                 return Prompt(base.full_text + rest, base.tokens + inserted, rest, base, inserted, chat, turns)

@@ -172,7 +172,7 @@ class OneByOne:
         return msgspec.msgpack.decode(draft.body or b"")
 
     def kept(self, name: str) -> bytes | None:
-        """What was kept under this name for the item that is rolled out here; None: nothing."""
+        """Return what lies under this name for the item that is rolled out here; None: nothing."""
         work = current_work.get()
         return None if work is None else self._journal.open(work.key, _named(name)).body
 

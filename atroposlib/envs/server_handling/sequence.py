@@ -311,9 +311,7 @@ def find_text_base(ends: Iterable[Call], text: str) -> Call | None:
     A sequence that ended itself (end token) is not extended by its own text: that asks for another sample.
     """
     calls = (
-        call
-        for call in ends
-        if text.startswith(known := call.full_text) and (len(text) > len(known) or not call.tail)
+        call for call in ends if text.startswith(known := call.full_text) and (len(text) > len(known) or not call.tail)
     )
     return max(calls, key=lambda call: (len(call.full_text), -call.extensions), default=None)
 

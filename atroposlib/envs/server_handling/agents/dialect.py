@@ -6,6 +6,7 @@ Events are made of the whole reply: what is streamed is what is recorded.
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 import orjson
@@ -14,6 +15,8 @@ from atroposlib.envs.server_handling.agents.record import Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Asked, Rollout
 from atroposlib.envs.server_handling.proxy_schemas import known_options
 from atroposlib.errors import RequestFault
+
+_ROLE = methodcaller("get", "role")
 
 Body = Mapping[str, Any]
 
@@ -85,8 +88,7 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
     checked = list(objects(messages, "messages"))
     if not checked:
         raise RequestFault("messages must not be empty")
-    roles = [message.get("role") for message in checked]
-    if set(map(type, roles)) != {str}:
-        index = next(index for index, role in enumerate(roles) if not isinstance(role, str))
+    if set(map(type, map(_ROLE, checked))) != {str}:  # of a long history without a loop in Python
+        index = next(index for index, message in enumerate(checked) if not isinstance(message.get("role"), str))
         raise RequestFault(f"messages[{index}] has no role; give each message one, such as 'user'")
     return checked
