@@ -5,13 +5,13 @@ The page is one self-contained file with bar charts in inline SVG, nothing fetch
 
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, Template
+from jinja2 import Environment, FileSystemLoader
 
+from atroposlib.charts import STYLE, bar_chart
 from atroposlib.data.failures import read_failures
 from atroposlib.data.policy import StepResult, pass_rates
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
@@ -128,24 +128,21 @@ def _histogram(values: Array, limits: tuple[float, float] | None = None) -> Hist
 def stats_page(stats: Stats) -> str:
     """Return the whole page."""
     names = [field.name for field in fields(TaskStats)]
-    return _template("stats.html").render(
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    templates.filters["cell"] = _cell
+    histograms = {
+        "Scores (responses)": stats.scores,
+        "Share accepted (problems)": stats.pass_rate,
+        "Completion tokens (responses)": stats.completion_tokens,
+    }
+    return templates.get_template("stats.html").render(
         stats=stats,
+        style=STYLE,
+        charts=[bar_chart(title, each.edges, each.counts) for title, each in histograms.items()],
         task_head=[name.replace("_", " ") for name in names],
         task_rows=[[getattr(task, name) for name in names] for task in (stats.total, *stats.tasks)],
         retention_rows=[(step.step, step.kept, step.dropped) for step in stats.retention],
     )
-
-
-def bar_chart(title: str, histogram: Histogram) -> str:
-    """Return one histogram as SVG with its largest count and the range of its values."""
-    return _template("bar_chart.html").render(title=title, histogram=histogram)
-
-
-@cache
-def _template(name: str) -> Template:
-    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    templates.filters["cell"] = _cell
-    return templates.get_template(name)
 
 
 def _cell(value: object) -> str:

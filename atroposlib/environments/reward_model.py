@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from atroposlib.backoff import backoff_s
 from atroposlib.errors import EngineFault, RequestFault, VerifierFault
 from atroposlib.rollouts.failures import scored
 from atroposlib.type_definitions import Message
@@ -115,18 +116,19 @@ class RewardModel:
         from atroposlib.envs.server_handling.transport import Transport  # loads aiohttp
 
         self._transport = self._transport or Transport(self.config.api_key)
-        give_up_at, pause_s = time.monotonic() + self.config.outage_timeout_s, FIRST_PAUSE_S
+        give_up_at, failures = time.monotonic() + self.config.outage_timeout_s, 0
         while True:
             try:
                 body = await self._transport.post(self.config.url, asked, deadline_s=self.config.timeout_s)
                 return read_json(body)
             except EngineFault as fault:
+                failures += 1
+                pause_s = backoff_s(failures, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S, jitter=(0.5, 1.0))
                 if time.monotonic() + pause_s > give_up_at:
                     raise
                 self.counts["waits"] += 1
                 logger.warning("reward model does not answer, asked again in %.1f s: %s", pause_s, fault)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def number_of(reply: Any, label: int | None = None) -> float:

@@ -15,9 +15,9 @@ from urllib.parse import quote
 
 import msgspec
 
+from atroposlib.charts import Line, histogram, line_chart
 from atroposlib.errors import LaunchError, RowError
 from atroposlib.paths import write_text_atomic
-from atroposlib.status.charts import Line, histogram, line_chart
 from atroposlib.status.runs import RunStatus, read_status
 from atroposlib.status.table import facts_of, headline
 from atroposlib.status.training import Training, json_object, last_lines

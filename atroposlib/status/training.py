@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atroposlib.status.charts import Line, line_chart
+from atroposlib.charts import Line, line_chart
 
 EVALUATIONS = "evaluations"
 """Folder of the evaluations in a training run's."""

@@ -7,7 +7,7 @@ import pytest
 
 MODULES = [
     "atroposlib.backoff",
-    "atroposlib.status.charts",
+    "atroposlib.charts",
     "atroposlib.launch.cluster",
     "atroposlib.launch.model_checks",
     "atroposlib.status.table",

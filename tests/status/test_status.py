@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from atroposlib.charts import HEIGHT, WIDTH, Line, histogram, line_chart
 from atroposlib.cli.boundary import command
 from atroposlib.cli.runs import runs as runs_command
 from atroposlib.cli.status import HELP
@@ -21,7 +22,6 @@ from atroposlib.cli.status import status as status_command
 from atroposlib.envs.eval import evaluate_log
 from atroposlib.errors import LaunchError
 from atroposlib.lock_files import start_time
-from atroposlib.status.charts import HEIGHT, WIDTH, Line, histogram, line_chart
 from atroposlib.status.page import (
     FIRST_INTERVAL_S,
     MOST_POINTS,

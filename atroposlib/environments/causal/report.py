@@ -8,14 +8,14 @@ import hashlib
 import html
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from atroposlib.charts import STYLE, bar_chart
 from atroposlib.data.rollout_files import find_rollout_files, parse_line, read_lines
-from atroposlib.data.stats import Histogram, bar_chart
 from atroposlib.data.table import Advance, ignore
 from atroposlib.environments.causal.demonstration import Demonstration
 from atroposlib.errors import DataError, RowError
@@ -182,19 +182,18 @@ class Report:
     def page(self) -> str:
         """Return a self-contained HTML page with plots."""
         plots = [
-            bar_chart(f"Accuracy, {level} ({len(values)})", _histogram(values, 0, 1))
+            _chart(f"Accuracy, {level} ({len(values)})", values, 0, 1)
             for level, values in sorted(self._accuracy.items())
         ]
         gaps = [value for values in self._gap.values() for value in values]
-        plots.append(bar_chart("Share of the possible improvement", _histogram(gaps, 0, 1)))
+        plots.append(_chart("Share of the possible improvement", gaps, 0, 1))
         nodes = [size for size, count in self.nodes.items() for _ in range(count)]
-        plots.append(bar_chart("Variables", _histogram(nodes, 2.5, 20.5, 18)))
+        plots.append(_chart("Variables", nodes, 2.5, 20.5, 18))
         parents = [size for size, count in self.parents.items() for _ in range(count)]
-        plots.append(bar_chart("Parents of the target", _histogram(parents, -0.5, 7.5, 8)))
+        plots.append(_chart("Parents of the target", parents, -0.5, 7.5, 8))
         return (
             '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Demonstrations</title><style>'
-            "body{font:14px system-ui;margin:1rem}.plots{display:flex;flex-wrap:wrap}svg{background:#f7f8fa}"
-            "svg rect{fill:#3b6fb6}svg text{font:11px system-ui}</style></head>"
+            f"body{{font:14px system-ui;margin:1rem}}.plots{{display:flex;flex-wrap:wrap}}{STYLE}</style></head>"
             f"<body><h1>Demonstrations</h1><pre>{html.escape(self.text())}</pre>"
             f'<div class="plots">{"".join(plots)}</div><pre>{html.escape(json.dumps(self.as_json(), indent=1))}</pre>'
             "</body></html>\n"
@@ -208,6 +207,6 @@ def structure_hash(demonstration: Demonstration) -> str:
     return hashlib.blake2b(repr((scm.size, scm.target, edges)).encode(), digest_size=6).hexdigest()
 
 
-def _histogram(values: list[Any], low: float, high: float, bins: int = 20) -> Histogram:
+def _chart(title: str, values: Sequence[float], low: float, high: float, bins: int = 20) -> str:
     counts, edges = np.histogram(values, bins, (low, high))
-    return Histogram(counts=counts.tolist(), edges=edges.tolist())
+    return bar_chart(title, edges.tolist(), counts.tolist())

@@ -1,4 +1,4 @@
-"""Line charts and histograms as SVG text: no script, no style sheet of their own, safe to put into a page."""
+"""Line charts and bar charts as SVG text: no script, no style sheet of their own, safe to put into a page."""
 
 import math
 from collections.abc import Sequence
@@ -11,6 +11,14 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 58, 24, 22
 _BINS = 20
 _LETTERS = 12  # height of a line of text
 _STEPS = (1, 2, 5, 10)
+_NOTHING = f'<text x="{_LEFT}" y="{HEIGHT / 2}">nothing to draw yet</text>'
+
+STYLE = """\
+svg { width: 26rem; max-width: 100%; background: #f7f8fa; } svg rect { fill: #3b6fb6; } svg .grid { stroke: #dde; }
+svg text { font: 11px system-ui, sans-serif; fill: #445; } svg .title { font-weight: 600; }
+svg .value { text-anchor: end; }
+"""
+"""For pages of bar charts that have no colours of their own."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ def line_chart(
     lines = [Line(line.name, [(at, _finite(value)) for at, value in line.points]) for line in lines]
     values = [value for line in lines for _, value in line.points if value is not None]
     if len(values) < 2:
-        return _svg(title, f'<text x="{_LEFT}" y="{HEIGHT / 2}">nothing to draw yet</text>')
+        return _svg(title, _NOTHING)
     band = _band(lines[0].points, spread or [])
     start, end = lines[0].points[0][0], lines[0].points[-1][0]
     low, high = min(0.0, *values, *(b for _, b, _ in band)), max(top, *values, *(t for _, _, t in band))
@@ -84,22 +92,34 @@ def histogram(title: str, values: Sequence[float]) -> str:
     """Draw how many values lie where between the lowest and the highest; NaN and infinity are left out."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
-        return _svg(title, f'<text x="{_LEFT}" y="{HEIGHT / 2}">nothing to draw yet</text>')
+        return bar_chart(title, [], [])
     low, high = min(values), max(values)
     width = high / _BINS - low / _BINS or 1.0  # so, since the difference of large ones is infinite
     counts = [0] * _BINS
     for value in values:
         counts[min(_BINS - 1, int(value / width - low / width + 1e-9))] += 1
-    scale = _Scale(low, low + _BINS * width, 0.0, axis_top(max(counts)))
+    edges = [low + place * width for place in range(_BINS + 1)]
+    return bar_chart(title, edges, counts, f"{len(values):,}, mean {sum(values) / len(values):.3g}")
+
+
+def bar_chart(title: str, edges: Sequence[float], counts: Sequence[int], note: str = "") -> str:
+    """Draw how many values lie between edges: `counts[i]` from `edges[i]` to `edges[i + 1]`.
+
+    Args:
+        note: at the right of the title.
+    """
+    if not counts:
+        return _svg(title, _NOTHING)
+    scale = _Scale(edges[0], edges[-1], 0.0, axis_top(max(counts)))
     bars = "".join(
-        f'<rect x="{scale.x(left := low + place * width):.1f}" y="{(y := scale.y(count)):.1f}" '
-        f'width="{scale.x(left + width) - scale.x(left) - 1:.1f}" height="{scale.y(0) - y:.1f}">'
-        f"<title>{short(left)} to {short(left + width)}: {count}</title></rect>"
-        for place, count in enumerate(counts)
+        f'<rect x="{scale.x(left):.1f}" y="{(y := scale.y(count)):.1f}" '
+        f'width="{scale.x(right) - scale.x(left) - 1:.1f}" height="{scale.y(0) - y:.1f}">'
+        f"<title>{short(left)} to {short(right)}: {count}</title></rect>"
+        for left, right, count in zip(edges, edges[1:], counts, strict=False)
         if count
     )
-    mean = f"<tspan>{len(values):,}, mean {sum(values) / len(values):.3g}</tspan>"
-    return _svg(title, scale.axes("", short(low), short(high) if high > low else "") + bars, mean)
+    axes = scale.axes("", short(edges[0]), short(edges[-1]))
+    return _svg(title, axes + bars, f"<tspan>{escape(note)}</tspan>" if note else "")
 
 
 @dataclass(frozen=True)
