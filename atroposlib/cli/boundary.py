@@ -7,7 +7,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -15,28 +15,31 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from atroposlib.errors import AtroposError
 
+Click: TypeAlias = Any
+"""An object of the click that typer brings: by its version a package of that name, or a copy of its own."""
+
 HELP_WIDTH = 100
 _HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
-_METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
+_METAVARS: dict[object, str] = {int: "N", float: "X", Path: "PATH"}
 
 
 class Command(TyperCommand):
     """One command, whose help keeps lines that are indented as they are."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
+    def format_help(self, ctx: Click, formatter: Click) -> None:
         """Write the help, at one width."""
         formatter.width = HELP_WIDTH
         super().format_help(ctx, formatter)
 
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+    def format_help_text(self, ctx: Click, formatter: Click) -> None:
         """Write what the command does."""
         _write_help(self.help, formatter)
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+    def collect_usage_pieces(self, ctx: Click) -> list[str]:
         """Return the words of the usage line: arguments as they are named, without braces."""
         return [re.sub(r"^\{(.+)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def format_options(self, ctx: Click, formatter: Click) -> None:
         """Write arguments and options; the name of an argument says what it is, not its Python type."""
         sections: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
         for parameter in self.get_params(ctx):
@@ -54,12 +57,12 @@ class Group(TyperGroup):
 
     format_help_text = Command.format_help_text
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
+    def format_help(self, ctx: Click, formatter: Click) -> None:
         """Write the help, at one width."""
         formatter.width = HELP_WIDTH
         super().format_help(ctx, formatter)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: Click, formatter: Click) -> None:
         """Write the list of commands."""
         helps = {name: getattr(self.get_command(ctx, name), "help", None) or "" for name in self.list_commands(ctx)}
         with formatter.section("Commands"):
@@ -130,7 +133,7 @@ def run(app: typer.Typer, name: str, *, log_level: int | None = logging.WARNING)
         sys.exit(130)
 
 
-def _write_help(text: str | None, formatter: Any) -> None:
+def _write_help(text: str | None, formatter: Click) -> None:
     for paragraph in re.sub(r"\n\n(?=  )", "\n", (text or "").replace("\b\n", "").strip()).split("\n\n"):
         formatter.write_paragraph()
         lines = paragraph.splitlines()
@@ -158,7 +161,7 @@ def _name_values(function: Callable[..., None]) -> None:
                 )
 
 
-def _kinds(annotation: Any) -> list[Any]:
+def _kinds(annotation: object) -> list[object]:
     """Return the types or literal values that an annotation allows."""
     if get_origin(annotation) in (Union, types.UnionType, Literal):
         return [kind for part in get_args(annotation) for kind in _kinds(part)]

@@ -7,13 +7,14 @@ project and group: `server/server_health_<node>_<i>`, 1 or 0.
 import logging
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import httpx
 import typer
 
 from atroposlib.cli.boundary import command, run
 from atroposlib.cli.urls import http_url
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def watch(
             time.sleep(POLL_S)
 
 
-def wait_for_run(client: httpx.Client, api_addr: str, pause: Callable[[float], Any] = time.sleep) -> dict[str, str]:
+def wait_for_run(client: httpx.Client, api_addr: str, pause: Callable[[float], object] = time.sleep) -> dict[str, str]:
     """The wandb project and group, as soon as a trainer has registered them."""
     while not (info := _get(client, f"{api_addr}/wandb_info")) or info["project"] is None:
         logger.info("waiting for a trainer: api=%s", api_addr)
@@ -55,7 +56,7 @@ def wait_for_run(client: httpx.Client, api_addr: str, pause: Callable[[float], A
 
 
 def log_once(
-    client: httpx.Client, api_addr: str, tp: int, node_num: int, last_step: int, log: Callable[..., Any]
+    client: httpx.Client, api_addr: str, tp: int, node_num: int, last_step: int, log: Callable[..., object]
 ) -> int:
     """Log the health of every server when the training step has grown; the step now.
 
@@ -83,7 +84,7 @@ def _generates(client: httpx.Client, port: int) -> bool:
         return False
 
 
-def _get(client: httpx.Client, url: str) -> dict[str, Any] | None:
+def _get(client: httpx.Client, url: str) -> JsonObject | None:
     try:
         return client.get(url).raise_for_status().json()
     except httpx.HTTPError as error:

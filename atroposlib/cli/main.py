@@ -5,12 +5,11 @@ import importlib
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import typer
 
 from atroposlib import __version__
-from atroposlib.cli.boundary import Group
+from atroposlib.cli.boundary import Click, Group
 
 
 @dataclass(frozen=True)
@@ -122,11 +121,11 @@ def main() -> None:
 class _Completed(Group):
     """The commands as the shell's completion asks for them: only the one that is typed is imported."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: Click) -> list[str]:
         """Return the words."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: Click, cmd_name: str) -> Click:
         """Return one command with its options, or only its name while it is being typed."""
         from typer.core import TyperCommand
 

@@ -9,14 +9,16 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from atroposlib.data.lazy_group import LazyGroup, Raw
 from atroposlib.errors import RowError
+from atroposlib.type_definitions import Json, JsonObject
 
-Message: TypeAlias = Mapping[str, Any]
+Message: TypeAlias = Mapping[str, Json]
+"""One message of a chat."""
 
 ASSISTANT_ROLES = ("assistant", "agent")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -38,7 +40,7 @@ class Conversation:
     """One response's conversation."""
 
     where: str  # file:line[index]
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     kept: list[dict[str, Raw]]  # the same byte by byte, without `reward`; a content that is missing is null
     generated: list[int]  # positions of the turns that the model generated, ascending
     tools: Raw | None  # definitions of the tools that it was given
@@ -100,7 +102,7 @@ def assistant_turns(messages: Sequence[Message]) -> list[int]:
     return [at for at, message in enumerate(messages) if message.get("role") in ASSISTANT_ROLES]
 
 
-def messages_of(group: LazyGroup, index: int) -> list[dict[str, Any]]:
+def messages_of(group: LazyGroup, index: int) -> list[JsonObject]:
     """The conversation of one response as dicts; [] when there is none, one user message when it is plain text."""
     value = msgspec.json.decode(group.messages[index]) if group.messages else None
     if isinstance(value, str):
@@ -139,14 +141,14 @@ def reasoning_of(message: Message) -> str:
     return next((text for key in REASONING_KEYS if isinstance(text := message.get(key), str) and text), "")
 
 
-def calls_of(message: Message) -> list[tuple[str, Any]]:
+def calls_of(message: Message) -> list[tuple[str, object]]:
     """Name and arguments (text or a dict) of each tool call of a message."""
     calls = [*(message.get("tool_calls") or []), message.get("function_call")]
     functions = [call.get("function") or call for call in calls if isinstance(call, dict)]
     return [(str(function.get("name") or ""), function.get("arguments")) for function in functions]
 
 
-def parsed_arguments(arguments: object) -> Any:
+def parsed_arguments(arguments: object) -> object:
     """The arguments of a call as JSON, where they are text that holds an object; else as they are."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -206,7 +208,7 @@ def read_chat(
 
 
 def _generated(
-    messages: list[dict[str, Any]], where: str, runs: tuple[int, int], decode_runs: Callable[[], list[str]] | None
+    messages: list[JsonObject], where: str, runs: tuple[int, int], decode_runs: Callable[[], list[str]] | None
 ) -> list[int]:
     turns, (count, behind) = assistant_turns(messages), runs
     if not count:
@@ -234,7 +236,7 @@ def _generated(
     return _matched(messages, turns, decode_runs(), where)
 
 
-def _matched(messages: list[dict[str, Any]], turns: list[int], texts: list[str], where: str) -> list[int]:
+def _matched(messages: list[JsonObject], turns: list[int], texts: list[str], where: str) -> list[int]:
     """The turns whose text was generated, found from the last to the first."""
     found: list[int] = []
     for text in reversed(texts):

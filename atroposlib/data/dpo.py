@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -45,7 +45,7 @@ from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Advance, Chosen, Table, ignore, open_table
 from atroposlib.data.tokenizers import load_tokenizer
 from atroposlib.errors import ConfigError, RowError
-from atroposlib.type_definitions import Array
+from atroposlib.type_definitions import Array, JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,7 +131,7 @@ def _length_ratio(left: int, right: int) -> float:
 
 DpoFormat: TypeAlias = Literal["trl", "messages", "prefix", "tokens"]
 Pair: TypeAlias = tuple[int, int]
-PairConverter: TypeAlias = Callable[[Table, Chosen, int, int], dict[str, Any] | None]
+PairConverter: TypeAlias = Callable[[Table, Chosen, int, int], JsonObject | None]
 """Of a group's better and worse response; None when their prompts differ."""
 
 _SEVERAL = (
@@ -304,7 +304,7 @@ def _converter(options: DpoOptions) -> PairConverter:
     return lambda table, chosen, better, worse: _prefix(tokenizer, chosen, better, worse)
 
 
-def _trl(left: Conversation, right: Conversation, chosen: Chosen, better: int, worse: int) -> dict[str, Any] | None:
+def _trl(left: Conversation, right: Conversation, chosen: Chosen, better: int, worse: int) -> JsonObject | None:
     if not _same_prompt(left, right, chosen, better, worse):
         return None
     first, last = _generated(left)
@@ -312,15 +312,13 @@ def _trl(left: Conversation, right: Conversation, chosen: Chosen, better: int, w
     return {"prompt": left.kept[:first], **sides, **tools_column(left), **_scores(chosen, better, worse)}
 
 
-def _messages(
-    left: Conversation, right: Conversation, chosen: Chosen, better: int, worse: int
-) -> dict[str, Any] | None:
+def _messages(left: Conversation, right: Conversation, chosen: Chosen, better: int, worse: int) -> JsonObject | None:
     if not _same_prompt(left, right, chosen, better, worse):
         return None
     return {"pos": left.kept, "score": chosen.group.scores[better], "neg": right.kept, **tools_column(left)}
 
 
-def _tokens(chosen: Chosen, better: int, worse: int) -> dict[str, Any] | None:
+def _tokens(chosen: Chosen, better: int, worse: int) -> JsonObject | None:
     (ids, labels), (other, other_labels) = (ids_and_labels(chosen, index, None) for index in (better, worse))
     at = prefix_length(labels)
     if other[: prefix_length(other_labels)] != ids[:at]:
@@ -335,7 +333,7 @@ def _tokens(chosen: Chosen, better: int, worse: int) -> dict[str, Any] | None:
     }
 
 
-def _prefix(tokenizer: "PreTrainedTokenizerBase", chosen: Chosen, better: int, worse: int) -> dict[str, Any] | None:
+def _prefix(tokenizer: "PreTrainedTokenizerBase", chosen: Chosen, better: int, worse: int) -> JsonObject | None:
     sides = []
     for index in (better, worse):
         ids, labels = ids_and_labels(chosen, index, len(tokenizer))

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +20,7 @@ from atroposlib.data.lazy_group import LazyGroup, hash64
 from atroposlib.data.rollout_files import expand_input
 from atroposlib.data.table import Table
 from atroposlib.errors import DataError
-from atroposlib.type_definitions import IGNORE_INDEX, Array
+from atroposlib.type_definitions import IGNORE_INDEX, Array, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +151,7 @@ def prompt_text(group: LazyGroup, index: int) -> str:
     return "\n".join(text for message in said for text in content_texts(message.get("content")))
 
 
-def _generated(group: LazyGroup, index: int) -> list[dict[str, Any]]:
+def _generated(group: LazyGroup, index: int) -> list[JsonObject]:
     messages = messages_of(group, index)
     return [messages[at] for at in assistant_turns(messages) if messages[at].get(WEIGHT) != 0]
 

@@ -4,19 +4,19 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from atroposlib.data.rollout_files import read_lines
 from atroposlib.errors import RowError
+from atroposlib.type_definitions import JsonObject
 
 FAILURES = "failures.jsonl"
 
 
 def read_failures(
     files: Iterable[Path], *, kind: str | None = None, most: int = 200
-) -> tuple[dict[str, int], list[dict[str, Any]]]:
+) -> tuple[dict[str, int], list[JsonObject]]:
     """Read the failures next to rollout files.
 
     Args:
@@ -27,7 +27,7 @@ def read_failures(
         Counts by class, of all; and the newest ones, latest first.
     """
     counts: Counter[str] = Counter()
-    found_by_folder: list[deque[dict[str, Any]]] = []
+    found_by_folder: list[deque[JsonObject]] = []
     for folder in sorted({path.parent for path in files}):
         found_by_folder.append(newest := deque(maxlen=most))
         for failure in _failures(folder / FAILURES):
@@ -39,7 +39,7 @@ def read_failures(
     return dict(sorted(counts.items())), ordered[:most]
 
 
-def _failures(path: Path) -> Iterator[dict[str, Any]]:
+def _failures(path: Path) -> Iterator[JsonObject]:
     """The lines that are whole."""
     if not path.exists():
         return
@@ -55,6 +55,6 @@ def _failures(path: Path) -> Iterator[dict[str, Any]]:
         return
 
 
-def _time_of(failure: dict[str, Any]) -> float:
+def _time_of(failure: JsonObject) -> float:
     at = failure.get("at")
     return at if isinstance(at, int | float) else 0.0

@@ -13,7 +13,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
@@ -22,6 +22,7 @@ from atroposlib.data.chats import (
     REASONING_KEYS,
     WEIGHT,
     Conversation,
+    Message,
     content_texts,
     in_tags,
     parsed_arguments,
@@ -33,13 +34,13 @@ from atroposlib.data.lazy_group import Raw, hash64
 from atroposlib.data.table import Chosen, Table
 from atroposlib.data.tokenizers import check_ids
 from atroposlib.errors import RowError
-from atroposlib.type_definitions import IGNORE_INDEX
+from atroposlib.type_definitions import IGNORE_INDEX, JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Format: TypeAlias = Literal["prompt-completion", "messages", "sharegpt", "prefix", "tokens"]
-Record: TypeAlias = Mapping[str, Any]
+Record: TypeAlias = Mapping[str, object]
 Converter: TypeAlias = Callable[[Chosen], Iterator[Record]]
 
 NO_PROMPT = ("an answer without a prompt", "the model's turn is the first message, so there is no prompt")
@@ -140,7 +141,7 @@ def _cuts(chat: Conversation, *, per_turn: bool) -> list[tuple[list[dict[str, Ra
     return [(chat.kept[:end], range(start, end)) for start, end in _runs(chat.generated)]
 
 
-def _weighted(chat: Conversation, at: int, message: dict[str, Any], is_generated: bool) -> dict[str, Any]:
+def _weighted(chat: Conversation, at: int, message: JsonObject, is_generated: bool) -> JsonObject:
     is_assistant = chat.messages[at]["role"] in ASSISTANT_ROLES
     return {**message, WEIGHT: int(is_generated)} if is_assistant else message
 
@@ -150,7 +151,7 @@ def tools_column(chat: Conversation) -> dict[str, str]:
     return {"tools": bytes(chat.tools).decode()} if chat.tools else {}
 
 
-def _sharegpt(message: Mapping[str, Any], where: str) -> dict[str, str]:
+def _sharegpt(message: Message, where: str) -> dict[str, str]:
     content = message.get("content")
     if isinstance(content, list) and not all(part_text(part) for part in content):
         raise RowError(where, "parts that hold no text", "a part of a message is no text, which is all ShareGPT holds")
@@ -166,7 +167,7 @@ def _sharegpt(message: Mapping[str, Any], where: str) -> dict[str, str]:
     return {"from": role, "value": text if has_thoughts else in_tags(thoughts) + text}
 
 
-def _sharegpt_call(call: dict[str, Any]) -> dict[str, Any]:
+def _sharegpt_call(call: JsonObject) -> JsonObject:
     """Name and arguments, as JSON where they are; then the call's id and the like."""
     function = call.get("function") or {}
     rest = {key: call[key] for key in call if key != "function"}

@@ -30,6 +30,7 @@ from atroposlib.errors import DataError, PathError
 from atroposlib.json_lines import one_line
 from atroposlib.lock_files import try_lock
 from atroposlib.paths import check_replaceable, expand_path
+from atroposlib.type_definitions import Json, JsonObject
 
 _ALWAYS_TEXT = ("arguments", "tools")
 _FUNCTIONS = ("function", "function_call")
@@ -58,7 +59,7 @@ _NULL, _JSON = Shape("null"), Shape("json")
 _SCALARS = {type(None): _NULL, bool: Shape("bool"), int: Shape("int"), float: Shape("float"), str: Shape("text")}
 
 
-def columns_of(record: dict[str, Any]) -> Columns:
+def columns_of(record: JsonObject) -> Columns:
     """The columns of one record."""
     return {name: _shape_of(value, name) for name, value in record.items()}
 
@@ -74,7 +75,7 @@ def merge_columns(left: Columns, right: Columns) -> Columns:
     return _merged_fields(left, right, "")
 
 
-def fit_columns(record: dict[str, Any], columns: Columns) -> dict[str, Any]:
+def fit_columns(record: JsonObject, columns: Columns) -> JsonObject:
     """The record with text where its columns hold JSON."""
     return {name: _fit(value, columns[name]) for name, value in record.items()}
 
@@ -106,7 +107,7 @@ def _shape_of(value: object, key: str, *, in_list: bool = False) -> Shape:
     return _JSON if isinstance(value, str) and key in _ALWAYS_TEXT else _SCALARS[type(value)]
 
 
-def _item_shape(values: list[Any], key: str) -> Shape:
+def _item_shape(values: list[Json], key: str) -> Shape:
     kinds = set(map(type, values))
     if kinds <= {bool, float, str, type(None)} or (kinds == {int} and min(values) >= _LEAST and max(values) <= _MOST):
         shapes = [_SCALARS[kind] for kind in kinds]
@@ -147,7 +148,7 @@ def _merged_fields(left: Columns, right: Columns, place: str) -> Columns:
     return {name: _merged(left.get(name, _NULL), right.get(name, _NULL), place + name) for name in names}
 
 
-def _fit(value: Any, shape: Shape) -> Any:
+def _fit(value: Json, shape: Shape) -> Json:
     if value is None or not shape.has_json:
         return value
     if shape.kind == "json":
@@ -169,7 +170,7 @@ _encoder = msgspec.json.Encoder()
 class RecordWriter(Protocol):
     """Takes records one by one; values may be `msgspec.Raw`, which is written as it is."""
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, object]) -> None:
         """Append one record."""
         ...
 
@@ -301,7 +302,7 @@ class JsonlWriter:
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, object]) -> None:
         """Append one record."""
         self._stream.write(one_line(_encoder.encode(record)) + b"\n")
 
@@ -323,7 +324,7 @@ class ParquetWriter:
         self._records = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 - closed by `close`
         self._columns: Columns = {}
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, object]) -> None:
         """Append one record.
 
         Raises:

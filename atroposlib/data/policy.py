@@ -18,7 +18,7 @@ reshuffle what was chosen before.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
@@ -362,8 +362,7 @@ def load_policy(text: str | Path, *, seed: int | None = None, target: int | None
 
     path = expand_input(str(text), what="--policy")
     try:
-        data: Any = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        policy = SelectionPolicy.model_validate(data)
+        policy = SelectionPolicy.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
     except OSError as error:
         raise ConfigError(f"--policy {path} cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:

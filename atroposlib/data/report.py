@@ -3,10 +3,10 @@
 import hashlib
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import orjson
@@ -21,7 +21,7 @@ from atroposlib.data.table import Table
 from atroposlib.errors import DataError
 from atroposlib.json_lines import one_line
 from atroposlib.paths import shown
-from atroposlib.type_definitions import Array
+from atroposlib.type_definitions import Array, JsonObject
 
 
 class NothingKept(DataError):
@@ -48,14 +48,14 @@ class ExportReport:
     groups: int
     rerendered: int  # responses whose ids were made again from messages
     steps: list[StepResult]
-    policy: dict[str, Any]
-    inputs: list[dict[str, Any]]
+    policy: JsonObject
+    inputs: list[JsonObject]
     output_bytes: int  # of the whole file, what was there before included
     copies: int = 0  # records that equal an earlier one but for their scores
     tokenizer: str | None = None
     tasks: dict[str, int] = field(default_factory=dict)  # responses kept per task
     contamination: list[Contamination] = field(default_factory=list)
-    set_aside: list[dict[str, Any]] = field(default_factory=list)  # by reason: lines and responses, the first by name
+    set_aside: list[JsonObject] = field(default_factory=list)  # by reason: lines and responses, the first by name
     version: str = field(default_factory=our_version)
     created_at: float = field(default_factory=time.time)
 
@@ -219,7 +219,7 @@ def dataset_card(dataset: str | Path, *, name: str | None = None, license_id: st
     return "\n".join(section for section in sections if section)
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
+def _read_meta(path: Path) -> JsonObject:
     meta = path.with_name(path.name + ".meta.json")
     try:
         return orjson.loads(meta.read_bytes())
@@ -249,7 +249,7 @@ def _fingerprint(path: Path) -> tuple[str, str, str]:
         return path.name, str(path.stat().st_size), hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _table(title: str, head: tuple[str, ...], rows: list[Any]) -> str:
+def _table(title: str, head: tuple[str, ...], rows: Sequence[Sequence[object]]) -> str:
     if not rows:
         return ""
     lines = [" | ".join(head), " | ".join("---" for _ in head)]

@@ -8,9 +8,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from atroposlib.errors import DataError, RowError
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class SetAside:
         more = [f"and {len(self) - len(shown)} more"] if len(self) > len(shown) else []
         return f"{len(self)} ({listed(self.counts)}): {', '.join([*shown, *more])}"
 
-    def as_json(self) -> list[dict[str, Any]]:
+    def as_json(self) -> list[JsonObject]:
         """Plain data, by reason; of many rows of one reason the first are named."""
         return [
             {

@@ -4,7 +4,6 @@ import bisect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,14 +16,14 @@ from atroposlib.data.policy import Selection, SelectionPolicy, TargetStep, selec
 from atroposlib.data.report import ExportReport, describe_export, require_records, require_survivors, write_meta
 from atroposlib.data.table import FINISH_REASONS, Advance, Table, ignore, open_table
 from atroposlib.errors import DataError
-from atroposlib.type_definitions import Array
+from atroposlib.type_definitions import Array, JsonObject
 
 logger = logging.getLogger(__name__)
 
 WINDOW_TOKENS = 2_000_000  # of ids held at once: 16 MB with their labels
 
 
-def pack(records: Iterable[Mapping[str, object]], row_tokens: int) -> Iterator[dict[str, Any]]:
+def pack(records: Iterable[Mapping[str, object]], row_tokens: int) -> Iterator[JsonObject]:
     """Best-fit decreasing over windows of `WINDOW_TOKENS`; a sequence is never split.
 
     Args:
@@ -74,7 +73,7 @@ def best_fit(sizes: list[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def _pack_window(window: list[tuple[Array, Array]], row_tokens: int) -> Iterator[dict[str, Any]]:
+def _pack_window(window: list[tuple[Array, Array]], row_tokens: int) -> Iterator[JsonObject]:
     for members in best_fit([len(ids) for ids, _ in window], row_tokens):
         ids = np.concatenate([window[member][0] for member in members])
         yield {

@@ -6,7 +6,6 @@ The page is one self-contained file with bar charts in inline SVG, nothing fetch
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader
@@ -16,7 +15,7 @@ from atroposlib.data.failures import read_failures
 from atroposlib.data.policy import StepResult, pass_rates
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
 from atroposlib.paths import shown
-from atroposlib.type_definitions import Array
+from atroposlib.type_definitions import Array, JsonObject
 
 BINS = 20
 
@@ -61,9 +60,9 @@ class Stats:
     pass_rate: Histogram  # problems
     completion_tokens: Histogram
     retention: list[StepResult]  # what a policy's steps leave; [] without one
-    set_aside: list[dict[str, Any]]  # lines and responses that no dataset may use, by reason
+    set_aside: list[JsonObject]  # lines and responses that no dataset may use, by reason
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Plain data."""
         return asdict(self)
 

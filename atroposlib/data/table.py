@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import orjson
@@ -167,7 +167,7 @@ class Table:
                 advance(int(row["size"]))
                 yield (file, int(row["offset"])), self._read_group(reader, self.files[file], row, keep, with_ids)
 
-    def _read_group(self, reader: SpanReader, path: Path, row: Any, keep: Array, with_ids: bool) -> Chosen:
+    def _read_group(self, reader: SpanReader, path: Path, row: np.void, keep: Array, with_ids: bool) -> Chosen:
         line = Line(path, int(row["line"]), int(row["offset"]), _read_json(reader, row, with_ids), True)
         changed = f"{line.where}: changed while it was read; run the command again"
         try:
@@ -338,7 +338,7 @@ def _group_hash(group: LazyGroup, item: int, lengths: list[tuple[int, int] | Non
     return hash64(name.encode())
 
 
-def _read_json(reader: SpanReader, row: Any, with_ids: bool) -> bytes:
+def _read_json(reader: SpanReader, row: np.void, with_ids: bool) -> bytes:
     """The line of a group row; without ids, `null` stands in place of its stretch of number lists."""
     start, hole = int(row["offset"]), int(row["offset"] + row["hole"])
     end, resume = int(start + row["size"]), int(hole + row["hole_size"])

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from atroposlib.data.chats import (
     ASSISTANT_ROLES,
@@ -27,7 +27,7 @@ from atroposlib.data.chats import (
     squash,
 )
 from atroposlib.errors import DataError
-from atroposlib.type_definitions import IGNORE_INDEX
+from atroposlib.type_definitions import IGNORE_INDEX, JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,7 +109,7 @@ class TemplateRenderer:
         messages: Sequence[Message],
         *,
         generated: Sequence[int] | None = None,
-        tools: list[Any] | None = None,
+        tools: list[JsonObject] | None = None,
         is_cut: bool = False,
     ) -> list[Segment]:
         """The conversation as alternating untrained and trained stretches.
@@ -204,7 +204,9 @@ class TemplateRenderer:
             raise DataError("a part of a message is no text; ids cannot be made of it")
         return {**message, "content": "".join(content_texts(content))}
 
-    def _turn(self, given: Sequence[Message], at: int, head: str, tools: list[Any] | None, *, is_cut: bool) -> _Turn:
+    def _turn(
+        self, given: Sequence[Message], at: int, head: str, tools: list[JsonObject] | None, *, is_cut: bool
+    ) -> _Turn:
         """One turn that follows `head`, which ends in the generation prompt."""
         message, text = given[at], cast(str, given[at]["content"])
         thoughts, calls = reasoning_of(message), calls_of(message)
@@ -232,7 +234,7 @@ class TemplateRenderer:
             return _Turn(at, form, _opened(written, head, is_cut), rendered, end)
         raise DataError(why)
 
-    def _with_calls(self, given: Sequence[Message], at: int, tools: list[Any] | None) -> Message:
+    def _with_calls(self, given: Sequence[Message], at: int, tools: list[JsonObject] | None) -> Message:
         """A turn with calls that was not generated, in a form that the template renders in full."""
         for form in _forms(given[at], "", cast(str, given[at]["content"]), at, folds=False):
             kept = {**given[at], "tool_calls": form["tool_calls"], "content": given[at]["content"] or form["content"]}
@@ -244,7 +246,7 @@ class TemplateRenderer:
         raise DataError("the chat template leaves out calls")
 
     def _behind(
-        self, turn: _Turn, whole: str, given: Sequence[Message], tools: list[Any] | None, *, generation: bool
+        self, turn: _Turn, whole: str, given: Sequence[Message], tools: list[JsonObject] | None, *, generation: bool
     ) -> str:
         """Return what follows a turn in `whole`, its end included."""
         mark = _TEXT.format(turn.at)
@@ -263,7 +265,13 @@ class TemplateRenderer:
         return body[:end], body[end:]
 
     def _check_rest(
-        self, messages: Sequence[Message], turns: Sequence[int], tools: list[Any] | None, whole: str, *, is_cut: bool
+        self,
+        messages: Sequence[Message],
+        turns: Sequence[int],
+        tools: list[JsonObject] | None,
+        whole: str,
+        *,
+        is_cut: bool,
     ) -> None:
         """DataError when something that the model did not write is missing from the rendered conversation."""
         rest = messages[: turns[-1]] if is_cut else messages
@@ -281,11 +289,11 @@ class TemplateRenderer:
             if str(name or "") not in whole:
                 raise DataError("the chat template leaves out the tools")
 
-    def _render(self, messages: Sequence[Message], tools: list[Any] | None, *, generation: bool) -> str:
+    def _render(self, messages: Sequence[Message], tools: list[JsonObject] | None, *, generation: bool) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                tools=cast(Any, tools),
+                tools=cast(list[dict | Callable], tools),
                 tokenize=False,
                 add_generation_prompt=generation,
             )
@@ -323,17 +331,17 @@ def _forms(message: Message, thoughts: str, text: str, at: int, *, folds: bool) 
                 yield {**rest, **own, **calls, "content": empty}
 
 
-def _changed(call: Any, change: Callable[[Any], Any]) -> Any:
+def _changed(call: JsonObject, change: Callable[[object], object]) -> JsonObject:
     function = call.get("function") or call
     function = {**function, "arguments": change(function.get("arguments"))}
     return {**call, "function": function} if "function" in call else function
 
 
-def _as_recorded(arguments: object) -> Any:
+def _as_recorded(arguments: object) -> object:
     return arguments
 
 
-def _as_text(arguments: object) -> Any:
+def _as_text(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 

@@ -19,6 +19,7 @@ from urllib.request import getproxies
 
 from atroposlib.data.rollout_files import expand_input
 from atroposlib.errors import ModelError, RowError
+from atroposlib.type_definitions import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +69,7 @@ def _tokenizer_class(folder: Path | None) -> Any:
     return AutoTokenizer
 
 
-def _json_in(folder: Path, name: str) -> Mapping[str, Any]:
+def _json_in(folder: Path, name: str) -> Mapping[str, Json]:
     """Return the object in a file of a folder; empty when there is none."""
     try:
         found = json.loads((folder / name).read_text(encoding="utf-8"))

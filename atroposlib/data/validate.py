@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,7 +26,7 @@ from atroposlib.data.rollout_files import (
 from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Advance, ignore
 from atroposlib.errors import RowError
-from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, Array, RolloutRecord
+from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, Array, JsonObject, RolloutRecord
 
 _NO_ASSISTANT = (chat_fault([{"role": "user"}]), chat_fault("text"))
 
@@ -76,7 +75,7 @@ class Validation:
                 counted.add(RowError(problem.where, problem.reason, problem.text))
                 yield problem
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Plain data: what was read, and what is wrong by reason."""
         counts = {name: getattr(self, name) for name in ("files", "lines", "groups", "responses", "without_assistant")}
         return {**counts, "damaged": self.damaged.as_json(), "notes": self.notes.as_json()}

@@ -6,10 +6,10 @@ ranks, the trainer's log-probabilities) is shown without being known here.
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from atroposlib.data.chats import shared_prompt
-from atroposlib.type_definitions import IGNORE_INDEX
+from atroposlib.type_definitions import IGNORE_INDEX, Json, JsonObject
 
 PAGE_TOKENS = 4_000
 """Tokens sent at a time."""
@@ -30,7 +30,7 @@ class Tokens(NamedTuple):
     channels: dict[str, list[float | None]]  # numbers recorded for each token, by the record's key
 
 
-def group_detail(record: Mapping[str, Any]) -> dict[str, Any]:
+def group_detail(record: Mapping[str, Json]) -> JsonObject:
     """Return prompt, responses and the rest of a record; the latter without long lists."""
     scores = record.get("scores") or []
     messages = record.get("messages") or []
@@ -87,7 +87,7 @@ def tokens_of(record: Mapping[str, object], index: int, start: int) -> Tokens | 
     )
 
 
-def mean_gap(record: Mapping[str, Any], index: int) -> float:
+def mean_gap(record: Mapping[str, Json], index: int) -> float:
     """Mean distance of the trainer's log-probabilities from the engine's over trained tokens; NaN when not recorded."""
     theirs = next((rows for key in TRAINER_LOGPROBS if (rows := _at(record, key, index))), None)
     ours, masks = _at(record, "inference_logprobs", index), _at(record, "masks", index)
@@ -101,7 +101,7 @@ def mean_gap(record: Mapping[str, Any], index: int) -> float:
     return sum(gaps) / len(gaps) if gaps else math.nan
 
 
-def subset(record: Mapping[str, Any], indices: list[int]) -> dict[str, Any]:
+def subset(record: Mapping[str, Json], indices: list[int]) -> JsonObject:
     """The record with these responses only, which says its own size then."""
     count = len(record.get("scores") or [])
     if indices == list(range(count)):
@@ -123,16 +123,16 @@ def _is_channel(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, int | float | None) for each in value)
 
 
-def _at(record: Mapping[str, object], key: str, index: int) -> Any:
+def _at(record: Mapping[str, object], key: str, index: int) -> Json:
     rows = record.get(key)
     return rows[index] if isinstance(rows, list) and index < len(rows) else None
 
 
-def _rest(messages: Any, shared: int) -> Any:
-    return messages[shared:] if shared else messages
+def _rest(messages: object, shared: int) -> object:
+    return messages[shared:] if shared and isinstance(messages, list) else messages
 
 
-def _short(unscored: dict[str, Any]) -> dict[str, Any]:
+def _short(unscored: JsonObject) -> JsonObject:
     return {key: value for key, value in unscored.items() if key not in ("tokens", "masks", "inference_logprobs")}
 
 

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
 
 import markdown
 import msgspec
@@ -27,6 +26,7 @@ from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import AtroposError, RowError
 from atroposlib.json_lines import parse_anyhow
 from atroposlib.paths import check_replaceable, expand_path
+from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def html_path(source: Path) -> Path:
     return source.with_name(stem.removesuffix(Path(stem).suffix) + ".html")
 
 
-def create_html_for_group(group: Mapping[str, Any], index: int) -> str:
+def create_html_for_group(group: Mapping[str, Json], index: int) -> str:
     """The `<details>` block of one group, a dot for each score in its line; "" when it has no messages or no scores.
 
     `messages` holds one entry per response, text or a list of chat messages; where messages and scores differ
@@ -154,14 +154,14 @@ class _Shown(msgspec.Struct):
     """The part of a line that the page needs; the decoder skips tokens, masks and logprobs without building them."""
 
     scores: list[float | bool | None] | None = None
-    messages: list[Any] | None = None
-    task: Any = None
+    messages: list[object] | None = None
+    task: object = None
 
 
 _decoder = msgspec.json.Decoder(_Shown)
 
 
-def _groups(source: Path) -> Iterator[Mapping[str, Any]]:
+def _groups(source: Path) -> Iterator[JsonObject]:
     odd = SetAside()
     for line in sound_lines(source, odd):
         try:
@@ -205,7 +205,7 @@ def _conversation(messages: object) -> str:
     return "".join([_turn(each) for each in messages if isinstance(each, Mapping)])
 
 
-def _turn(message: Mapping[str, Any]) -> str:
+def _turn(message: Mapping[str, Json]) -> str:
     """One message with all that it holds: thoughts before its content, every other key, as JSON, behind it."""
     content, role = message.get("content"), str(message.get("role", ""))
     if type(content) is str and message.keys() <= _USUAL:

@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import orjson
@@ -21,7 +20,7 @@ from atroposlib.data.lazy_group import LazyGroup, hash64, parse_lazily
 from atroposlib.data.rollout_files import Line
 from atroposlib.data.table import Table, TableBuilder, concatenate
 from atroposlib.errors import AtroposError
-from atroposlib.type_definitions import Array
+from atroposlib.type_definitions import Array, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class LiveRollouts:
         """Return what the collector does; never empty, so the page keeps asking."""
         return self._state
 
-    def add(self, groups: list[dict[str, Any]]) -> None:
+    def add(self, groups: list[JsonObject]) -> None:
         """Keep groups not seen before, up to `KEPT_GROUPS`."""
         for group in groups:
             data = orjson.dumps({key: value for key, value in group.items() if value is not None})

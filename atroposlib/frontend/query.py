@@ -5,7 +5,7 @@ bars are filters themselves, and can be had as a policy for `atropos sft` or as 
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import yaml
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from atroposlib.data.policy import SelectionPolicy, pass_rates
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
 from atroposlib.errors import ConfigError
-from atroposlib.type_definitions import FAILURE_CLASSES, Array
+from atroposlib.type_definitions import FAILURE_CLASSES, Array, JsonObject
 
 BARS = 20
 Sorting = Literal[
@@ -86,7 +86,7 @@ class Query(BaseModel):
         for name in ("failed", "min_gap", "max_gap"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"no step of a policy is like the filter {name}; remove it, or export JSONL")
-        steps: list[dict[str, Any]] = []
+        steps: list[JsonObject] = []
         for name, fields in (
             ("task", {"allow": self.task and [self.task]}),
             ("weights", {"allow": self.weights and [self.weights]}),
@@ -118,7 +118,7 @@ def within(values: Array, low: float | None, high: float | None) -> Array:
     return keep if high is None else keep & (values <= high)
 
 
-def histogram(values: Array) -> dict[str, Any]:
+def histogram(values: Array) -> JsonObject:
     """Bars from the lowest to the highest value; `from` and `to` are the limits of a query that gives the same `count`.
 
     Where there are few different values each has a bar of its own; empty bars are left out, `place` is one of `places`.
@@ -143,7 +143,7 @@ def histogram(values: Array) -> dict[str, Any]:
     return {"places": places, "bars": bars}
 
 
-def by_task(table: Table, keep: Array) -> list[dict[str, Any]]:
+def by_task(table: Table, keep: Array) -> list[JsonObject]:
     """Responses and accepted ones (score above 0) of each task among the rows in `keep`, most responses first."""
     tasks = table.column("task")[keep]
     accepted = table.responses["score"][keep] > 0
@@ -227,7 +227,7 @@ def side_rows(table: Table, runs: list[str], side: str) -> Array:
     return np.isin(table.column(column), [at for at, each in enumerate(names) if each == name])
 
 
-def compare(table: Table, left: Array, right: Array) -> dict[str, Any]:
+def compare(table: Table, left: Array, right: Array) -> JsonObject:
     """Compare the responses of two sides item by item.
 
     Returns:
@@ -270,5 +270,5 @@ def _by_item(table: Table, keep: Array) -> Array:
     return found
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Array | np.floating | float) -> float | None:
     return None if np.isnan(value) else float(value)

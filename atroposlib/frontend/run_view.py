@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from fastapi import FastAPI, HTTPException, Request
@@ -31,7 +31,7 @@ from atroposlib.frontend.progressive import Scan
 from atroposlib.frontend.query import Query, by_task, compare, facets, given, histogram, lengths, side_rows, within
 from atroposlib.frontend.token_texts import TokenTexts
 from atroposlib.json_lines import one_line, parse_anyhow, to_json
-from atroposlib.type_definitions import Array
+from atroposlib.type_definitions import Array, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class View:
             self._has_gaps = any(not math.isnan(mean_gap(record, at)) for at in range(len(record.get("scores") or [])))
         return self._gaps.values(table)[0] if self._has_gaps else None
 
-    def record(self, row: int) -> dict[str, Any]:
+    def record(self, row: int) -> JsonObject:
         """The recorded group, as lenient as can be; 500 with a sentence when it cannot be read."""
         try:
             return parse_anyhow(self.rollouts.group(row))
@@ -226,7 +226,7 @@ class View:
             self._sides = (table, sides)
         return sides
 
-    def summary(self, table: Table, row: int, keep: Array) -> dict[str, Any]:
+    def summary(self, table: Table, row: int, keep: Array) -> JsonObject:
         """One line of the list."""
         group = table.groups[row]
         span = slice(int(group["first"]), int(group["first"]) + int(group["responses"]))

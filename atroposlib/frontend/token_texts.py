@@ -4,10 +4,11 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from atroposlib.data.tokenizers import load_tokenizer, tokenizer_folder
 from atroposlib.errors import AtroposError
+from atroposlib.type_definitions import JsonObject
 from atroposlib.yaml_files import read_mapping
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class TokenTexts:
         self._loading: dict[str, threading.Thread] = {}
         self._lock = threading.Lock()
 
-    def spec_of(self, path: Path, record: dict[str, Any]) -> str | None:
+    def spec_of(self, path: Path, record: JsonObject) -> str | None:
         """The tokenizer of a rollout file: the one given, that of the run's settings, or that of the engine's model."""
         if self._spec:
             return self._spec

@@ -5,11 +5,12 @@ looked up next to the YAML file, outputs (`run_dir`, `log_dir`) in the current f
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from atroposlib.envs.catalog import adapted
+from atroposlib.type_definitions import JsonObject
 
 
 class Section(BaseModel):
@@ -67,17 +68,17 @@ class EnvironmentConfig(Section):
         1800,
         description="Killed and restarted after N seconds without a sign of life, as in a deadlock; null: never.",
     )
-    env: dict[str, Any] = Field({}, description="Fields of the environment's own config, as under `env:` in its YAML.")
-    flags: dict[str, Any] = Field(
+    env: JsonObject = Field({}, description="Fields of the environment's own config, as under `env:` in its YAML.")
+    flags: JsonObject = Field(
         {},
         description="As env, but handed over as flags, so that they also win over what excludes them in a file. "
         "`--set environment.env.NAME=VALUE` goes here.",
     )
-    server: dict[str, Any] = Field({}, description="Fields of its engine client, as under `openai:`, e.g. timeout.")
+    server: JsonObject = Field({}, description="Fields of its engine client, as under `openai:`, e.g. timeout.")
 
     @model_validator(mode="before")
     @classmethod
-    def _adapted(cls, values: Any) -> Any:
+    def _adapted(cls, values: object) -> object:
         """Find the script of an adapter."""
         if not isinstance(values, dict) or not values.get("adapter") or "script" in values:
             return values

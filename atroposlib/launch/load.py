@@ -6,7 +6,6 @@ Unknown keys are refused with the nearest known name.
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -15,6 +14,7 @@ from atroposlib.envs.catalog import file_of
 from atroposlib.errors import ConfigError
 from atroposlib.launch.config import DatagenConfig, EnvironmentConfig
 from atroposlib.paths import expand_path
+from atroposlib.type_definitions import Json, JsonObject
 from atroposlib.yaml_files import read_mapping
 
 _PATH_KEYS = ("path", "dir", "folder", "file")
@@ -96,7 +96,7 @@ def _environment(section: EnvironmentConfig, path: Path, given: Collection[str])
     beside = path.absolute().parent
     named = file_of(section.script)  # an environment's name, as `atropos env list` shows it
     script = named or beside / expand_path(section.script, what=f"{path}: environment.script")
-    own: dict[str, Any] = {}
+    own: JsonObject = {}
     if section.config:
         config = beside / expand_path(section.config, what=f"{path}: environment.config")
         own = read_mapping(config, expected="env: and openai:", what="a YAML file")
@@ -123,7 +123,7 @@ def _is_given(key: str, given: Collection[str]) -> bool:
     return any(f"{key}.".startswith(f"{each}.") or each.startswith(f"{key}.") for each in given)
 
 
-def _apply(content: dict[str, Any], change: str) -> str:
+def _apply(content: JsonObject, change: str) -> str:
     """Set one value named by its dotted key, which is returned; sections on the way are made."""
     key, equals, text = change.partition("=")
     if not equals or not key:
@@ -151,7 +151,7 @@ def _expanded(text: str, what: str) -> str:
     return str(expand_path(text, what=what)) if looks_like_path else text
 
 
-def _sentence(entry: Mapping[str, Any]) -> str:
+def _sentence(entry: Mapping[str, Json]) -> str:
     """One pydantic error in words: where, what was found, what was expected."""
     where = ".".join(str(part) for part in entry["loc"])
     if entry["type"] == "extra_forbidden":
@@ -162,7 +162,7 @@ def _sentence(entry: Mapping[str, Any]) -> str:
     return f"{where} is {entry['input']!r}: {entry['msg']}"
 
 
-def _known_keys(location: tuple[Any, ...]) -> list[str]:
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
     """Field names of the section that `location` points to."""
     model: type[BaseModel] = DatagenConfig
     for part in location:

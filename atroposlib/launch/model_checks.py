@@ -5,11 +5,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from atroposlib.errors import ModelError
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.engine_plan import DEFAULT_CONTEXT
+from atroposlib.type_definitions import Json, JsonObject
 
 DEFAULT_TOKEN_LENGTH = 2048  # of BaseEnvConfig
 
@@ -31,12 +31,12 @@ def model_problems(config: DatagenConfig, model: Model) -> list[str]:
     return [*_length_problems(config, context), *_tokenizer_problems(model, facts)]
 
 
-def model_facts(model: Model) -> dict[str, Any]:
+def model_facts(model: Model) -> JsonObject:
     """Its config.json; {} when that is not on this machine."""
     return _json_file(model.path, "config.json")
 
 
-def model_context(facts: Mapping[str, Any]) -> int | None:
+def model_context(facts: Mapping[str, Json]) -> int | None:
     """Tokens that a model takes, by its config.json; None when it does not say.
 
     >>> model_context({"max_position_embeddings": 4096, "rope_scaling": {"type": "yarn", "factor": 40}})
@@ -45,7 +45,7 @@ def model_context(facts: Mapping[str, Any]) -> int | None:
     ...     "original_max_position_embeddings": 4096}})
     163840
     """
-    text: Mapping[str, Any] = facts.get("text_config") or facts
+    text: Mapping[str, Json] = facts.get("text_config") or facts
     length = text.get("max_position_embeddings") or text.get("max_sequence_length") or text.get("n_positions")
     if not isinstance(length, int):
         return None
@@ -65,7 +65,7 @@ def _length_problems(config: DatagenConfig, context: int | None) -> list[str]:
     ]
 
 
-def _tokenizer_problems(model: Model, facts: Mapping[str, Any]) -> list[str]:
+def _tokenizer_problems(model: Model, facts: Mapping[str, Json]) -> list[str]:
     """Ids beyond the model's vocabulary kill an engine; ids that mean another text spoil the data silently."""
     words = vocabulary(model.tokenizer)
     rows = (facts.get("text_config") or facts).get("vocab_size")
@@ -95,7 +95,7 @@ def vocabulary(tokenizer: str) -> dict[str, int]:
     return {**vocab, **added} if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab)} | added
 
 
-def _json_file(name: str, file: str) -> dict[str, Any]:
+def _json_file(name: str, file: str) -> JsonObject:
     """A file of a model folder or of a hub model in the local cache; {} when it is not there."""
     path: Path | None = Path(name, file)
     if not path.is_file():

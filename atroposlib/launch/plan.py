@@ -4,7 +4,6 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import yaml
@@ -15,6 +14,7 @@ from atroposlib.launch.model_checks import Model
 from atroposlib.launch.services import Service, at_once, environment, free_ports, trajectory_api
 from atroposlib.paths import write_text_atomic
 from atroposlib.status.runs import PROGRESS_FILE
+from atroposlib.type_definitions import JsonObject
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _lease_fields(config: DatagenConfig) -> dict[str, Any]:
+def _lease_fields(config: DatagenConfig) -> JsonObject:
     """Return how the environment shares the problems with other members of the run."""
     share = config.share
     if share.member is None:

@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from atroposlib.envs.server_handling.discovery import GPUS_PER_NODE
 from atroposlib.errors import AtroposError, LaunchError
@@ -36,6 +35,7 @@ from atroposlib.launch.plan import environment_flags, environment_yaml
 from atroposlib.launch.sharing import has_recorded
 from atroposlib.paths import writable_dir
 from atroposlib.status.runs import RUN_FILE, read_status
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def resolve(engine: EngineConfig) -> Model:
     return Model(local.name, str(local.gguf), engine.tokenizer or own, own)
 
 
-def data_settings(config: DatagenConfig) -> dict[str, Any]:
+def data_settings(config: DatagenConfig) -> JsonObject:
     """The settings that shape the data; a run folder never mixes two of them."""
     return {
         "name": config.name,
@@ -201,7 +201,7 @@ def _is_running(run_dir: Path) -> bool:
     return False
 
 
-def _one_by_one(settings: dict[str, Any]) -> dict[str, Any]:
+def _one_by_one(settings: JsonObject) -> JsonObject:
     """The environment's settings each under a name of its own, so that a message holds only what differs."""
     env = {f"environment.env.{key}": value for key, value in settings.get("env", {}).items()}
     return {key: value for key, value in settings.items() if key != "env"} | env

@@ -23,6 +23,7 @@ from atroposlib.rollouts.failures import describe_error
 from atroposlib.rollouts.progress import RATE_WINDOW_S, ProgressDisplay, duration, file_head
 from atroposlib.rollouts.trace import Chat, Chats, EngineReply, RolloutTrace, tracing
 from atroposlib.status.page import write_last_page
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,7 +33,7 @@ TICK_S = 1.0
 
 
 class _NoChats(Chats):
-    def note(self, ids: Any, chat: Chat, *, made_up: bool = False) -> None:
+    def note(self, ids: Iterable[int], chat: Chat, *, made_up: bool = False) -> None:
         """Keep nothing: an evaluation writes its own samples."""
 
 
@@ -104,7 +105,7 @@ class Evaluation:
         )
         return items_s, answers_s, tokens_s
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> JsonObject:
         """Return the content of the progress file."""
         return {
             **file_head(self.env, self.mode, self.state),

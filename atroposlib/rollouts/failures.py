@@ -15,13 +15,14 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import orjson
 
 from atroposlib.errors import AtroposError, RolloutFault, VerifierFault
 from atroposlib.json_lines import as_json, one_line, to_json
 from atroposlib.rollouts.source import Work
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +214,7 @@ class FailureLog:
         self.counts: Counter[str] = Counter()
         self.wasted: Counter[str] = Counter()  # cause -> tokens that the engine had replied with before a try failed
         self.unscored = 0  # single responses among `counts`, whose groups are recorded without them
-        self.last: dict[str, Any] | None = None  # class, item_key, error and time of the newest failure
+        self.last: JsonObject | None = None  # class, item_key, error and time of the newest failure
         self.failed_before: set[str] = set()  # keys of items that an earlier process gave up
         if path and path.exists():
             for failure in _earlier_failures(path, env, run):
@@ -234,7 +235,7 @@ class FailureLog:
         """
         self._write(work, error, {"final": False, "response": index, "tokens": 0})
 
-    def _write(self, work: Work, error: BaseException, facts: dict[str, Any]) -> None:
+    def _write(self, work: Work, error: BaseException, facts: JsonObject) -> None:
         line = {
             "env": self._env,
             "run": self._run,
@@ -257,7 +258,7 @@ class FailureLog:
         except OSError as problem:  # the failure is counted and logged; a full disk must not make it worse
             logger.warning("failure not written: file=%s error=%s", self.path, problem)
 
-    def _count(self, line: dict[str, Any]) -> None:
+    def _count(self, line: JsonObject) -> None:
         kind = line.get("class", "environment")
         self.counts[kind] += 1
         self.unscored += "response" in line
@@ -273,7 +274,7 @@ def _end_last_line(path: Path) -> None:
             stream.write(b"\n")
 
 
-def _earlier_failures(path: Path, env: str, run: str) -> Iterator[dict[str, Any]]:
+def _earlier_failures(path: Path, env: str, run: str) -> Iterator[JsonObject]:
     with path.open("rb") as stream:
         for line in stream:
             try:

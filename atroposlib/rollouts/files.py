@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import orjson
@@ -26,7 +25,7 @@ from atroposlib.json_lines import as_json, one_line, to_json
 from atroposlib.lock_files import take_lock
 from atroposlib.rollouts.ledger import REJECTED, Entry, Ledger, describe, read_ledger, read_line
 from atroposlib.rollouts.locations import RunFiles
-from atroposlib.type_definitions import Item
+from atroposlib.type_definitions import Item, Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +237,7 @@ class RolloutFiles:
         """Call `tell`, in the writing thread, with every shard that is full."""
         self._shards.on_shard_complete = tell
 
-    async def append(self, records: Sequence[Mapping[str, Any]]) -> Sequence[Entry]:
+    async def append(self, records: Sequence[Mapping[str, Json]]) -> Sequence[Entry]:
         """Write the records of one item; they are done when this returns, also when the caller is cancelled meanwhile.
 
         A full disk is waited for (`on_wait` is told), at most `DISK_FULL_DEADLINE_S`; nothing is written, and nothing
@@ -277,7 +276,7 @@ class RolloutFiles:
             acked, text = self._acked, "".join(f"{group_id}\n" for group_id in group_ids).encode()
             self._thread.submit(acked.write, text)
 
-    def read_group(self, entry: Entry) -> dict[str, Any]:
+    def read_group(self, entry: Entry) -> JsonObject:
         """One stored group, as it was written."""
         return orjson.loads(read_line(self.files.shards()[entry.shard], entry))
 

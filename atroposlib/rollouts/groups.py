@@ -8,7 +8,7 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import msgspec
@@ -23,6 +23,8 @@ from atroposlib.type_definitions import (
     PROMPT_LOGPROB,
     ROLLOUT_SCHEMA_VERSION,
     FinishReason,
+    Json,
+    JsonObject,
     ScoredDataGroup,
     ScoredDataItem,
     UnscoredResponse,
@@ -82,7 +84,7 @@ def as_groups(result: object) -> list[ScoredDataGroup]:
     )
 
 
-def fill_messages(group: dict[str, Any], chats: Chats | None) -> int:
+def fill_messages(group: JsonObject, chats: Chats | None) -> int:
     """Give sequences without messages the conversation that is known for their ids, in place, and its tools.
 
     A sequence of which none is known gets no messages: decoded text does not tell who said what.
@@ -102,7 +104,7 @@ def fill_messages(group: dict[str, Any], chats: Chats | None) -> int:
     return sum(not one for one in messages)
 
 
-def check_shape(group: Mapping[str, Any]) -> None:
+def check_shape(group: Mapping[str, Json]) -> None:
     """Refuse what has no rows that could be told apart.
 
     Raises:
@@ -118,7 +120,7 @@ def check_shape(group: Mapping[str, Any]) -> None:
         )
 
 
-def make_rows_plain(group: dict[str, Any]) -> dict[int, BaseException]:
+def make_rows_plain(group: JsonObject) -> dict[int, BaseException]:
     """Turn `tokens` and `masks` into lists of integers, in place: from arrays, tensors and BatchEncodings, too.
 
     Returns:
@@ -137,7 +139,7 @@ def make_rows_plain(group: dict[str, Any]) -> dict[int, BaseException]:
     return faults
 
 
-def row_faults(group: Mapping[str, Any]) -> dict[int, BaseException]:
+def row_faults(group: Mapping[str, Json]) -> dict[int, BaseException]:
     """Return why rows of a group can be neither trained nor recorded, by index: no score, or lists that do not fit."""
     given = group.get("inference_logprobs")
     logprobs = given if given is not None and len(given) == len(group["scores"]) else [()] * len(group["scores"])
@@ -167,7 +169,7 @@ def _row_fault(index: int, ids: Any, mask: Any, score: Any, logprobs: Any) -> Ba
 
 
 def without_rows(
-    group: Mapping[str, Any],
+    group: Mapping[str, Json],
     faults: Mapping[int, BaseException],
     *,
     group_size: int,
@@ -184,7 +186,7 @@ def without_rows(
     taken = {said["index"] for said in unscored}
     places = [place for place in range(size + len(taken)) if place not in taken]  # of the rows, as they were rolled out
     kept = [index for index in range(size) if index not in faults]
-    rest: dict[str, Any] = {
+    rest: JsonObject = {
         key: [value[index] for index in kept] if key in _ROWS and _length(value) == size else value
         for key, value in group.items()
     }
@@ -208,16 +210,16 @@ def unscored_response(fault: BaseException, index: int) -> UnscoredResponse:
     return UnscoredResponse(index=index, failure=failure_class(fault), error=describe_error(fault))
 
 
-def _length(value: Any) -> int | None:
-    return len(value) if hasattr(value, "__len__") else None
+def _length(value: object) -> int | None:
+    return len(value) if isinstance(value, Sized) else None
 
 
-def expected_size(group: Mapping[str, Any], group_size: int) -> int:
+def expected_size(group: Mapping[str, Json], group_size: int) -> int:
     """Sequences this group should have: its own `group_overrides.group_size`, or the environment's."""
     return (group.get("group_overrides") or {}).get("group_size") or group_size
 
 
-def reject_reason(group: Mapping[str, Any], *, group_size: int, distinct_scores: bool) -> str | None:
+def reject_reason(group: Mapping[str, Json], *, group_size: int, distinct_scores: bool) -> str | None:
     """Why a well-formed group is of no use, in two or three words; None when it is fine."""
     size, wanted = len(group["tokens"]), expected_size(group, group_size)
     if size != wanted:
@@ -229,12 +231,12 @@ def reject_reason(group: Mapping[str, Any], *, group_size: int, distinct_scores:
     return TOO_FEW_SCORES if group.get("unscored") else None  # with env.group_size 1 there is nothing to compare
 
 
-def longest_sequence(group: Mapping[str, Any]) -> int:
+def longest_sequence(group: Mapping[str, Json]) -> int:
     """Tokens of the longest sequence."""
     return max((len(ids) for ids in group["tokens"]), default=0)
 
 
-def unmasked_lengths(group: Mapping[str, Any]) -> list[int]:
+def unmasked_lengths(group: Mapping[str, Json]) -> list[int]:
     """[G] positions per sequence that take loss."""
     masks = (mask if isinstance(mask, list) else list(mask) for mask in group["masks"])
     return [len(mask) - mask.count(IGNORE_INDEX) for mask in masks]
@@ -246,7 +248,7 @@ def merge_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
     Raises:
         GroupError: some rollouts have an optional key and others do not.
     """
-    group: dict[str, Any] = {key: [item.get(key) for item in items] for key in ("tokens", "masks", "scores")}
+    group: JsonObject = {key: [item.get(key) for item in items] for key in ("tokens", "masks", "scores")}
     for key in _PER_SEQUENCE:
         values = [item.get(key) for item in items]
         present = sum(value is not None for value in values)
@@ -267,7 +269,7 @@ def share_params(group: ScoredDataGroup) -> None:
 
     The trajectory API takes one object per group, and a trainer looks in a row's overrides first.
     """
-    params: Any = group.get("generation_params")
+    params: Json = group.get("generation_params")
     if not isinstance(params, list):
         return
     rows = [dict(row or {}) for row in params]
@@ -282,8 +284,8 @@ def share_params(group: ScoredDataGroup) -> None:
 
 
 def to_record(
-    group: Mapping[str, Any], work: Work, *, env: str, run: str, group_id: str, part: int, parts: int
-) -> dict[str, Any]:
+    group: Mapping[str, Json], work: Work, *, env: str, run: str, group_id: str, part: int, parts: int
+) -> JsonObject:
     """The `RolloutRecord` of a group: a line of a rollout file. Where it came from stands first."""
     trace = work.trace
     usage = dict(trace.usage) if trace.replies and part == 0 else None
@@ -313,7 +315,7 @@ def to_record(
     return {**facts, **{key: value for key, value in group.items() if facts.get(key) is None}}
 
 
-def _finish_reasons(group: Mapping[str, Any], trace: RolloutTrace) -> list[FinishReason] | None:
+def _finish_reasons(group: Mapping[str, Json], trace: RolloutTrace) -> list[FinishReason] | None:
     """[G]; None where they cannot be told apart. Rows without a score take theirs along."""
     unscored = {said["index"]: said for said in group.get("unscored", ())}
     size = len(group["tokens"]) + len(unscored)
@@ -357,7 +359,7 @@ def _integer(value: object, name: str) -> int:
     )
 
 
-def _as_list(value: object, name: str) -> list[Any]:
+def _as_list(value: object, name: str) -> list[object]:
     if callable(to_list := getattr(value, "tolist", None)):
         value = to_list()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import orjson
@@ -30,7 +30,7 @@ from atroposlib.rollouts.files import AppendFile
 from atroposlib.rollouts.ledger import REJECTED, Entry, read_entries, read_line
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.trace import EngineReply
-from atroposlib.type_definitions import IGNORE_INDEX
+from atroposlib.type_definitions import IGNORE_INDEX, Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -298,10 +298,10 @@ class EarlierRollouts:
             raise ConfigError(
                 f"{folder} holds no rollouts of an earlier run; give the folder of its *_rollouts_*.jsonl"
             )
-        self._parsed: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._parsed: OrderedDict[str, JsonObject] = OrderedDict()
 
     def find(
-        self, item_key: str, index: int, *, model: str, input_ids: list[int] | None, asked: Mapping[str, Any]
+        self, item_key: str, index: int, *, model: str, input_ids: list[int] | None, asked: Mapping[str, Json]
     ) -> EarlierResponse | None:
         """Response `index` of the item's group, if it answers just this request."""
         record = self._record(item_key)
@@ -325,7 +325,7 @@ class EarlierRollouts:
         )
         return EarlierResponse(tokens[:start], tokens[start:], record["inference_logprobs"][index][start:], reply)
 
-    def _record(self, item_key: str) -> dict[str, Any] | None:
+    def _record(self, item_key: str) -> JsonObject | None:
         if item_key not in self._parsed:
             place = self._places.get(item_key)
             if place is None:
@@ -341,7 +341,7 @@ class EarlierRollouts:
         return self._parsed[item_key]
 
 
-def sampling_of(params: Mapping[str, object] | None) -> dict[str, Any]:
+def sampling_of(params: Mapping[str, object] | None) -> JsonObject:
     """Return the parameters that shape the distribution, by one name each.
 
     >>> sampling_of({"n": 4, "max_new_tokens": 8, "temperature": 1.0, "sampling_seed": 3})

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -24,7 +23,7 @@ from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import PathError, RowError
 from atroposlib.json_lines import as_json
 from atroposlib.rollouts.locations import RunFiles
-from atroposlib.type_definitions import Item
+from atroposlib.type_definitions import Item, Json
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class Entry(msgspec.Struct, array_like=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     length_stops: int = 0
-    backlog: list[Any] = msgspec.field(default_factory=list)
+    backlog: list[Item] = msgspec.field(default_factory=list)
     length_tokens: int = 0
 
 
@@ -188,7 +187,7 @@ def read_line(path: Path, entry: Entry) -> bytes:
         return reader.read(entry.start, entry.end)
 
 
-def describe(record: Mapping[str, Any], accept_score: float) -> Entry:
+def describe(record: Mapping[str, Json], accept_score: float) -> Entry:
     """The index entry of one record, without the place where its line lies."""
     scores: list[float] = record["scores"]
     usage, reasons, backlog = (record.get(key) for key in ("usage", "finish_reasons", "backlog"))
@@ -223,10 +222,10 @@ class _LineFacts(msgspec.Struct):
     group_id: str = ""
     part: int = 0
     parts: int = 1
-    task: Any = ""
-    finish_reasons: Any = None  # an environment may have its own idea of this and the following ones
-    usage: Any = None
-    backlog: Any = None
+    task: object = ""
+    finish_reasons: object = None  # an environment may have its own idea of this and the following ones
+    usage: object = None
+    backlog: object = None
 
 
 def _entries(files: RunFiles, accept_score: float, odd: SetAside, *, repair: bool) -> tuple[list[Entry], bool]:

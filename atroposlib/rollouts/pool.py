@@ -9,7 +9,6 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from atroposlib.errors import AtroposError, KilledFault
 from atroposlib.rollouts.concurrency import GroupTimes
@@ -24,6 +23,7 @@ from atroposlib.rollouts.failures import (
 )
 from atroposlib.rollouts.source import ItemSource, Work, current_work
 from atroposlib.rollouts.trace import tracing
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +45,14 @@ class RolloutPool:
     def __init__(
         self,
         source: ItemSource,
-        roll_out: Callable[[str], Awaitable[Any]],
+        roll_out: Callable[[str], Awaitable[object]],
         *,
         may_start: Callable[[int], bool],
         pause_s: Callable[[], float] = lambda: 0.0,
         failures: FailureLog,
         health: TaskHealth,
         tasks: set[asyncio.Task[None]],
-        running_items: dict[str, dict[str, Any]],
+        running_items: dict[str, JsonObject],
         settled: Callable[[str], None] = lambda item_key: None,
     ) -> None:
         """

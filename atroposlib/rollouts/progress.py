@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import orjson
 
@@ -28,6 +28,7 @@ from atroposlib.rollouts.ledger import TaskCount, Totals
 from atroposlib.rollouts.standstill import Dropped
 from atroposlib.status.page import StatusPage
 from atroposlib.status.runs import RunStatus, of_progress
+from atroposlib.type_definitions import JsonObject
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -149,7 +150,7 @@ class Progress:
             "rejected": counts["rejected"] + self.totals.rejected_tokens,
         }
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> JsonObject:
         """Return the content of the progress file."""
         tasks = {
             name: self.totals.tasks.get(name, TaskCount()) for name in {*self.totals.tasks, *self.health.set_aside}
@@ -277,7 +278,7 @@ class Progress:
         return " | ".join(parts)
 
 
-def _read(path: Path | None) -> dict[str, Any]:
+def _read(path: Path | None) -> JsonObject:
     try:
         said = orjson.loads(path.read_bytes()) if path else {}
     except (OSError, ValueError):
@@ -285,7 +286,7 @@ def _read(path: Path | None) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-def file_head(env: str, mode: str, state: str) -> dict[str, Any]:
+def file_head(env: str, mode: str, state: str) -> JsonObject:
     """Return how a progress file begins, of rollouts and of an evaluation alike: whose it is, and who writes it."""
     return {
         "schema_version": 1,
@@ -320,15 +321,18 @@ LOG_EVERY_S = 10.0
 class Shown(Protocol):
     """A run or an evaluation, as far as a display needs it."""
 
-    state: Any
-    mode: Any
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def mode(self) -> str: ...
 
     @property
     def path(self) -> Path | None: ...
 
     def line(self) -> str: ...
 
-    def snapshot(self) -> dict[str, Any]: ...
+    def snapshot(self) -> JsonObject: ...
 
 
 class ProgressDisplay:

@@ -10,10 +10,10 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Never, Protocol
 
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.json_lines import as_json
@@ -31,7 +31,7 @@ from atroposlib.rollouts.sink import Sender, Sink
 from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw, Work, content_key
 from atroposlib.rollouts.standstill import Facts, Standstill
 from atroposlib.rollouts.stop import StopSignals
-from atroposlib.type_definitions import Item
+from atroposlib.type_definitions import Item, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Environment(Protocol):
     curr_step: int
     max_token_len: int  # the trainer's longest sequence; -1: it says none
     workers: set[asyncio.Task[None]]
-    running_items: dict[str, dict[str, Any]]
+    running_items: dict[str, JsonObject]
     backlog: list[Item]
 
     @property
@@ -89,7 +89,7 @@ class Environment(Protocol):
 
     def item_task(self, item: Item) -> str: ...
 
-    async def handle_env(self, item_uuid: str) -> Any: ...
+    async def handle_env(self, item_uuid: str) -> object: ...
 
     async def check_engines(self) -> bool: ...  # False: one did not answer; ask again
 
@@ -103,7 +103,7 @@ class Environment(Protocol):
 
     async def setup_wandb(self) -> None: ...
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None: ...
+    async def wandb_log(self, wandb_metrics: JsonObject | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class Run:
             self.files.on_wait = lambda what: self.progress.wait_for("disk", what)
             self.files.on_shard_complete(lambda path: _later(loop, self.reports.add, path))
 
-    async def supervise(self, work: Coroutine[Any, Any, None]) -> RunOutcome:
+    async def supervise(self, work: Coroutine[object, Never, None]) -> RunOutcome:
         """Run `work` to its end with progress, deadlines and signals looked after; always closes the run.
 
         Raises:
@@ -442,8 +442,8 @@ class Run:
     def _where_to_look(self) -> str:
         return f"tracebacks are in {self.failures.path}" if self.failures.path else "see the log above"
 
-    async def _close(self, tasks: list[asyncio.Task[Any]]) -> None:
-        tasks += [task for task in (self._following, self._asking, self._checking) if task]
+    async def _close(self, tasks: Sequence[asyncio.Task[object]]) -> None:
+        tasks = [*tasks, *(task for task in (self._following, self._asking, self._checking) if task)]
         for task in tasks:
             task.cancel()
         self._note_in_flight()

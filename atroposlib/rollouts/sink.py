@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from atroposlib.errors import ApiError, EnvironmentFault
 from atroposlib.json_lines import as_json
@@ -19,6 +19,7 @@ from atroposlib.rollouts.groups import to_record
 from atroposlib.rollouts.ledger import Totals, describe
 from atroposlib.rollouts.pool import StorageError
 from atroposlib.rollouts.source import Work
+from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ RESEND_GROUPS = 16
 class Sender(Protocol):
     """The part of `atroposlib.api.client.EnvClient` that takes groups."""
 
-    async def submit(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    async def submit(self, groups: Sequence[Mapping[str, Json]]) -> None:
         """Return when the API acknowledged the groups; retried inside. ApiError: they are refused for good."""
         ...
 
@@ -77,7 +78,7 @@ class Sink:
         """Stored groups that the API did not acknowledge; those being sent now are among them."""
         return len(self._files.ledger.unacknowledged) if self._files else 0
 
-    async def store(self, groups: Sequence[Mapping[str, Any]], work: Work, *, send: Sequence[bool]) -> int:
+    async def store(self, groups: Sequence[Mapping[str, Json]], work: Work, *, send: Sequence[bool]) -> int:
         """Store the groups of one item and send those for which `send` is true; how many were stored.
 
         Raises:
@@ -143,7 +144,7 @@ class Sink:
         missing = [part for part in range(parts) if part not in present]
         return missing if self._total is None else missing[: max(0, self._total - self._taken)]
 
-    async def _write(self, records: Sequence[dict[str, Any]]) -> bool:
+    async def _write(self, records: Sequence[JsonObject]) -> bool:
         """False: another member has taken the item over."""
         if self._files is None:
             for record in records:
@@ -161,11 +162,11 @@ class Sink:
                 "command continues when there is space"
             ) from error
 
-    async def _send(self, records: Sequence[dict[str, Any]]) -> None:
+    async def _send(self, records: Sequence[JsonObject]) -> None:
         if refusals := await self._refusals(records):
             raise EnvironmentFault(f"the trajectory API refuses a group: {refusals[0]}") from refusals[0]
 
-    async def _refusals(self, records: Sequence[dict[str, Any]]) -> list[ApiError]:
+    async def _refusals(self, records: Sequence[JsonObject]) -> list[ApiError]:
         """Send groups; why the API refuses some of them, which are not sent again."""
         if not records or self._sender is None:
             return []
@@ -181,7 +182,7 @@ class Sink:
             self._files.acknowledge([group["group_id"] for group in groups])
         return refusals
 
-    async def _submit(self, sender: Sender, groups: list[dict[str, Any]]) -> None:
+    async def _submit(self, sender: Sender, groups: list[JsonObject]) -> None:
         try:
             await sender.submit(groups)
         except TypeError:  # tensors, numbers beyond 64 bits: as the rollout file has them
@@ -194,7 +195,7 @@ def _named(work: Work) -> Work:
     return replace(work, key=f"{work.key}+{stores}") if stores else work
 
 
-def _for_api(record: Mapping[str, Any]) -> dict[str, Any]:
+def _for_api(record: Mapping[str, Json]) -> JsonObject:
     """The record as a trainer can use it: the API passes `generation_params` on, but not `sampling` and `engine`.
 
     A trainer needs the temperature for its logits, the weight versions for the staleness of a batch, and the seconds

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast, get_args
+from typing import NamedTuple, cast, get_args
 
-from atroposlib.type_definitions import EngineInfo, FinishReason, Usage
+from atroposlib.type_definitions import EngineInfo, FinishReason, Json, JsonObject, Usage
 
 _current: ContextVar["RolloutTrace | None"] = ContextVar("rollout_trace", default=None)
 _prompt_counted: ContextVar[bool] = ContextVar("prompt_counted", default=False)
@@ -30,8 +30,8 @@ TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[st
 class Chat(NamedTuple):
     """A conversation as it goes into a record."""
 
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None  # that the model was given
+    messages: list[JsonObject]
+    tools: list[JsonObject] | None = None  # that the model was given
 
 
 _KNOWN_REASONS: frozenset[str] = frozenset(get_args(FinishReason))
@@ -47,7 +47,7 @@ class EngineReply:
     model: str | None = None
     base_url: str | None = None
     weight_version: str | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Json] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class RolloutTrace:
     finish_reasons: list[FinishReason] = field(default_factory=list)  # one per generated choice
     usage: Usage = field(default_factory=lambda: Usage(prompt_tokens=0, completion_tokens=0))
     engine: EngineInfo = field(default_factory=lambda: cast(EngineInfo, {}))  # {} before the first reply
-    sampling: dict[str, Any] = field(default_factory=dict)  # of the last reply
+    sampling: JsonObject = field(default_factory=dict)  # of the last reply
     replies: int = 0
     _rows: list[int | None] = field(default_factory=list)  # of each finish reason, where `row_of_group` told it
     chats: Chats = field(default_factory=Chats)

@@ -6,10 +6,10 @@ Nothing is taken from a version or a setting. Where a layer does not hold, nothi
 import functools
 import json
 from dataclasses import dataclass
-from typing import Any
 
 from atroposlib.sandbox.programs import ENVIRONMENT, Limits, Program, Tools, find_tools
 from atroposlib.sandbox.workers import SandboxError
+from atroposlib.type_definitions import JsonObject
 
 _TRIED_LIMITS = Limits(wall_s=30, cpu_s=30, memory_mb=64, processes=8, disk_mb=1)
 _MEMORY_TRIAL = "import os, time\nif os.fork():\n os.wait()\nelse:\n a = b'x' * 2**27; time.sleep(20)"
@@ -93,7 +93,7 @@ def probe(tools: Tools) -> list[Layer]:
     ]
 
 
-def _layers(facts: dict[str, Any]) -> list[Layer]:
+def _layers(facts: JsonObject) -> list[Layer]:
     foreign = sorted(set(facts["variables"]) - {*ENVIRONMENT, "PATH", "PWD", "LC_CTYPE"})
     return [
         Layer("a user of its own", facts["uid"] != 0, f"uid {facts['uid']}"),

@@ -13,7 +13,9 @@ import signal
 import struct
 import sys
 import time
-from typing import Any, BinaryIO
+from typing import BinaryIO
+
+from atroposlib.type_definitions import JsonObject
 
 GRACE_S = 1.0
 """Seconds after its deadline at which a worker whose parent is gone ends itself."""
@@ -33,7 +35,7 @@ def main(memory_bytes: int) -> None:
         write_message(replies, reply)
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: JsonObject) -> JsonObject:
     """`value`, `out_of_memory`, or `error` with the text of whatever the function raises, SystemExit included."""
     started = time.monotonic()
     module, _, function = request["function"].partition(":")
@@ -68,7 +70,7 @@ def take_over_stdio() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def read_message(stream: BinaryIO) -> dict[str, Any] | None:
+def read_message(stream: BinaryIO) -> JsonObject | None:
     """The next message, or None at the end of the stream."""
     head = stream.read(4)
     if len(head) < 4:
@@ -77,7 +79,7 @@ def read_message(stream: BinaryIO) -> dict[str, Any] | None:
     return json.loads(stream.read(length))
 
 
-def write_message(stream: BinaryIO, message: dict[str, Any]) -> None:
+def write_message(stream: BinaryIO, message: JsonObject) -> None:
     """Send one message."""
     body = json.dumps(message).encode()
     stream.write(struct.pack(">I", len(body)) + body)

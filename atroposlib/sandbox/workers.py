@@ -28,9 +28,9 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from atroposlib.errors import AtroposError
+from atroposlib.type_definitions import Json, JsonObject
 
 OPENING_TIMEOUT_S = 120.0
 """Seconds for importing what a function needs; on a busy machine a large package takes long."""
@@ -76,11 +76,11 @@ class WorkerPool:
         self._running: set[Call] = set()
         self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="sandbox")
 
-    def run(self, function: str, *args: Any, opening: Opening | None = None) -> Any:
+    def run(self, function: str, *args: object, opening: Opening | None = None) -> Json:
         """Return the JSON value of `function` ("module:name") called with `args`; see `submit`."""
         return self.submit(function, *args, opening=opening).future.result()
 
-    async def call(self, function: str, *args: Any, opening: Opening | None = None) -> Any:
+    async def call(self, function: str, *args: object, opening: Opening | None = None) -> Json:
         """Return what `run` does. A call that was cancelled ends its worker, too."""
         call = self.submit(function, *args, opening=opening)
         result = asyncio.wrap_future(call.future)
@@ -93,7 +93,7 @@ class WorkerPool:
                 result.exception()  # nobody else will look at it
             raise
 
-    def submit(self, function: str, *args: Any, opening: Opening | None = None) -> "Call":
+    def submit(self, function: str, *args: object, opening: Opening | None = None) -> "Call":
         """Start a call and return at once.
 
         Args:
@@ -119,7 +119,7 @@ class WorkerPool:
             _stop_all(self._workers)
         self._threads.shutdown(wait=False)
 
-    def _do(self, call: "Call") -> Any:
+    def _do(self, call: "Call") -> Json:
         with self._changed:
             if self._is_closed:
                 raise SandboxError("the pool of workers is closed")
@@ -138,9 +138,9 @@ class WorkerPool:
 class Call:
     """One call on its way."""
 
-    future: Future[Any]
+    future: Future[Json]
 
-    def __init__(self, function: str, args: tuple[Any, ...], opening: Opening | None) -> None:
+    def __init__(self, function: str, args: tuple[object, ...], opening: Opening | None) -> None:
         self.function, self.args, self.opening = function, args, opening
         self.worker: Worker | None = None  # while one does it
         self.is_cancelled = False
@@ -163,7 +163,7 @@ class Worker:
         self._pidfd: int | None = None
         self._opened: set[Opening] = set()  # by the running process
 
-    def run(self, call: Call, timeout_s: float) -> Any:
+    def run(self, call: Call, timeout_s: float) -> Json:
         """Return the value of one call. A process that holds too much memory afterwards is ended."""
         if call.opening is not None and call.opening not in self._opened:
             function, argument = call.opening
@@ -174,7 +174,7 @@ class Worker:
             self.stop()
         return reply["value"]
 
-    def _exchange(self, call: Call, function: str, args: tuple[Any, ...], timeout_s: float) -> dict[str, Any]:
+    def _exchange(self, call: Call, function: str, args: tuple[object, ...], timeout_s: float) -> JsonObject:
         number = secrets.token_hex(8)
         request = json.dumps({"id": number, "function": function, "args": args, "timeout_s": timeout_s}).encode()
         connection = self._start()
@@ -302,14 +302,14 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **threads, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
 
 
-def as_score(value: Any, *, low: float = -1e9, high: float = 1e9) -> float:
+def as_score(value: object, *, low: float = -1e9, high: float = 1e9) -> float:
     """Return a verifier's value as a score; SandboxError when it is no number (or bool) within [low, high]."""
     if not isinstance(value, bool | int | float) or not low <= value <= high:
         raise SandboxError(f"the verifier gave {str(value)[:100]!r}; a number from {low:g} to {high:g} was expected")
     return float(value)
 
 
-def _checked(body: bytes, number: str) -> dict[str, Any]:
+def _checked(body: bytes, number: str) -> JsonObject:
     """Return the reply to request `number`; SandboxError when it is anything else."""
     try:
         reply = json.loads(body, parse_constant=_refuse, parse_float=_finite)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -277,7 +276,7 @@ def _failures(status: RunStatus) -> str:
     return f'<div class="table"><table>{head}{rows}</table></div>' if rows else ""
 
 
-def _failure(failure: Mapping[str, Any] | None) -> str:
+def _failure(failure: Mapping[str, object] | None) -> str:
     if failure is None:
         return ""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_time_of(failure)))
@@ -289,7 +288,7 @@ def _failure(failure: Mapping[str, Any] | None) -> str:
     return f"{said}<pre>{escape(chr(10).join(dict.fromkeys((frames[0], frames[-1], lines[-1]))))}</pre>"
 
 
-def _time_of(failure: Mapping[str, Any]) -> float:
+def _time_of(failure: Mapping[str, object]) -> float:
     at = failure.get("at")
     return at if isinstance(at, int | float) else 0.0
 

@@ -18,13 +18,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from atroposlib.errors import LaunchError
 from atroposlib.lock_files import start_time
 from atroposlib.paths import write_text_atomic
 from atroposlib.status.training import Training, read_training
-from atroposlib.type_definitions import FAILURE_CLASSES
+from atroposlib.type_definitions import FAILURE_CLASSES, Json, JsonObject
 
 RUN_FILE = "run.json"
 PROGRESS_FILE = "progress.json"
@@ -91,7 +90,7 @@ class RunStatus:
     waiting_for: str | None = None
     evaluating: str | None = None  # how far an evaluation is that runs next to the rollouts
     last_error: str | None = None
-    last_failure: dict[str, Any] | None = None  # class, item_key, error, at of the newest failed rollout
+    last_failure: JsonObject | None = None  # class, item_key, error, at of the newest failed rollout
     tasks: dict[str, TaskStatus] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
     restarts: dict[str, int] = field(default_factory=dict)  # service -> restarts over all starts
@@ -162,7 +161,7 @@ class RunStatus:
         done = self.share_done
         return max(0.0, 1 / done - 1) if done and (self.groups_done or self.training) else None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Everything, the derived figures included."""
         return {
             **asdict(self),
@@ -262,7 +261,7 @@ def sum_of(members: list[RunStatus], run_dir: Path) -> RunStatus:
     )
 
 
-def _status(run_dir: Path, run: dict[str, Any]) -> RunStatus:
+def _status(run_dir: Path, run: JsonObject) -> RunStatus:
     """The status of a run with a supervisor."""
     running = _is_running(run)
     services = [ServiceStatus(**{name: entry.get(name) for name in _SERVICE}) for entry in run.get("services", [])]
@@ -295,7 +294,7 @@ def _written_by_trainer(folder: Path) -> dict[str, str]:
     return {path.stem: str(path) for path in (folder / "metrics.jsonl", folder / "samples.jsonl") if path.is_file()}
 
 
-def of_progress(path: Path, said: Mapping[str, Any]) -> RunStatus:
+def of_progress(path: Path, said: Mapping[str, Json]) -> RunStatus:
     """Return the status of an environment without a supervisor, from what its progress file says."""
     running = _is_running(said)
     state = said.get("state", "running")
@@ -315,7 +314,7 @@ def of_progress(path: Path, said: Mapping[str, Any]) -> RunStatus:
     )
 
 
-def _evaluation(folder: Path, said: dict[str, Any]) -> RunStatus:
+def _evaluation(folder: Path, said: JsonObject) -> RunStatus:
     """The status of an evaluation that has ended."""
     general = said.get("config_general") or {}
     results = said["results"].get("all") or {}
@@ -335,7 +334,7 @@ def _evaluation(folder: Path, said: dict[str, Any]) -> RunStatus:
     )
 
 
-def _counted(progress: Mapping[str, Any], running: bool) -> RunStatus:
+def _counted(progress: Mapping[str, Json], running: bool) -> RunStatus:
     """Return what a progress file counts; the rest is for the caller to fill in."""
     engines = (progress.get("engines") or {}) if running else {}
     unfinished = (progress.get("unfinished") or {}) if running else {}
@@ -372,7 +371,7 @@ def _counted(progress: Mapping[str, Any], running: bool) -> RunStatus:
     )
 
 
-def _progress(path: Path) -> dict[str, Any] | None:
+def _progress(path: Path) -> JsonObject | None:
     """A progress file's content; None for any other JSON file."""
     said = read_json(path)
     return said if said and {"env", "mode", "groups_done"} <= said.keys() else None
@@ -397,7 +396,7 @@ class RunRecord:
     starts: int = 0
     elapsed_s: float = 0.0
     last_error: str | None = None
-    services: list[dict[str, Any]] = field(default_factory=list)
+    services: list[JsonObject] = field(default_factory=list)
     restarts: dict[str, int] = field(default_factory=dict)  # of earlier starts
     kind: str = "datagen"
     steps: int = 0  # of a training run
@@ -405,7 +404,7 @@ class RunRecord:
     updated_at: float = 0.0
 
     @classmethod
-    def load(cls, run_dir: Path, **current: Any) -> "RunRecord":
+    def load(cls, run_dir: Path, **current: object) -> "RunRecord":
         """The record of an earlier start with `current` fields replaced, or a new one."""
         known = {**(read_json(run_dir / RUN_FILE) or {}), **current}
         return cls(**{name: value for name, value in known.items() if name in cls.__dataclass_fields__})
@@ -444,7 +443,7 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-def _is_running(run: Mapping[str, Any]) -> bool:
+def _is_running(run: Mapping[str, Json]) -> bool:
     """By the process when it is on this node, else by how lately it wrote; never once it says that it ended."""
     if run.get("state") in _ENDED:
         return False
@@ -453,7 +452,7 @@ def _is_running(run: Mapping[str, Any]) -> bool:
     return abs(time.time() - run.get("updated_at", 0.0)) < _ELSEWHERE_SILENT_S
 
 
-def _outputs(files: dict[str, Any], exports: list[str], logs: str | None) -> dict[str, list[str]]:
+def _outputs(files: JsonObject, exports: list[str], logs: str | None) -> dict[str, list[str]]:
     """Paths by kind, in the order a reader wants them."""
     found = {kind: [paths] if isinstance(paths, str) else list(paths or []) for kind, paths in files.items()}
     if "failures" in found:
@@ -463,7 +462,7 @@ def _outputs(files: dict[str, Any], exports: list[str], logs: str | None) -> dic
     return {kind: paths for kind, paths in found.items() if paths}
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> JsonObject | None:
     """Return what a file of a run says; None while it is not there or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from atroposlib.charts import Line, line_chart
+from atroposlib.type_definitions import JsonObject
 
 EVALUATIONS = "evaluations"
 """Folder of the evaluations in a training run's."""
@@ -38,7 +38,7 @@ class Training:
     step: int = 0
     of: int = 0
     points: list[dict[str, float]] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[JsonObject] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # step, metrics
 
     @property
@@ -150,7 +150,7 @@ def last_lines(path: Path, last_bytes: int | None = None) -> list[bytes]:
     return lines[1:] if skipped else lines
 
 
-def json_object(line: bytes) -> dict[str, Any] | None:
+def json_object(line: bytes) -> JsonObject | None:
     """Return the object that a line holds; None when it holds none."""
     try:
         row = json.loads(line)
@@ -165,7 +165,7 @@ def _samples_of(metric: str) -> int:
     return int(k) if k.isdigit() else 0
 
 
-def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+def _numbers(row: JsonObject) -> JsonObject:
     return {key: value for key, value in row.items() if isinstance(value, int | float)}
 
 

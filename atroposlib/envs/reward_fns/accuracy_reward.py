@@ -1,9 +1,8 @@
 """Rewards for the right mathematical answer."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from atroposlib.envs.reward_fns.math_judge import judge, scores
+from atroposlib.envs.reward_fns.math_judge import Gold, judge, scores
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction, one_each
 
@@ -18,7 +17,8 @@ class AccuracyReward(RewardFunction):
         split_on_think_tag: bool = True,
         max_boxed_threshold: int = 6,
         weight: float = 1.0,
-        **kwargs: Any,
+        name: str | None = None,
+        **kwargs: object,
     ) -> None:
         """Keep the settings.
 
@@ -27,9 +27,10 @@ class AccuracyReward(RewardFunction):
             split_on_think_tag: judge only what follows the last `</think>`; a thought that never ends has no answer.
             max_boxed_threshold: more boxed answers than this are guessing, and wrong.
             weight: factor on the reward.
+            name: in metrics and errors.
             kwargs: kept in `config`.
         """
-        super().__init__(weight=weight, **kwargs)
+        super().__init__(weight, name, **kwargs)
         self.tolerance = tolerance
         self.split_on_think_tag = split_on_think_tag
         self.max_boxed_threshold = max_boxed_threshold
@@ -37,9 +38,9 @@ class AccuracyReward(RewardFunction):
     def compute(
         self,
         completions: Sequence[Completion],
-        solution: Any = None,
-        ground_truth: Any = None,
-        **kwargs: Any,
+        solution: Gold | list[Gold] | None = None,
+        ground_truth: Gold | list[Gold] | None = None,
+        **kwargs: object,
     ) -> list[float]:
         """1.0 or 0.0 for each completion; `Unscored` for one that could not be judged in time.
 
@@ -55,8 +56,7 @@ class AccuracyReward(RewardFunction):
         gold = solution if ground_truth is None else ground_truth
         answers = one_each(gold, completions, needed_by=self.name, keyword="solution")
         contents = [self._without_guesses(self.get_content(completion)) for completion in completions]
-        options = {"tolerance": self.tolerance, "skip_thinking": self.split_on_think_tag}
-        return scores(judge(contents, answers, **options))
+        return scores(judge(contents, answers, tolerance=self.tolerance, skip_thinking=self.split_on_think_tag))
 
     def _without_guesses(self, content: str) -> str:
         said = content.rpartition("</think>")[2] if self.split_on_think_tag else content
@@ -64,7 +64,10 @@ class AccuracyReward(RewardFunction):
 
 
 def accuracy_reward(
-    completions: Sequence[Completion], solution: object = None, ground_truth: object = None, **kwargs: object
+    completions: Sequence[Completion],
+    solution: Gold | list[Gold] | None = None,
+    ground_truth: Gold | list[Gold] | None = None,
+    **kwargs: object,
 ) -> list[float]:
     """`AccuracyReward` with its defaults."""
     return AccuracyReward().compute(completions, solution=solution, ground_truth=ground_truth, **kwargs)

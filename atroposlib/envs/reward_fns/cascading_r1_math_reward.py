@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from atroposlib.envs.reward_fns.accuracy_reward import accuracy_reward
+from atroposlib.envs.reward_fns.math_judge import Gold
 from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction
 from atroposlib.rollouts.failures import is_scored
 
@@ -18,15 +19,21 @@ def format_reward(completions: Sequence[Completion], reward_value: float = 0.5, 
     return [reward_value if _ONE_BLOCK_FIRST.fullmatch(content) else 0.0 for content in contents]
 
 
-def cascading_r1_math_reward(completions: Sequence[Completion], solution: object, **kwargs: object) -> list[float]:
+def cascading_r1_math_reward(
+    completions: Sequence[Completion],
+    solution: Gold | list[Gold] | None,
+    ground_truth: Gold | list[Gold] | None = None,
+    **kwargs: object,
+) -> list[float]:
     """1.0 for the right answer, 1.5 when it is also well formed, 0.0 for a wrong one, `Unscored` for one not judged.
 
     Args:
         completions: [G].
         solution: the right answer, or a list of one per completion.
+        ground_truth: the same, and preferred when both are given.
         kwargs: ignored.
     """
-    answers = accuracy_reward(completions, solution, **kwargs)
+    answers = accuracy_reward(completions, solution, ground_truth)
     forms = format_reward(completions)
     return [
         answer + form if is_scored(answer) and answer > 0 else answer

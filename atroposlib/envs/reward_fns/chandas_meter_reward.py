@@ -9,7 +9,6 @@ import unicodedata
 from collections.abc import Sequence
 from itertools import cycle
 from statistics import fmean
-from typing import Any
 
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction
@@ -49,23 +48,24 @@ _LINE_END = re.compile(r"[\n|।॥]+")
 class ChandasMeterReward(RewardFunction):
     """0.0 to 1.0: the share of syllables that fit the metre, averaged over the padas. 0.0 without any syllable."""
 
-    def __init__(self, meter: str = "tristubh", weight: float = 1.0, **kwargs: Any) -> None:
+    def __init__(self, meter: str = "tristubh", weight: float = 1.0, name: str | None = None, **kwargs: object) -> None:
         """Keep the metre.
 
         Args:
             meter: a name of METERS, with or without diacritics, in any case.
             weight: factor on the reward.
+            name: in metrics and errors.
             kwargs: kept in `config`.
 
         Raises:
             ConfigError: an unknown metre.
         """
-        super().__init__(weight=weight, **kwargs)
+        super().__init__(weight, name, **kwargs)
         self.meter = _without_diacritics(meter)
         if self.meter not in METERS:
             raise ConfigError(f"meter is {meter!r}; known metres: {', '.join(METERS)}")
 
-    def compute(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    def compute(self, completions: Sequence[Completion], **kwargs: object) -> list[float]:
         """0.0 to 1.0 for each completion; padas end with a line or a danda, and two may share a line."""
         return [self._score_text(self.get_content(completion)) for completion in completions]
 

@@ -1,7 +1,6 @@
 """Several reward functions as one."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import Completion, MetricsLogger, RewardFunction
@@ -20,10 +19,11 @@ class CombinedReward(RewardFunction):
 
     def __init__(
         self,
-        rewards: Sequence[str | Mapping[str, Any]],
+        rewards: Sequence[str | Mapping[str, object]],
         normalization: str = "none",
         weight: float = 1.0,
-        **kwargs: Any,
+        name: str | None = None,
+        **kwargs: object,
     ) -> None:
         """Create the parts.
 
@@ -32,9 +32,10 @@ class CombinedReward(RewardFunction):
             normalization: "none", "sum" (divide by the sum of weights) or "minmax" (onto 0 to 1 within the group;
                 a group of equal rewards stays as it is).
             weight: of the whole.
+            name: in metrics and errors.
             kwargs: kept in `config`.
         """
-        super().__init__(weight=weight, **kwargs)
+        super().__init__(weight, name, **kwargs)
         if normalization not in NORMALIZATIONS:
             raise ConfigError(f"normalization is {normalization!r}; expected one of {', '.join(NORMALIZATIONS)}")
         self.normalization = normalization
@@ -51,7 +52,7 @@ class CombinedReward(RewardFunction):
         for part in self.reward_functions:
             part.set_wandb_logger(logger)
 
-    def compute(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    def compute(self, completions: Sequence[Completion], **kwargs: object) -> list[float]:
         """Sums [G] of the weighted parts, normalised."""
         parts = [part(completions, **kwargs) for part in self.reward_functions]
         sums = [sum(values, 0.0) for values in zip(*parts, strict=True)] if parts else [0.0] * len(completions)

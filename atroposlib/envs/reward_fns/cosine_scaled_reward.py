@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,7 +27,8 @@ class CosineScaledReward(RewardFunction):
         max_reward: float = 1.0,
         default_reward: float = 0.0,
         weight: float = 1.0,
-        **kwargs: Any,
+        name: str | None = None,
+        **kwargs: object,
     ) -> None:
         """Keep the settings; the model is loaded at the first use, once per name and process.
 
@@ -38,16 +39,19 @@ class CosineScaledReward(RewardFunction):
             max_reward: upper end.
             default_reward: of an empty completion, which has no direction to compare.
             weight: factor on the reward.
+            name: in metrics and errors.
             kwargs: kept in `config`.
         """
-        super().__init__(weight=weight, **kwargs)
+        super().__init__(weight, name, **kwargs)
         self.model_name = model_name or DEFAULT_MODEL
         self.scale_factor = scale_factor
         self.min_reward = min_reward
         self.max_reward = max_reward
         self.default_reward = default_reward
 
-    def compute(self, completions: Sequence[Completion], solution: Any = None, **kwargs: Any) -> list[float]:
+    def compute(
+        self, completions: Sequence[Completion], solution: Completion | list[Completion] | None = None, **kwargs: object
+    ) -> list[float]:
         """A reward for each completion.
 
         Args:
@@ -70,7 +74,9 @@ class CosineScaledReward(RewardFunction):
         return min(self.max_reward, max(self.min_reward, 1.0 - self.scale_factor * (1.0 - similarity)))
 
 
-def cosine_scaled_reward(completions: Sequence[Completion], solution: object = None, **kwargs: object) -> list[float]:
+def cosine_scaled_reward(
+    completions: Sequence[Completion], solution: Completion | list[Completion] | None = None, **kwargs: object
+) -> list[float]:
     """`CosineScaledReward` with its defaults."""
     return CosineScaledReward().compute(completions, solution=solution, **kwargs)
 

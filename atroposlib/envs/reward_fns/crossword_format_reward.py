@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction
@@ -23,7 +22,8 @@ class CrosswordFormatReward(RewardFunction):
         penalize_invalid_chars: bool = True,
         valid_chars: str = "ABCDEFGHIJKLMNOPQRSTUVWXYZ",
         weight: float = 1.0,
-        **kwargs: Any,
+        name: str | None = None,
+        **kwargs: object,
     ) -> None:
         """Keep the settings.
 
@@ -33,15 +33,16 @@ class CrosswordFormatReward(RewardFunction):
             penalize_invalid_chars: an answer with other characters than `valid_chars` spoils the completion.
             valid_chars: letters of an answer, in any case.
             weight: factor on the reward.
+            name: in metrics and errors.
             kwargs: kept in `config`.
         """
-        super().__init__(weight=weight, **kwargs)
+        super().__init__(weight, name, **kwargs)
         self.format_patterns = list(format_patterns or [ANSWER])
         self.reward_value = reward_value
         self.penalize_invalid_chars = penalize_invalid_chars
         self.valid_chars = valid_chars.upper()
 
-    def compute(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    def compute(self, completions: Sequence[Completion], **kwargs: object) -> list[float]:
         """`reward_value` or 0.0 for each completion."""
         contents = map(self.get_content, completions)
         return [self.reward_value if self._is_well_formed(content) else 0.0 for content in contents]

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction
@@ -18,7 +17,8 @@ class FormatReward(RewardFunction):
         require_all_tags: bool = False,
         case_sensitive: bool = False,
         weight: float = 1.0,
-        **kwargs: Any,
+        name: str | None = None,
+        **kwargs: object,
     ) -> None:
         """Keep the settings.
 
@@ -27,14 +27,15 @@ class FormatReward(RewardFunction):
             require_all_tags: every tag is needed; otherwise one is enough.
             case_sensitive: `<Think>` is no `<think>`.
             weight: factor on the reward.
+            name: in metrics and errors.
             kwargs: kept in `config`.
         """
-        super().__init__(weight=weight, **kwargs)
+        super().__init__(weight, name, **kwargs)
         self.preferred_tags = list(preferred_tags or ("think", "answer"))
         self.require_all_tags = require_all_tags
         self.case_sensitive = case_sensitive
 
-    def compute(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    def compute(self, completions: Sequence[Completion], **kwargs: object) -> list[float]:
         """1.0 or 0.0 for each completion."""
         flags = re.NOFLAG if self.case_sensitive else re.IGNORECASE
         names = map(re.escape, self.preferred_tags)

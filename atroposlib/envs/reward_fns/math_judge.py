@@ -16,13 +16,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from atroposlib.envs.reward_fns import math_answers
 from atroposlib.envs.reward_fns.math_answers import Quantity, clean, read_quantity, split_parts, words_of
 from atroposlib.errors import VerifierFault
 from atroposlib.rollouts.failures import Unscored
 from atroposlib.sandbox.workers import Call, SandboxError, WorkerPool
+
+if TYPE_CHECKING:
+    from sympy import Basic, MatrixBase
 
 TIMEOUT_S = 5.0
 """For one comparison by math-verify."""
@@ -64,16 +67,30 @@ class MathJudge:
         """
         self.pool = WorkerPool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
 
-    def judge(self, replies: Sequence[str], gold: Gold | Sequence[Gold], **options: Any) -> list[Verdict]:
-        """Judge replies [G], side by side; see `first_look` for the options. Blocks until all are judged."""
-        looks, calls = self._begin(replies, gold, options)
+    def judge(
+        self,
+        replies: Sequence[str],
+        gold: Gold | Sequence[Gold],
+        *,
+        tolerance: float = TOLERANCE,
+        skip_thinking: bool = True,
+    ) -> list[Verdict]:
+        """Judge replies [G], side by side; the options are those of `first_look`. Blocks until all are judged."""
+        looks, calls = self._begin(replies, gold, tolerance, skip_thinking)
         for call in calls.values():
             call.future.exception()  # wait; `_verdict` reads it
         return [_verdict(look, calls) for look in looks]
 
-    async def judge_async(self, replies: Sequence[str], gold: Gold | Sequence[Gold], **options: Any) -> list[Verdict]:
+    async def judge_async(
+        self,
+        replies: Sequence[str],
+        gold: Gold | Sequence[Gold],
+        *,
+        tolerance: float = TOLERANCE,
+        skip_thinking: bool = True,
+    ) -> list[Verdict]:
         """Judge as `judge` does, without holding up the event loop."""
-        looks, calls = self._begin(replies, gold, options)
+        looks, calls = self._begin(replies, gold, tolerance, skip_thinking)
         try:
             waits = (asyncio.wrap_future(call.future) for call in calls.values())
             await asyncio.gather(*waits, return_exceptions=True)
@@ -88,10 +105,13 @@ class MathJudge:
         self.pool.close()
 
     def _begin(
-        self, replies: Sequence[str], gold: Gold | Sequence[Gold], options: dict[str, Any]
+        self, replies: Sequence[str], gold: Gold | Sequence[Gold], tolerance: float, skip_thinking: bool
     ) -> tuple[list[tuple[Verdict, Question | None]], dict[Question, Call]]:
         golds = [gold] * len(replies) if isinstance(gold, str | int | float) else gold
-        looks = [first_look(reply, right, **options) for reply, right in zip(replies, golds, strict=True)]
+        looks = [
+            first_look(reply, right, tolerance=tolerance, skip_thinking=skip_thinking)
+            for reply, right in zip(replies, golds, strict=True)
+        ]
         questions = dict.fromkeys(question for _, question in looks if question is not None)
         if questions and importlib.util.find_spec("math_verify") is None:
             raise VerifierFault("comparing mathematics needs math-verify: pip install 'atroposlib[rewards]'")
@@ -108,15 +128,18 @@ def default_judge() -> MathJudge:
     return MathJudge(workers=max(2, min(8, (os.cpu_count() or 2) // 2)))
 
 
-def judge(replies: Sequence[str], gold: Gold | Sequence[Gold], **options: object) -> list[Verdict]:
+def judge(
+    replies: Sequence[str], gold: Gold | Sequence[Gold], *, tolerance: float = TOLERANCE, skip_thinking: bool = True
+) -> list[Verdict]:
     """Judge replies [G] with the judge of this process.
 
     Args:
         replies: whole replies, thoughts included.
         gold: the right answer, or one for each.
-        options: of `first_look`.
+        tolerance: as `first_look`.
+        skip_thinking: as `first_look`.
     """
-    return default_judge().judge(replies, gold, **options)
+    return default_judge().judge(replies, gold, tolerance=tolerance, skip_thinking=skip_thinking)
 
 
 def scores(verdicts: Sequence[Verdict], *, right: float = 1.0, wrong: float = 0.0) -> list[float]:
@@ -412,11 +435,9 @@ def ask_engine(answer: str, gold: str) -> tuple[bool | None, str]:
 
 
 @lru_cache(maxsize=256)
-def _read(text: str) -> list[Any]:
+def _read(text: str) -> list["Basic | MatrixBase | str"]:
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
-
-    no_limit: Any = None
 
     # Its own list of units holds c, d, h, m, o, s and t: it would read 2t as 2.
     spelling = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="last")
@@ -429,5 +450,5 @@ def _read(text: str) -> list[Any]:
         [reading],
         fallback_mode="no_fallback",
         extraction_mode="first_match",
-        parsing_timeout=no_limit,
-    )  # pyright: ignore[reportArgumentType]
+        parsing_timeout=None,  # pyright: ignore[reportArgumentType]
+    )

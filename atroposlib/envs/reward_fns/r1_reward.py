@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from atroposlib.envs.reward_fns.math_answers import after_thinking, clean, final_answer, read_quantity
 from atroposlib.envs.reward_fns.math_judge import judge, scores
@@ -43,15 +43,16 @@ class FormatReasoningReward(RewardFunction):
         require_response: bool = True,
         allow_multiple_thinking: bool = False,
         weight: float = 1.0,
-        **kwargs: Any,
+        name: str | None = None,
+        **kwargs: object,
     ) -> None:
-        super().__init__(weight=weight, **kwargs)
+        super().__init__(weight, name, **kwargs)
         self.reward_value = reward_value
         self.require_thinking = require_thinking
         self.require_response = require_response
         self.allow_multiple_thinking = allow_multiple_thinking
 
-    def compute(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    def compute(self, completions: Sequence[Completion], **kwargs: object) -> list[float]:
         """`reward_value` or 0.0 for each completion."""
         parts = [parse_reasoning_response(self.get_content(completion)) for completion in completions]
         return [self.reward_value if self._is_valid(part) else 0.0 for part in parts]
@@ -77,7 +78,8 @@ class AccuracyXReward(RewardFunction):
         case_sensitive: bool = False,
         reward_value: float = 1.0,
         weight: float = 1.0,
-        **kwargs: Any,
+        name: str | None = None,
+        **kwargs: object,
     ) -> None:
         """Keep the settings.
 
@@ -86,14 +88,20 @@ class AccuracyXReward(RewardFunction):
             case_sensitive: letters must match in case.
             reward_value: for a right response.
             weight: factor on the reward.
+            name: in metrics and errors.
             kwargs: kept in `config`.
         """
-        super().__init__(weight=weight, **kwargs)
+        super().__init__(weight, name, **kwargs)
         self.exact_match = exact_match
         self.case_sensitive = case_sensitive
         self.reward_value = reward_value
 
-    def compute(self, completions: Sequence[Completion], solution: Any = None, **kwargs: Any) -> list[float]:
+    def compute(
+        self,
+        completions: Sequence[Completion],
+        solution: Completion | float | list[Completion | float] | None = None,
+        **kwargs: object,
+    ) -> list[float]:
         """`reward_value` or 0.0 for each completion; `Unscored` for one that could not be judged in time.
 
         Args:
@@ -114,7 +122,7 @@ class AccuracyXReward(RewardFunction):
         known = dict(zip(judged, scores(verdicts, right=self.reward_value, wrong=0.0), strict=True))
         return [known[pair] if pair in known else self.reward_value * self._matches(*pair) for pair in pairs]
 
-    def _solution_text(self, solution: Any) -> str:
+    def _solution_text(self, solution: Completion | float) -> str:
         return str(solution) if isinstance(solution, (int, float)) else self.get_content(solution)
 
     def _matches(self, response: str, solution: str) -> bool:
@@ -135,15 +143,25 @@ class R1Reward(RewardFunction):
     """`format_weight` for the form plus `accuracy_weight` for the answer."""
 
     def __init__(
-        self, format_weight: float = 0.5, accuracy_weight: float = 1.0, weight: float = 1.0, **kwargs: Any
+        self,
+        format_weight: float = 0.5,
+        accuracy_weight: float = 1.0,
+        weight: float = 1.0,
+        name: str | None = None,
+        **kwargs: object,
     ) -> None:
-        super().__init__(weight=weight, **kwargs)
+        super().__init__(weight, name, **kwargs)
         self.format_weight = format_weight
         self.accuracy_weight = accuracy_weight
         self.format_reward_fn = FormatReasoningReward(reward_value=format_weight)
         self.accuracy_reward_fn = AccuracyXReward(reward_value=accuracy_weight)
 
-    def compute(self, completions: Sequence[Completion], solution: Any = None, **kwargs: Any) -> list[float]:
+    def compute(
+        self,
+        completions: Sequence[Completion],
+        solution: Completion | float | list[Completion | float] | None = None,
+        **kwargs: object,
+    ) -> list[float]:
         """Return the sum of both for each completion, VerifierFault without a solution."""
         forms = self.format_reward_fn.compute(completions, **kwargs)
         answers = self.accuracy_reward_fn.compute(completions, solution=solution, **kwargs)
@@ -155,11 +173,15 @@ def format_reasoning_reward(completions: Sequence[Completion], **kwargs: object)
     return FormatReasoningReward().compute(completions, **kwargs)
 
 
-def accuracy_reward(completions: Sequence[Completion], solution: object, **kwargs: object) -> list[float]:
+def accuracy_reward(
+    completions: Sequence[Completion], solution: Completion | float | list[Completion | float] | None, **kwargs: object
+) -> list[float]:
     """`AccuracyXReward` with its defaults."""
     return AccuracyXReward().compute(completions, solution=solution, **kwargs)
 
 
-def r1_reward(completions: Sequence[Completion], solution: object, **kwargs: object) -> list[float]:
+def r1_reward(
+    completions: Sequence[Completion], solution: Completion | float | list[Completion | float] | None, **kwargs: object
+) -> list[float]:
     """`R1Reward` with its defaults."""
     return R1Reward().compute(completions, solution=solution, **kwargs)

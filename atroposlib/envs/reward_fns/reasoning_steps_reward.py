@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction
@@ -34,7 +33,8 @@ class ReasoningStepsReward(RewardFunction):
         base_score: float = 0.1,
         pattern_weights: Mapping[str, float] | None = None,
         weight: float = 1.0,
-        **kwargs: Any,
+        name: str | None = None,
+        **kwargs: object,
     ) -> None:
         """Keep the settings.
 
@@ -44,15 +44,16 @@ class ReasoningStepsReward(RewardFunction):
             base_score: for a text that is more than an answer.
             pattern_weights: replaces single values of PATTERN_WEIGHTS.
             weight: factor on the reward.
+            name: in metrics and errors.
             kwargs: kept in `config`.
         """
-        super().__init__(weight=weight, **kwargs)
+        super().__init__(weight, name, **kwargs)
         self.min_words = min_words
         self.min_steps = min_steps
         self.base_score = base_score
         self.pattern_weights = {**PATTERN_WEIGHTS, **(pattern_weights or {})}
 
-    def compute(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    def compute(self, completions: Sequence[Completion], **kwargs: object) -> list[float]:
         """0.0 to 1.0 for each completion."""
         return [self._score(self.get_content(completion)) for completion in completions]
 

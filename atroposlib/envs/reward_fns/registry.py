@@ -9,9 +9,10 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, overload
+from typing import TypeAlias, overload
 
 from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class RewardRegistry:
         """Add a plain function `f(completions, **kwargs)`."""
         self._registry[name] = function
 
-    def create(self, name_or_config: str | Mapping[str, Any], **kwargs: Any) -> RewardFunction:
+    def create(self, name_or_config: str | Mapping[str, object], **kwargs: object) -> RewardFunction:
         """A ready reward function.
 
         Args:
@@ -60,7 +61,7 @@ class RewardRegistry:
         Raises:
             ImportError: no such reward function, or a package it needs is missing.
         """
-        config: dict[str, Any] = {"type": name_or_config} if isinstance(name_or_config, str) else dict(name_or_config)
+        config: JsonObject = {"type": name_or_config} if isinstance(name_or_config, str) else dict(name_or_config)
         reward_type, params = config.pop("type"), config.pop("params", None) or {}
         found = self.get(reward_type)
         settings = {**kwargs, **config, **params}
@@ -80,7 +81,7 @@ class RewardRegistry:
         """Names known so far; more may be loaded on demand."""
         return list(self._registry)
 
-    def load_required_functions(self, config: Any) -> set[str]:
+    def load_required_functions(self, config: object) -> set[str]:
         """Load every reward function a config object names, and return the names.
 
         Read are `reward_functions` and `reward_funcs` of the config, and for each of its `datasets`
@@ -116,8 +117,8 @@ class RewardRegistry:
 class LegacyFunctionWrapper(RewardFunction):
     """A plain function as a RewardFunction. A single number it returns holds for every completion."""
 
-    def __init__(self, func: RewardCallable, weight: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(weight=weight, **kwargs)
+    def __init__(self, func: RewardCallable, weight: float = 1.0, name: str | None = None, **kwargs: object) -> None:
+        super().__init__(weight, name, **kwargs)
         self.func = func
 
     @property
@@ -125,7 +126,7 @@ class LegacyFunctionWrapper(RewardFunction):
         """The function's name."""
         return self._name or getattr(self.func, "__name__", type(self.func).__name__)
 
-    def compute(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    def compute(self, completions: Sequence[Completion], **kwargs: object) -> list[float]:
         """Return what the function gives."""
         rewards = self.func(completions, **{**self.config, **kwargs})
         return list(rewards) if isinstance(rewards, Sequence) else [rewards] * len(completions)
@@ -153,6 +154,6 @@ def _named(config: object) -> Iterator[str]:
             yield from _names(entry.get("reward_funcs"))
 
 
-def _names(entries: Sequence[str | Mapping[str, Any]] | None) -> Iterator[str]:
+def _names(entries: Sequence[str | Mapping[str, str]] | None) -> Iterator[str]:
     for entry in entries or ():
         yield entry if isinstance(entry, str) else entry["type"]

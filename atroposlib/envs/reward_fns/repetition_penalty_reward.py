@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunction
@@ -44,7 +43,8 @@ class RepetitionPenaltyReward(RewardFunction):
         component_weights: Mapping[str, float] | None = None,
         stopwords: Collection[str] | None = None,
         weight: float = 1.0,
-        **kwargs: Any,
+        name: str | None = None,
+        **kwargs: object,
     ) -> None:
         """Keep the settings.
 
@@ -57,9 +57,10 @@ class RepetitionPenaltyReward(RewardFunction):
             component_weights: replaces single values of COMPONENT_WEIGHTS.
             stopwords: words that may repeat; None: STOPWORDS.
             weight: factor on the reward.
+            name: in metrics and errors.
             kwargs: kept in `config`.
         """
-        super().__init__(weight=weight, **kwargs)
+        super().__init__(weight, name, **kwargs)
         self.threshold = threshold
         self.min_words = min_words
         self.min_sentences = min_sentences
@@ -68,7 +69,7 @@ class RepetitionPenaltyReward(RewardFunction):
         self.component_weights = {**COMPONENT_WEIGHTS, **(component_weights or {})}
         self.stopwords = frozenset(stopwords or STOPWORDS)
 
-    def compute(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    def compute(self, completions: Sequence[Completion], **kwargs: object) -> list[float]:
         """-1.0 to 0.0 for each completion."""
         return [self._penalty(self.get_content(completion)) for completion in completions]
 

@@ -8,21 +8,24 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from atroposlib.errors import EngineFault, KilledFault, RolloutFault, VerifierFault
 from atroposlib.rollouts.failures import Unscored
 
 logger = logging.getLogger(__name__)
 
-Completion: TypeAlias = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Completion: TypeAlias = str | Mapping[str, object] | Sequence[Mapping[str, object]]
 """Text, an assistant message, `{"message": {...}}`, or a conversation."""
+
+
+T = TypeVar("T")
 
 
 class MetricsLogger(Protocol):
     """Where metrics go: the `wandb` module or a run."""
 
-    def log(self, data: dict[str, float], /) -> Any: ...
+    def log(self, data: dict[str, float], /) -> object: ...
 
 
 class RewardFunction(ABC):
@@ -31,10 +34,10 @@ class RewardFunction(ABC):
     # Class-level values serve subclasses that set up themselves without calling __init__.
     weight: float = 1.0
     wandb_logger: MetricsLogger | None = None
-    config: Mapping[str, Any] = {}
+    config: Mapping[str, object] = {}
     _name: str | None = None
 
-    def __init__(self, weight: float = 1.0, name: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, weight: float = 1.0, name: str | None = None, **kwargs: object) -> None:
         """Keep the settings.
 
         Args:
@@ -55,7 +58,7 @@ class RewardFunction(ABC):
     def compute(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
         """Raw rewards [G] of G completions; `kwargs` carry the item's solution and the like."""
 
-    def __call__(self, completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    def __call__(self, completions: Sequence[Completion], **kwargs: object) -> list[float]:
         """Weighted rewards [G], `Unscored` where there is none. If `compute` fails on G > 1, each is scored alone.
 
         Raises:
@@ -143,7 +146,7 @@ class RewardFunction(ABC):
         return Unscored(VerifierFault(f"reward function {self.name} gave {reward!r}; expected one finite number each"))
 
 
-def one_each(value: object, completions: Sequence[Completion], *, needed_by: str, keyword: str) -> list[Any]:
+def one_each(value: T | list[T] | None, completions: Sequence[Completion], *, needed_by: str, keyword: str) -> list[T]:
     """[G] solutions: a list is one per completion, anything else holds for all.
 
     Raises:
@@ -162,8 +165,8 @@ def _is_assistant(message: object) -> bool:
     return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def _text(message: Mapping[str, object]) -> str:
     content = message.get("content") if _is_assistant(message) else None
     if isinstance(content, list):  # OpenAI content parts
         return "".join(part.get("text", "") for part in content)
-    return content or ""
+    return str(content or "")
