@@ -164,7 +164,8 @@ class Conversion:
 
     def _converter(self, table: Table) -> Converter:
         if self.options.format == "tokens":
-            return to_tokens(len(self._tokenizer) if self._tokenizer else None)
+            vocabulary_size = len(self._tokenizer) if self._tokenizer else None
+            return to_tokens(vocabulary_size, as_lists=self.options.pack is not None)
         if self.options.format == "prefix":
             assert self._tokenizer is not None
             return to_prefix(self._tokenizer)

@@ -12,6 +12,7 @@ The first three have a column `tools`, as JSON text, where the model was given t
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -57,6 +58,7 @@ SHAREGPT_ROLES = {
 _SPOKEN = {"role", "content", "tool_calls", "function_call", *REASONING_KEYS}  # what a value of ShareGPT says
 _BESIDE_THE_TEXT = ("score", "attention_mask", "position_ids")
 _encoder = msgspec.json.Encoder()
+_DIGITS = b"0123456789,"
 _ids_decoder = msgspec.json.Decoder(list[int])
 
 
@@ -196,15 +198,69 @@ def to_prefix(tokenizer: "PreTrainedTokenizerBase") -> Converter:
     return convert
 
 
-def to_tokens(vocabulary_size: int | None) -> Converter:
-    """The recorded ids with labels from the recorded masks; ids are checked when the vocabulary is known."""
+def to_tokens(vocabulary_size: int | None, *, as_lists: bool = False) -> Converter:
+    """The recorded ids with labels from the recorded masks; ids are checked when the vocabulary is known.
+
+    Where a row is a prompt, then what was generated, its values are the JSON of the rollout file unless `as_lists`.
+    """
 
     def convert(chosen: Chosen) -> Iterator[Record]:
         for index in chosen.indices:
-            ids, labels = ids_and_labels(chosen, index, vocabulary_size)
-            yield token_record(ids, labels, chosen.group.scores[index])
+            record = None if as_lists else _recorded_tokens(chosen, index, vocabulary_size)
+            if record is None:
+                ids, labels = ids_and_labels(chosen, index, vocabulary_size)
+                record = token_record(ids, labels, chosen.group.scores[index])
+            yield record
 
     return convert
+
+
+def _recorded_tokens(chosen: Chosen, index: int, vocabulary_size: int | None) -> Record | None:
+    """One record of the `tokens` format in the bytes of the line; None where only the numbers tell what it is."""
+    group = chosen.group
+    if not (group.tokens and group.masks):
+        return None
+    ids, mask = bytes(group.tokens[index]), bytes(group.masks[index])
+    masked = mask.count(b"-")
+    head = b"[" + b"-100," * masked
+    generated = mask[len(head) :]
+    prompt = ids[: len(ids) - len(generated)]
+    if (
+        len(generated) <= len("]")
+        or not mask.startswith(head)
+        or not ids.endswith(generated)
+        or prompt[-1:] not in (b"[", b",")
+        or prompt.count(b",") != masked
+        or ids.translate(None, _DIGITS) != b"[]"  # white space, fractions
+    ):
+        return None
+    where = f"{chosen.line.where}[{index}]"
+    numbers = _decode_ids(group.tokens, index, "tokens", where)
+    if vocabulary_size is not None:
+        check_ids(numbers, vocabulary_size, where)
+    count = len(numbers)
+    return {
+        "input_ids": Raw(ids),
+        "attention_mask": Raw(b"[" + b"1," * (count - 1) + b"1]"),
+        "labels": Raw(mask),
+        "position_ids": Raw(_positions(count)),
+        "score": group.scores[index],
+    }
+
+
+def _positions(count: int) -> bytes:
+    """Return the JSON of 0, 1, ... below `count`, cut from a longer one, of which there are few.
+
+    >>> _positions(12)
+    b'[0,1,2,3,4,5,6,7,8,9,10,11]'
+    """
+    digits = count + sum(count - 10**power for power in range(1, len(str(count - 1))))
+    return b"[%b]" % _counting(1 << count.bit_length())[: digits + count - 1]
+
+
+@cache
+def _counting(count: int) -> bytes:
+    return ",".join(map(str, range(count))).encode()
 
 
 class Copies:

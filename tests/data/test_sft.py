@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from atroposlib.data import output as output_module
 from atroposlib.data.conversion import SftOptions
+from atroposlib.data.formats import _positions
 from atroposlib.data.policy import SelectionPolicy, simple_policy
 from atroposlib.data.sft import export_sft
 from atroposlib.errors import AtroposError, ConfigError, DataError, PathError
@@ -159,6 +160,45 @@ def test_tokens_are_the_recorded_ids_and_labels_the_recorded_masks(tmp_path):
     assert [line["input_ids"] for line in lines] == group["tokens"]
     assert [line["labels"] for line in lines] == group["masks"]
     assert [line["position_ids"] for line in lines] == [list(range(len(ids))) for ids in group["tokens"]]
+
+
+ROWS = {
+    "a prompt, then what was generated": ([1, 2, 5, 16], [-100, -100, 5, 16], ""),
+    "no prompt": ([5], [5], ""),
+    "what was generated stands in the prompt, too": ([5, 6, 5, 6], [-100, -100, 5, 6], ""),
+    "a mask in the middle": ([1, 2, 3, 4], [-100, 2, -100, 4], ""),
+    "ids whose text ends alike": ([1, 15, 6], [-100, 5, 6], "mask that does not fit the ids"),
+    "a mask that is too short": ([1, 2, 5, 6], [-100, 5, 6], "mask that does not fit the ids"),
+    "a fraction": ([1, 2.5], [-100, 2.5], "ids that are no numbers"),
+    "below zero": ([-7, -100, 6], [-100, -100, 6], ""),
+    "nothing generated": ([1, 2], [-100, -100], "nothing generated"),
+}
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")], ids=["compact", "spaced"])
+@pytest.mark.parametrize(("ids", "mask", "reason"), ROWS.values(), ids=ROWS)
+def test_rows_of_tokens_are_the_same_however_the_line_is_written(tmp_path, ids, mask, reason, separators):
+    group = {"tokens": [[9, 8], ids], "masks": [[-100, 8], mask], "scores": [1.0, 1.0]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(group, separators=separators) + "\n")
+    report = export_sft(tmp_path / "a.jsonl", tmp_path / "o.jsonl", options=SftOptions(format="tokens"))
+    assert (tmp_path / "o.jsonl").read_text().count(" ") == 0
+    sound = [([9, 8], [-100, 8]), (ids, mask)][: 1 if reason else 2]
+    assert lines_of(tmp_path / "o.jsonl") == [
+        {
+            "input_ids": tokens,
+            "attention_mask": [1] * len(tokens),
+            "labels": labels,
+            "position_ids": list(range(len(tokens))),
+            "score": 1.0,
+        }
+        for tokens, labels in sound
+    ]
+    assert [each["reason"] for each in report.set_aside] == [reason] * bool(reason)
+
+
+@pytest.mark.parametrize("count", [1, 10, 11, 100, 1024, 10_001])
+def test_positions_are_cut_where_they_end(count):
+    assert json.loads(_positions(count)) == list(range(count))
 
 
 def test_masks_in_the_middle_survive(tmp_path):
