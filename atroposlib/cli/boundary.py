@@ -1,13 +1,18 @@
-"""The edge of every command: one look of its help, and an error becomes one sentence and an exit code."""
+"""The edge of every command: one look of its help, addresses checked, a bar for long reading, errors as sentences.
+
+An error becomes one sentence and an exit code.
+"""
 
 import errno
 import logging
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -20,6 +25,7 @@ Click: TypeAlias = Any
 
 HELP_WIDTH = 100
 _HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
+_UPDATE_BYTES = 8_000_000
 _METAVARS: dict[object, str] = {int: "N", float: "X", Path: "PATH"}
 
 
@@ -166,3 +172,47 @@ def _kinds(annotation: object) -> list[object]:
     if get_origin(annotation) in (Union, types.UnionType, Literal):
         return [kind for part in get_args(annotation) for kind in _kinds(part)]
     return [annotation]
+
+
+def http_url(text: str) -> str:
+    """The callback of an option that takes an address: `text` as it is; wrong usage unless it is http(s)://HOST[:PORT].
+
+    >>> http_url("http://:secret@node7:8000")
+    'http://:secret@node7:8000'
+    """
+    try:
+        parts = urlsplit(text)
+        is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port that is no number or above 65535
+        is_http = False
+    if not is_http:
+        raise typer.BadParameter(f"{text!r} is no address of a server; write http://HOST:PORT, or https://")
+    return text
+
+
+@contextmanager
+def reading(paths: Iterable[str], *, passes: int = 1) -> Iterator[Callable[[int], None]]:
+    """A function to be told the bytes read of `paths`; draws a bar on a terminal's stderr, nothing elsewhere."""
+    from rich.console import Console  # most commands read nothing for long
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from atroposlib.data.rollout_files import find_rollout_files
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    total = passes * sum(path.stat().st_size for path in find_rollout_files(paths, warns=False))
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("reading", total=total)
+        pending = 0
+
+        def advance(count: int) -> None:
+            nonlocal pending
+            pending += count
+            if pending >= _UPDATE_BYTES:
+                progress.advance(task, pending)
+                pending = 0
+
+        yield advance

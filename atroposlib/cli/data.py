@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from atroposlib.cli.boundary import App, run
-from atroposlib.cli.reading import reading
+from atroposlib.cli.boundary import App, reading, run
 from atroposlib.data.chats import messages_of
 from atroposlib.data.output import check_output, write_whole
 from atroposlib.data.policy import load_policy, select

@@ -4,8 +4,7 @@ from typing import Annotated
 
 import typer
 
-from atroposlib.cli.boundary import App, run
-from atroposlib.cli.reading import reading
+from atroposlib.cli.boundary import App, reading, run
 from atroposlib.cli.sft import OUTPUT_HELP, default_output, print_report
 from atroposlib.data.collect import Collection, is_live_call
 from atroposlib.data.dpo import DpoFormat, DpoOptions, Negatives, PairRules, collect_dpo, export_dpo

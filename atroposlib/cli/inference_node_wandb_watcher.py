@@ -12,8 +12,7 @@ from typing import Annotated
 import httpx
 import typer
 
-from atroposlib.cli.boundary import command, run
-from atroposlib.cli.urls import http_url
+from atroposlib.cli.boundary import command, http_url, run
 from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,7 @@ from typing import Annotated
 
 import typer
 
-from atroposlib.cli.boundary import App, run
-from atroposlib.cli.reading import reading
+from atroposlib.cli.boundary import App, reading, run
 from atroposlib.data.collect import Collection, is_live_call
 from atroposlib.data.conversion import SftOptions
 from atroposlib.data.formats import Format

@@ -12,9 +12,9 @@ import uvicorn
 from atroposlib.cli.boundary import App, run
 from atroposlib.data.rollout_files import find_rollout_files
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.frontend.group_detail import TokenTexts
 from atroposlib.frontend.live_rollouts import LiveRollouts
 from atroposlib.frontend.run_view import FileRollouts, Rollouts, make_app
-from atroposlib.frontend.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 

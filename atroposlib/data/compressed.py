@@ -5,15 +5,11 @@ import io
 import sys
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
     from backports import zstd
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 __all__ = ["KINDS", "DamagedError", "DecompressedFile", "is_compressed", "zstd"]
 
@@ -57,13 +53,6 @@ class DecompressedFile(io.RawIOBase):
         if not pieces and self._damage is not None:
             raise self._damage
         return b"".join(pieces)
-
-    def readinto(self, buffer: "Buffer", /) -> int:
-        """As `read`, of the size of `buffer`."""
-        target = memoryview(buffer)
-        data = self.read(len(target))
-        target[: len(data)] = data
-        return len(data)
 
     def close(self) -> None:
         """Close the file, too."""

@@ -3,17 +3,21 @@
 The page is one self-contained file with bar charts in inline SVG, nothing fetched, no scripts.
 """
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import orjson
 from jinja2 import Environment, FileSystemLoader
 
 from atroposlib.charts import STYLE, bar_chart
-from atroposlib.data.failures import read_failures
 from atroposlib.data.policy import StepResult, pass_rates
+from atroposlib.data.rollout_files import read_lines
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
+from atroposlib.errors import RowError
 from atroposlib.paths import shown
 from atroposlib.type_definitions import Array, JsonObject
 
@@ -150,3 +154,52 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+FAILURES = "failures.jsonl"
+
+
+def read_failures(
+    files: Iterable[Path], *, kind: str | None = None, most: int = 200
+) -> tuple[dict[str, int], list[JsonObject]]:
+    """Read the failures next to rollout files.
+
+    Args:
+        kind: class of those to return; None: any.
+        most: how many to return.
+
+    Returns:
+        Counts by class, of all; and the newest ones, latest first.
+    """
+    counts: Counter[str] = Counter()
+    found_by_folder: list[deque[JsonObject]] = []
+    for folder in sorted({path.parent for path in files}):
+        found_by_folder.append(newest := deque(maxlen=most))
+        for failure in _failures(folder / FAILURES):
+            found = str(failure.get("class", "environment"))
+            counts[found] += 1
+            if kind in (None, found):
+                newest.append(failure)
+    ordered = sorted(chain.from_iterable(found_by_folder), key=_time_of, reverse=True)
+    return dict(sorted(counts.items())), ordered[:most]
+
+
+def _failures(path: Path) -> Iterator[JsonObject]:
+    """The lines that are whole."""
+    if not path.exists():
+        return
+    try:
+        for line in read_lines(path):
+            try:
+                failure = orjson.loads(line.data)
+            except orjson.JSONDecodeError:  # a killed process's last line
+                continue
+            if isinstance(failure, dict):
+                yield failure
+    except RowError:
+        return
+
+
+def _time_of(failure: JsonObject) -> float:
+    at = failure.get("at")
+    return at if isinstance(at, int | float) else 0.0

@@ -14,8 +14,7 @@ from typing import Annotated
 import typer
 
 from atroposlib.api.client import TrainerClient
-from atroposlib.cli.boundary import command, run
-from atroposlib.cli.urls import http_url
+from atroposlib.cli.boundary import command, http_url, run
 
 logger = logging.getLogger(__name__)
 

@@ -21,15 +21,24 @@ from pydantic import ValidationError
 
 from atroposlib.api.auth import names_this_machine
 from atroposlib.data.dpo import PairRules, choose_pairs
-from atroposlib.data.failures import read_failures
 from atroposlib.data.lazy_group import LazyGroup, SearchText
 from atroposlib.data.rollout_files import Line, run_name
+from atroposlib.data.stats import read_failures
 from atroposlib.data.table import FINISH_REASONS, Table, concatenate, read_group, table_of
 from atroposlib.errors import AtroposError, ConfigError
-from atroposlib.frontend.group_detail import group_detail, mean_gap, subset, tokens_of
-from atroposlib.frontend.progressive import Scan
-from atroposlib.frontend.query import Query, by_task, compare, facets, given, histogram, lengths, side_rows, within
-from atroposlib.frontend.token_texts import TokenTexts
+from atroposlib.frontend.group_detail import TokenTexts, group_detail, mean_gap, subset, tokens_of
+from atroposlib.frontend.query import (
+    Query,
+    Scan,
+    by_task,
+    compare,
+    facets,
+    given,
+    histogram,
+    lengths,
+    side_rows,
+    within,
+)
 from atroposlib.json_lines import one_line, parse_anyhow, to_json
 from atroposlib.type_definitions import Array, JsonObject
 

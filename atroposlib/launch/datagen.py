@@ -20,10 +20,9 @@ import aiohttp
 from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig, ExportConfig
 from atroposlib.launch.model_checks import Model
-from atroposlib.launch.plan import Plan, make_plan
+from atroposlib.launch.plan import Plan, groups_missing, link_rollouts, make_plan, rollout_folders
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
 from atroposlib.launch.services import Service, Supervised, describe_exit, log_tail
-from atroposlib.launch.sharing import groups_missing, link_rollouts, rollout_folders
 from atroposlib.lock_files import end_leftovers, run_lock
 from atroposlib.paths import writable_dir, write_text_atomic
 from atroposlib.status.page import StatusPage, write_last_page

@@ -31,8 +31,7 @@ from atroposlib.launch.model_checks import (
     model_problems,
     vocabulary,
 )
-from atroposlib.launch.plan import environment_flags, environment_yaml
-from atroposlib.launch.sharing import has_recorded
+from atroposlib.launch.plan import environment_flags, environment_yaml, has_recorded
 from atroposlib.paths import writable_dir
 from atroposlib.status.runs import RUN_FILE, read_status
 from atroposlib.type_definitions import JsonObject

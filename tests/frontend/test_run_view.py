@@ -8,11 +8,10 @@ from fastapi.testclient import TestClient
 from atroposlib.data.policy import SelectionPolicy, select
 from atroposlib.data.table import concatenate, open_table, table_of
 from atroposlib.frontend import run_view
-from atroposlib.frontend.group_detail import PAGE_TOKENS
+from atroposlib.frontend.group_detail import PAGE_TOKENS, TokenTexts, pieces
 from atroposlib.frontend.live_rollouts import LiveRollouts
 from atroposlib.frontend.query import Query
 from atroposlib.frontend.run_view import FileRollouts, make_app
-from atroposlib.frontend.token_texts import TokenTexts, pieces
 from tests.data.rollout_factory import write_groups
 from tests.data.small_tokenizer import write_tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from atroposlib.cli.reading import reading
+from atroposlib.cli.boundary import reading
 from atroposlib.data.output import check_output, write_whole, written_whole
 from atroposlib.data.report import our_version
 from atroposlib.data.rollout_files import CUT_SHORT, find_rollout_files
