@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from threading import Thread
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from openai.types.completion import Completion
 
 logger = logging.getLogger(__name__)
+_PROCESS, _numbers = os.urandom(12).hex(), count()  # ids of replies: a system call for each would be dear
 Result = TypeVar("Result", "ChatCompletion", "Completion")
 
 _NOT_SAMPLING = frozenset({"model", "messages", "prompt", "tools", "tool_choice"})
@@ -139,7 +141,7 @@ def _made(
     model: str,
 ) -> "Result":
     """All choices are validated in one piece, which takes half the time of one by one."""
-    header = {"id": os.urandom(16).hex(), "created": int(time.time()), "model": model, "object": kind}
+    header = {"id": f"{_PROCESS}{next(_numbers):08x}", "created": int(time.time()), "model": model, "object": kind}
     reply = result_type.model_validate({**header, "choices": choices, "usage": usage_of(results)})
     for choice, made in zip(reply.choices, results, strict=True):
         if made.finish_reason != choice.finish_reason:

@@ -7,7 +7,7 @@ IGNORE_INDEX elsewhere; `logprobs[i]` is PROMPT_LOGPROB exactly where masked.
 import logging
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
@@ -360,12 +360,11 @@ def inserted_in(prompt_ids: list[int], prompt: Prompt) -> tuple[Call | None, lis
 def prefix_of(prompt_ids: list[int], prompt: Prompt) -> Prefix:
     """The prompt, masked except for what the call that it continues had learned from, unless it does so elsewhere."""
     base, inserted = inserted_in(prompt_ids, prompt)
-    nothing = Prefix(prompt_ids, [], [], base, inserted)
     if base is not None and (node := base.node) is not None:
         masked = node.masked_tokens + [IGNORE_INDEX] * len(inserted)
         return Prefix(prompt_ids, masked, node.logprobs + [PROMPT_LOGPROB] * len(inserted), base, inserted)
     size = len(prompt_ids)
-    return replace(nothing, masked=[IGNORE_INDEX] * size, logprobs=[PROMPT_LOGPROB] * size)
+    return Prefix(prompt_ids, [IGNORE_INDEX] * size, [PROMPT_LOGPROB] * size, base, inserted)
 
 
 def grow(

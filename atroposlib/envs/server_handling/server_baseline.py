@@ -10,9 +10,10 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from statistics import fmean, pstdev
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from atroposlib.backoff import backoff_s
@@ -62,7 +63,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
 READY_POLL_S = 0.25
 SILENT_S = 10.0
 """An endpoint may refuse all requests for so long before somebody is told that they wait for it."""
-_NO_LEASES: Counter[str] = Counter()
 
 
 class AsyncSemWithAdaptiveWeight:
@@ -151,7 +151,7 @@ class APIServer(ABC):
     """
 
     peers: Sequence["APIServer"] = ()  # endpoints with the same model; a request may move to one of them
-    leases: Counter[str] = _NO_LEASES  # open calls and managed sessions by split; replaced, never changed
+    leases: Mapping[str, int] = MappingProxyType({})  # open calls and managed sessions by split
     one_by_one: "OneByOne | None" = None  # keeps every finished response of a rollout
     server_healthy: bool = True
 

@@ -5,7 +5,6 @@ import inspect
 import math
 import os
 import warnings
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
@@ -365,7 +364,7 @@ def _room(server: Server, split: str) -> float:
     """Free slots, fewer than none where requests wait; a call or session that has not asked yet counts, too."""
     if not isinstance(server, APIServer):
         return (server.eval_sem if split == "eval" else server.sem)._value
-    return min(server.room(split), server.slots(split).max_val - server.leases[split])
+    return min(server.room(split), server.slots(split).max_val - server.leases.get(split, 0))
 
 
 def _free_slots(server: Server, is_training: bool) -> float:
@@ -387,7 +386,7 @@ def _lease(server: object, split: str) -> Iterator[None]:
 def count_lease(server: object, split: str, change: int) -> None:
     """A call or managed session begins (1) or ends (-1): so those begun at the same time spread over the servers."""
     if isinstance(server, APIServer):
-        server.leases = server.leases + Counter({split: change})
+        server.leases = {**server.leases, split: server.leases.get(split, 0) + change}
 
 
 def _build_servers(
