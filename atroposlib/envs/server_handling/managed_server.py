@@ -32,8 +32,7 @@ from atroposlib.envs.server_handling.conversation import (
     split_thoughts,
 )
 from atroposlib.envs.server_handling.dummy_server import DummyManagedServer
-from atroposlib.envs.server_handling.managed_adapter import ManagedServerAdapter
-from atroposlib.envs.server_handling.openai_wire import Made, chat_of, completion_of
+from atroposlib.envs.server_handling.openai_wire import Made, ManagedServerAdapter, chat_of, completion_of
 from atroposlib.envs.server_handling.sampling import drop_doubled_bos
 from atroposlib.envs.server_handling.sequence import (
     Call,

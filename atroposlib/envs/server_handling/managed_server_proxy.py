@@ -10,7 +10,11 @@ session's nodes: token ids, masks and log-probabilities of everything the model 
 import argparse
 import logging
 import os
-from collections.abc import Awaitable, Callable
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from fastapi import Depends, FastAPI, Request
@@ -23,8 +27,8 @@ from atroposlib.envs.server_handling.agents.chat import openai_error
 from atroposlib.envs.server_handling.agents.dialect import checked_messages
 from atroposlib.envs.server_handling.agents.gateway import BodyLimit, Gateway
 from atroposlib.envs.server_handling.agents.record import CallLog
-from atroposlib.envs.server_handling.agents.rollouts import Rollouts, RolloutSettings, managed_for
-from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer
+from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, RolloutSettings, managed_for
+from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, SequenceNode
 from atroposlib.envs.server_handling.proxy_schemas import (
     UNKNOWN_SESSION,
     ChatCompletionProxyRequest,
@@ -32,16 +36,12 @@ from atroposlib.envs.server_handling.proxy_schemas import (
     ServersConfig,
     SessionCreateRequest,
     SessionCreateResponse,
+    UnknownSessionError,
     load_config,
 )
-from atroposlib.envs.server_handling.proxy_sessions import (
-    SESSION_TIMEOUT_S,
-    Sessions,
-    UnknownSessionError,
-    base_url_of,
-    choose_server,
-)
-from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.server_handling.server_baseline import Server
+from atroposlib.envs.server_handling.server_manager import ServerManager, count_lease, pick_server, server_at
+from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import AtroposError, ConfigError, RequestFault, RolloutFault
 from atroposlib.paths import expand_path
 from atroposlib.type_definitions import JsonObject, Tokenizer
@@ -49,6 +49,135 @@ from atroposlib.type_definitions import JsonObject, Tokenizer
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9100
+SESSION_TIMEOUT_S = 3600.0
+
+
+@dataclass
+class SessionState:
+    """One session. Times are seconds since the epoch."""
+
+    uuid: str
+    managed_server: ManagedServer
+    model_name: str
+    tool_parser: str
+    base_url: str | None
+    created_at: float
+    last_accessed: float
+    rollout: Rollout
+    requests: int = 0  # being answered now, except for those of the model
+
+    def num_nodes(self) -> int:
+        """Sequences tracked so far."""
+        return len(self.nodes())
+
+    def nodes(self) -> list[SequenceNode]:
+        """The tracked sequences; in tree mode every intermediate one."""
+        state = self.managed_server.get_state()
+        return state["nodes"] if "nodes" in state else list(state["sequences"].values())
+
+
+class Sessions:
+    """All sessions. One without a request for `timeout_s` is dropped; none while a request runs.
+
+    Expiry is looked at whenever sessions are used or counted, so no timer runs.
+    """
+
+    def __init__(self, timeout_s: float = SESSION_TIMEOUT_S, clock: Callable[[], float] = time.time) -> None:
+        self.timeout_s = timeout_s
+        self._clock = clock
+        self._sessions: dict[str, SessionState] = {}
+
+    def create(
+        self,
+        server: Server,
+        tokenizer: Tokenizer,
+        *,
+        model_name: str,
+        tool_parser: str,
+        track_tree: bool,
+        reasoning_parser: str | None = None,
+    ) -> SessionState:
+        """A new session on `server`; ConfigError for an unknown tool parser."""
+        self._expire()
+        now, name = self._clock(), str(uuid.uuid4())
+        tool_format(tool_parser)
+        managed = ManagedServer(
+            server, tokenizer, track_tree=track_tree, tool_parser=tool_parser, reasoning_parser=reasoning_parser
+        )
+        settings = RolloutSettings.of(rollout_id=name, tool_parser=tool_parser, locked=False)
+        session = SessionState(
+            uuid=name,
+            managed_server=managed,
+            rollout=Rollout(settings, managed, key=name, session_model=model_name),
+            model_name=model_name,
+            tool_parser=tool_parser,
+            base_url=server.config.base_url,
+            created_at=now,
+            last_accessed=now,
+        )
+        self._sessions[session.uuid] = session
+        count_lease(server, "train", 1)
+        return session
+
+    @contextmanager
+    def using(self, session_uuid: str) -> Iterator[SessionState]:
+        """The session, which does not expire meanwhile.
+
+        Raises:
+            UnknownSessionError: there is none of that id.
+        """
+        self._expire()
+        session = self._find(session_uuid)
+        session.requests += 1
+        try:
+            yield session
+        finally:
+            session.requests -= 1
+            session.last_accessed = self._clock()
+
+    def rollout(self, session_uuid: str) -> Rollout:
+        """The rollout of a session, which does not expire while a request of it runs.
+
+        Raises:
+            UnknownSessionError: there is none of that id.
+        """
+        with self.using(session_uuid) as session:
+            return session.rollout
+
+    def delete(self, session_uuid: str) -> None:
+        """Forget a session; UnknownSessionError when there is none of that id."""
+        managed_server = self._find(session_uuid).managed_server
+        managed_server.reset()
+        count_lease(managed_server.server, "train", -1)
+        del self._sessions[session_uuid]
+
+    def all(self) -> list[SessionState]:
+        """Every session that has not expired."""
+        self._expire()
+        return list(self._sessions.values())
+
+    def _find(self, session_uuid: str) -> SessionState:
+        if session_uuid not in self._sessions:
+            raise UnknownSessionError(
+                f"no session {session_uuid}; it was deleted or unused for {self.timeout_s:.0f} s: create another"
+            )
+        return self._sessions[session_uuid]
+
+    def _expire(self) -> None:
+        oldest = self._clock() - self.timeout_s
+        for session in list(self._sessions.values()):
+            if session.requests == 0 and not session.rollout.is_busy and session.last_accessed < oldest:
+                self.delete(session.uuid)
+
+
+def choose_server(servers: Sequence[Server], base_url: str | None) -> Server:
+    """The server at `base_url`, else the one with most free slots; RequestFault where there is none."""
+    if not servers:
+        raise RequestFault("the proxy has no inference servers yet; POST them to /setup")
+    try:
+        return pick_server(servers, "train") if base_url is None else server_at(servers, base_url)
+    except ConfigError as error:
+        raise RequestFault(str(error)) from None
 
 
 def _error(status_code: int, message: str, error_type: str = "invalid_request_error") -> JSONResponse:
@@ -139,7 +268,7 @@ class _Proxy:
             "servers": [
                 {
                     "index": index,
-                    "base_url": base_url_of(server),
+                    "base_url": server.config.base_url,
                     "healthy": server.server_healthy,
                     "model_name": server.config.model_name,
                     "server_type": getattr(server.config, "server_type", "unknown"),

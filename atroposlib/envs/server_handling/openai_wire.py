@@ -1,4 +1,4 @@
-"""From reply bytes to OpenAI's result types.
+"""OpenAI's forms: result types from reply bytes or made here, and a client of that shape for a managed server.
 
 The `openai` package costs 0.6 s of CPU to import. It is imported while the first request is on its way.
 """
@@ -6,15 +6,16 @@ The `openai` package costs 0.6 s of CPU to import. It is imported while the firs
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from threading import Thread
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import orjson
 
+from atroposlib.envs.server_handling.conversation import Messages
 from atroposlib.envs.server_handling.faults import ReplyFault, fault_in_reply, read_json
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of
 from atroposlib.type_definitions import Json, JsonObject
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _PROCESS, _numbers = os.urandom(12).hex(), count()  # ids of replies: a system call for each would be dear
 Result = TypeVar("Result", "ChatCompletion", "Completion")
+Reply = TypeVar("Reply")
 
 _NOT_SAMPLING = frozenset({"model", "messages", "prompt", "tools", "tool_choice"})
 
@@ -200,3 +202,43 @@ def _types() -> "tuple[type[ChatCompletion], type[Completion]]":
     from openai.types.completion import Completion
 
     return ChatCompletion, Completion
+
+
+class TrackedServer(Protocol):
+    """The calls of a managed server that a client makes."""
+
+    async def chat_completion(self, *, messages: Messages, **kwargs: object) -> "ChatCompletion": ...
+
+    async def completion(self, *, prompt: str, **kwargs: object) -> "Completion": ...
+
+
+class ManagedServerAdapter:
+    """`.chat.completions.create` and `.completions.create`; everything else is refused."""
+
+    def __init__(self, managed_server: TrackedServer, base_url: str) -> None:
+        self.base_url = base_url
+        self.chat = _Chat(_Route(managed_server.chat_completion))
+        self.completions = _Route(managed_server.completion)
+
+    async def post(self, path: str, body: object, cast_to: type) -> NoReturn:
+        """Not available: only the two routes above are tracked."""
+        raise NotImplementedError(f"a managed server has no route {path!r}; use chat.completions or completions")
+
+    def copy(self, **kwargs: object) -> NoReturn:
+        """Not available: options of a client mean nothing here."""
+        raise NotImplementedError("a managed server's client cannot be copied with other options")
+
+
+class _Route(Generic[Reply]):
+    def __init__(self, call: Callable[..., Awaitable[Reply]]) -> None:
+        self._call = call
+
+    async def create(self, **kwargs: object) -> Reply:
+        """As OpenAI's `create`; `model` is the server's."""
+        kwargs.pop("model", None)
+        return await self._call(**kwargs)
+
+
+class _Chat:
+    def __init__(self, completions: "_Route[ChatCompletion]") -> None:
+        self.completions = completions

@@ -17,8 +17,9 @@ logger = logging.getLogger(__name__)
 UNKNOWN_SESSION = "unknown_session_error"
 """The type of the error that says a session is gone: the proxy was restarted, or the session deleted or unused."""
 
-_NOT_FOR_THE_ENGINE = {"messages", "tools", "tool_choice", "model", "stream", "user", "max_completion_tokens"}
-_NOT_FOR_THE_ENGINE |= {"logprobs", "top_logprobs"}  # a reply of the proxy has none
+
+class UnknownSessionError(LookupError):
+    """No session has this id: never created, deleted, or expired."""
 
 
 class ChatCompletionProxyRequest(BaseModel):

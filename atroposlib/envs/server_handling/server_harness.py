@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from atroposlib.envs.server_handling.openai_wire import Made, chat_of, completion_of
 from atroposlib.envs.server_handling.server_baseline import AsyncSemWithAdaptiveWeight, TokensAndLogprobs
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.type_definitions import JsonObject
@@ -18,26 +19,12 @@ def create_chat_completion(
     resp: str | list[str], n: int = 1, finish_reason: str | list[str] = "stop"
 ) -> "ChatCompletion":
     """A chat reply: one text for all n choices, or one text (and reason) per choice."""
-    from openai.types.chat.chat_completion import ChatCompletion
-
-    choices = [
-        {"index": i, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
-        for i, (text, reason) in enumerate(_per_choice(resp, n, finish_reason))
-    ]
-    reply = {"id": "harness", "object": "chat.completion", "created": 0, "model": "harness", "choices": choices}
-    return ChatCompletion.model_validate(reply)
+    return chat_of(_per_choice(resp, n, finish_reason), "harness")
 
 
 def create_completion(resp: str | list[str], n: int = 1, finish_reason: str | list[str] = "stop") -> "Completion":
     """A completion reply: one text for all n choices, or one text (and reason) per choice."""
-    from openai.types.completion import Completion
-
-    choices = [
-        {"index": i, "finish_reason": reason, "text": text}
-        for i, (text, reason) in enumerate(_per_choice(resp, n, finish_reason))
-    ]
-    reply = {"id": "harness", "object": "text_completion", "created": 0, "model": "harness", "choices": choices}
-    return Completion.model_validate(reply)
+    return completion_of(_per_choice(resp, n, finish_reason), "harness")
 
 
 class ServerHarness:
@@ -102,7 +89,7 @@ class ServerHarness:
         return metrics_dict if metrics_dict is not None else {}
 
 
-def _per_choice(resp: str | list[str], n: int, finish_reason: str | list[str]) -> list[tuple[str, str]]:
+def _per_choice(resp: str | list[str], n: int, finish_reason: str | list[str]) -> list[Made]:
     texts = [resp] * n if isinstance(resp, str) else resp
     reasons = [finish_reason] * len(texts) if isinstance(finish_reason, str) else finish_reason
-    return list(zip(texts, reasons, strict=True))
+    return [Made(text, reason) for text, reason in zip(texts, reasons, strict=True)]

@@ -232,7 +232,7 @@ class ServerManager:
             finally:
                 await session.cleanup()
             return
-        server = self._server_at(base_url) if base_url else pick_server(self.servers, "train")
+        server = server_at(self.servers, base_url) if base_url else pick_server(self.servers, "train")
         if isinstance(server, OpenAIServer):
             managed: ManagedServer | DummyManagedServer = _dummy(server, tokenizer)
         else:
@@ -249,14 +249,6 @@ class ServerManager:
                 yield managed
             finally:
                 managed.reset()
-
-    def _server_at(self, base_url: str) -> Server:
-        wanted = base_url.rstrip("/").removesuffix("/v1")
-        for server in self.servers:
-            if (server.config.base_url or "").rstrip("/").removesuffix("/v1") == wanted:
-                return server
-        known = [server.config.base_url for server in self.servers]
-        raise ConfigError(f"no server has base_url {base_url!r}; there are {known}")
 
     async def _in_parts(self, method: Method[Reply], request: GenerationRequest) -> list[Reply]:
         """Results of the parts that `n` is split into, each on the server that is best for it."""
@@ -358,6 +350,15 @@ def pick_server(servers: Sequence[ServerT], split: str) -> ServerT:
     """The healthy server with most free slots for `split`; the first of equals, and the first if none is healthy."""
     healthy = [server for server in servers if server.server_healthy]
     return max(healthy, key=lambda server: _room(server, split), default=servers[0])
+
+
+def server_at(servers: Sequence[ServerT], base_url: str) -> ServerT:
+    """The server with this address, with or without /v1; ConfigError says which there are."""
+    roots = [(server.config.base_url or "").rstrip("/").removesuffix("/v1") for server in servers]
+    wanted = base_url.rstrip("/").removesuffix("/v1")
+    if wanted not in roots:
+        raise ConfigError(f"no server at {base_url}; there are {roots}")
+    return servers[roots.index(wanted)]
 
 
 def _room(server: Server, split: str) -> float:

@@ -1,8 +1,6 @@
 """Client of the vLLM server that TRL starts (`trl vllm-serve`): text in, token ids out, no log-probabilities."""
 
-import time
-import uuid
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import aiohttp
 from transformers import AutoTokenizer
@@ -10,6 +8,7 @@ from transformers import AutoTokenizer
 from atroposlib.data.tokenizers import plain_chat_ids
 from atroposlib.envs.server_handling.faults import BadReply, fault_of_status, read_json
 from atroposlib.envs.server_handling.http_server import generation_deadline_s
+from atroposlib.envs.server_handling.openai_wire import Made, chat_of, completion_of
 from atroposlib.envs.server_handling.sampling import GenerationRequest, max_tokens_of
 from atroposlib.envs.server_handling.server_baseline import APIServer, TokensAndLogprobs
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ReasoningConfig
@@ -18,7 +17,7 @@ from atroposlib.envs.server_handling.transport import (
     connection_faults,
     request_json,
 )
-from atroposlib.rollouts.trace import EngineReply
+from atroposlib.rollouts.trace import EngineReply, finish_reason_of
 from atroposlib.type_definitions import Json
 
 if TYPE_CHECKING:
@@ -41,42 +40,14 @@ class TrlVllmServer(APIServer):
         self.server_healthy = True
 
     async def _chat_completion_wrapper(self, **kwargs: object) -> "ChatCompletion":
-        from openai.types.chat.chat_completion import ChatCompletion, Choice
-        from openai.types.chat.chat_completion_message import ChatCompletionMessage
-
         request = GenerationRequest(kwargs)
         messages = request.options["messages"]
         prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return ChatCompletion(
-            id=str(uuid.uuid4()),
-            object="chat.completion",
-            created=int(time.time()),
-            model=self.config.model_name,
-            choices=[
-                Choice(
-                    finish_reason=self._finish_reason(ids),
-                    index=index,
-                    message=ChatCompletionMessage(content=self._text(ids), role="assistant"),
-                )
-                for index, ids in enumerate(await self._generate(prompt, request))
-            ],
-        )
+        return chat_of(await self._generate(prompt, request), self.config.model_name)
 
     async def _completion_wrapper(self, **kwargs: object) -> "Completion":
-        from openai.types.completion import Completion
-        from openai.types.completion_choice import CompletionChoice
-
         request = GenerationRequest(kwargs)
-        return Completion(
-            id=str(uuid.uuid4()),
-            object="text_completion",
-            created=int(time.time()),
-            model=self.config.model_name,
-            choices=[
-                CompletionChoice(finish_reason=self._finish_reason(ids), index=index, text=self._text(ids))
-                for index, ids in enumerate(await self._generate(request.options["prompt"], request))
-            ],
-        )
+        return completion_of(await self._generate(request.options["prompt"], request), self.config.model_name)
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: object) -> TokensAndLogprobs:
         raise NotImplementedError(
@@ -84,8 +55,7 @@ class TrlVllmServer(APIServer):
             "(server_type vllm or sglang)"
         )
 
-    async def _generate(self, prompt: str, request: GenerationRequest) -> list[list[int]]:
-        """[n][T] generated ids."""
+    async def _generate(self, prompt: str, request: GenerationRequest) -> list[Made]:
         url = f"{(self.config.base_url or '').rstrip('/')}/generate/"
         deadline_s = generation_deadline_s(max_tokens_of(request.options), self.config.timeout)
         asked = {key: value for key in SAMPLING if (value := request.options.get(key)) is not None}
@@ -102,23 +72,28 @@ class TrlVllmServer(APIServer):
         is_whole = isinstance(outputs, list) and all(isinstance(ids, list) for ids in outputs)
         if not is_whole or len(outputs) != asked.get("n", len(outputs)):
             raise BadReply(f"{url} gave no completion_ids for n={asked.get('n', 1)}: {str(answer)[:300]}")
+        prompt_tokens = len(answer.get("prompt_ids", [[]])[0])  # older versions do not say
+        eos = self.tokenizer.eos_token_id
+        made = [
+            Made(
+                self.tokenizer.decode(ids, skip_special_tokens=True),
+                "stop" if eos in ids else "length",
+                prompt_tokens,
+                len(ids),
+            )
+            for ids in outputs
+        ]
         self._record(
             EngineReply(
-                finish_reasons=[self._finish_reason(ids) for ids in outputs],
-                prompt_tokens=len(answer.get("prompt_ids", [[]])[0]),  # older versions do not say
+                finish_reasons=[finish_reason_of(each.finish_reason) for each in made],
+                prompt_tokens=prompt_tokens,
                 completion_tokens=sum(map(len, outputs)),
                 model=self.config.model_name,
                 base_url=self.config.base_url,
                 sampling=asked,
             )
         )
-        return outputs
-
-    def _finish_reason(self, ids: list[int]) -> Literal["stop", "length"]:
-        return "stop" if self.tokenizer.eos_token_id in ids else "length"
-
-    def _text(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return made
 
 
 async def _raise_for_status(reply: aiohttp.ClientResponse) -> None:

@@ -26,8 +26,7 @@ from atroposlib.envs.server_handling.agents.dialect import Body, Dialect
 from atroposlib.envs.server_handling.agents.messages import MESSAGES
 from atroposlib.envs.server_handling.agents.responses import RESPONSES
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, RolloutSettings, SealedError
-from atroposlib.envs.server_handling.proxy_schemas import UNKNOWN_SESSION
-from atroposlib.envs.server_handling.proxy_sessions import UnknownSessionError
+from atroposlib.envs.server_handling.proxy_schemas import UNKNOWN_SESSION, UnknownSessionError
 from atroposlib.errors import AtroposError, ConfigError, KilledFault, RequestFault, RolloutFault
 
 logger = logging.getLogger(__name__)
