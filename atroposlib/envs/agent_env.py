@@ -73,6 +73,11 @@ class AgentEnvConfig(BaseEnvConfig):
     history: Literal["keep", "template"] = Field(
         "keep", description="A turn sent back without its thoughts: keep its tokens, or let the template render it."
     )
+    normalise: list[str] = Field(
+        default_factory=list,
+        description="Rewritings that count as none: names of agent programs (smolagents), or /PATTERN/ for what is not "
+        "compared in messages that are not the assistant's.",
+    )
     gateway_host: str = Field(
         "127.0.0.1", description="Address of this machine at which agents find the model; containers may need another."
     )
@@ -300,6 +305,7 @@ class AgentEnv(BaseEnv):
             tool_parser=config.tool_parser,
             reasoning_parser=config.reasoning_parser,
             history=config.history,
+            normalise=config.normalise,
             sampling={
                 "temperature": config.temperature,
                 "top_p": config.top_p,

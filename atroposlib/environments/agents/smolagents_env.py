@@ -2,19 +2,29 @@
 
     python smolagents_env.py process --env.total_steps 100 --env.data_path_to_save_groups sums.jsonl
 
-smolagents rewrites every turn of the assistant before it sends it back, so that each step is a row of its own.
+smolagents rewrites every turn of the assistant before it sends it back; `normalise: [smolagents]` knows it again, so
+that a rollout is one row.
 """
 
 import asyncio
 
+from pydantic import Field
+
 from atroposlib.environments.agents.sums import Sum, grade, question, sum_number
-from atroposlib.envs.agent_env import Access, AgentEnv, AgentRun
+from atroposlib.envs.agent_env import Access, AgentEnv, AgentEnvConfig, AgentRun
+
+
+class SmolagentsConfig(AgentEnvConfig):
+    """Knows turns again that smolagents has rewritten."""
+
+    normalise: list[str] = Field(["smolagents"], description="Rewritings that count as none.")
 
 
 class SmolagentsEnv(AgentEnv):
     """Score 1.0 for the right number."""
 
     name = "smolagents"
+    env_config_cls = SmolagentsConfig
 
     async def get_item(self, index: int) -> Sum:
         return sum_number(index)

@@ -17,6 +17,12 @@ from atroposlib.type_definitions import Json, JsonObject
 Message = JsonObject
 Messages = Sequence[Message]
 
+HandedOut = Callable[[str], Message | None]
+"""Finds the message that was handed out with a call of this id."""
+
+Normalise = Callable[[Message, HandedOut], Message]
+"""Writes a message that came back as it was before an agent program rewrote it; the message itself where none did."""
+
 MOST_RECENT = 4
 """Requests that are kept at hand: an agent and its helpers take turns."""
 
@@ -90,10 +96,16 @@ class Reader:
     Args:
         knows_developer: tells if the chat template has a place for a developer's messages.
         as_text: writes an assistant's message with calls as the text that the model wrote.
+        normalise: undoes what the agent program does to messages that it sends back, for their comparison only.
     """
 
-    def __init__(self, knows_developer: Callable[[], bool], as_text: Callable[[Message], Message]) -> None:
-        self._knows_developer, self._as_text = knows_developer, as_text
+    def __init__(
+        self,
+        knows_developer: Callable[[], bool],
+        as_text: Callable[[Message], Message],
+        normalise: Callable[[Message], Message] | None = None,
+    ) -> None:
+        self._knows_developer, self._as_text, self._normalise = knows_developer, as_text, normalise
         self._turns: dict[bytes, Turn] = {}  # by the names of their messages
         self._asked: list[tuple[bytes, tuple[Turn, ...]]] = []  # of the last requests, the last first
 
@@ -130,7 +142,13 @@ class Reader:
         return turn
 
     def _turn(self, said: Message, shown: Message | None) -> Turn:
-        keys = keys_of(said if shown is None or said.get("role") == "assistant" else shown)
+        compared = said if shown is None or said.get("role") == "assistant" else shown
+        keys = keys_of(compared)
+        if self._normalise is not None and (plain := self._normalise(compared)) != compared:
+            same = keys_of(
+                plain
+            )  # an assistant's turn is also known by what it is not; any other by what is left of it
+            keys = (*keys, *same) if compared.get("role") == "assistant" else same
         return Turn(said, None if shown is None else self._as_text(shown), keys)
 
 

@@ -27,6 +27,7 @@ from atroposlib.envs.server_handling.conversation import (
     Conversation,
     Message,
     Messages,
+    Normalise,
     Reader,
     copied,
     split_thoughts,
@@ -111,6 +112,7 @@ class ManagedServer:
             it is an edit, and begins a branch.
         for_agents: no nodes, and replies as agents expect them: without the stop string that ended them, and `length`
             where the context has no room (left for as much as was asked).
+        normalise: undoes what the agent program does to messages that it sends back, for their comparison only.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class ManagedServer:
         reasoning_parser: str | None = None,
         keeps_thoughts: bool = True,
         for_agents: bool = False,
+        normalise: Normalise | None = None,
     ) -> None:
         self.server = server
         self.tokenizer = tokenizer
@@ -131,6 +134,7 @@ class ManagedServer:
         self.sequences: dict[str, SequenceNode] = {}  # tree mode only, by full_text
         self._ends: list[Call] = []  # for agents only: those that nobody has continued
         self.lineage = Lineage()
+        self._normalise = normalise
         self._reader = self._new_reader()
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
@@ -318,6 +322,11 @@ class ManagedServer:
         if found is not None:
             base, turns = found
             assert base.chat is not None
+            if self._normalise is not None:
+                pairs = zip(base.chat.turns, chat.turns[:turns], strict=False)
+                self.lineage.differences += sum(
+                    a.said != b.said for a, b in pairs if a is not b and a.said.get("role") != "assistant"
+                )
             chat = base.chat.continued(chat, turns)
             shown = chat.shown
             behind = sum(turn.shown is not None for turn in chat.turns[turns:])
@@ -461,7 +470,16 @@ class ManagedServer:
         self.current_nodes.extend(nodes)
 
     def _new_reader(self) -> Reader:
-        return Reader(lambda: knows_developer(self.tokenizer), self._as_text)
+        normalise = self._normalise
+        return Reader(
+            lambda: knows_developer(self.tokenizer),
+            self._as_text,
+            None if normalise is None else lambda message: normalise(message, self._handed_out),
+        )
+
+    def _handed_out(self, call_id: str) -> Message | None:
+        translator = self._get_translator()
+        return None if translator is None else translator.handed_out(call_id)
 
     def _as_text(self, message: Message) -> Message:
         translator = self._get_translator()

@@ -211,7 +211,9 @@ class Lineage:
         forks = [(root, 0)] if reached is None else reached.forks
         for index in range(0 if reached is None else len(reached.turns), len(turns)):
             keys = turns[index].keys
-            wanted = keys if keeps_thoughts else keys[:2]
+            wanted = (
+                keys if keeps_thoughts else [key for key in keys if not (isinstance(key, tuple) and key[0] == "bare")]
+            )
             calls = [
                 (call, loose + (level > 0))
                 for fork, loose in forks

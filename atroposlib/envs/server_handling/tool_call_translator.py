@@ -135,6 +135,10 @@ class ToolCallTranslator:
         """Text of the ids; with tools the special tokens stay, because some models mark calls with them."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=not has_tools)
 
+    def handed_out(self, call_id: str) -> Message | None:
+        """The message that was handed out with a call of this id."""
+        return self._handed_out.get(call_id)
+
     def _name_of(self, prompt: str, raw_text: str) -> bytes:
         """Return what a generation is known by: what it was asked and said, and how many were equal before."""
         name = b"".join(hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest() for text in (prompt, raw_text))

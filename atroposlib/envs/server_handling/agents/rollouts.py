@@ -8,6 +8,7 @@ import asyncio
 import contextvars
 import logging
 import math
+import os
 import secrets
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from atroposlib.envs.server_handling.agents.normalise import normaliser
 from atroposlib.envs.server_handling.agents.record import (
     Answer,
     CallLog,
@@ -26,6 +28,7 @@ from atroposlib.envs.server_handling.agents.record import (
     restored,
     written,
 )
+from atroposlib.envs.server_handling.conversation import canonical
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, Reply
 from atroposlib.envs.server_handling.sampling import words
 from atroposlib.envs.server_handling.tool_formats import tool_format
@@ -61,6 +64,11 @@ class RolloutSettings(BaseModel):
     reasoning_parser: str | None = Field("think", description="Take <think> blocks out of replies; null: leave them.")
     history: Literal["keep", "template"] = Field(
         "keep", description="A turn sent back without its thoughts: keep its tokens, or let the template render it."
+    )
+    normalise: list[str] = Field(
+        default_factory=list,
+        description="Rewritings that count as none: names of agent programs (smolagents), or /PATTERN/ for what is not "
+        "compared in messages that are not the assistant's.",
     )
     sampling: dict[str, Any] = Field(default_factory=dict, description="Sampling parameters, named as engines do.")
     locked: bool = Field(True, description="The agent's own parameters that change the distribution have no effect.")
@@ -115,6 +123,8 @@ class Rollout:
         self.scores: list[dict[str, Any]] = []
         self.end_reason: str | None = None
         self.is_sealed = False  # by whoever rolls out; a budget that is used up only ends what is generated
+        self._system_prompts: dict[bytes, str] = {}  # by the turn behind them
+        self._is_told = False  # that one of them changes
         self.faults: Counter[str] = Counter()  # of requests that got no reply, by class
         self._running: dict[bytes, asyncio.Task[Exchange]] = {}
         self._log = log
@@ -196,6 +206,8 @@ class Rollout:
             self.faults[fault.failure_class] += 1
             raise
         self.note(engine)
+        if asked.chat is not None and replies and replies[0].call.parent is None:
+            notes += self._other_system_prompt(asked.chat)
         exchange = Exchange(
             number=len(self.exchanges),
             digest=digest,
@@ -210,6 +222,22 @@ class Rollout:
             notes=[*asked.notes, *notes],
         )
         return self._recorded(exchange)
+
+    def _other_system_prompt(self, chat: ChatRequest) -> list[str]:
+        """Say once what differs, where a conversation begins again with another system prompt."""
+        first, *others = chat.messages
+        if first.get("role") not in ("system", "developer"):
+            return []
+        text = str(first.get("content"))
+        before = self._system_prompts.setdefault(canonical([others[:1], chat.tools]), text)
+        if before == text or self._is_told:
+            return []
+        self._is_told = True
+        old, new = _differing(before, text)
+        said = f"the system prompt of the same conversation said {old!r:.120} before and says {new!r:.120} now"
+        note = f"{said}, which begins another row; name it in normalise as /PATTERN/ where it means nothing"
+        _warn_of_prompt(text[:40], note)
+        return [note]
 
     def note(self, replies: Sequence[EngineReply]) -> None:
         """Count the engine's replies as those of this rollout."""
@@ -342,7 +370,29 @@ def managed_for(server: Any, tokenizer: Any, settings: RolloutSettings) -> Manag
         reasoning_parser=settings.reasoning_parser,
         keeps_thoughts=settings.history == "keep",
         for_agents=True,
+        normalise=normaliser(settings.normalise),
     )
+
+
+def _differing(one: str, other: str) -> tuple[str, str]:
+    """The parts of two texts between their common beginning and end.
+
+    >>> _differing("Today is Monday.", "Today is Sunday.")
+    ('Mon', 'Sun')
+    """
+    start = len(os.path.commonprefix([one, other]))  # noqa: RUF071 (characters are meant)
+    end = len(os.path.commonprefix([one[start:][::-1], other[start:][::-1]]))  # noqa: RUF071
+    return one[start : len(one) - end], other[start : len(other) - end]
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_prompt(beginning: str, note: str) -> None:
+    """Log a note, once for the beginning of a system prompt; a hundred of them at most."""
+    if beginning not in _warned and len(_warned) < 100:
+        _warned.add(beginning)
+        logger.warning("%s", note)
 
 
 def answer_of(reply: Reply) -> Answer:
