@@ -1,4 +1,4 @@
-"""Lines of JSONL files: split alike by everybody, and read also where they are not quite JSON.
+"""Lines of JSONL files, split alike by everybody and read also where they are not quite JSON; objects in files.
 
 `to_json` takes what authors' code gives: scores, items and errors come from outside. It is orjson where that can, and
 makes the rest fit: a number beyond 64 bits becomes its decimal text, half of a surrogate pair U+FFFD, tensors and sets
@@ -9,10 +9,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import orjson
 
-from atroposlib.type_definitions import Json
+from atroposlib.type_definitions import Json, JsonObject
 
 _SEPARATORS = {"\x85".encode(): rb"\u0085", "\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -66,6 +67,23 @@ def parse_anyhow(data: bytes) -> Json:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
         return orjson.loads(strict_json(read_leniently(data)))
+
+
+def object_in(data: bytes) -> JsonObject | None:
+    """The JSON object that a line or a file holds, also with NaN in it; None when it holds none."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def read_object(path: Path) -> JsonObject | None:
+    """The JSON object in a file; None when it cannot be read or holds none."""
+    try:
+        return object_in(path.read_bytes())
+    except OSError:
+        return None
 
 
 def _finite_or_none(text: str) -> float | None:

@@ -5,7 +5,8 @@ import importlib
 import json
 from collections import Counter
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from types import ModuleType
+from typing import Annotated, Literal
 
 import numpy as np
 import orjson
@@ -277,7 +278,7 @@ def show(
                 print(f"[{key}] {json.dumps(message[key], ensure_ascii=False)}")
 
 
-def _demonstrations(rollouts: list[str]) -> Any:
+def _demonstrations(rollouts: list[str]) -> ModuleType | None:
     """Return the module for demonstrations of the causal expert when that is what the first line is, else None."""
     for path in find_rollout_files(rollouts, warns=False):
         with contextlib.suppress(RowError):

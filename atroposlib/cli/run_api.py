@@ -3,6 +3,7 @@
 Exit codes: 0 stopped by a signal with everything on disk, 1 cannot start, 2 wrong usage.
 """
 
+import asyncio
 import errno
 import gc
 import logging
@@ -12,7 +13,7 @@ import socket
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 
@@ -121,7 +122,7 @@ def _run(app, listener: socket.socket) -> None:
     app.state.strangers.max_strangers = min(MAX_STRANGERS, raise_descriptor_limit() // 2)
     config = uvicorn.Config(
         app,
-        http=cast(Any, partial(ConnectionProtocol, app.state.strangers)),  # which is only called
+        http=cast("type[asyncio.Protocol]", partial(ConnectionProtocol, app.state.strangers)),  # which is only called
         ws="none",
         access_log=False,
         log_config=None,

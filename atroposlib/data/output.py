@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias, cast
+from types import ModuleType
+from typing import BinaryIO, Protocol, TypeAlias, cast
 
 import msgspec
 
@@ -80,7 +81,7 @@ def fit_columns(record: JsonObject, columns: Columns) -> JsonObject:
     return {name: _fit(value, columns[name]) for name, value in record.items()}
 
 
-def arrow_type(arrow: Any, shape: Shape) -> Any:
+def arrow_type(arrow: ModuleType, shape: Shape) -> object:
     """The type of pyarrow (the module `arrow`) that holds `shape`."""
     if shape.kind == "list":
         return arrow.list_(arrow_type(arrow, shape.item or _NULL))
@@ -316,8 +317,8 @@ class ParquetWriter:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._arrow: Any = importlib.import_module("pyarrow")  # an extra; it ships no types
-            self._parquet: Any = importlib.import_module("pyarrow.parquet")
+            self._arrow = importlib.import_module("pyarrow")  # an extra; it ships no types
+            self._parquet = importlib.import_module("pyarrow.parquet")
         except ImportError as error:
             raise DataError("writing parquet needs pyarrow; install atroposlib[parquet], or write .jsonl") from error
         self._path = path

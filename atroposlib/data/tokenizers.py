@@ -6,7 +6,6 @@ taken), or a name on the Hugging Face hub.
 
 import contextlib
 import functools
-import json
 import os
 import socket
 import sys
@@ -19,7 +18,7 @@ from urllib.request import getproxies
 
 from atroposlib.data.rollout_files import expand_input
 from atroposlib.errors import ModelError, RowError
-from atroposlib.type_definitions import Json
+from atroposlib.json_lines import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +57,7 @@ def _tokenizer_class(folder: Path | None) -> Any:
     the plain one and no kind of model.
     """
     if folder is not None:
-        tokenizer, model = (_json_in(folder, name) for name in ("tokenizer_config.json", "config.json"))
+        tokenizer, model = (read_object(folder / name) or {} for name in ("tokenizer_config.json", "config.json"))
         is_plain = tokenizer.get("tokenizer_class") == "PreTrainedTokenizerFast" and "auto_map" not in tokenizer
         if is_plain and "model_type" not in model:
             from transformers import PreTrainedTokenizerFast
@@ -67,15 +66,6 @@ def _tokenizer_class(folder: Path | None) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
-
-
-def _json_in(folder: Path, name: str) -> Mapping[str, Json]:
-    """Return the object in a file of a folder; empty when there is none."""
-    try:
-        found = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, Mapping) else {}
 
 
 def _hub_answers() -> bool:
@@ -115,11 +105,8 @@ def padded_vocabulary(spec: str) -> int | None:
     The file lies next to the tokenizer, or in the hub's cache.
     """
     folder = tokenizer_folder(spec)
-    path = folder / "config.json" if folder else _cached_config(spec)
-    try:
-        config = json.loads(path.read_bytes()) if path else {}
-    except (OSError, ValueError):
-        return None
+    path = folder / "config.json" if folder else cached_file(spec, "config.json")
+    config = (read_object(path) if path else None) or {}
     sizes = (config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size"))
     return next((size for size in sizes if isinstance(size, int)), None)
 
@@ -152,13 +139,14 @@ def tokenizer_folder(spec: str) -> Path | None:
     return None
 
 
-def _cached_config(spec: str) -> Path | None:
+def cached_file(name: str, file: str) -> Path | None:
+    """A file of a hub model in the local cache; None when it is not there, or `name` is no name of the hub."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = try_to_load_from_cache(spec, "config.json")
-    except HFValidationError:  # no hub name
+        cached = try_to_load_from_cache(name, file)
+    except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from atroposlib.errors import LaunchError
+from atroposlib.json_lines import read_object
 from atroposlib.launch.config import DatagenConfig, ExportConfig
 from atroposlib.launch.model_checks import Model
 from atroposlib.launch.plan import Plan, groups_missing, link_rollouts, make_plan, rollout_folders
@@ -26,7 +27,7 @@ from atroposlib.launch.services import Service, Supervised, describe_exit, log_t
 from atroposlib.lock_files import end_leftovers, run_lock
 from atroposlib.paths import writable_dir, write_text_atomic
 from atroposlib.status.page import StatusPage, write_last_page
-from atroposlib.status.runs import PROGRESS_FILE, RunRecord, RunStatus, read_json, read_status
+from atroposlib.status.runs import PROGRESS_FILE, RunRecord, RunStatus, read_status
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +225,7 @@ def _is_complete(config: DatagenConfig) -> bool:
     """True when the environment has said that every problem is on disk, however the last start ended."""
     if config.share.member:
         return groups_missing(config) == 0
-    said = read_json(Path(config.run_dir) / PROGRESS_FILE) or {}
+    said = read_object(Path(config.run_dir) / PROGRESS_FILE) or {}
     return said.get("state") == "done" and said.get("groups_done", 0) >= config.problems
 
 

@@ -1,11 +1,11 @@
 """Check from files alone that a model, its tokenizer and the lengths of a run fit together."""
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from atroposlib.data.tokenizers import cached_file
 from atroposlib.errors import ModelError
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.engine_plan import DEFAULT_CONTEXT
@@ -99,19 +99,10 @@ def _json_file(name: str, file: str) -> JsonObject:
     """A file of a model folder or of a hub model in the local cache; {} when it is not there."""
     path: Path | None = Path(name, file)
     if not path.is_file():
-        path = _cached(name, file)
+        path = cached_file(name, file)
     if path is None:
         return {}
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{path} is damaged ({error}); fetch {name} again") from None
-
-
-def _cached(name: str, file: str) -> Path | None:
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(name, file)
-    return Path(found) if isinstance(found, str) else None

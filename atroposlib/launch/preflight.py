@@ -21,6 +21,7 @@ from pathlib import Path
 
 from atroposlib.envs.server_handling.discovery import GPUS_PER_NODE
 from atroposlib.errors import AtroposError, LaunchError
+from atroposlib.json_lines import read_object
 from atroposlib.launch.config import DatagenConfig, EngineConfig
 from atroposlib.launch.engine_plan import engine_urls
 from atroposlib.launch.model_checks import (
@@ -181,9 +182,8 @@ def _settings_problems(config: DatagenConfig) -> list[str]:
     """Name what differs from the settings of this run folder, once something is recorded or a member works."""
     if not (has_recorded(config) or _is_running(Path(config.run_dir))):
         return []
-    try:
-        earlier = json.loads((Path(config.run_dir) / SETTINGS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    earlier = read_object(Path(config.run_dir) / SETTINGS_FILE)
+    if earlier is None:
         return []
     before, now = (_one_by_one(settings) for settings in (earlier, json.loads(json.dumps(data_settings(config)))))
     return [

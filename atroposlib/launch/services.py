@@ -23,9 +23,9 @@ import aiohttp
 
 from atroposlib.backoff import backoff_s
 from atroposlib.errors import LaunchError
+from atroposlib.json_lines import read_object
 from atroposlib.launch.config import RestartConfig
 from atroposlib.lock_files import start_time
-from atroposlib.status.runs import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ def environment(
         ready_timeout_s=600,
         healthy=_goes_on(progress, hang_s) if hang_s else None,
         is_job=True,
-        achieved=lambda: (read_json(progress) or {}).get("groups_done", 0),
+        achieved=lambda: (read_object(progress) or {}).get("groups_done", 0),
     )
 
 
@@ -330,7 +330,7 @@ def _reports(progress: Path) -> Probe:
     """True when the progress file is the running process's own."""
 
     async def probe(pid: int) -> bool:
-        return (read_json(progress) or {}).get("pid") == pid
+        return (read_object(progress) or {}).get("pid") == pid
 
     return probe
 
@@ -339,7 +339,7 @@ def _goes_on(progress: Path, hang_s: float) -> Probe:
     """False when a process that rolls out has not touched its progress file for so long: its event loop hangs."""
 
     async def probe(pid: int) -> bool:
-        said = read_json(progress) or {}
+        said = read_object(progress) or {}
         if said.get("state") not in ("running", "parked"):
             return True  # set-up and the reports at the end may take any time
         seen = said.get("updated_at", 0.0)  # by this machine's clock, which a file server's need not follow

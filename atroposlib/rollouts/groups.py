@@ -9,7 +9,6 @@ import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any
 
 import msgspec
 
@@ -148,7 +147,9 @@ def row_faults(group: Mapping[str, Json]) -> dict[int, BaseException]:
     return {index: fault for index, fault in found.items() if fault is not None}
 
 
-def _row_fault(index: int, ids: Any, mask: Any, score: Any, logprobs: Any) -> BaseException | None:
+def _row_fault(
+    index: int, ids: Sequence[int], mask: Sequence[int], score: float, logprobs: Sequence[float]
+) -> BaseException | None:
     if isinstance(score, Unscored):
         return score.fault
     try:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import orjson
 
-from atroposlib.json_lines import as_json
+from atroposlib.json_lines import as_json, read_object
 from atroposlib.lock_files import start_time
 from atroposlib.paths import write_text_atomic
 from atroposlib.rollouts.early_stop import RunLimits
@@ -88,7 +88,7 @@ class Progress:
 
     def __post_init__(self) -> None:
         """Take over what an earlier process lost."""
-        earlier = _read(self.path)
+        earlier = (read_object(self.path) if self.path else None) or {}
         self._killed_tokens = earlier.get("killed_tokens", 0) + earlier.get("in_flight_tokens", 0)
 
     def wait_for(self, kind: str, what: str | None) -> None:
@@ -276,14 +276,6 @@ class Progress:
         if self.waiting_for:
             parts.append(f"waiting for {self.waiting_for}")
         return " | ".join(parts)
-
-
-def _read(path: Path | None) -> JsonObject:
-    try:
-        said = orjson.loads(path.read_bytes()) if path else {}
-    except (OSError, ValueError):
-        return {}
-    return said if isinstance(said, dict) else {}
 
 
 def file_head(env: str, mode: str, state: str) -> JsonObject:

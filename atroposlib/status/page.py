@@ -16,10 +16,11 @@ import msgspec
 
 from atroposlib.charts import Line, histogram, line_chart
 from atroposlib.errors import LaunchError, RowError
+from atroposlib.json_lines import object_in
 from atroposlib.paths import write_text_atomic
 from atroposlib.status.runs import RunStatus, read_status
 from atroposlib.status.table import facts_of, headline
-from atroposlib.status.training import Training, json_object, last_lines
+from atroposlib.status.training import Training, last_lines
 
 REFRESH_S = 5
 _GAP = 3  # times the usual interval
@@ -265,7 +266,7 @@ def _failures(status: RunStatus) -> str:
     """Count failures by class, each with its newest: the error, and of its traceback both ends and the last line."""
     found = [status.last_failure] if status.last_failure else []
     for path in status.outputs.get("tracebacks", ()):
-        found += [failure for line in last_lines(Path(path), _FAILURE_BYTES) if (failure := json_object(line))]
+        found += [failure for line in last_lines(Path(path), _FAILURE_BYTES) if (failure := object_in(line))]
     newest = {str(failure.get("class")): failure for failure in sorted(found, key=_time_of)}
     rows = "".join(
         f'<tr><th>{escape(kind)}</th><td class="number">{count:,}</td><td>{_failure(newest.get(kind))}</td></tr>'

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from atroposlib.errors import LaunchError
+from atroposlib.json_lines import read_object
 from atroposlib.lock_files import start_time
 from atroposlib.paths import write_text_atomic
 from atroposlib.status.training import Training, read_training
@@ -195,15 +196,15 @@ def read_status(path: Path) -> RunStatus:
 
 def runs_in(folder: Path) -> list[RunStatus]:
     """Return the runs whose files lie in this very folder: one with a supervisor, or any number without."""
-    if (run := read_json(folder / RUN_FILE)) is not None and "problems" in run:
+    if (run := read_object(folder / RUN_FILE)) is not None and "problems" in run:
         return [_status(folder, run)]
-    records = ((member, read_json(member / RUN_FILE)) for member in sorted(folder.glob("members/*")))
+    records = ((member, read_object(member / RUN_FILE)) for member in sorted(folder.glob("members/*")))
     members = [_status(member, record) for member, record in records if record is not None]
     if members:
         return [sum_of(members, folder)]
     found = [of_progress(path, said) for path in sorted(folder.glob("*progress*.json")) if (said := _progress(path))]
     is_evaluating = any(run.kind == "evaluate" for run in found)  # again, or not to its end
-    if not is_evaluating and (results := read_json(folder / RESULTS_FILE)) and "results" in results:
+    if not is_evaluating and (results := read_object(folder / RESULTS_FILE)) and "results" in results:
         found.append(_evaluation(folder, results))
     return found
 
@@ -265,7 +266,7 @@ def _status(run_dir: Path, run: JsonObject) -> RunStatus:
     """The status of a run with a supervisor."""
     running = _is_running(run)
     services = [ServiceStatus(**{name: entry.get(name) for name in _SERVICE}) for entry in run.get("services", [])]
-    progress = read_json(run_dir / PROGRESS_FILE) or {}
+    progress = read_object(run_dir / PROGRESS_FILE) or {}
     kind = run.get("kind", "datagen")
     return replace(
         _counted(progress, running),
@@ -373,7 +374,7 @@ def _counted(progress: Mapping[str, Json], running: bool) -> RunStatus:
 
 def _progress(path: Path) -> JsonObject | None:
     """A progress file's content; None for any other JSON file."""
-    said = read_json(path)
+    said = read_object(path)
     return said if said and {"env", "mode", "groups_done"} <= said.keys() else None
 
 
@@ -406,7 +407,7 @@ class RunRecord:
     @classmethod
     def load(cls, run_dir: Path, **current: object) -> "RunRecord":
         """The record of an earlier start with `current` fields replaced, or a new one."""
-        known = {**(read_json(run_dir / RUN_FILE) or {}), **current}
+        known = {**(read_object(run_dir / RUN_FILE) or {}), **current}
         return cls(**{name: value for name, value in known.items() if name in cls.__dataclass_fields__})
 
     def forget_services(self) -> None:
@@ -460,11 +461,3 @@ def _outputs(files: JsonObject, exports: list[str], logs: str | None) -> dict[st
     found["sft"] = exports
     found["logs"] = [logs] if logs else []
     return {kind: paths for kind, paths in found.items() if paths}
-
-
-def read_json(path: Path) -> JsonObject | None:
-    """Return what a file of a run says; None while it is not there or not JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

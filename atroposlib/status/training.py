@@ -1,6 +1,5 @@
 """The training part of a run, read from the trainer's `metrics.jsonl` and `samples.jsonl`, and its evaluations."""
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -8,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atroposlib.charts import Line, line_chart
+from atroposlib.json_lines import object_in
 from atroposlib.type_definitions import JsonObject
 
 EVALUATIONS = "evaluations"
@@ -115,13 +115,13 @@ def read_training(folder: Path, of: int, *, only_last: bool = False) -> Training
         only_last: the newest step, from the end of the file.
     """
     lines = last_lines(folder / "metrics.jsonl", _TAIL_BYTES if only_last else None)
-    rows = [_numbers(row) for line in lines if (row := json_object(line)) and isinstance(row.get("step"), int)]
+    rows = [_numbers(row) for line in lines if (row := object_in(line)) and isinstance(row.get("step"), int)]
     by_step = {row["step"]: row for row in rows}  # a step that was repeated after a kill counts once, as last done
     rows = [by_step[step] for step in sorted(by_step)]
     every = -(-len(rows) // MOST_POINTS) or 1
     points = rows[::-1][::every][::-1]
     samples = [
-        row for line in last_lines(folder / "samples.jsonl", _SAMPLE_BYTES)[-_SAMPLES:] if (row := json_object(line))
+        row for line in last_lines(folder / "samples.jsonl", _SAMPLE_BYTES)[-_SAMPLES:] if (row := object_in(line))
     ]
     evaluations = [] if only_last else read_evaluations(folder.parent / EVALUATIONS)
     return Training(rows[-1]["step"] if rows else 0, of, points, samples, evaluations)
@@ -131,7 +131,7 @@ def read_evaluations(folder: Path) -> list[tuple[int, dict[str, float]]]:
     """Return step and metrics of each evaluation, in order of steps; one that was repeated after a kill counts once."""
     by_step: dict[int, dict[str, float]] = {}
     for line in last_lines(folder / HISTORY_FILE):
-        row = json_object(line) or {}
+        row = object_in(line) or {}
         if isinstance(row.get("step"), int) and isinstance(row.get("metrics"), dict):
             by_step[row["step"]] = _numbers(row["metrics"])
     return sorted(by_step.items())
@@ -148,15 +148,6 @@ def last_lines(path: Path, last_bytes: int | None = None) -> list[bytes]:
     except OSError:
         return []
     return lines[1:] if skipped else lines
-
-
-def json_object(line: bytes) -> JsonObject | None:
-    """Return the object that a line holds; None when it holds none."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def _samples_of(metric: str) -> int:

@@ -12,10 +12,11 @@ from atroposlib.example_trainer.recipe import check
 from atroposlib.example_trainer.run import _record, _Running
 from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan
+from atroposlib.json_lines import read_object
 from atroposlib.launch.config import RestartConfig
 from atroposlib.launch.services import Service, Supervised
 from atroposlib.lock_files import start_time
-from atroposlib.status.runs import RunRecord, read_json
+from atroposlib.status.runs import RunRecord
 
 SLEEPER = "import time; time.sleep(600)"
 FINISHES_ITS_STEP = """
@@ -106,7 +107,7 @@ async def test_what_a_killed_run_left_behind_is_ended_by_the_same_command(told, 
 
 def left_in(folder):
     """Names of the services whose pids are on disk."""
-    found = read_json(folder / "run.json") or {"services": []}
+    found = read_object(folder / "run.json") or {"services": []}
     return {service["name"] for service in found["services"] if service["started"]}
 
 
