@@ -68,10 +68,6 @@ def _sentences(text: str) -> int:
     return sum(bool(_words(part)) for part in re.split(r"(?<=[.!?])\s+|\n+", text))
 
 
-def _paragraphs(text: str, mark: str) -> list[str]:
-    return [part.strip() for part in re.split(mark, text) if part.strip()]
-
-
 def _keywords(text: str, keywords: list[str]) -> bool:
     return all(re.search(re.escape(word), text, re.IGNORECASE) for word in keywords)
 
@@ -104,7 +100,8 @@ def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
 
 
 def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    return len(_paragraphs(text, r"\s?\*\*\*\s?")) == num_paragraphs
+    parts = re.split(r"\s?\*\*\*\s?", text)
+    return all(map(str.strip, parts[1:-1])) and sum(bool(part.strip()) for part in parts) == num_paragraphs
 
 
 def _number_words(text: str, num_words: int, relation: str) -> bool:
@@ -112,7 +109,7 @@ def _number_words(text: str, num_words: int, relation: str) -> bool:
 
 
 def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    parts = _paragraphs(text, r"\n\n")
+    parts = [part.strip() for part in text.split("\n\n") if part.strip()]
     if len(parts) != num_paragraphs or nth_paragraph > len(parts):
         return False
     words = parts[nth_paragraph - 1].split()
@@ -120,12 +117,12 @@ def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: 
 
 
 def _placeholders(text: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[[^\[\]]*\]", text)) >= num_placeholders
+    return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders
 
 
 def _postscript(text: str, postscript_marker: str) -> bool:
     mark = re.escape(postscript_marker).replace(r"\.", r"\.\s?")
-    return re.search(rf"(?m)^[^\S\n]*{mark}.*\S", text, re.IGNORECASE) is not None
+    return re.search(mark, text, re.IGNORECASE) is not None
 
 
 def _bullets(text: str, num_bullets: int) -> bool:
@@ -137,7 +134,7 @@ def _one_of(text: str) -> bool:
 
 
 def _highlights(text: str, num_highlights: int) -> bool:
-    found = [*re.findall(r"\*\*([^\n*]+)\*\*", text), *re.findall(r"(?<!\*)\*([^\n*]+)\*(?!\*)", text)]
+    found = [*re.findall(r"\*([^\n*]*)\*", text), *re.findall(r"\*\*([^\n*]*)\*\*", text)]
     return sum(bool(part.strip()) for part in found) >= num_highlights
 
 
@@ -154,7 +151,8 @@ def _is_json(text: str) -> bool:
 
 
 def _title(text: str) -> bool:
-    return any(title.strip("<> ") for title in re.findall(r"<<[^\n<>]+>>", text))
+    lines = [(line, line.find("<<"), line.rfind(">>")) for line in text.split("\n")]
+    return any(0 <= start < end - 2 and line[start:end].strip("<> \t") for line, start, end in lines)
 
 
 def _two_responses(text: str) -> bool:
@@ -172,7 +170,8 @@ def _ends(text: str, end_phrase: str) -> bool:
 
 
 def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    return _count(sum(word.isupper() for word in _words(text)), capital_relation, capital_frequency)
+    words = re.split(r"[^\w.'/-]+|'(?=s\b)|--+", text)  # hyphens and full stops keep a word together
+    return _count(sum(word.isupper() for word in words), capital_relation, capital_frequency)
 
 
 def _quoted(text: str) -> bool:

@@ -13,7 +13,7 @@ from atroposlib.environments.eval_environments.aime24_hermes_example import AIME
 from atroposlib.environments.eval_environments.benchmark import BenchmarkEnv, load_class, of_table
 from atroposlib.environments.eval_environments.expression_distance import Tree, distance_score, edit_distance
 from atroposlib.environments.eval_environments.judgemark_eval import JudgeMarkEvalEnv
-from atroposlib.environments.eval_environments.kinds import benchmarks, f1, plain
+from atroposlib.environments.eval_environments.kinds import F1, Kind, benchmarks, f1, plain
 from atroposlib.environments.eval_environments.results import compare, table
 from atroposlib.environments.judging import Grader, PairJudge
 from atroposlib.environments.rlaif_server import RLAIFConfig, RLAIFEnv
@@ -113,6 +113,45 @@ def test_every_benchmark_has_a_row_to_try_and_a_class_where_others_import_it():
         found = getattr(importlib.import_module(f"atroposlib.environments.eval_environments.{row.module}"), row.cls)
         assert issubclass(found, BenchmarkEnv)
         assert found.config_init()[0].benchmark == name
+
+
+IN_WORDS = {  # target, reply, grade
+    "a letter in brackets": ("(A)", "A.", 1.0),
+    "no letter": ("(A)", "the", 0.0),
+    "marks alone": ("(A)", "...", 0.0),
+    "brackets that are the answer": ("] >", "]>", 1.0),
+    "other brackets": ("] >", "> ]", 0.0),
+    "a sign": ("-50", "50", 0.0),
+    "a point": ("1.5", "15", 0.0),
+    "another spelling of a number": ("1200", "1,200.0", 1.0),
+    "a word with an article": ("valid", "The valid.", 1.0),
+}
+
+
+@pytest.mark.parametrize(("target", "said", "grade"), IN_WORDS.values(), ids=IN_WORDS)
+def test_words_are_compared_without_losing_signs_points_and_brackets(target, said, grade):
+    assert Kind(benchmarks()["bbh"], "0").grade(said, {"answer": target}) == grade
+
+
+NO_DATE = {"day": "", "month": "", "year": ""}
+SPANS = {"number": "", "spans": ["Ann Lee", "Ben"], "date": NO_DATE}
+READERS = {"number": ["12", ""], "spans": [[], []], "date": [NO_DATE, {"day": "3", "month": "May", "year": "1990"}]}
+OF_DROP = {  # as lm-eval 0.4.13 scores them
+    "one of two spans": ("Ann Lee", 0.5),
+    "half of one": ("Ann", 0.33),
+    "a number": ("12.0 yards", 0.67),
+    "another number": ("13 yards", 0.0),
+    "a date": ("3 May 1990", 1.0),
+    "a part of a date, without its numbers": ("May", 0.0),
+}
+
+
+@pytest.mark.parametrize(("said", "grade"), OF_DROP.values(), ids=OF_DROP)
+def test_drop_takes_the_answers_of_every_reader_and_compares_numbers_whole(said, grade):
+    kind = F1(benchmarks()["drop"], "0")
+    item = kind.item({"passage": "p", "question": "q?", "answer": SPANS, "validated_answers": READERS})
+    assert item["answers"] == [["Ann Lee", "Ben"], ["12"], ["3 May 1990"]]
+    assert kind.grade(said, item) == grade
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -429,7 +468,7 @@ def test_what_has_no_choices_is_not_scored_by_likelihood():
 
 def test_words_are_compared_without_articles_and_punctuation():
     assert plain("The  Eiffel-Tower!") == "eiffeltower"
-    assert [f1("a tower", "the tower"), f1("", "x"), f1("x y", "y z")] == [1.0, 0.0, 0.5]
+    assert [f1("a tower", ["the tower"]), f1("", ["x"]), f1("x y", ["y z"])] == [1.0, 0.0, 0.5]
 
 
 def judge_of(kind, script):

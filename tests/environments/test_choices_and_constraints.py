@@ -6,7 +6,9 @@ import pytest
 
 from atroposlib.environments.choices import chosen, shuffled, to_choice
 from atroposlib.environments.constraints import CONSTRAINTS, all_hold, check_arguments
+from atroposlib.environments.eval_environments.eval_helpers import extract_reasoning_from_response
 from atroposlib.environments.instruction_following_algorithm_environment import InstructionFollowingEnv
+from atroposlib.environments.multi_turn import last_move
 from atroposlib.environments.rows import load_split
 from atroposlib.errors import ConfigError, DataError
 
@@ -105,6 +107,50 @@ def test_a_constraint_holds_of_one_text_and_not_of_the_other(name):
     assert all_hold(kept, [name], [arguments]) == [True]
     assert all_hold(broken, [name], [arguments]) == [False]
     assert all_hold(" ", [name], [arguments]) == [False]
+
+
+AS_LM_EVAL = {  # 0.4.13, strictly
+    "an empty part between others": (
+        "length_constraints:number_paragraphs",
+        {"num_paragraphs": 1},
+        "***\n***\na",
+        False,
+    ),
+    "a postscript in a line": ("detectable_content:postscript", {"postscript_marker": "P.S."}, "so p. s. b", True),
+    "a placeholder over lines": ("detectable_content:number_placeholders", {"num_placeholders": 1}, "[a\nb]", False),
+    "highlights side by side": (
+        *("detectable_format:number_highlighted_sections", {"num_highlights": 1}),
+        *("*a*** b", True),
+    ),
+    "a title with a bracket": ("detectable_format:title", {}, "<<a<b>>", True),
+    "a title over lines": ("detectable_format:title", {}, "<<a\nb>>", False),
+    "capitals with full stops and hyphens": (
+        *("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}),
+        *("U.S.A. and a-B", False),
+    ),
+    "capitals of an owner": (
+        *("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}),
+        *("NASA's ESA", True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "arguments", "text", "holds"), AS_LM_EVAL.values(), ids=AS_LM_EVAL)
+def test_constraints_hold_where_those_of_ifeval_do(name, arguments, text, holds):
+    assert all_hold(text, [name], [arguments]) == [holds]
+
+
+HOSTILE = ["[", "*", "\n", "<<", "- ", "P.", "***", "Answer: ", "Answer ", "<answer>", "\\boxed{", "<think>", "(", "[["]
+
+
+@pytest.mark.parametrize("part", HOSTILE)
+def test_replies_of_openings_alone_are_read_in_time_that_grows_with_their_length(part):
+    text = part * 60_000  # minutes, where it grows with the square
+    for name, (arguments, _, _) in HOLD.items():
+        all_hold(text, [name], [arguments])
+    assert chosen(text, ["x", "y"]) is None
+    assert last_move(text) is not None
+    assert extract_reasoning_from_response({}, text) == (None, "none")
 
 
 def test_every_constraint_is_tried_but_that_of_languages_which_needs_a_package():

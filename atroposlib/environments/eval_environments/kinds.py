@@ -6,9 +6,9 @@ A benchmark is a row of `benchmarks.yaml`; its texts are templates over the colu
 import json
 import re
 import string
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,9 @@ from atroposlib.errors import ConfigError
 from atroposlib.rollouts.failures import is_scored, scored
 
 _GRID = re.compile(r"\[\s*\[[\d\s,]*\](?:\s*,\s*\[[\d\s,]*\])*\s*\]")
+_ARTICLES = ("a", "an", "the")
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_BEFORE = "".join(mark for mark in string.punctuation if mark not in "+-.")
 _MOST_CHOICES = 4
 """Of those that come from columns of good and bad replies."""
 
@@ -165,20 +168,36 @@ class Math(Kind):
 
 
 class F1(Kind):
-    """Words, of which a share may be right."""
+    """Words, of which a share may be right; each reader of a row may have given several spans."""
 
     def item(self, row: Row) -> Item:
         found: Any = row
-        for key in self.table.answers or ():
-            found = found[key]
-        return {"question": self.table.text(self.table.question, row), "answers": [str(each) for each in found]}
+        if "validated_answers" in row:  # one of several readers each, in columns
+            other = row["validated_answers"]
+            readers = [dict(zip(other, values, strict=True)) for values in zip(*other.values(), strict=True)]
+            spans = [_spans(each) for each in (row["answer"], *readers)]
+        else:
+            for key in self.table.answers or ():
+                found = found[key]
+            spans = [[str(each)] for each in found]
+        return {"question": self.table.text(self.table.question, row), "answers": [each for each in spans if each]}
 
     def gold(self, item: Item) -> str | None:
-        return f"<answer>{item['answers'][0]}</answer>" if item["answers"] else None
+        known = next((spans[0] for spans in item["answers"] if len(spans) == 1), None)
+        return f"<answer>{known}</answer>" if known else None
 
     def grade(self, said: str, item: Item) -> float:
         given = final_answer(said) or said
         return max((f1(given, answer) for answer in item["answers"]), default=0.0)
+
+
+def _spans(answer: Mapping[str, Any]) -> list[str]:
+    """Return the spans of a reader's answer in DROP: a number, spans, or a date."""
+    if answer["number"] != "":
+        return [str(answer["number"])]
+    date = answer["date"]
+    made = list(answer["spans"]) or [" ".join((date["day"], date["month"], date["year"])).strip()]
+    return made if made[0].strip() else []
 
 
 class Constraints(Kind):
@@ -367,23 +386,64 @@ def _as_list(value: Any) -> Any:
 
 
 def plain(text: str) -> str:
-    """Return a text in small letters, without articles, punctuation and extra spaces.
+    """Return a text in small letters, without articles, marks and extra spaces; numbers keep sign and point.
 
-    Source: the normalisation of SQuAD's evaluation, arXiv:1606.05250.
+    A text of nothing but marks and articles, such as `(A)` or `] >`, keeps its letters and marks.
 
-    >>> plain("The  Eiffel Tower!")
-    'eiffel tower'
+    Source: the normalisation of SQuAD's evaluation, arXiv:1606.05250, but for numbers and such texts.
+
+    >>> plain("The  Eiffel Tower!"), plain("-3.50"), plain("(A)"), plain("] >")
+    ('eiffel tower', '-3.5', 'a', ']>')
     """
-    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return " ".join(word for word in kept.split() if word not in ("a", "an", "the"))
+    words = [word for word in map(_plain_word, text.lower().split()) if word and word not in _ARTICLES]
+    if words:
+        return " ".join(words)
+    marks = "".join(text.lower().split()).strip('"').removesuffix(".")
+    letter = re.fullmatch(r"[(\[]?([a-z])[)\].:]*", marks)
+    return letter[1] if letter else marks
 
 
-def f1(given: str, right: str) -> float:
-    """Return the harmonic mean of precision and recall of the words, 0 to 1.
+def _plain_word(word: str) -> str:
+    number = _NUMBER.fullmatch(word.lstrip(_BEFORE).rstrip(string.punctuation))
+    return _as_number(number[0]) if number else "".join(mark for mark in word if mark not in string.punctuation)
 
-    >>> f1("tower of London", "the London tower")
-    0.8
+
+def _as_number(text: str) -> str:
+    value = float(text.replace(",", ""))
+    return str(int(value) if value.is_integer() and abs(value) < 1e15 else value) if isfinite(value) else text
+
+
+def f1(given: str, right: Sequence[str]) -> float:
+    """Return how much of the right spans a text has, 0 to 1: F1 of the words, nothing where no number is shared.
+
+    Source: the evaluation of DROP, arXiv:1903.00161, with the text as one span.
+
+    >>> f1("tower of London", ["the London tower"]), f1("10 yards", ["12 yards"]), f1("Ann", ["Ann", "Ben"])
+    (0.8, 0.0, 0.5)
     """
-    ours, theirs = plain(given).split(), plain(right).split()
-    shared = sum((Counter(ours) & Counter(theirs)).values())
-    return 2 * shared / (len(ours) + len(theirs)) if ours and theirs else float(ours == theirs)
+    ours, best = _words_of(given), 0.0
+    for theirs in map(_words_of, right):
+        numbers = set(filter(_is_number, theirs))
+        if numbers and not numbers & ours:
+            continue
+        shared = len(ours & theirs)
+        precision, recall = shared / len(ours) if ours else 1.0, shared / len(theirs) if theirs else 1.0
+        best = max(best, 2 * precision * recall / (precision + recall) if precision + recall else 0.0)
+    return round(best / len(right), 2)
+
+
+def _words_of(text: str) -> set[str]:
+    found: list[str] = []
+    for token in re.split("[ -]", text.lower()):
+        bare = token if _is_number(token) else "".join(mark for mark in token if mark not in string.punctuation)
+        word = str(float(bare)) if _is_number(bare) else re.sub(r"\b(a|an|the)\b", " ", bare)
+        found += word.split()
+    return set(found)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
