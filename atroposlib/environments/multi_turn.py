@@ -458,7 +458,10 @@ class MultiTurnEnv(BaseEnv):
         try:
             async with at_once, self._managed() as managed:
                 ask = self._asking(managed, temperature=0.0, split="eval")
-                player, *_ = await self.play(item, [self.player(ask) for _ in range(self.seats)])
+                players = [self.player(ask) for _ in range(self.seats)]
+                if self.seats == 1:  # several would share the sequences
+                    players[0].nodes = lambda: managed.get_state()["nodes"]
+                player, *_ = await self.play(item, players)
         except RolloutFault as fault:
             logger.warning("evaluation episode failed: error=%s", fault)
             return None

@@ -43,6 +43,8 @@ GROUPS, GROUP_SIZE = 20, 8
 PROBLEMS, SHOTS, EPISODES, TOKENS = 64, 4, 16, 64
 """Of the embedded model's score: problems with solved ones shown, or episodes with one that right replies ended."""
 NO_TOOLS = "no tools"
+MOST_TOKENS = 1900
+"""Of an episode: what a context of 2,048 holds before another reply."""
 
 
 class Measured(TypedDict, total=False):
@@ -122,7 +124,7 @@ def _played(env_cls: type[SingleTurnEnv | MultiTurnEnv], folder: Path, engine: s
     is_single = issubclass(env_cls, SingleTurnEnv)
     wanted = PROBLEMS if is_single else EPISODES
     settings = {"system_prompt": "", "eval_problems": wanted, "max_token_length": TOKENS}
-    settings |= {"few_shot": SHOTS} if is_single else {}
+    settings |= {"few_shot": SHOTS} if is_single else {"max_episode_tokens": MOST_TOKENS}
     settings |= {"tokenizer_name": "smollm2-135m", "use_wandb": "false", "data_dir_to_save_evals": folder / "evals"}
     given = [text for key, value in settings.items() for text in (f"--env.{key}", str(value))]
     server = ["--openai.base_url", engine, "--openai.model_name", "smollm2-135m", "--openai.server_type", "sglang"]

@@ -291,6 +291,8 @@ async def test_an_episode_as_long_as_it_may_be_ends():
     await env.setup()
     row, _ = await env.collect_trajectory({"last": 3})
     assert (row["overrides"]["end"], 100 <= len(row["tokens"]) < 150) == ("length", True)
+    evaluated = await env.evaluate_one({"last": 3}, asyncio.Semaphore(1))
+    assert (evaluated["end"], evaluated["turns"]) == ("length", row["overrides"]["turns"])
 
 
 async def test_a_world_that_breaks_is_a_fault_of_the_environment_and_is_closed():
