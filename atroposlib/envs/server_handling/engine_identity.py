@@ -18,7 +18,7 @@ from atroposlib.envs.server_handling.chat_prompt import render
 from atroposlib.envs.server_handling.faults import ReplyFault
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.errors import ConfigError, ModelError, PathError, RequestFault
-from atroposlib.type_definitions import Json, Tokenizer
+from atroposlib.type_definitions import Tokenizer
 
 if TYPE_CHECKING:
     from atroposlib.envs.server_handling.transport import Transport
@@ -75,14 +75,9 @@ async def ask_ids(transport: "Transport", server_type: str, root_url: str, model
         body = {"text": text, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
     try:
         reply = orjson.loads(await transport.post(url, body, deadline_s=ECHO_TIMEOUT_S))
-        ids = reply["tokens"] if server_type == "vllm" else _second_of(reply["meta_info"]["input_token_logprobs"])
-    except (
-        RequestFault,
-        ReplyFault,
-        ValueError,
-        LookupError,
-        TypeError,
-    ):  # it speaks otherwise
+        echo = reply["tokens"] if server_type == "vllm" else reply["meta_info"]["input_token_logprobs"]
+        ids = [entry if server_type == "vllm" else entry[1] for entry in echo]
+    except (RequestFault, ReplyFault, ValueError, LookupError, TypeError):  # it speaks otherwise
         return None
     return ids if ids and all(type(token) is int for token in ids) else None
 
@@ -216,10 +211,6 @@ def _ask_now(config: APIServerConfig) -> EngineIdentity | None:
 
 def _start(ids: Sequence[int]) -> str:
     return f"[{', '.join(map(str, ids[:6]))}, ...]"
-
-
-def _second_of(entries: Sequence[Sequence[Json]]) -> list[Json]:
-    return [entry[1] for entry in entries]
 
 
 def _squeezed(text: str) -> str:

@@ -227,12 +227,8 @@ def create_app(
         app.add_api_route(path, endpoint, methods=[method])
     app.router.routes[:0] = [*gateway.model_routes(), *gateway.control_routes()]  # the first that matches is taken
     app.add_middleware(BodyLimit)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(UnknownSessionError, _unknown_session)
-    app.add_exception_handler(RolloutFault, _rollout_fault)
-    app.add_exception_handler(ConfigError, _bad_request)
-    app.add_exception_handler(TemplateError, _template_error)
-    app.add_exception_handler(Exception, _server_error)
+    for kind in (HTTPException, UnknownSessionError, RolloutFault, ConfigError, TemplateError, Exception):
+        app.add_exception_handler(kind, _answer_error)
     return app
 
 
@@ -389,33 +385,21 @@ def _access_check(gateway: Gateway) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-async def _http_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    reply = _error(error.status_code, str(error.detail))
-    reply.headers.update(error.headers or {})
-    return reply
-
-
-async def _unknown_session(_: Request, error: Exception) -> JSONResponse:
-    return _error(404, str(error), UNKNOWN_SESSION)
-
-
-async def _rollout_fault(_: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, RequestFault):
-        return _error(400, str(error))
-    assert isinstance(error, RolloutFault)
-    return _error(500, str(error), f"{error.failure_class}_error")
-
-
-async def _bad_request(_: Request, error: Exception) -> JSONResponse:
-    return _error(400, str(error))
-
-
-async def _template_error(_: Request, error: Exception) -> JSONResponse:
-    return _error(400, f"the chat template refused the messages: {error}")
-
-
-async def _server_error(_: Request, error: Exception) -> JSONResponse:
+async def _answer_error(_: Request, error: Exception) -> JSONResponse:
+    """The reply to a request that failed, in OpenAI's form."""
+    match error:
+        case HTTPException():
+            reply = _error(error.status_code, error.detail)
+            reply.headers.update(error.headers or {})
+            return reply
+        case UnknownSessionError():
+            return _error(404, str(error), UNKNOWN_SESSION)
+        case RequestFault() | ConfigError():
+            return _error(400, str(error))
+        case RolloutFault():
+            return _error(500, str(error), f"{error.failure_class}_error")
+        case TemplateError():
+            return _error(400, f"the chat template refused the messages: {error}")
     return _error(500, f"{type(error).__name__}: {error}", "server_error")
 
 
