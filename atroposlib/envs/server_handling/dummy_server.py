@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from atroposlib.envs.server_handling.conversation import Message, Messages, copied
-from atroposlib.envs.server_handling.sequence import SequenceNode, State, note_chats
+from atroposlib.envs.server_handling.sequence import SequenceNode, TrackedSequences
 from atroposlib.envs.server_handling.server_baseline import Server
 from atroposlib.rollouts.trace import finish_reason_of
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, JsonObject, Tokenizer
@@ -16,15 +16,13 @@ DUMMY_TOKENS = list(range(128))
 DUMMY_LOGPROB = -0.5
 
 
-class DummyManagedServer:
+class DummyManagedServer(TrackedSequences):
     """As `ManagedServer`, with `metadata["dummy_tokens"]` set on every node. Sequences are never extended."""
 
     def __init__(self, server: Server, tokenizer: Tokenizer = None, track_tree: bool = False) -> None:
+        super().__init__(track_tree)
         self.server = server
         self.tokenizer = tokenizer
-        self.track_tree = track_tree
-        self.current_nodes: list[SequenceNode] = []
-        self.sequences: dict[str, SequenceNode] = {}
 
     async def chat_completion(self, *, messages: Messages, **kwargs: object) -> "ChatCompletion":
         """One chat request."""
@@ -33,32 +31,21 @@ class DummyManagedServer:
         context = "\n\n".join(f"{message['role']}:{message.get('content') or ''}" for message in said)
         for choice in reply.choices:
             answer = choice.message.model_dump(exclude_none=True)
-            self._store(f"{context}\n\nassistant:{choice.message.content or ''}", choice.finish_reason, [*said, answer])
+            self._keep(f"{context}\n\nassistant:{choice.message.content or ''}", choice.finish_reason, [*said, answer])
         return reply
 
     async def completion(self, *, prompt: str, **kwargs: object) -> "Completion":
         """One text completion."""
         reply = await self.server.completion(prompt=prompt, **kwargs)
         for choice in reply.choices:
-            self._store(f"{prompt}{choice.text}", choice.finish_reason)
+            self._keep(f"{prompt}{choice.text}", choice.finish_reason)
         return reply
 
     async def get_logprobs(self, **kwargs: object) -> JsonObject:
         """Not available."""
         raise NotImplementedError("a dummy managed server has no log-probabilities; use server_type sglang or vllm")
 
-    def get_state(self) -> State:
-        """As `ManagedServer.get_state`."""
-        if self.track_tree:
-            return {"sequences": dict(self.sequences), "tree": dict(self.sequences)}
-        return {"nodes": list(self.current_nodes)}
-
-    def reset(self) -> None:
-        """Forget all sequences."""
-        self.current_nodes = []
-        self.sequences = {}
-
-    def _store(self, full_text: str, finish_reason: object, messages: list[Message] | None = None) -> None:
+    def _keep(self, full_text: str, finish_reason: object, messages: list[Message] | None = None) -> None:
         node = SequenceNode(
             full_text=full_text,
             tokens=DUMMY_TOKENS,
@@ -67,8 +54,4 @@ class DummyManagedServer:
             metadata={"finish_reason": finish_reason_of(finish_reason), "dummy_tokens": True},
             messages=messages,
         )
-        note_chats([node], made_up=True)
-        if self.track_tree:
-            self.sequences[full_text] = node
-        else:
-            self.current_nodes.append(node)
+        self._store([node], made_up=True)

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from atroposlib.envs.server_handling.chat_prompt import (
     knows_developer,
@@ -20,7 +20,6 @@ from atroposlib.envs.server_handling.chat_prompt import (
     render,
     render_after_turn,
     render_keeping_thoughts,
-    shows_tools,
 )
 from atroposlib.envs.server_handling.conversation import (
     ChatRequest,
@@ -37,22 +36,24 @@ from atroposlib.envs.server_handling.openai_wire import Made, ManagedServerAdapt
 from atroposlib.envs.server_handling.sampling import drop_doubled_bos
 from atroposlib.envs.server_handling.sequence import (
     Call,
+    Codec,
     Lineage,
     Prompt,
     SequenceNode,
-    State,
+    TrackedSequences,
     behind_text,
     codec_of,
+    extending,
     find_text_base,
     grow,
     inserted_in,
     known_logprobs,
-    note_chats,
     prefix_of,
     without_repeated,
 )
 from atroposlib.envs.server_handling.server_baseline import Server
 from atroposlib.envs.server_handling.token_server import TokenServer
+from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator, check_tools
 from atroposlib.envs.server_handling.tool_formats import find_calls
 from atroposlib.errors import ConfigError, ModelError, RequestFault
 from atroposlib.rollouts.trace import finish_reason_of
@@ -60,9 +61,8 @@ from atroposlib.type_definitions import PROMPT_LOGPROB, Json, JsonObject, Tokeni
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
+    from openai.types.chat.chat_completion_message import ChatCompletionMessage
     from openai.types.completion import Completion
-
-    from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 
 __all__ = ["ChatRequest", "DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "Reply", "SequenceNode"]
 
@@ -74,15 +74,28 @@ class Reply:
     """One choice: as the caller gets it, and the call of the lineage that it is."""
 
     text: str  # as it was generated, without end tokens
-    finish_reason: str
+    ended: str  # why the engine stopped
     message: Message  # of the assistant, in OpenAI's form
     call: Call
     prompt_tokens: int
 
     @property
+    def finish_reason(self) -> str:
+        """Why the turn ended, in OpenAI's words."""
+        return "tool_calls" if self.message.get("tool_calls") else "stop" if self.ended == "unknown" else self.ended
+
+    @property
     def made(self) -> Made:
         """The part that goes into a reply of OpenAI's form."""
         return Made(self.text, self.finish_reason, self.prompt_tokens, len(self.call.output))
+
+    def fill(self, message: "ChatCompletionMessage") -> None:
+        """Set what a message of OpenAI's form has besides its role."""
+        message.content = self.message["content"]
+        if calls := self.message.get("tool_calls"):
+            message.tool_calls = copied(calls)  # dicts, as upstream gives them
+        if thoughts := self.message.get("reasoning_content"):
+            setattr(message, "reasoning_content", thoughts)  # noqa: B010 (not a field of OpenAI's type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +109,48 @@ class Output:
     text: str  # of `body`
     tail: tuple[str, ...]  # text of the end tokens
 
+    @classmethod
+    def of(cls, codec: Codec, ids: list[int], logprobs: list[float], reason: object, *, keep_special: bool) -> Self:
+        """Read what an engine gave; `keep_special`: special tokens stay in the text."""
+        body, tail = codec.split_tail(ids)
+        text = codec.decode(body, skip_special_tokens=not keep_special)
+        ends = tuple(codec.decode([token], skip_special_tokens=False) for token in tail)
+        return cls(ids, known_logprobs(ids, logprobs), finish_reason_of(reason), body, text, ends)
 
-class ManagedServer:
+    def continued(self, given: list[int], opening: str, rest: "Output") -> "Output":
+        """The output with the ids `given`, whose text is `opening`, and what was generated behind them."""
+        return Output(
+            self.body + given + rest.ids,
+            self.logprobs[: len(self.body)] + [PROMPT_LOGPROB] * len(given) + rest.logprobs,
+            rest.reason,
+            self.body + given + rest.body,
+            self.text + opening + rest.text,
+            rest.tail,
+        )
+
+    def call(self, prompt: Prompt, base: Call | None, inserted: list[int], record: Message) -> Call:
+        """The turn that this is: `inserted` ids behind those of `base`, then the output."""
+        return Call(
+            parent=base,
+            inserted=inserted,
+            output=self.ids,
+            logprobs=self.logprobs,
+            rest=prompt.text if base is None else prompt.rest,
+            text=self.text,
+            tail=self.tail,
+            finish_reason=self.reason,
+            turns=0 if base is None else prompt.turns,
+            chat=None if prompt.chat is None else prompt.chat.answered(record, self.text),
+        )
+
+    def called(self, translator: ToolCallTranslator, request: ChatRequest) -> list[str]:
+        """Names of the tools that the text calls."""
+        text = self.text + "".join(self.tail[:-1])
+        parsed = find_calls(translator.parser_name, text, request.tools or (), is_cut=self.reason == "length")
+        return [call.name for call in parsed.calls] if parsed is not None else []
+
+
+class ManagedServer(TrackedSequences):
     """Tracks the sequences of one rollout (or one group) on one server.
 
     Args:
@@ -127,11 +180,9 @@ class ManagedServer:
         for_agents: bool = False,
         normalise: Normalise | None = None,
     ) -> None:
+        super().__init__(track_tree)
         self.server = server
-        self.tokenizer = tokenizer
-        self.track_tree = track_tree
-        self.current_nodes: list[SequenceNode] = []
-        self.sequences: dict[str, SequenceNode] = {}  # tree mode only, by full_text
+        self.tokenizer = _tokenizer_of(server) if tokenizer is None else tokenizer
         self._ends: list[Call] = []  # for agents only: those that nobody has continued
         self.lineage = Lineage()
         self._normalise = normalise
@@ -142,8 +193,6 @@ class ManagedServer:
         self._for_agents = for_agents
         self._translator: ToolCallTranslator | None = None
         self._preserve_think_blocks = preserve_think_blocks
-        if tokenizer is None:
-            self._initialize_tokenizer()
 
     async def chat_completion(self, **kwargs: object) -> "ChatCompletion":
         """One chat request, tracked. Takes OpenAI's keyword arguments; `tools` only with a tool parser.
@@ -155,11 +204,7 @@ class ManagedServer:
         replies = await self.answer(ChatRequest.of(kwargs))
         completion = chat_of([reply.made for reply in replies], self.server.config.model_name)
         for choice, reply in zip(completion.choices, replies, strict=True):
-            choice.message.content = reply.message["content"]
-            if calls := reply.message.get("tool_calls"):
-                choice.message.tool_calls = copied(calls)  # dicts, as upstream gives them
-            if thoughts := reply.message.get("reasoning_content"):
-                setattr(choice.message, "reasoning_content", thoughts)  # noqa: B010 (not a field of OpenAI's type)
+            reply.fill(choice.message)
         return completion
 
     async def answer(self, request: ChatRequest) -> list[Reply]:
@@ -171,19 +216,12 @@ class ManagedServer:
             ConfigError: `tools` cannot reach the model.
         """
         if request.tools:
-            self._check_tools()
+            check_tools(self._tool_parser, self.tokenizer)
         prompt = self._chat_prompt(self._reader.read(request))
-        base = prompt.base
-        if base is not None:
-            base.extensions += 1
-        try:
+        with extending(prompt.base):
             prompt_ids, outputs = await self._generate(prompt.text, prompt.ids, request.sampling, bool(request.tools))
             if request.tools and request.wanted_tool is not None:
-                forced = [await self._forced(request, prompt, prompt_ids, output) for output in outputs]
-                outputs = forced
-        finally:
-            if base is not None:
-                base.extensions -= 1
+                outputs = [await self._forced(request, prompt, prompt_ids, output) for output in outputs]
         opening = opened_thought(self.tokenizer, prompt.chat, prompt.text) if prompt.chat is not None else ""
         messages = [self._message(output, request, prompt.text, opening) for output in outputs]
         return self._tracked(prompt, prompt_ids, outputs, messages, opening)
@@ -218,7 +256,7 @@ class ManagedServer:
         """
         translator, name = self._get_translator(), request.wanted_tool
         assert translator is not None
-        made = _called(translator, output, request)
+        made = output.called(translator, request)
         if output.reason == "length" or (made and (not name or name in made)):
             return output
         what = f"call {name!r}" if name else "call a tool"
@@ -228,37 +266,12 @@ class ManagedServer:
         opening = translator.format.opening(name or None)
         codec = codec_of(self.tokenizer)
         given = codec.encode(opening, add_special_tokens=False)
-        sampling = {**request.sampling, "n": 1}
-        for key in ("max_tokens", "max_new_tokens", "max_completion_tokens"):
-            if isinstance(sampling.get(key), int):
-                sampling[key] = max(1, sampling[key] - len(output.body))
-        ids = prompt_ids + output.body + given
+        ids, sampling = prompt_ids + output.body + given, _for_the_rest(request.sampling, len(output.body))
         _, (rest,) = await self._generate(prompt.text + output.text + opening, ids, sampling, True)
-        begun = len(output.body)
-        whole = Output(
-            output.body + given + rest.ids,
-            output.logprobs[:begun] + [PROMPT_LOGPROB] * len(given) + rest.logprobs,
-            rest.reason,
-            output.body + given + rest.body,
-            output.text + opening + rest.text,
-            rest.tail,
-        )
-        if rest.reason != "length" and not _called(translator, whole, request):
+        whole = output.continued(given, opening, rest)
+        if rest.reason != "length" and not whole.called(translator, request):
             raise RequestFault(f"tool_choice says that the model must {what}, but it wrote {whole.text[-200:]!r}")
         return whole
-
-    def _check_tools(self) -> None:
-        if not self._tool_parser:
-            raise ConfigError(
-                "tools= would not reach the model: no tool parser is set; set tool_parser of the inference server "
-                "(--openai.tool_parser hermes), or call managed_server(tool_parser='hermes')"
-            )
-        if not shows_tools(self.tokenizer):
-            name = getattr(self.tokenizer, "name_or_path", None) or type(self.tokenizer).__name__
-            raise ConfigError(
-                f"tools= would not reach the model: the chat template of {name} has no place for them; set "
-                "tokenizer_name to one whose template has, or describe the tools in a message"
-            )
 
     async def completion(self, *, prompt: str, **kwargs: object) -> "Completion":
         """One text completion, tracked. `prompt` is sent as it is.
@@ -276,14 +289,8 @@ class ManagedServer:
     async def complete(self, text: str, sampling: Mapping[str, Json]) -> list[Reply]:
         """The choices of one text completion, tracked; faults as of `completion`."""
         prompt = self._text_prompt(text)
-        base = prompt.base
-        if base is not None:
-            base.extensions += 1
-        try:
+        with extending(prompt.base):
             prompt_ids, outputs = await self._generate(prompt.text, prompt.ids, sampling, False)
-        finally:
-            if base is not None:
-                base.extensions -= 1
         texts = [before_stop(each.text, sampling.get("stop")) if self._for_agents else each.text for each in outputs]
         messages: list[Message] = [{"role": "assistant", "content": text} for text in texts]
         return self._tracked(prompt, prompt_ids, outputs, list(zip(messages, messages, strict=True)), "")
@@ -300,18 +307,10 @@ class ManagedServer:
             kwargs["prompt"] = self._convert_messages_to_prompt(messages)
         return await self.server.get_logprobs(**kwargs)
 
-    def get_state(self) -> State:
-        """`{"nodes": [...]}`; in tree mode `{"sequences": {...}, "tree": {...}}`. Copies, which survive `reset`."""
-        if self.track_tree:
-            return {"sequences": dict(self.sequences), "tree": dict(self.sequences)}
-        return {"nodes": list(self.current_nodes)}
-
     def reset(self) -> None:
         """Forget all sequences."""
-        for node in self.sequences.values() if self.track_tree else self.current_nodes:
-            node._call = None
-        self.current_nodes, self._ends = [], []
-        self.sequences = {}
+        super().reset()
+        self._ends = []
         self.lineage.clear()
         self._reader = self._new_reader()
 
@@ -366,7 +365,8 @@ class ManagedServer:
         if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
             logger.info("request: prompt=%r ids=%d options=%s", text, len(ids), dict(sampling))
         if self._for_agents:
-            room = await self._room(len(ids))
+            length = await self.context_length()
+            room = None if length is None else max(0, length - len(ids) - 1)
             if room == 0:
                 return ids, [Output([], [], "length", [], "", ())] * (sampling.get("n") or 1)
             if room is not None:
@@ -374,25 +374,9 @@ class ManagedServer:
         reply = await self.server.tokens_and_logprobs_completion(prompt=text, input_ids=ids, **sampling)
         prompt_ids, outputs, logprobs, reasons = reply
         codec = codec_of(self.tokenizer)
-        given = []
-        for output, values, reason in zip(outputs, logprobs, reasons, strict=True):
-            body, tail = codec.split_tail(output)
-            given.append(
-                Output(
-                    output,
-                    known_logprobs(output, values),
-                    finish_reason_of(reason),
-                    body,
-                    codec.decode(body, skip_special_tokens=not keep_special),
-                    tuple(codec.decode([token], skip_special_tokens=False) for token in tail),
-                )
-            )
-        return prompt_ids, given
-
-    async def _room(self, prompt_tokens: int) -> int | None:
-        """New tokens that fit behind the prompt; None where the server does not tell."""
-        length = await self.context_length()
-        return None if length is None else max(0, length - prompt_tokens - 1)
+        return prompt_ids, [
+            Output.of(codec, *one, keep_special=keep_special) for one in zip(outputs, logprobs, reasons, strict=True)
+        ]
 
     async def context_length(self) -> int | None:
         """Tokens of the engine's context; None where the server does not tell."""
@@ -409,22 +393,10 @@ class ManagedServer:
         """The choices, after their sequences are stored in the same order."""
         prefix = None if self._for_agents else prefix_of(prompt_ids, prompt)
         base, inserted = (prefix.base, prefix.inserted) if prefix is not None else inserted_in(prompt_ids, prompt)
-        is_extended = base is not None
         replies: list[Reply] = []
         nodes: list[SequenceNode] = []
         for output, (message, record) in zip(outputs, messages, strict=True):
-            call = Call(
-                parent=base,
-                inserted=inserted,
-                output=output.ids,
-                logprobs=output.logprobs,
-                rest=prompt.rest if is_extended else prompt.text,
-                text=output.text,
-                tail=output.tail,
-                finish_reason=output.reason,
-                turns=prompt.turns if is_extended else 0,
-                chat=None if prompt.chat is None else prompt.chat.answered(record, output.text),
-            )
+            call = output.call(prompt, base, inserted, record)
             if prefix is None:
                 call.behind = prompt.text, prompt_ids
             else:
@@ -439,35 +411,17 @@ class ManagedServer:
                 nodes.append(call.node)
             if call.chat is not None:
                 self.lineage.add(call, message)
-            reason = (
-                "tool_calls" if message.get("tool_calls") else "stop" if output.reason == "unknown" else output.reason
-            )
-            replies.append(Reply(output.text, reason, message, call, len(prompt_ids)))
+            replies.append(Reply(output.text, output.reason, message, call, len(prompt_ids)))
         if prompt.base is not None:
             prompt.base.is_continued = True
-        if self._for_agents:  # whose record knows its messages
-            self._store_ends([reply.call for reply in replies], prompt.base)
-        else:
+        if not self._for_agents:
             self._store(nodes, prompt.base)
+            return replies
+        if prompt.base is not None and prompt.base.behind is not None:
+            self._ends.remove(prompt.base)
+            prompt.base.behind = None
+        self._ends.extend(reply.call for reply in replies)
         return replies
-
-    def _store_ends(self, calls: list[Call], base: Call | None) -> None:
-        if base is not None and base.behind is not None:
-            self._ends.remove(base)
-            base.behind = None
-        self._ends.extend(calls)
-
-    def _store(self, nodes: list[SequenceNode], base: Call | None) -> None:
-        """Put the first in place of the sequence it extends (unless another call did), the others at the end."""
-        note_chats(nodes)
-        if self.track_tree:
-            self.sequences.update((node.full_text, node) for node in nodes)
-            return
-        place = next((i for i, node in enumerate(self.current_nodes) if base is not None and node is base.node), None)
-        if place is not None and base is not None and nodes:
-            self.current_nodes[place] = nodes.pop(0)
-            base.node = None
-        self.current_nodes.extend(nodes)
 
     def _new_reader(self) -> Reader:
         normalise = self._normalise
@@ -490,24 +444,22 @@ class ManagedServer:
         nodes = self.sequences.values() if self.track_tree else self.current_nodes
         return self._ends if self._for_agents else (node._call for node in nodes if node._call is not None)
 
-    def _get_translator(self) -> "ToolCallTranslator | None":
+    def _get_translator(self) -> ToolCallTranslator | None:
         if self._translator is None and self._tool_parser:
-            from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
-
             self._translator = ToolCallTranslator(self.tokenizer, self._tool_parser)
         return self._translator
 
-    def _initialize_tokenizer(self) -> None:
-        """The server's tokenizer, else the one of its model; None, with a warning, when neither is to be had."""
-        try:
-            self.tokenizer = getattr(self.server, "tokenizer", None)
-            if self.tokenizer is not None:
-                return
-            from atroposlib.data.tokenizers import load_tokenizer
 
-            self.tokenizer = load_tokenizer(self.server.config.model_name)
-        except (ModelError, AttributeError) as error:
-            logger.warning("managed server without a tokenizer: %s", error)
+def _tokenizer_of(server: Server) -> Tokenizer:
+    """The server's tokenizer, else the one of its model; None, with a warning, when neither is to be had."""
+    try:
+        if (own := getattr(server, "tokenizer", None)) is not None:
+            return own
+        from atroposlib.data.tokenizers import load_tokenizer
+
+        return load_tokenizer(server.config.model_name)
+    except (ModelError, AttributeError) as error:
+        logger.warning("managed server without a tokenizer: %s", error)
 
 
 def before_stop(text: str, stop: Sequence[str] | str | None) -> str:
@@ -521,11 +473,11 @@ def before_stop(text: str, stop: Sequence[str] | str | None) -> str:
     return text[: min(ends)] if ends else text
 
 
-def _called(translator: "ToolCallTranslator", output: Output, request: ChatRequest) -> list[str]:
-    """Names of the tools that a text calls."""
-    text = output.text + "".join(output.tail[:-1])
-    parsed = find_calls(translator.parser_name, text, request.tools or (), is_cut=output.reason == "length")
-    return [call.name for call in parsed.calls] if parsed is not None else []
+def _for_the_rest(sampling: Mapping[str, Json], spent: int) -> JsonObject:
+    """The parameters for one choice of which `spent` tokens are there."""
+    limits = ("max_tokens", "max_new_tokens", "max_completion_tokens")
+    left = {key: max(1, limit - spent) for key in limits if isinstance(limit := sampling.get(key), int)}
+    return {**sampling, "n": 1, **left}
 
 
 def _whole(message: Message, opening: str) -> Message:

@@ -6,7 +6,8 @@ IGNORE_INDEX elsewhere; `logprobs[i]` is PROMPT_LOGPROB exactly where masked.
 
 import logging
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, TypedDict
@@ -165,6 +166,19 @@ class Fork:
     def __init__(self) -> None:
         self.given: dict[Hashable, Fork] = {}
         self.replies: dict[Hashable, list[Call]] = {}
+
+
+@contextmanager
+def extending(base: Call | None) -> Iterator[None]:
+    """A request is out that extends this call."""
+    if base is None:
+        yield
+        return
+    base.extensions += 1
+    try:
+        yield
+    finally:
+        base.extensions -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,3 +450,39 @@ def note_chats(nodes: Iterable[SequenceNode], *, made_up: bool = False) -> None:
         for node in nodes:
             if node.messages is not None:
                 trace.chats.note(node.tokens, Chat(node.messages, node.tools), made_up=made_up)
+
+
+class TrackedSequences:
+    """The sequences of one rollout as nodes: the latest of each branch; in tree mode every one, by its text."""
+
+    def __init__(self, track_tree: bool) -> None:
+        self.track_tree = track_tree
+        self.current_nodes: list[SequenceNode] = []
+        self.sequences: dict[str, SequenceNode] = {}  # tree mode only
+
+    def get_state(self) -> State:
+        """`{"nodes": [...]}`; in tree mode `{"sequences": {...}, "tree": {...}}`. Copies, which survive `reset`."""
+        if self.track_tree:
+            return {"sequences": dict(self.sequences), "tree": dict(self.sequences)}
+        return {"nodes": list(self.current_nodes)}
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        for node in self._nodes():
+            node._call = None
+        self.current_nodes, self.sequences = [], {}
+
+    def _nodes(self) -> Iterable[SequenceNode]:
+        return self.sequences.values() if self.track_tree else self.current_nodes
+
+    def _store(self, nodes: list[SequenceNode], base: Call | None = None, *, made_up: bool = False) -> None:
+        """Put the first in place of the sequence it extends (unless another call did), the others at the end."""
+        note_chats(nodes, made_up=made_up)
+        if self.track_tree:
+            self.sequences.update((node.full_text, node) for node in nodes)
+            return
+        place = next((i for i, node in enumerate(self.current_nodes) if base is not None and node is base.node), None)
+        if place is not None and base is not None and nodes:
+            self.current_nodes[place] = nodes.pop(0)
+            base.node = None
+        self.current_nodes.extend(nodes)

@@ -16,9 +16,11 @@ from typing import Literal, Protocol
 
 from pydantic import BaseModel
 
+from atroposlib.envs.server_handling.chat_prompt import shows_tools
 from atroposlib.envs.server_handling.conversation import Message, joined_text, keys_of
 from atroposlib.envs.server_handling.tool_formats import WrittenCall, find_calls, tool_format
-from atroposlib.type_definitions import Json
+from atroposlib.errors import ConfigError
+from atroposlib.type_definitions import Json, Tokenizer
 
 VLLM_AVAILABLE = True
 """Tool parsing is available. The parsers are our own; the name is what callers test for."""
@@ -180,3 +182,18 @@ class ToolCallTranslator:
 
 def _as_json(arguments: object) -> str:
     return arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
+
+
+def check_tools(parser_name: str | None, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError where `tools=` cannot reach the model: no tool parser, or a template without place for them."""
+    if not parser_name:
+        raise ConfigError(
+            "tools= would not reach the model: no tool parser is set; set tool_parser of the inference server "
+            "(--openai.tool_parser hermes), or call managed_server(tool_parser='hermes')"
+        )
+    if not shows_tools(tokenizer):
+        name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
+        raise ConfigError(
+            f"tools= would not reach the model: the chat template of {name} has no place for them; set "
+            "tokenizer_name to one whose template has, or describe the tools in a message"
+        )
