@@ -75,7 +75,7 @@ async def _serve(env: ServingEnvironment, run: Run) -> None:
         logger.info("already complete: groups=%d", run.sink.totals.groups)
         await run.report()
         return
-    await run.check_engines()
+    await run.engines.check()
     await env.setup()
     run.progress.wait_for(
         "api",
@@ -166,7 +166,7 @@ async def run_process(env: Environment) -> RunOutcome:
 
 async def _roll_out_all(env: Environment, run: Run) -> None:
     if not run.sink.is_full:
-        await run.check_engines()
+        await run.engines.check()
         await env.setup()
         await env.setup_wandb()
         run.mark_running(run.pool.pace)

@@ -115,6 +115,56 @@ class RunOutcome:
     groups_total: int | None
 
 
+class EngineWatch:
+    """Checks once whether the engines fit, and notes how busy they are while a run lasts."""
+
+    def __init__(self, env: Environment, progress: Progress) -> None:
+        self._env, self._progress = env, progress
+        self._checking: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Those begun; whoever ends the run cancels them."""
+        return [task for task in (self._checking, self._asking) if task]
+
+    async def check(self) -> None:
+        """Refuse to begin with engines that do not fit; one that is silent or slow is checked while the run goes.
+
+        Raises:
+            ConfigError: the tokenizer is not an engine's own.
+        """
+        first = asyncio.create_task(self._env.check_engines())
+        self._checking = asyncio.create_task(self._checked(first))
+        await asyncio.wait({first, self._checking}, timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+        self.raise_checked()
+
+    def raise_checked(self) -> None:
+        """Raise what the check found, if it has ended."""
+        if self._checking is not None and self._checking.done():
+            self._checking.result()
+
+    def begin_to_ask(self) -> None:
+        """Note now and then how busy the engines are."""
+        self._asking = asyncio.create_task(self._ask())
+
+    async def _checked(self, first: asyncio.Task[bool]) -> None:
+        is_checked = await first
+        while not is_checked:
+            await asyncio.sleep(CHECK_AGAIN_S)
+            is_checked = await self._env.check_engines()
+
+    async def _ask(self) -> None:
+        slots = 0
+        while True:
+            loads = [load for load in await self._env.server.engine_loads() if load.is_known]
+            slots = max(slots, running(loads))
+            speeds = [load.tokens_s for load in loads if load.tokens_s is not None]
+            use = EngineUse(running(loads), queued(loads), slots, sum(speeds) if speeds else None)
+            self._progress.engines = use if loads else None
+            await asyncio.sleep(ENGINES_EVERY_S)
+
+
 class Run:
     """Everything one running environment shares; `BaseEnv` reaches its sink through it. Made inside a running loop."""
 
@@ -162,7 +212,10 @@ class Run:
             accepted=config.total_accepted,
             tokens=config.token_budget,
         )
-        self.shared = self._make_shared_draw(total) if config.lease_dir else None
+        self.shared = _shared_draw(env, self.files, total, skips=self._is_set_aside) if config.lease_dir else None
+        if self.shared and self.files:
+            self.shared.on_end = lambda is_over: setattr(self.source, "drawn_out", is_over)
+            self.sink.may_store = self.files.may_write = self.shared.may_store
         self.source = self._make_source(ends=mode == "process")
         self.pool = RolloutPool(
             self.source,
@@ -195,14 +248,13 @@ class Run:
             failures=self.failures,
             health=self.health,
         )
+        self.engines = EngineWatch(env, self.progress)
         self.reports = Reports(env.write_html, compress=config.compress_rollouts and not (where and where.single))
         self._display = ProgressDisplay(self.progress)
         self._standstill = Standstill(time.monotonic())
         self._gc_threshold = gc.get_threshold()
         self._stop = StopSignals()
         self._following: asyncio.Task[None] | None = None
-        self._asking: asyncio.Task[None] | None = None
-        self._checking: asyncio.Task[None] | None = None
         if self.files:
             loop = asyncio.get_running_loop()
             self.files.on_wait = lambda what: self.progress.wait_for("disk", what)
@@ -244,30 +296,9 @@ class Run:
         self.progress.write()  # before any rollout can hang: who watches must know that set-up is over
         gc.freeze()  # no collection walks through modules and what set-up made
         gc.set_threshold(*RARE_COLLECTIONS)
-        self._asking = asyncio.create_task(self._ask_engines())
+        self.engines.begin_to_ask()
         if self.concurrency:
             self._following = asyncio.create_task(self.concurrency.follow(apply_limit))
-
-    async def check_engines(self) -> None:
-        """Refuse to begin with engines that do not fit; one that is silent or slow is checked while the run goes.
-
-        Raises:
-            ConfigError: the tokenizer is not an engine's own.
-        """
-        first = asyncio.create_task(self._env.check_engines())
-        self._checking = asyncio.create_task(self._checked(first))
-        await asyncio.wait({first, self._checking}, timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED)
-        self._raise_checked()
-
-    async def _checked(self, first: asyncio.Task[bool]) -> None:
-        is_checked = await first
-        while not is_checked:
-            await asyncio.sleep(CHECK_AGAIN_S)
-            is_checked = await self._env.check_engines()
-
-    def _raise_checked(self) -> None:
-        if self._checking is not None and self._checking.done():
-            self._checking.result()
 
     def work_outside(self, item: Item) -> Work:
         """The work of groups that an environment sends by itself, outside of a rollout."""
@@ -278,6 +309,9 @@ class Run:
 
     def _task_of(self, item: Item) -> str:
         return as_json(str(self._env.item_task(item)))
+
+    def _is_set_aside(self, item: Item) -> bool:
+        return self._task_of(item) in self.health.set_aside
 
     async def report(self) -> None:
         """Make the HTML twins that are still missing."""
@@ -298,33 +332,6 @@ class Run:
             lost=self._settled,
         )
 
-    def _make_shared_draw(self, total: int | None) -> SharedDraw:
-        """ConfigError when this environment or run cannot be shared."""
-        env, config = self._env, self._env.config
-        if self.files is None or total is None or not env.has_get_item:
-            raise ConfigError(
-                "env.lease_dir shares a run of a fixed number of groups that is written to files, and needs an "
-                "environment with get_item(index); set env.total_groups and dump_rollouts, or leave lease_dir out"
-            )
-        draw = SharedDraw(
-            env.get_item,
-            Leases(
-                expand_path(config.lease_dir, what="env.lease_dir"),
-                config.lease_owner,
-                blocks=math.ceil(total / config.lease_items),
-                timeout_s=config.lease_timeout,
-                rollouts=self.files.files.folder.absolute(),
-            ),
-            seats=total,
-            seats_per_block=config.lease_items,
-            files=self.files.files,
-            done=self.files.ledger.done,
-            skips=lambda item: self._task_of(item) in self.health.set_aside,
-            on_end=lambda is_over: setattr(self.source, "drawn_out", is_over),
-        )
-        self.sink.may_store = self.files.may_write = draw.may_store
-        return draw
-
     def _settled(self, item_key: str) -> None:
         """Nothing more happens with an item."""
         if self.journal:
@@ -342,7 +349,7 @@ class Run:
             self.progress.wait_for("engine", engine_down)
             self._note_in_flight()
             self.progress.stand_still(self._standstill.look(self._facts(), now))
-            self._raise_checked()
+            self.engines.raise_checked()
             self.pool.expire(self._env.config.worker_timeout, outage_s=now - previous if engine_down else 0.0)
             previous = now
             if self.health.nothing_works:
@@ -385,17 +392,6 @@ class Run:
             scores=frozenset(dropped.scores),
             max_token_len=self._env.max_token_len,
         )
-
-    async def _ask_engines(self) -> None:
-        """Note now and then how busy the engines are."""
-        slots = 0
-        while True:
-            loads = [load for load in await self._env.server.engine_loads() if load.is_known]
-            slots = max(slots, running(loads))
-            speeds = [load.tokens_s for load in loads if load.tokens_s is not None]
-            use = EngineUse(running(loads), queued(loads), slots, sum(speeds) if speeds else None)
-            self.progress.engines = use if loads else None
-            await asyncio.sleep(ENGINES_EVERY_S)
 
     def _note_in_flight(self) -> None:
         self.progress.in_flight = self.pool.in_flight
@@ -443,7 +439,7 @@ class Run:
         return f"tracebacks are in {self.failures.path}" if self.failures.path else "see the log above"
 
     async def _close(self, tasks: Sequence[asyncio.Task[object]]) -> None:
-        tasks = [*tasks, *(task for task in (self._following, self._asking, self._checking) if task)]
+        tasks = [*tasks, *self.engines.tasks, *([self._following] if self._following else [])]
         for task in tasks:
             task.cancel()
         self._note_in_flight()
@@ -470,3 +466,30 @@ class Run:
 
 def _later(loop: asyncio.AbstractEventLoop, call: Callable[[Path], None], path: Path) -> None:
     loop.call_soon_threadsafe(call, path)
+
+
+def _shared_draw(
+    env: Environment, files: RolloutFiles | None, total: int | None, *, skips: Callable[[Item], bool]
+) -> SharedDraw:
+    """ConfigError when this environment or run cannot be shared."""
+    config = env.config
+    if files is None or total is None or not env.has_get_item:
+        raise ConfigError(
+            "env.lease_dir shares a run of a fixed number of groups that is written to files, and needs an "
+            "environment with get_item(index); set env.total_groups and dump_rollouts, or leave lease_dir out"
+        )
+    return SharedDraw(
+        env.get_item,
+        Leases(
+            expand_path(config.lease_dir, what="env.lease_dir"),
+            config.lease_owner,
+            blocks=math.ceil(total / config.lease_items),
+            timeout_s=config.lease_timeout,
+            rollouts=files.files.folder.absolute(),
+        ),
+        seats=total,
+        seats_per_block=config.lease_items,
+        files=files.files,
+        done=files.ledger.done,
+        skips=skips,
+    )

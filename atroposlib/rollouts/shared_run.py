@@ -204,13 +204,11 @@ class SharedDraw:
         files: RunFiles,
         done: Container[str],
         skips: Callable[[Item], bool],
-        on_end: Callable[[bool], None],
     ) -> None:
         """
         Args:
             done: keys of items that this member recorded or rejected.
             skips: items that must not be rolled out, as their task is set aside.
-            on_end: told True when there is nothing left to draw, False when there is again.
         """
         self._get_item = get_item
         self._leases = leases
@@ -219,7 +217,7 @@ class SharedDraw:
         self._files = files
         self._done = done
         self._skips = skips
-        self._on_end = on_end
+        self.on_end: Callable[[bool], None] = lambda is_over: None  # told when nothing is left to draw, or is again
         self._waiting: deque[int] = deque()  # indices to draw next
         self._held: dict[int, int] = {}  # block -> our term
         self._stored: set[str] = set()
@@ -239,7 +237,7 @@ class SharedDraw:
         skipped = 0
         while skipped < MAX_SET_ASIDE_IN_A_ROW:
             if not self._waiting and not await asyncio.to_thread(self._lease):
-                self._on_end(self._others_have_the_rest and not self._waiting)  # a seat may have come back meanwhile
+                self.on_end(self._others_have_the_rest and not self._waiting)  # a seat may have come back meanwhile
                 return None
             index = self._waiting.popleft()
             if str(index) in self._done:
@@ -258,7 +256,7 @@ class SharedDraw:
                 skipped += 1
             else:
                 return str(index), item
-        self._on_end(True)
+        self.on_end(True)
         return None
 
     def may_store(self, key: str) -> bool:
@@ -278,7 +276,7 @@ class SharedDraw:
             self._stored.discard(key)
         elif key.isdecimal() and self._leases.holds(block := self._block_of(int(key)), self._held[block]):
             self._waiting.append(int(key) + self._seats)
-            self._on_end(False)
+            self.on_end(False)
 
     def _lease(self) -> bool:
         """Put more seats in `_waiting`; False: there is nothing to take now."""
