@@ -19,6 +19,7 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.loads import EngineLoad
 from atroposlib.envs.server_handling.one_by_one import OneByOne
+from atroposlib.envs.server_handling.sampling import GenerationRequest
 from atroposlib.errors import AtroposError, EngineFault, LaunchError, PathError, VerifierFault
 from atroposlib.rollouts import progress as progress_module
 from atroposlib.rollouts.failures import Unscored
@@ -678,7 +679,7 @@ async def test_a_settled_item_journals_nothing_more(tmp_path):
     class StragglingEnv(CountingEnv):
         async def collect_trajectories(self, item):
             work = current_work.get()
-            seen.append(OneByOne(self.current_run.journal, streams=False, seed=None).applies({}))
+            seen.append(OneByOne(self.current_run.journal, streams=False, seed=None).applies(GenerationRequest({})))
             self.works.append(work)
             return await super().collect_trajectories(item)
 
@@ -688,7 +689,7 @@ async def test_a_settled_item_journals_nothing_more(tmp_path):
     await env.process_manager()
     assert all(seen)
     current_work.set(env.works[0])
-    assert not OneByOne(env.current_run.journal, streams=False, seed=None).applies({})
+    assert not OneByOne(env.current_run.journal, streams=False, seed=None).applies(GenerationRequest({}))
 
 
 async def test_a_name_with_a_slash_makes_file_names_without_one(tmp_path):
