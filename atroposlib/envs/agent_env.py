@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -182,7 +182,7 @@ class AgentRun:
 
     rollout: Rollout
     folder: Path
-    result: object = None  # what a coroutine returned
+    result: Any = None  # what a coroutine returned
     exit_code: int | None = None  # of a command
     output: str = ""  # the end of what a command printed
 
@@ -207,7 +207,7 @@ class AgentEnv(BaseEnv):
 
     _service: "GatewayService | None" = None
 
-    async def run_agent(self, item: Item, access: Access) -> object:
+    async def run_agent(self, item: Item, access: Access) -> Any:
         """Run the agent on an item; what it returns goes to `verify`. A `Command` is run and waited for."""
         raise NotImplementedError(f"{type(self).__name__} must define run_agent(item, access)")
 

@@ -16,6 +16,8 @@ from atroposlib.type_definitions import Json, JsonObject
 
 Message = JsonObject
 Messages = Sequence[Message]
+GivenMessages = Sequence[Mapping[str, object]]
+"""Messages as a caller has them: dicts, TypedDicts, with message objects of OpenAI's client inside."""
 
 HandedOut = Callable[[str], Message | None]
 """Finds the message that was handed out with a call of this id."""
@@ -191,7 +193,7 @@ def plain_messages(messages: Messages, *, knows_developer: bool = False, offset:
     return plain
 
 
-def joined_text(parts: Sequence[object], where: str) -> str:
+def joined_text(parts: Sequence[Json], where: str) -> str:
     """The text of a content that is given in parts.
 
     Raises:

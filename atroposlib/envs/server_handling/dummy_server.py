@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from atroposlib.envs.server_handling.conversation import Message, Messages, copied
+from atroposlib.envs.server_handling.conversation import GivenMessages, Message, copied
 from atroposlib.envs.server_handling.sequence import SequenceNode, TrackedSequences
 from atroposlib.envs.server_handling.server_baseline import Server
 from atroposlib.rollouts.trace import finish_reason_of
@@ -24,7 +24,7 @@ class DummyManagedServer(TrackedSequences):
         self.server = server
         self.tokenizer = tokenizer
 
-    async def chat_completion(self, *, messages: Messages, **kwargs: object) -> "ChatCompletion":
+    async def chat_completion(self, *, messages: GivenMessages, **kwargs: object) -> "ChatCompletion":
         """One chat request."""
         reply = await self.server.chat_completion(messages=messages, **kwargs)
         said = [copied(message) for message in messages]

@@ -253,7 +253,9 @@ class EndpointHealth:
 
     async def close(self) -> None:
         """Stop asking."""
-        tasks = [task for task in (self._probing, self._recovering, self._watching) if task is not None]
+        tasks: list[asyncio.Task[object]] = [
+            task for task in (self._probing, self._recovering, self._watching) if task is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -182,7 +182,7 @@ class ManagedServer(TrackedSequences):
     ) -> None:
         super().__init__(track_tree)
         self.server = server
-        self.tokenizer = _tokenizer_of(server) if tokenizer is None else tokenizer
+        self.tokenizer: Tokenizer = _tokenizer_of(server) if tokenizer is None else tokenizer
         self._ends: list[Call] = []  # for agents only: those that nobody has continued
         self.lineage = Lineage()
         self._normalise = normalise
@@ -441,8 +441,7 @@ class ManagedServer(TrackedSequences):
 
     def _last_calls(self) -> Iterable[Call]:
         """The calls that end a sequence."""
-        nodes = self.sequences.values() if self.track_tree else self.current_nodes
-        return self._ends if self._for_agents else (node._call for node in nodes if node._call is not None)
+        return self._ends if self._for_agents else [node._call for node in self.nodes() if node._call is not None]
 
     def _get_translator(self) -> ToolCallTranslator | None:
         if self._translator is None and self._tool_parser:

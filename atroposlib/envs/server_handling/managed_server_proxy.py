@@ -72,8 +72,7 @@ class SessionState:
 
     def nodes(self) -> list[SequenceNode]:
         """The tracked sequences; in tree mode every intermediate one."""
-        state = self.managed_server.get_state()
-        return state["nodes"] if "nodes" in state else list(state["sequences"].values())
+        return self.managed_server.nodes()
 
 
 class Sessions:
@@ -308,7 +307,9 @@ class _Proxy:
     async def render(self, session_uuid: str, request: ChatCompletionProxyRequest) -> RenderResponse:
         with self.sessions.using(session_uuid) as session:
             messages = checked_messages(request.messages)
-            prompt = session.managed_server.prompt_of(ChatRequest(messages, request.tools, request.tool_choice))
+            prompt = session.managed_server.prompt_of(
+                ChatRequest(messages, request.tools, request.tool_choice or "auto")
+            )
             return RenderResponse(prompt_text=prompt.text, token_ids=prompt.ids, num_tokens=len(prompt.ids))
 
     def managed_server(self, settings: RolloutSettings) -> ManagedServer:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, Protocol, TypeV
 
 import orjson
 
-from atroposlib.envs.server_handling.conversation import Messages
+from atroposlib.envs.server_handling.conversation import GivenMessages
 from atroposlib.envs.server_handling.faults import ReplyFault, fault_in_reply, read_json
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of
 from atroposlib.type_definitions import Json, JsonObject
@@ -147,7 +147,8 @@ def _made(
     reply = result_type.model_validate({**header, "choices": choices, "usage": usage_of(results)})
     for choice, made in zip(reply.choices, results, strict=True):
         if made.finish_reason != choice.finish_reason:
-            choice.finish_reason = made.finish_reason  # not checked: engines know more reasons than OpenAI
+            # not checked: engines know more reasons than OpenAI
+            choice.finish_reason = made.finish_reason  # pyright: ignore[reportAttributeAccessIssue]
     return reply
 
 
@@ -207,7 +208,7 @@ def _types() -> "tuple[type[ChatCompletion], type[Completion]]":
 class TrackedServer(Protocol):
     """The calls of a managed server that a client makes."""
 
-    async def chat_completion(self, *, messages: Messages, **kwargs: object) -> "ChatCompletion": ...
+    async def chat_completion(self, *, messages: GivenMessages, **kwargs: object) -> "ChatCompletion": ...
 
     async def completion(self, *, prompt: str, **kwargs: object) -> "Completion": ...
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from atroposlib.api.auth import TOKEN_VARIABLE
-from atroposlib.envs.server_handling.conversation import Messages, copied
+from atroposlib.envs.server_handling.conversation import GivenMessages, copied
 from atroposlib.envs.server_handling.proxy_schemas import UNKNOWN_SESSION
 from atroposlib.envs.server_handling.sequence import SequenceNode, State, note_chats
 from atroposlib.errors import EngineFault, KilledFault, RequestFault, RolloutFault
@@ -48,7 +48,7 @@ class ProxyManagedServer:
         """Base URL for OpenAI clients of any language: what they generate is tracked in this session."""
         return f"{self.proxy_url}/{self.session_uuid}/v1"
 
-    async def chat_completion(self, *, messages: Messages, **kwargs: object) -> "ChatCompletion":
+    async def chat_completion(self, *, messages: GivenMessages, **kwargs: object) -> "ChatCompletion":
         """One chat request, tracked. `message.tool_calls` are dicts, as of `ManagedServer`.
 
         Raises:

@@ -43,7 +43,7 @@ class GenerationRequest:
         return self.options.get("prompt")
 
     @property
-    def input_ids(self) -> Sequence[int] | None:
+    def input_ids(self) -> list[int] | None:
         """Ids to continue [P]; they count, where a prompt is given, too."""
         return self.options.get("input_ids")
 

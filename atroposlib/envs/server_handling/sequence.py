@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, cast
 
 from pydantic import BaseModel, PrivateAttr
 
@@ -300,12 +300,12 @@ class SequenceNode(BaseModel):
     _call: Call | None = PrivateAttr(default=None)  # that ends it; None where it was generated elsewhere
 
 
-class State(TypedDict, total=False):
-    """The tracked sequences: `nodes`; in tree mode the other two."""
+class State(TypedDict):
+    """The tracked sequences: `nodes`; in tree mode the other two instead, by their texts."""
 
     nodes: list[SequenceNode]
-    sequences: dict[str, SequenceNode]
-    tree: dict[str, SequenceNode]
+    sequences: NotRequired[dict[str, SequenceNode]]
+    tree: NotRequired[dict[str, SequenceNode]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,17 +463,18 @@ class TrackedSequences:
     def get_state(self) -> State:
         """`{"nodes": [...]}`; in tree mode `{"sequences": {...}, "tree": {...}}`. Copies, which survive `reset`."""
         if self.track_tree:
-            return {"sequences": dict(self.sequences), "tree": dict(self.sequences)}
-        return {"nodes": list(self.current_nodes)}
+            return cast(State, {"sequences": dict(self.sequences), "tree": dict(self.sequences)})
+        return {"nodes": self.nodes()}
 
     def reset(self) -> None:
         """Forget all sequences."""
-        for node in self._nodes():
+        for node in self.nodes():
             node._call = None
         self.current_nodes, self.sequences = [], {}
 
-    def _nodes(self) -> Iterable[SequenceNode]:
-        return self.sequences.values() if self.track_tree else self.current_nodes
+    def nodes(self) -> list[SequenceNode]:
+        """The sequences; in tree mode every intermediate one."""
+        return list(self.sequences.values()) if self.track_tree else list(self.current_nodes)
 
     def _store(self, nodes: list[SequenceNode], base: Call | None = None, *, made_up: bool = False) -> None:
         """Put the first in place of the sequence it extends (unless another call did), the others at the end."""

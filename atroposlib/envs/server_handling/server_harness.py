@@ -8,7 +8,7 @@ import orjson
 from atroposlib.envs.server_handling.openai_wire import Made, chat_of, completion_of
 from atroposlib.envs.server_handling.server_baseline import AsyncSemWithAdaptiveWeight, TokensAndLogprobs
 from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.type_definitions import JsonObject
+from atroposlib.type_definitions import Json, JsonObject
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -63,17 +63,17 @@ class ServerHarness:
         """Answer `tokens_and_logprobs_completion(prompt=prompt)` with this."""
         self.token_responses[prompt] = (prompt_tokens, output_tokens_list, output_logprobs_list, finish_reasons)
 
-    async def chat_completion(self, messages: Sequence[JsonObject], **kwargs: object) -> "ChatCompletion":
+    async def chat_completion(self, *args: Json, **kwargs: Json) -> "ChatCompletion":
         """The scripted reply to `messages`."""
-        return self.responses[self.conv_to_dictkey(messages)]
+        return self.responses[self.conv_to_dictkey(kwargs["messages"] if "messages" in kwargs else args[0])]
 
-    async def completion(self, prompt: str, **kwargs: object) -> "Completion":
+    async def completion(self, *args: Json, **kwargs: Json) -> "Completion":
         """The scripted reply to `prompt`."""
-        return self.completions[prompt]
+        return self.completions[kwargs["prompt"] if "prompt" in kwargs else args[0]]
 
-    async def tokens_and_logprobs_completion(self, prompt: str, **kwargs: object) -> TokensAndLogprobs:
+    async def tokens_and_logprobs_completion(self, **kwargs: Json) -> TokensAndLogprobs:
         """The scripted ids and log-probabilities for `prompt`."""
-        return self.token_responses[prompt]
+        return self.token_responses[kwargs["prompt"]]
 
     async def get_logprobs(self, **kwargs: object) -> JsonObject:
         """Not available."""

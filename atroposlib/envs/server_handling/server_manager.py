@@ -394,13 +394,11 @@ def _build_servers(
     configs: list[APIServerConfig], server_class: type, reasoning_config: ReasoningConfig | None
 ) -> list[Server]:
     servers = [_build_server(config, server_class, reasoning_config) for config in configs]
-    for server in servers:
-        if isinstance(server, APIServer):
-            server.peers = [
-                other
-                for other in servers
-                if other is not server and other.config.model_name == server.config.model_name
-            ]
+    own = [server for server in servers if isinstance(server, APIServer)]
+    for server in own:
+        server.peers = [
+            other for other in own if other is not server and other.config.model_name == server.config.model_name
+        ]
     return servers
 
 

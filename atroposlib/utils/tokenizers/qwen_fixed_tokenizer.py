@@ -61,7 +61,7 @@ class QwenFixedTokenizer:
             raise AttributeError(name)
         return getattr(self.tokenizer, name)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.tokenizer(*args, **kwargs)
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class QwenFixedTokenizer:
         return_dict: bool = False,
         add_generation_prompt: bool = False,
         **kwargs: object,
-    ) -> Any:
+    ) -> object:
         """As the wrapped tokenizer's, except that ids are a plain list unless `return_dict` is set."""
         return self.tokenizer.apply_chat_template(
             conversation,
