@@ -78,6 +78,11 @@ class AgentEnvConfig(BaseEnvConfig):
         description="Rewritings that count as none: names of agent programs (smolagents), or /PATTERN/ for what is not "
         "compared in messages that are not the assistant's.",
     )
+    grammars: bool = Field(
+        False,
+        description="Bind the model to the grammar of a request (response_format, guided_*, strict tools), where the "
+        "engine can: log-probabilities are then of another distribution. false: note it in the record only.",
+    )
     gateway_host: str = Field(
         "127.0.0.1", description="Address of this machine at which agents find the model; containers may need another."
     )
@@ -306,6 +311,7 @@ class AgentEnv(BaseEnv):
             reasoning_parser=config.reasoning_parser,
             history=config.history,
             normalise=config.normalise,
+            grammars=config.grammars,
             sampling={
                 "temperature": config.temperature,
                 "top_p": config.top_p,

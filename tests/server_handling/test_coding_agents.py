@@ -228,7 +228,7 @@ async def test_a_session_of_claude_code_is_a_row_for_each_conversation_and_every
         ("main", f"{LOOK}|{DELEGATE}|{DONE}|"),
     ]
     assert "x-anthropic-billing-header" not in play.prompt(1)
-    assert "output_config.format 'json_schema' was not used" in play.notes()
+    assert 'grammars are only noted: json_schema=\'{"type":"object"}\' was not used' in play.notes()
     assert "the tool 'web_search_20250305' was left out: only Anthropic's models know it" in play.notes()
 
 

@@ -38,9 +38,9 @@ class ChatCompletionProxyRequest(BaseModel):
     tool_choice: str | JsonObject | None = None
 
 
-def known_options(given: JsonObject) -> JsonObject:
-    """`given` without what no engine knows: OpenAI's clients send much that is meant for OpenAI only."""
-    unknown = given.keys() - OPTIONS - {"split"}
+def known_options(given: JsonObject, allowed: frozenset[str] = OPTIONS | {"split"}) -> JsonObject:
+    """`given` without what is not allowed: OpenAI's clients send much that is meant for OpenAI only."""
+    unknown = given.keys() - allowed
     for key in unknown:
         _note_ignored(key)
     return {key: value for key, value in given.items() if key not in unknown}

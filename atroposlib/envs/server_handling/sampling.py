@@ -135,6 +135,16 @@ _CLIENT_ONLY = words(
 OPTIONS = SGLANG_SAMPLING | SGLANG_REQUEST | VLLM_SAMPLING | SGLANG_NAMES.keys() | VLLM_NAMES.keys() | _CLIENT_ONLY
 """Whatever one of the engines, or our clients, can be told."""
 
+AGENT_OPTIONS = (SGLANG_SAMPLING | VLLM_SAMPLING | SGLANG_NAMES.keys() | VLLM_NAMES.keys()) - words(
+    """custom_params extra_args stream_interval skip_special_tokens spaces_between_special_tokens no_stop_trim best_of
+    detokenize include_stop_str_in_output truncate_prompt_tokens logprobs prompt_logprobs top_logprobs
+    guided_decoding"""
+)
+"""An agent may ask for these: what is drawn and where it stops, not what is sent or recorded."""
+
+GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
+"""Grammars by SGLang's names, with those inside vLLM's `structured_outputs` (0.11 and later)."""
+
 _NOT_GIVEN_TYPES = ("NotGiven", "Omit")  # by name: importing `openai` takes 0.6 s of CPU
 
 

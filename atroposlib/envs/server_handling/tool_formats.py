@@ -7,7 +7,7 @@ call that cannot be read stays text, and so do drafts inside thoughts and a call
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from atroposlib.envs.server_handling.tool_arguments import (
@@ -23,7 +23,7 @@ from atroposlib.envs.server_handling.tool_arguments import (
     written_call,
 )
 from atroposlib.errors import ConfigError
-from atroposlib.type_definitions import Json
+from atroposlib.type_definitions import Json, JsonObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,24 @@ class ToolFormat:
     """One way to write calls.
 
     `parse` takes the text behind the thoughts, the tools that were offered, and whether the text is cut; None: the text
-    has no calls, or one that cannot be read. `opening` begins a call of a name, or of any where it is None.
+    has no calls, or one that cannot be read. `opening` begins a call of a name, or of any where it is None; where the
+    arguments behind it are JSON, `closing` ends it.
     """
 
     parse: Callable[[str, Tools, bool], Found | None]
     write: Callable[[Sequence[WrittenCall]], str]
     opening: Callable[[str | None], str] | None = None
+    closing: str | None = None
+
+    def strict_calls(self, schemas: Mapping[str, Json]) -> JsonObject | None:
+        """SGLang's structural tag that keeps the arguments of each tool to its schema; None: the format has none."""
+        if self.opening is None or self.closing is None:
+            return None
+        tags = [
+            {"begin": self.opening(name), "schema": schema, "end": self.closing} for name, schema in schemas.items()
+        ]
+        trigger = self.opening(None).partition("\n")[0]
+        return {"type": "structural_tag", "structures": tags, "triggers": [trigger]}
 
 
 def tool_format(name: str) -> ToolFormat:
@@ -154,6 +166,7 @@ _HERMES = ToolFormat(
     _blocks(r"<tool_call>(.*?)(?P<end></tool_call>|\Z)", lambda match, _: json_call(match[1], "arguments")),
     _write_hermes,
     _open_hermes,
+    "}\n</tool_call>",
 )
 
 

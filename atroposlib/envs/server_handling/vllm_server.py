@@ -12,7 +12,7 @@ from atroposlib.envs.server_handling.faults import (
     fault_in_reply,
     read_json,
 )
-from atroposlib.envs.server_handling.sampling import VLLM_NAMES, VLLM_SAMPLING, GenerationRequest, sampling_of
+from atroposlib.envs.server_handling.sampling import GRAMMARS, VLLM_NAMES, VLLM_SAMPLING, GenerationRequest, sampling_of
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
 from atroposlib.envs.server_handling.server_config import resolve_openai_configs
 from atroposlib.envs.server_handling.token_server import TokenServer
@@ -155,7 +155,11 @@ class VLLMServer(TokenServer):
         return choices
 
     def _sampling(self, request: GenerationRequest) -> JsonObject:
-        return sampling_of(request.options, names=VLLM_NAMES, allowed=VLLM_SAMPLING, engine="vLLM")
+        options = request.options
+        grammar = {GRAMMARS[name]: options[name] for name in options if name in GRAMMARS and options[name] is not None}
+        options = {name: value for name, value in options.items() if name not in GRAMMARS}
+        options |= {"structured_outputs": grammar} if grammar else {}
+        return sampling_of(options, names=VLLM_NAMES, allowed=VLLM_SAMPLING, engine="vLLM")
 
     async def _ask(self, prompt_ids: list[int], sampling: JsonObject, request: GenerationRequest) -> JsonObject:
         """The reply of the route that this server has. A server without `/generate` is stock vLLM."""

@@ -1,6 +1,6 @@
 """OpenAI's chat completions and text completions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from atroposlib.envs.server_handling.agents.dialect import (
@@ -12,6 +12,7 @@ from atroposlib.envs.server_handling.agents.dialect import (
     objects,
     sampling_of,
     sse,
+    strict_of,
 )
 from atroposlib.envs.server_handling.agents.record import Answer, Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Asked, Rollout
@@ -20,27 +21,33 @@ from atroposlib.envs.server_handling.sampling import words
 from atroposlib.errors import RequestFault
 
 _NAMES = {"max_completion_tokens": "max_tokens"}
-_OTHER = words("messages prompt tools tool_choice model stream stream_options user logprobs top_logprobs")
+_OTHER = words(
+    "messages prompt tools tool_choice model stream stream_options user logprobs top_logprobs response_format"
+)
 
 
 def _parse(body: Body, rollout: Rollout) -> Asked:
     messages = checked_messages(body.get("messages"))
     tools = list(objects(body["tools"], "tools")) if body.get("tools") else None
-    sampling = sampling_of(body, _NAMES, _OTHER)
+    sampling = sampling_of(body, rollout, _NAMES, _OTHER, _form(body))
     chat = ChatRequest(messages, tools, body.get("tool_choice") or "auto", sampling)
-    return Asked("chat", chat, None, sampling, str(body.get("model")), _notes(body))
+    return Asked("chat", chat, None, sampling, str(body.get("model")), strict=strict_of(map(_named, tools or ())))
 
 
 def _parse_completion(body: Body, rollout: Rollout) -> Asked:
     prompt = body.get("prompt")
     if not isinstance(prompt, str):
         raise RequestFault(f"prompt must be one text, not {prompt!r:.100}")
-    return Asked("completions", None, prompt, sampling_of(body, _NAMES, _OTHER), str(body.get("model")), _notes(body))
+    sampling = sampling_of(body, rollout, _NAMES, _OTHER, _form(body))
+    return Asked("completions", None, prompt, sampling, str(body.get("model")))
 
 
-def _notes(body: Body) -> list[str]:
-    kind = object_of(body.get("response_format"), "response_format").get("type", "text")
-    return [] if kind == "text" else [f"response_format {kind!r} was not used"]
+def _named(tool: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return str(object_of(tool.get("function"), "function of a tool").get("name")), tool
+
+
+def _form(body: Body) -> Mapping[str, Any]:
+    return object_of(body.get("response_format"), "response_format")
 
 
 def usage_of(exchange: Exchange) -> dict[str, int]:

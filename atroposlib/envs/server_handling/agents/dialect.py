@@ -4,7 +4,8 @@ Events are made of the whole reply: what is streamed is what is recorded.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
@@ -14,9 +15,14 @@ import orjson
 from atroposlib.envs.server_handling.agents.record import Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Asked, Rollout
 from atroposlib.envs.server_handling.proxy_schemas import known_options
+from atroposlib.envs.server_handling.sampling import AGENT_OPTIONS, GRAMMARS, OPTIONS, words
 from atroposlib.errors import RequestFault
 
 _ROLE = methodcaller("get", "role")
+
+_SESSION_OPTIONS = OPTIONS - words("prompt input_ids extra_body extra_headers timeout") | {"split"}
+_GUIDED = {f"guided_{name}": name for name in ("json", "regex", "grammar", "choice")}
+_STRUCTURED = {inside: name for name, inside in GRAMMARS.items()}
 
 Body = Mapping[str, Any]
 
@@ -59,15 +65,31 @@ def object_of(value: Any, what: str) -> Mapping[str, Any]:
     return value or {}
 
 
-def sampling_of(body: Body, names: Mapping[str, str], ignored: frozenset[str]) -> dict[str, Any]:
-    """The sampling parameters of a request under the engines' names, checked.
+def sampling_of(
+    body: Body,
+    rollout: Rollout,
+    names: Mapping[str, str],
+    ignored: frozenset[str],
+    form: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The sampling parameters of a request under the engines' names, checked; a grammar by SGLang's.
 
     Args:
+        rollout: which may be a session, whose client may say more than an agent.
         names: of this API, with that of the engines.
         ignored: what is no sampling parameter.
+        form: of the reply, as the API has it: `{"type": "json_schema", "schema": ...}`.
+
+    Raises:
+        RequestFault: a value is of the wrong kind, or there is more than one grammar.
     """
+    grammar = grammar_of(body, form or {})
     given = {names.get(key, key): value for key, value in body.items() if key not in ignored and value is not None}
-    sampling = known_options(given)
+    given = {key: value for key, value in given.items() if key not in _GRAMMAR_FIELDS}
+    if rollout.is_session:
+        sampling = known_options(given, _SESSION_OPTIONS) | grammar
+    else:
+        sampling = {key: value for key, value in known_options(given).items() if key in AGENT_OPTIONS} | grammar
     for key, kinds, lowest in (
         ("max_tokens", (int,), 1),
         ("n", (int,), 1),
@@ -81,6 +103,61 @@ def sampling_of(body: Body, names: Mapping[str, str], ignored: frozenset[str]) -
     if stop is not None and not (isinstance(stop, str) or all(isinstance(one, str) for one in stop)):
         raise RequestFault(f"stop is {stop!r:.100}; it must be a text or a list of texts")
     return sampling
+
+
+def strict_of(tools: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
+    """The schema for the arguments of each tool, by its name, any object where it is not strict; None: no tool is.
+
+    Args:
+        tools: with their names, each as any of the APIs has it.
+    """
+    functions = [(name, tool.get("function") or tool) for name, tool in tools]
+    if not any(function.get("strict") is True for _, function in functions):
+        return None
+    anything = {"type": "object"}
+    schemas = [function.get("parameters") or function.get("input_schema") or anything for _, function in functions]
+    strict = [function.get("strict") is True for _, function in functions]
+    return {name: schemas[i] if strict[i] else anything for i, (name, _) in enumerate(functions)}
+
+
+_GRAMMAR_FIELDS = frozenset({*GRAMMARS, *_GUIDED, "structured_outputs"})
+
+
+def grammar_of(body: Body, form: Mapping[str, Any]) -> dict[str, str]:
+    """The grammar that a request names, by SGLang's name for it; {} where it names none.
+
+    Args:
+        body: with fields of the engines, such as `regex`, `guided_json`, `structured_outputs`.
+        form: of the reply, as OpenAI and Anthropic have it.
+
+    Raises:
+        RequestFault: there are several, or one that is not understood.
+    """
+    kind, found = form.get("type", "text"), []
+    if kind == "json_object":
+        found.append(("json_schema", {"type": "object"}))
+    elif kind == "json_schema":
+        schema = object_of(form.get("json_schema"), "json_schema").get("schema", form.get("schema"))
+        found.append(("json_schema", object_of(schema, "the schema of the reply")))
+    elif kind == "structural_tag":
+        found.append(("structural_tag", dict(form)))
+    elif kind != "text":
+        raise RequestFault(f"the reply cannot have the form {kind!r}; known are text, json_object, json_schema")
+    inside = dict(object_of(body.get("structured_outputs"), "structured_outputs"))
+    inside |= {name: body[key] for key, name in _GUIDED.items() if body.get(key) is not None}
+    for name, value in inside.items():
+        if name == "choice":
+            found.append(("regex", "|".join(f"({re.escape(str(one))})" for one in value)))
+        elif name == "json_object":
+            found += [("json_schema", {"type": "object"})] if value else []
+        elif name not in _STRUCTURED:
+            raise RequestFault(f"structured_outputs has {name!r}; known are {', '.join([*_STRUCTURED, 'choice'])}")
+        else:
+            found.append((_STRUCTURED[name], value))
+    found += [(name, body[name]) for name in GRAMMARS if body.get(name) is not None]
+    if len(found) > 1:
+        raise RequestFault(f"a reply can have one grammar, not {len(found)}: {', '.join(name for name, _ in found)}")
+    return {name: value if isinstance(value, str) else orjson.dumps(value).decode() for name, value in found}
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:

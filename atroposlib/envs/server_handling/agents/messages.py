@@ -18,6 +18,7 @@ from atroposlib.envs.server_handling.agents.dialect import (
     objects,
     sampling_of,
     sse,
+    strict_of,
 )
 from atroposlib.envs.server_handling.agents.record import Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Asked, Rollout
@@ -27,7 +28,7 @@ from atroposlib.envs.server_handling.sampling import words
 from atroposlib.errors import RequestFault
 
 _NAMES = {"stop_sequences": "stop"}
-_OTHER = words("messages system tools tool_choice model stream metadata")
+_OTHER = words("messages system tools tool_choice model stream metadata n output_config")
 _BILLING = "x-anthropic-billing-header:"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -53,11 +54,10 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     wanted = wanted if choice.get("type") == "tool" else _CHOICES.get(str(choice.get("type")), "auto")
     tools = _tools(objects(body.get("tools") or [], "tools"), notes)
     form = object_of(object_of(body.get("output_config"), "output_config").get("format"), "output_config.format")
-    if form:
-        notes.append(f"output_config.format {form.get('type')!r} was not used")
-    sampling = sampling_of(body, _NAMES, _OTHER)
+    sampling = sampling_of(body, rollout, _NAMES, _OTHER, form)
     chat = ChatRequest(messages, tools or None, wanted, sampling)
-    return Asked("messages", chat, None, sampling, str(body.get("model")), notes)
+    strict = strict_of((str(tool.get("name")), tool) for tool in body.get("tools") or ())
+    return Asked("messages", chat, None, sampling, str(body.get("model")), notes, strict)
 
 
 def _tools(given: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from atroposlib.envs.server_handling.agents.dialect import (
     objects,
     sampling_of,
     sse,
+    strict_of,
 )
 from atroposlib.envs.server_handling.agents.record import Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Asked, Rollout
@@ -51,12 +52,12 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     choice = body.get("tool_choice") or "auto"
     if isinstance(choice, dict):
         choice = {"type": "function", "function": {"name": choice.get("name")}}
-    kind = object_of(object_of(body.get("text"), "text").get("format"), "text.format").get("type", "text")
-    if kind != "text":
-        notes.append(f"text.format {kind!r} was not used")
-    sampling = sampling_of(body, _NAMES, _OTHER)
+    form = object_of(object_of(body.get("text"), "text").get("format"), "text.format")
+    sampling = sampling_of(body, rollout, _NAMES, _OTHER, form)
     chat = ChatRequest(messages, tools or None, choice, sampling)
-    return Asked("responses", chat, None, sampling, str(body.get("model")), notes)
+    declared = _declared(objects(body.get("tools") or [], "tools"))
+    strict = strict_of((name, tool) for name, _, tool in declared if tool.get("type") == "function")
+    return Asked("responses", chat, None, sampling, str(body.get("model")), notes, strict)
 
 
 def _history(previous: Any, rollout: Rollout) -> list[Message]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from atroposlib.envs.server_handling.agents.normalise import normaliser
@@ -30,7 +31,7 @@ from atroposlib.envs.server_handling.agents.record import (
 )
 from atroposlib.envs.server_handling.conversation import canonical
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, Reply
-from atroposlib.envs.server_handling.sampling import words
+from atroposlib.envs.server_handling.sampling import GRAMMARS, words
 from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import RequestFault, RolloutFault
 from atroposlib.rollouts.trace import EngineReply, current_trace, held_replies
@@ -42,7 +43,8 @@ BUDGET_TEXT = "The budget of this conversation is used up."
 
 _SHAPES = words(
     """temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias regex
-    json_schema ebnf structural_tag min_new_tokens min_tokens ignore_eos"""
+    json_schema ebnf structural_tag min_new_tokens min_tokens ignore_eos allowed_token_ids bad_words seed
+    sampling_seed"""
 )
 """They change the distribution that tokens are drawn from."""
 
@@ -72,6 +74,11 @@ class RolloutSettings(BaseModel):
     )
     sampling: dict[str, Any] = Field(default_factory=dict, description="Sampling parameters, named as engines do.")
     locked: bool = Field(True, description="The agent's own parameters that change the distribution have no effect.")
+    grammars: bool | None = Field(
+        None,
+        description="Bind the model to the grammar of a request (response_format, guided_*, strict tools), where the "
+        "engine can; false: note it only. null: where sampling is not locked.",
+    )
     max_calls: PositiveInt | None = Field(None, description="Most requests.")
     max_tokens: PositiveInt | None = Field(None, description="Most generated tokens.")
     timeout_s: PositiveFloat | None = Field(None, description="Seconds from its creation to the last request.")
@@ -92,6 +99,7 @@ class Asked:
     sampling: Mapping[str, Any]
     model: str
     notes: Sequence[str] = ()
+    strict: Mapping[str, Any] | None = None  # schema of each tool's arguments, where one is strict
 
 
 class Rollout:
@@ -126,7 +134,7 @@ class Rollout:
         self._system_prompts: dict[bytes, str] = {}  # by the turn behind them
         self._is_told = False  # that one of them changes
         self.faults: Counter[str] = Counter()  # of requests that got no reply, by class
-        self._running: dict[bytes, asyncio.Task[Exchange]] = {}
+        self._running: dict[asyncio.Task[Exchange], bytes] = {}  # with the digest of each request
         self._log = log
         self._ended = asyncio.Event()
         self._context = contextvars.copy_context()  # of whoever rolls out: its trace, and its journal of responses
@@ -145,7 +153,8 @@ class Rollout:
         """
         self.last_used = time.time()
         if is_retry:
-            if (running := self._running.get(digest)) is not None:
+            running = next((task for task, one in self._running.items() if one == digest and not task.done()), None)
+            if running is not None:
                 return await self._joined(running)
             earlier = next((one for one in reversed(self.exchanges) if one.digest == digest), None)
             if earlier is not None:
@@ -156,12 +165,9 @@ class Rollout:
             self._end(f"budget: {spent}", is_sealed=False)
             return self._said(asked, digest, BUDGET_TEXT)
         task = asyncio.get_running_loop().create_task(self._generate(asked, digest), context=self._context.copy())
-        self._running[digest] = task
-        try:
-            return await self._joined(task)
-        finally:
-            if task.done() and self._running.get(digest) is task:
-                del self._running[digest]
+        self._running[task] = digest
+        task.add_done_callback(self._running.pop)
+        return await self._joined(task)
 
     async def _joined(self, task: "asyncio.Task[Exchange]") -> Exchange:
         """Wait for a running request. Who asks may go away: it is recorded all the same, for a retry."""
@@ -175,7 +181,7 @@ class Rollout:
     @property
     def is_busy(self) -> bool:
         """Tell if a request runs."""
-        return any(not task.done() for task in self._running.values())
+        return any(not task.done() for task in self._running)
 
     def spent(self) -> str | None:
         """Name the budget that is used up; None while none is."""
@@ -193,7 +199,7 @@ class Rollout:
         return sum(answer.completion_tokens for exchange in self.exchanges for answer in exchange.answers)
 
     async def _generate(self, asked: Asked, digest: bytes) -> Exchange:
-        used, notes = self._sampling(asked.sampling)
+        used, notes = self._sampling(asked)
         started = time.time()
         try:
             with held_replies() as engine:
@@ -212,7 +218,7 @@ class Rollout:
             number=len(self.exchanges),
             digest=digest,
             dialect=asked.dialect,
-            asked={**asked.sampling, "model": asked.model},
+            asked={**asked.sampling, "model": asked.model, **({"strict": [*asked.strict]} if asked.strict else {})},
             used=used,
             started=started,
             ended=time.time(),
@@ -258,24 +264,54 @@ class Rollout:
         self.note(finished.replies)
         self._end("done", is_sealed=True)
 
-    def _sampling(self, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The parameters that count, and what was overridden."""
-        settings = self.settings
-        kept = {key: value for key, value in asked.items() if not (settings.locked and key in _SHAPES)}
+    def _sampling(self, request: Asked) -> tuple[dict[str, Any], list[str]]:
+        """The parameters that count, and what was overridden.
+
+        Raises:
+            RequestFault: a grammar for the reply, and tools that it would forbid.
+        """
+        settings, asked = self.settings, dict(request.sampling)
+        is_bound = settings.grammars if settings.grammars is not None else not settings.locked
+        locked = {*(_SHAPES if settings.locked else ())} - GRAMMARS.keys() | (
+            GRAMMARS.keys() if not is_bound else set()
+        )
+        kept = {key: value for key, value in asked.items() if key not in locked}
         used = {"temperature": 1.0, **settings.sampling, **kept}
         if settings.locked:
             used |= settings.sampling
         if self.is_session:
             used.setdefault("max_tokens", 1024)
-        for limit in (settings.sampling.get("max_tokens"), self._tokens_left()):
+        notes = []
+        if is_bound and not settings.sampling.keys() & GRAMMARS.keys():
+            notes = self._bind(request, used)
+        for limit in (settings.sampling.get("max_tokens"), self._tokens_left(used.get("n") or 1)):
             if limit is not None:
                 used["max_tokens"] = min(used.get("max_tokens") or limit, limit)
         given = [key for key in asked if key in _SHAPES and asked[key] != used.get(key)]
-        return used, [f"sampling is locked: {key}={asked[key]!r} was not used" for key in given]
+        for key in given:
+            why = "grammars are only noted" if key in GRAMMARS else "sampling is locked"
+            notes.append(f"{why}: {key}={repr(asked[key])[:200]} was not used")
+        return used, notes
 
-    def _tokens_left(self) -> int | None:
+    def _bind(self, request: Asked, used: dict[str, Any]) -> list[str]:
+        """Keep the calls of strict tools to their schemas; notes of what cannot be kept."""
+        tools = request.chat is not None and bool(request.chat.tools) and request.chat.tool_choice != "none"
+        if tools and (grammar := used.keys() & GRAMMARS.keys()):
+            raise RequestFault(
+                f"a reply that follows a grammar ({', '.join(grammar)}) can call no tool; leave out either of them"
+            )
+        if not tools or not request.strict:
+            return []
+        tag = tool_format(self.settings.tool_parser).strict_calls(request.strict)
+        if tag is None:
+            return [f"strict was not used: there is no grammar for calls as {self.settings.tool_parser} has them"]
+        used["structural_tag"] = orjson.dumps(tag).decode()
+        return []
+
+    def _tokens_left(self, choices: int) -> int | None:
+        """Tokens for each of the choices of a request; None: there is no limit."""
         most = self.settings.max_tokens
-        return None if most is None else max(1, most - self.generated_tokens())
+        return None if most is None else max(1, (most - self.generated_tokens()) // choices)
 
     def _said(self, asked: Asked, digest: bytes, text: str) -> Exchange:
         now = time.time()
@@ -314,7 +350,7 @@ class Rollout:
     async def end(self, reason: str = "ended", *, grace_s: float = 0.0) -> None:
         """Seal the rollout: requests that run get `grace_s` seconds more, later ones are refused."""
         self._end(reason, is_sealed=True)
-        running = [task for task in self._running.values() if not task.done()]
+        running = [task for task in self._running if not task.done()]
         if running:
             await asyncio.wait(running, timeout=grace_s)
             for task in running:

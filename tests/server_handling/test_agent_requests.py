@@ -1,0 +1,221 @@
+"""Requests of agents: images, grammars and fields that are not theirs to set, in every dialect."""
+
+import asyncio
+import json
+
+import pytest
+from test_agent_rollouts import ADMIN, HELLO, SlowServer, Tokenizer, ask, client_of, new_rollout, record_of
+
+from atroposlib.envs.server_handling.agents.dialect import grammar_of
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+
+URL = "data:image/png;base64,AAAA"
+IMAGES = {
+    "chat": ("chat/completions", "messages", [{"type": "image_url", "image_url": {"url": URL}}]),
+    "chat, audio": ("chat/completions", "messages", [{"type": "input_audio", "input_audio": {"data": "AAAA"}}]),
+    "chat, a file": ("chat/completions", "messages", [{"type": "file", "file": {"file_id": "f"}}]),
+    "responses": ("responses", "input", [{"type": "input_image", "image_url": URL}]),
+    "responses, a file": ("responses", "input", [{"type": "input_file", "file_id": "f"}]),
+    "messages": ("messages", "messages", [{"type": "image", "source": {"type": "base64", "data": "AAAA"}}]),
+    "messages, a document": ("messages", "messages", [{"type": "document", "source": {"type": "text", "data": "a"}}]),
+    "messages, of a tool": (
+        "messages",
+        "messages",
+        [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image", "source": {}}]}],
+    ),
+    "count_tokens": ("messages/count_tokens", "messages", [{"type": "image", "source": {}}]),
+}
+
+
+@pytest.mark.parametrize("with_text", [False, True], ids=["alone", "behind text"])
+@pytest.mark.parametrize(("path", "name", "parts"), IMAGES.values(), ids=IMAGES)
+async def test_what_is_no_text_is_refused_with_a_sentence_and_nothing_is_generated(path, name, parts, with_text):
+    text = {"type": "input_text" if path == "responses" else "text", "text": "What is this?"}
+    async with client_of("a") as client:
+        made = await new_rollout(client)
+        content = [text, *parts] if with_text else parts
+        reply = await ask(client, made, path, **{name: [{"role": "user", "content": content}]}, max_tokens=9)
+        record = await record_of(client, made)
+    assert reply.status_code == 400
+    assert "the model takes text only" in reply.text
+    assert repr(parts[-1].get("content", parts)[-1]["type"]) in reply.json()["error"]["message"]
+    assert (record["calls"], client.engine.answered) == ([], 0)
+
+
+# -- grammars -------------------------------------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TEXT, ANY = json.dumps(SCHEMA, separators=(",", ":")), '{"type":"object"}'
+NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+ASK = {"chat/completions": {"messages": HELLO}, "completions": {"prompt": "p"}, "responses": {"input": "hi"}}
+ASK |= {"messages": {"messages": HELLO, "max_tokens": 9}}
+GRAMMARS = {
+    "chat": ("chat/completions", {"response_format": NAMED}, {"json_schema": TEXT}),
+    "chat, any object": ("chat/completions", {"response_format": {"type": "json_object"}}, {"json_schema": ANY}),
+    "chat, text": ("chat/completions", {"response_format": {"type": "text"}}, {}),
+    "completions": ("completions", {"response_format": NAMED}, {"json_schema": TEXT}),
+    "responses": (
+        "responses",
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
+        {"json_schema": TEXT},
+    ),
+    "messages": (
+        "messages",
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        {"json_schema": TEXT},
+    ),
+    "SGLang's regex": ("chat/completions", {"regex": "a+"}, {"regex": "a+"}),
+    "SGLang's ebnf": ("chat/completions", {"ebnf": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
+    "guided_json": ("chat/completions", {"guided_json": SCHEMA}, {"json_schema": TEXT}),
+    "guided_regex": ("chat/completions", {"guided_regex": "a+"}, {"regex": "a+"}),
+    "guided_grammar": ("completions", {"guided_grammar": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
+    "guided_choice": ("chat/completions", {"guided_choice": ["a.", "b"]}, {"regex": r"(a\.)|(b)"}),
+    "structured_outputs": ("chat/completions", {"structured_outputs": {"json": TEXT}}, {"json_schema": TEXT}),
+}
+
+
+@pytest.mark.parametrize("is_bound", [False, True], ids=["noted", "bound"])
+@pytest.mark.parametrize(("path", "asked", "sent"), GRAMMARS.values(), ids=GRAMMARS)
+async def test_a_grammar_reaches_the_engine_by_one_name_or_is_noted(path, asked, sent, is_bound):
+    async with client_of("a") as client:
+        made = await new_rollout(client, grammars=is_bound, locked=is_bound)
+        reply = await ask(client, made, path, **ASK[path], **asked)
+        (call,) = (await record_of(client, made))["calls"]
+    assert reply.status_code == 200, reply.text
+    names = {"json_schema", "regex", "ebnf", "structural_tag", "guided_json", "guided_regex", "structured_outputs"}
+    used = {key: value for key, value in client.engine.requests[0].items() if key in names}
+    assert used == (sent if is_bound else {})
+    assert [name for name in sent if any(name in note for note in call["notes"])] == ([] if is_bound else [*sent])
+
+
+REFUSED = {
+    "two": ({"regex": "a", "guided_json": SCHEMA}, "a reply can have one grammar, not 2"),
+    "an unknown form": ({"response_format": {"type": "yaml"}}, "cannot have the form 'yaml'"),
+    "no schema": ({"response_format": {"type": "json_schema", "json_schema": {"schema": 7}}}, "must be an object"),
+    "an unknown kind": ({"structured_outputs": {"jason": 1}}, "structured_outputs has 'jason'"),
+}
+
+
+@pytest.mark.parametrize(("asked", "sentence"), REFUSED.values(), ids=REFUSED)
+async def test_a_grammar_that_is_not_understood_is_refused(asked, sentence):
+    async with client_of("a") as client:
+        reply = await ask(client, await new_rollout(client), **asked)
+    assert (reply.status_code, sentence in reply.text) == (400, True)
+
+
+def function(name, **more):
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": SCHEMA, **more}}
+
+
+STRICT_TOOLS = {
+    "chat/completions": [function("f", strict=True), function("g")],
+    "responses": [
+        {"type": "function", "name": "f", "parameters": SCHEMA, "strict": True},
+        {"type": "function", "name": "g", "parameters": SCHEMA},
+    ],
+    "messages": [{"name": "f", "input_schema": SCHEMA, "strict": True}, {"name": "g", "input_schema": SCHEMA}],
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"grammars": True}, {"grammars": True, "tool_parser": "llama3"}], ids=str)
+@pytest.mark.parametrize(("path", "tools"), STRICT_TOOLS.items(), ids=STRICT_TOOLS)
+async def test_strict_tools_bind_the_arguments_where_grammars_do(path, tools, settings):
+    async with client_of("a") as client:
+        made = await new_rollout(client, **settings)
+        reply = await ask(client, made, path, **ASK[path], tools=tools)
+        (call,) = (await record_of(client, made))["calls"]
+    assert reply.status_code == 200, reply.text
+    assert call["asked"]["strict"] == ["f", "g"]
+    tag = client.engine.requests[0].get("structural_tag")
+    if settings != {"grammars": True}:
+        assert tag is None
+        assert bool(call["notes"]) == bool(settings)
+        return
+    begin = '<tool_call>\n{"name": "%s", "arguments": '
+    structures = [
+        {"begin": begin % name, "schema": schema, "end": "}\n</tool_call>"}
+        for name, schema in (("f", SCHEMA), ("g", {"type": "object"}))
+    ]
+    assert json.loads(tag) == {"type": "structural_tag", "structures": structures, "triggers": ["<tool_call>"]}
+
+
+async def test_a_grammar_that_would_forbid_the_tools_is_refused():
+    async with client_of("a") as client:
+        made = await new_rollout(client, grammars=True)
+        reply = await ask(client, made, response_format=NAMED, tools=STRICT_TOOLS["chat/completions"])
+    assert (reply.status_code, "can call no tool" in reply.text) == (400, True)
+
+
+def test_vllm_gets_a_grammar_inside_its_structured_outputs():
+    server = VLLMServer(APIServerConfig(model_name="m", base_url="http://x/v1", server_type="vllm"))
+    from atroposlib.envs.server_handling.sampling import GenerationRequest
+
+    sent = server._sampling(GenerationRequest({**grammar_of({}, NAMED), "temperature": 1.0}))
+    assert sent == {"structured_outputs": {"json": TEXT}, "temperature": 1.0}
+
+
+# -- what is not for an agent to say --------------------------------------------------------------------------------
+
+FOREIGN = {
+    "input_ids": [1, 2],
+    "extra_body": {"temperature": 0},
+    "extra_headers": {"Authorization": "x"},
+    "timeout": 1,
+    "split": "eval",
+    "rid": "other",
+    "lora_path": "/x",
+    "custom_logit_processor": "x",
+    "skip_special_tokens": True,
+    "no_stop_trim": False,
+    "truncate_prompt_tokens": 1,
+    "return_hidden_states": True,
+}
+LOCKED = {"seed": 3, "logit_bias": {"5": 9}, "guided_regex": "a", "allowed_token_ids": [1], "temperature": 0.0}
+
+
+@pytest.mark.parametrize(("field", "value"), [*FOREIGN.items(), *LOCKED.items()], ids=[*FOREIGN, *LOCKED])
+@pytest.mark.parametrize("path", ASK)
+async def test_a_field_that_is_not_for_an_agent_to_set_does_not_reach_the_engine(path, field, value):
+    async with client_of("a") as client:
+        made = await new_rollout(client)
+        reply = await ask(client, made, path, **ASK[path], **{field: value})
+        record = await record_of(client, made)
+    assert reply.status_code == 200, reply.text
+    (request,) = client.engine.requests
+    assert {"temperature": 1.0, **request}.get(field) != value
+    assert request["temperature"] == 1.0
+    assert not {"extra_body", "extra_headers", "timeout", "split", "rid", "regex"} & request.keys()
+    noted = [note for call in record["calls"] for note in call["notes"]]
+    assert bool(noted) == (field in LOCKED)
+
+
+# -- several at once ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["equal requests", "others"])
+async def test_requests_at_the_same_time_count_each_for_the_budget_and_all_end_with_the_rollout(equal):
+    server = SlowServer(["a"] * 4, tokenizer=Tokenizer())
+    async with client_of(server=server) as client:
+        made = await new_rollout(client, max_calls=3)
+        texts = ["same" if equal else str(n) for n in range(3)]
+        asked = [
+            asyncio.ensure_future(ask(client, made, messages=[{"role": "user", "content": text}])) for text in texts
+        ]
+        while (await record_of(client, made))["running"] < 3:
+            await asyncio.sleep(0)
+        more = await ask(client, made)  # the budget is used up: a text of the harness
+        ended = await client.post(f"/rollouts/{made['id']}/end", json={}, headers=ADMIN)
+        server.may_answer.set()
+        replies = [(await each).status_code for each in asked]
+        record = await record_of(client, made)
+    assert (more.status_code, ended.status_code, replies) == (200, 200, [409] * 3)
+    assert [call["calls"] for call in record["calls"]] == [[]]
+    assert (record["running"], server.answered) == (0, 0)
+
+
+async def test_the_choices_of_a_request_share_what_is_left_of_the_tokens():
+    async with client_of("a", "b", "c", "d") as client:
+        made = await new_rollout(client, max_tokens=40)
+        await ask(client, made, n=4, max_tokens=30)
+        assert client.engine.requests[0]["max_tokens"] == 10
