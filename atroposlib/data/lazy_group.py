@@ -33,7 +33,7 @@ _ENOUGH = 0.8  # of a line: to decode the rest costs less than to search it
 _MARK = b"-1.0000000001e-"  # starts a number that no rollout file holds
 
 
-class Skimmed(NamedTuple):
+class CutLine(NamedTuple):
     """One line, taken apart."""
 
     rest: bytes  # the line's JSON; in place of each cut list stands a list of one number, see `cut_number`
@@ -42,12 +42,12 @@ class Skimmed(NamedTuple):
 
 
 def cut_number(value: bytes) -> int | None:
-    """Which cut list the number `value` of `Skimmed.rest` stands for; None when it is one of the line's own."""
+    """The cut list that the number `value` of `CutLine.rest` stands for; None when it is one of the line's own."""
 
     return int(value.removeprefix(_MARK)) if value.startswith(_MARK) else None
 
 
-def skim(data: bytes, first: int, last: int) -> Skimmed:
+def cut_lists(data: bytes, first: int, last: int) -> CutLine:
     """Cut the nested lists without strings out of the JSON object at `first` to `last` of `data`, until little is left.
 
     A quote that follows a word and precedes `:[[` closes a key, whatever stands before it, so text that looks like
@@ -76,7 +76,7 @@ def skim(data: bytes, first: int, last: int) -> Skimmed:
         pieces += [view[kept:start], b"[%b%d]" % (_MARK, len(lists))]
         lists.append((start, end))
         kept = at = end
-    return Skimmed(b"".join([*pieces, view[kept:last]]), lists, hole)
+    return CutLine(b"".join([*pieces, view[kept:last]]), lists, hole)
 
 
 def split_rows(data: bytes, start: int, end: int) -> list[memoryview]:
@@ -235,7 +235,7 @@ def parse_lazily(line: Line, *, has_lists: bool = True) -> LazyGroup:
         RowError: not a group, or lists that differ in length.
     """
     try:
-        group = (_skimmed(line) if has_lists else None) or _decoded(line.data)
+        group = (_decoded_without_lists(line) if has_lists else None) or _decoded(line.data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         group = _leniently(line)
         if group is None:
@@ -253,9 +253,9 @@ def parse_lazily(line: Line, *, has_lists: bool = True) -> LazyGroup:
     return group
 
 
-def _skimmed(line: Line) -> LazyGroup | None:
+def _decoded_without_lists(line: Line) -> LazyGroup | None:
     """The group of a line in a usual layout; None when only decoding all of it can tell what it is."""
-    rest, lists, hole = skim(line.block, line.start, line.start + line.size)
+    rest, lists, hole = cut_lists(line.block, line.start, line.start + line.size)
     try:
         group = _decoded(rest)
         group.tokens = _rows(line.block, group.tokens, lists)

@@ -29,6 +29,9 @@ from atroposlib.type_definitions import RolloutRecord
 
 logger = logging.getLogger(__name__)
 
+FAILURES = "failures.jsonl"
+"""The failed tries of a run, next to its rollouts."""
+
 SUFFIXES = (".jsonl", ".jsonl.zst", ".jsonl.gz")
 _SHARD = re.compile(r"(.+_rollouts_.+)_\d{4,}\.jsonl(?:\.zst|\.gz)?")
 CUT_SHORT = "last line cut short"  # also what a running job's file ends in

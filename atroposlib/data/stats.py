@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from atroposlib.charts import STYLE, bar_chart
 from atroposlib.data.policy import StepResult, pass_rates
-from atroposlib.data.rollout_files import read_lines
+from atroposlib.data.rollout_files import FAILURES, read_lines
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
 from atroposlib.errors import RowError
 from atroposlib.paths import shown
@@ -154,9 +154,6 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-FAILURES = "failures.jsonl"
 
 
 def read_failures(

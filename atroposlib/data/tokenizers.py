@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Protocol, SupportsIndex, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -50,7 +50,13 @@ def load_tokenizer(spec: str) -> "PreTrainedTokenizerBase":
     return plain_chat_ids(tokenizer)
 
 
-def _tokenizer_class(folder: Path | None) -> Any:
+class _Loads(Protocol):
+    """A class of transformers that loads tokenizers."""
+
+    def from_pretrained(self, name: str, /, *, local_files_only: bool) -> "PreTrainedTokenizerBase": ...
+
+
+def _tokenizer_class(folder: Path | None) -> _Loads:
     """Return the class that loads it. 1 to 2 s; only commands that need a tokenizer pay for it.
 
     `AutoTokenizer` imports torch, where it is installed, for 3 s more. It finds the same class for a folder that names
@@ -154,18 +160,18 @@ def cached_file(name: str, file: str) -> Path | None:
 class _PlainChatIds:
     """Put in front of a tokenizer's class by `_with_plain_chat_ids`."""
 
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+    def apply_chat_template(self, *args: object, **kwargs: object) -> object:
         """As the tokenizer's own, but ids come as a list (or tensor) unless `return_dict` is given."""
         result = super().apply_chat_template(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return result["input_ids"] if "return_dict" not in kwargs and isinstance(result, Mapping) else result
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Pickle under the tokenizer's own class, which other processes can import."""
         _, (_, *rest), *state = super().__reduce_ex__(protocol)  # pyright: ignore[reportAssignmentType]
         return (_unpickled, (type(self).__mro__[2], *rest), *state)
 
 
-def _unpickled(base: type, *arguments: object) -> Any:
+def _unpickled(base: type, *arguments: object) -> object:
     made = _with_plain_chat_ids(base)
     return made.__new__(made, *arguments)
 

@@ -10,11 +10,11 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import orjson
 
@@ -175,16 +175,16 @@ async def _tick(evaluation: Evaluation, display: ProgressDisplay) -> None:
 
 
 @overload
-async def evaluate_items(items: Iterable[Coroutine[Any, Any, T]]) -> list[T]: ...
+async def evaluate_items(items: Iterable[Awaitable[T]]) -> list[T]: ...
 
 
 @overload
+async def evaluate_items(items: Iterable[Awaitable[T]], *, return_exceptions: bool) -> list[T | BaseException]: ...
+
+
 async def evaluate_items(
-    items: Iterable[Coroutine[Any, Any, T]], *, return_exceptions: bool
-) -> list[T | BaseException]: ...
-
-
-async def evaluate_items(items: Iterable[Coroutine[Any, Any, Any]], *, return_exceptions: bool = False) -> list[Any]:
+    items: Iterable[Awaitable[T]], *, return_exceptions: bool = False
+) -> list[T] | list[T | BaseException]:
     """Await all, as `asyncio.gather` does; each is an item of the running evaluation, which shows how many are done.
 
     Args:
@@ -195,7 +195,7 @@ async def evaluate_items(items: Iterable[Coroutine[Any, Any, Any]], *, return_ex
         return await asyncio.gather(*evaluated, return_exceptions=return_exceptions)
     evaluation.items += len(evaluated)
 
-    async def count(item: Coroutine[Any, Any, Any]) -> Any:
+    async def count(item: Awaitable[T]) -> T:
         try:
             return await item
         finally:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
+from atroposlib.data.rollout_files import FAILURES
 from atroposlib.errors import ConfigError, PathError
 from atroposlib.json_lines import BYTE_ORDER_MARK
 from atroposlib.paths import check_replaceable, expand_path
 
-FAILURES = "failures.jsonl"
 _LOOKED_AT_BYTES = 1 << 26
 
 

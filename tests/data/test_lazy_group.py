@@ -7,7 +7,7 @@ import pytest
 from rollout_factory import make_group, write_groups
 
 from atroposlib.data.conversion import SftOptions
-from atroposlib.data.lazy_group import LazyGroup, parse_lazily, skim, split_rows
+from atroposlib.data.lazy_group import LazyGroup, cut_lists, parse_lazily, split_rows
 from atroposlib.data.rollout_files import Line
 from atroposlib.data.sft import export_sft
 from atroposlib.data.table import open_table, table_of
@@ -38,7 +38,7 @@ def plain(rows: Any) -> Any:
 
 
 @pytest.mark.parametrize("data", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_skimmed_line_says_what_the_whole_line_says(data, tmp_path):
+def test_a_line_without_its_lists_says_what_the_whole_line_says(data, tmp_path):
     group = parse_lazily(Line(tmp_path / "a.jsonl", 1, 0, data + b"\n", True))
     whole = json.loads(data)
     assert group is not None
@@ -53,7 +53,7 @@ def test_a_skimmed_line_says_what_the_whole_line_says(data, tmp_path):
 @pytest.mark.parametrize("name", ["orjson", "json.dumps", "lists last"])
 def test_neighbouring_lists_are_one_hole(name):
     data = LAYOUTS[name]
-    hole = skim(data, 0, len(data)).hole
+    hole = cut_lists(data, 0, len(data)).hole
     assert data[: hole[0]].endswith((b'"tokens":', b'"tokens": '))
     assert b'"masks"' in data[slice(*hole)]
 
