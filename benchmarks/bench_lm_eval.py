@@ -3,8 +3,9 @@ r"""Compare our evaluations with lm-eval's on the same rows, prompts and engine,
     atropos engine --model smollm2-135m --port 9004 --context 2048 &
     python -m benchmarks.bench_lm_eval http://127.0.0.1:9004 VENV/bin/python
 
-VENV is an environment of its own with `pip install 'lm-eval[api]==0.4.13'`. Rows are made, with the columns of GSM8K,
-MMLU and ARC; prompts of generation are ours, and lm-eval reads replies with filters as of its tasks, and their metric.
+VENV is an environment of its own with `pip install 'lm-eval[api]==0.4.13'`. Rows are made, with the columns of
+the sets. Prompts of generation are ours, and lm-eval reads replies with filters as of its tasks, and their metric; the
+tasks that compare choices are lm-eval's own files.
 """
 
 import argparse
@@ -38,8 +39,8 @@ class Scores(NamedTuple):
 
     mean: float
     error: float
-    by_item: Mapping[str, float]
-    said: Mapping[str, Any]  # by question: the reply, or the log-likelihoods of the choices
+    by_item: Mapping[int, float]  # by the number of the row
+    said: Mapping[int, Any]  # the reply, or the log-likelihoods of the choices
 
 
 def word_problems(rng: random.Random) -> Iterator[Row]:
@@ -85,12 +86,62 @@ def sentences(rng: random.Random) -> Iterator[Row]:
         yield {"question": question, "choices": choices, "answerKey": LETTERS[order.index(0)]}
 
 
+def endings(rng: random.Random) -> Iterator[Row]:
+    """Yield rows with the columns of HellaSwag, marks of WikiHow among them."""
+    for row in sentences(rng):
+        place, texts = rng.choice(THINGS), row["choices"]["text"]
+        first = f"[header] How to look at {place} [title] Look for it."
+        ends = [f"it {text}. [step] {rng.randint(1, 9)} people watch." for text in texts]
+        ctx = {"ctx_a": first, "ctx_b": "then " + row["question"].partition(".")[0], "activity_label": "Looking"}
+        yield {**ctx, "ctx": "", "endings": ends, "label": str(LETTERS.index(row["answerKey"]))}
+
+
+def blanks(rng: random.Random) -> Iterator[Row]:
+    """Yield rows with the columns of Winogrande: what follows the blank is scored."""
+    while True:
+        first, second = rng.sample(NAMES, 2)
+        thing, right = rng.choice(THINGS), rng.choice((1, 2))
+        sentence = (
+            f"{first} gave the {thing} to {second}, so _ {'has fewer' if right == 1 else 'has more'} {thing} now."
+        )
+        yield {"sentence": sentence, "option1": first, "option2": second, "answer": str(right)}
+
+
+def yes_or_no(rng: random.Random) -> Iterator[Row]:
+    """Yield rows with the columns of BoolQ."""
+    for row in word_problems(rng):
+        asked, end = rng.randint(1, 20), int(row["answer"].rpartition(" ")[2])
+        about = row["question"].rpartition(". How many")
+        question = f"is{about[2].partition('does')[0]}more than {asked}"
+        yield {"passage": about[0], "question": question, "answer": end > asked, "label": int(end > asked)}
+
+
+def goals(rng: random.Random) -> Iterator[Row]:
+    """Yield rows with the columns of PIQA."""
+    for row in sentences(rng):
+        right, wrong = row["choices"]["text"][LETTERS.index(row["answerKey"])], row["choices"]["text"][0]
+        if right != wrong:
+            label = rng.randint(0, 1)
+            yield {
+                "goal": row["question"],
+                "sol1": (right, wrong)[label],
+                "sol2": (wrong, right)[label],
+                "label": label,
+            }
+
+
+def stems(rng: random.Random) -> Iterator[Row]:
+    """Yield rows with the columns of OpenBookQA."""
+    for row in sentences(rng):
+        yield {"question_stem": row.pop("question").replace("?", ""), **row}
+
+
 def rows_of(make: Iterator[Row], count: int) -> list[Row]:
-    """Return the first rows with different questions."""
+    """Return the first rows that differ."""
     found: dict[str, Row] = {}
     while len(found) < count:
         row = next(make)
-        found.setdefault(row["question"], row)
+        found.setdefault(str(row.get("question") or row), row)
     return list(found.values())
 
 
@@ -113,6 +164,23 @@ def likelihood(context: str, choices: Any, target: str) -> Row:
     metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     texts = {"doc_to_text": context, "doc_to_choice": choices, "doc_to_target": target}
     return {"output_type": "multiple_choice", **texts, "metric_list": metrics}
+
+
+OF_LM_EVAL = {  # rows and metrics by ours; its file
+    "hellaswag": (endings, "hellaswag/hellaswag.yaml", ("acc", "acc_norm")),
+    "winogrande": (blanks, "winogrande/default.yaml", ("acc",)),
+    "boolq": (yes_or_no, "super_glue/boolq/default.yaml", ("acc",)),
+    "piqa": (goals, "piqa/piqa.yaml", ("acc", "acc_norm")),
+    "obqa": (stems, "openbookqa/openbookqa.yaml", ("acc", "acc_norm")),
+}
+
+
+def own_tasks(tasks: Path, items: int) -> Iterator[tuple[str, str, list[Row], Row, dict[str, str]]]:
+    """Yield what is compared with the files of lm-eval's tasks as they are, but for the rows."""
+    for name, (make, file, metrics) in OF_LM_EVAL.items():
+        task = {"include": str(tasks / file), "dataset_name": None, "training_split": None, "validation_split": None}
+        rows = rows_of(make(random.Random(0)), items + SHOTS)
+        yield name, "loglikelihood", rows, task, {f"{metric},none": metric for metric in metrics}
 
 
 def cases(items: int) -> list[tuple[str, str, list[Row], Row, dict[str, str]]]:
@@ -171,7 +239,7 @@ def theirs(url: str, python: str, task: Row, folder: Path) -> tuple[Row, list[Ro
     """Evaluate with lm-eval; returns its results and its samples."""
     folder.mkdir()
     (folder / "task.yaml").write_text(yaml.safe_dump({"task": "case", **task}))
-    is_chat = task["output_type"] == "generate_until"
+    is_chat = task.get("output_type") == "generate_until"
     kind, route = ("local-chat-completions", "chat/completions") if is_chat else ("local-completions", "completions")
     model = {"model": MODEL, "base_url": f"{url}/v1/{route}", "num_concurrent": 8, "max_length": 1000}
     if not is_chat:
@@ -196,9 +264,9 @@ def run(command: Sequence[str], log: Path) -> None:
 
 
 def our_scores(samples: Sequence[Row], metric: str) -> Scores:
-    """Return one metric of our samples."""
-    values = {row["item"]["question"]: row["grades"][0] if metric == "grades" else row[metric] for row in samples}
-    said = {row["item"]["question"]: row.get("loglikelihoods") or row["responses"][0] for row in samples}
+    """Return one metric of our samples, which are in the order of the rows."""
+    values = {i: row["grades"][0] if metric == "grades" else row[metric] for i, row in enumerate(samples)}
+    said = {i: row.get("loglikelihoods") or row["responses"][0] for i, row in enumerate(samples)}
     scores = [*values.values()]
     return Scores(sum(scores) / len(scores), standard_error(scores), values, said)
 
@@ -207,9 +275,9 @@ def their_scores(results: Row, samples: Sequence[Row], metric: str) -> Scores:
     """Return one metric of lm-eval's results; `metric` is name,filter."""
     name, _, way = metric.partition(",")
     rows = [row for row in samples if row["filter"] == way]
-    said = {row["doc"]["question"]: [float(one[0][0]) for one in row["resps"]] for row in rows if "acc" in row}
-    said = said or {row["doc"]["question"]: row["resps"][0][0] for row in rows}
-    by_item = {row["doc"]["question"]: float(row[name]) for row in rows}
+    said = {row["doc_id"]: [float(one[0][0]) for one in row["resps"]] for row in rows if "acc" in row}
+    said = said or {row["doc_id"]: row["resps"][0][0] for row in rows}
+    by_item = {row["doc_id"]: float(row[name]) for row in rows}
     return Scores(results[metric], results[f"{name}_stderr,{way}"], by_item, said)
 
 
@@ -217,7 +285,13 @@ def compare(url: str, python: str, folder: Path, only: Sequence[str], items: int
     """Print a line for each case and metric; on stderr the items on which the sides differ."""
     print("| benchmark | scoring | metric of lm-eval | lm-eval | ours | items scored alike | what was scored |")
     print("|---|---|---|---|---|---|---|")
-    for number, (name, scoring, rows, task, metrics) in enumerate(cases(items)):
+    installed = subprocess.run(
+        [python, "-c", "import lm_eval, os; print(os.path.dirname(lm_eval.__file__))"],
+        check=True,
+        stdout=subprocess.PIPE,
+    )
+    tasks = Path(installed.stdout.decode().strip()) / "tasks"
+    for number, (name, scoring, rows, task, metrics) in enumerate([*cases(items), *own_tasks(tasks, items)]):
         if only and f"{name}/{scoring}" not in only:
             continue
         here = folder / f"{number}"
@@ -246,11 +320,11 @@ def compare(url: str, python: str, folder: Path, only: Sequence[str], items: int
 
 def same_prompts(ours: Sequence[Row], theirs: Sequence[Row]) -> int:
     """Count the items of which both sides sent the same chat."""
-    sent = {row["doc"]["question"]: json.loads(row["arguments"]["gen_args_0"]["arg_0"][0]) for row in theirs}
+    sent = {row["doc_id"]: json.loads(row["arguments"]["gen_args_0"]["arg_0"][0]) for row in theirs}
     return sum(
-        [(turn["role"], turn["content"]) for turn in sent[row["item"]["question"]]]
+        [(turn["role"], turn["content"]) for turn in sent[number]]
         == [(turn["role"], turn["content"]) for turn in row["messages"]]
-        for row in ours
+        for number, row in enumerate(ours)
     )
 
 

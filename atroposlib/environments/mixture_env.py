@@ -9,10 +9,13 @@
 python environments/mixture_env.py serve --config mixture.yaml
 
 Without a curriculum the source of an item depends on seed and index alone. With one, sources whose recent pass rate is
-outside of `pass_rates` are drawn rarely: groups whose scores are all alike teach nothing.
+outside of `pass_rates` are drawn rarely: groups whose scores are all alike teach nothing. The rates are kept next to
+the rollout files, so that a run that was killed knows them again.
 """
 
+import json
 import random
+import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,10 +28,14 @@ from atroposlib.environments.single_turn import local_engine
 from atroposlib.envs import catalog
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, Trajectories
 from atroposlib.errors import ConfigError
+from atroposlib.paths import write_text_atomic
 from atroposlib.rollouts.failures import is_scored
+from atroposlib.rollouts.run import Run
 
 RARELY = 0.05
 """Factor on the weight of a source that is too easy or too hard: it is tried now and then, as that may change."""
+
+_KEPT_EVERY_S = 1.0
 
 
 class Source(BaseModel):
@@ -60,6 +67,8 @@ class MixtureEnv(BaseEnv):
     env_config_cls = MixtureConfig
     config: MixtureConfig
     children: Mapping[str, BaseEnv] = {}
+    _kept: Path | None = None  # file of the pass rates
+    _keep_at = 0.0
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
@@ -86,11 +95,31 @@ class MixtureEnv(BaseEnv):
         if not children:
             raise ConfigError("env.sources is empty; name environments, as in [{environment: countdown}]")
         self.recent = {name: deque[float](maxlen=self.config.window) for name in self.children}
+        self._recall_rates()
         self.drawn = dict.fromkeys(self.children, 0)
         self.ended: set[str] = set()
         self._mixture, self._order = Mixture(self.weights, f"{self.config.seed}/mixture"), list[tuple[str, int]]()
         self._rng = random.Random(f"{self.config.seed}/curriculum")
         self.eval_metrics: dict[str, float] = {}
+
+    def attach(self, run: Run) -> None:
+        """Keep the pass rates next to the run's files; of a run that begins there are none yet."""
+        super().attach(run)
+        if run.files is not None and self.config.curriculum:
+            self._kept = run.files.files.beside("pass_rates")
+            if not run.files.ledger.done:
+                self._kept.unlink(missing_ok=True)
+
+    def _recall_rates(self) -> None:
+        """Know the pass rates of an earlier process of the run again."""
+        kept = json.loads(self._kept.read_text("utf-8")) if self._kept is not None and self._kept.exists() else {}
+        for name in self.recent.keys() & kept.keys():
+            self.recent[name].extend(kept[name])
+
+    def _keep_rates(self) -> None:
+        if self._kept is not None and time.monotonic() >= self._keep_at:
+            self._keep_at = time.monotonic() + _KEPT_EVERY_S
+            write_text_atomic(self._kept, json.dumps({name: [*recent] for name, recent in self.recent.items()}))
 
     async def _child(self, source: Source, level: int | None) -> BaseEnv:
         env_cls = catalog.load(source.environment)
@@ -153,6 +182,7 @@ class MixtureEnv(BaseEnv):
                 if scores:
                     passed = sum(score > self.config.accept_score for score in scores)
                     self.recent[item["source"]].append(passed / len(scores))
+                    self._keep_rates()
         return result, [{"source": item["source"], "item": more} for more in backlog]
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
 """Mixtures of environments: by weight, by difficulty, by recent pass rate."""
 
+import json
 from collections import Counter
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from atroposlib.environments.mixture_env import RARELY, MixtureEnv
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.errors import ConfigError
+from atroposlib.testing import roll_out
 from tests.fakes import FakeServer, FakeTokenizer
 
 SOURCES = [
@@ -95,3 +97,40 @@ REFUSED = {
 async def test_a_mixture_that_cannot_be_is_refused(sources, said):
     with pytest.raises(ConfigError, match=said):
         await make_env(sources)
+
+
+SAYS = '''"""Asks for a word."""
+
+from atroposlib.environments.single_turn import SingleTurnEnv
+
+
+class {0}Env(SingleTurnEnv):
+    """1 for the word."""
+
+    name = "{0}"
+
+    def make(self, rng, level):
+        return {{"question": f"{0} {{rng.random()}}"}}
+
+    def grade(self, said, item):
+        return float(said == "right")
+'''
+
+
+def test_a_curriculum_that_resumes_knows_which_sources_are_too_hard(tmp_path, monkeypatch):
+    monkeypatch.undo()  # with the tokenizer of the scripted engine
+    files = {name: tmp_path / f"{name}.py" for name in ("Fair", "Hard")}
+    for name, file in files.items():
+        file.write_text(SAYS.format(name))
+    sources = json.dumps([{"environment": str(file), "name": name} for name, file in files.items()])
+    flags = ["--env.sources", sources, "--env.curriculum", "true", "--env.window", "2", "--env.group_size", "2"]
+
+    def roll(groups):
+        answer = lambda prompt: ["right" if "Fair" in prompt else "wrong", "wrong"]  # noqa: E731
+        return [line["task"] for line in roll_out(MixtureEnv, answer, tmp_path, groups=groups, settings=flags)]
+
+    first, (kept,) = roll(12), tmp_path.glob("*pass_rates")
+    kept.write_text(json.dumps({"Fair": [0.5, 0.5], "Hard": [0.0, 0.0], "of another run": [1.0]}))  # as of its end
+    tasks = roll(32)
+    assert tasks[:12] == first
+    assert tasks[12:].count("Hard") <= 3  # 10 on average where nothing is known
