@@ -35,7 +35,7 @@ from atroposlib.envs.server_handling.sampling import words
 from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, KilledFault, RolloutFault, VerifierFault
 from atroposlib.rollouts.trace import EngineReply, row_of_group
-from atroposlib.type_definitions import Item, JsonObject, ScoredDataGroup
+from atroposlib.type_definitions import FinishReason, Item, JsonObject, ScoredDataGroup
 
 if TYPE_CHECKING:
     import uvicorn
@@ -267,7 +267,7 @@ class AgentEnv(BaseEnv):
         if (journal := self.server.kept_responses) is not None:
             rollout, score = scored
             replies = rollout.replies
-            reasons = [reason for reply in replies for reason in reply.finish_reasons]
+            reasons: list[FinishReason] = [reason for reply in replies for reason in reply.finish_reasons]
             tokens = sum(reply.completion_tokens for reply in replies)
             journal.keep(self._name(row), rollout.finished(score).packed(), EngineReply(reasons, 0, tokens))
         return scored
