@@ -264,7 +264,8 @@ class SGLangSync:
     abort: running requests are aborted, the environment repeats them. Takes a second, as SGLang looks once a second
         whether they are gone.
     keep: generation is paused and requests continue with the new weights; prefixes cached under the old weights stay in
-        use until they are evicted, and a reply that spans the update names only its last version.
+        use until they are evicted, and a reply that spans the update names only its last version. The first update of
+        a process drains: what is cached under the names that it will use, by an earlier run or before a resume, goes.
 
     From the disk (`sync_from`) the weights go through a folder; from the GPU they stay where they are and the engine,
     which must see the trainer's GPU, copies them. A folder is then written with each checkpoint only, for an engine
@@ -277,13 +278,18 @@ class SGLangSync:
     def __init__(self, config: TrainingConfig, folder: Path) -> None:
         self._engines = Engines(config)
         self._folder = folder
-        self._update = {"drain": _drain, "abort": _abort, "keep": _keep}[config.sync_mode]
+        self._later_updates = {"drain": _drain, "abort": _abort, "keep": _keep}[config.sync_mode]
+        self._update = _drain if config.sync_mode == "keep" else self._later_updates
         self._from_gpu = config.sync_from == "gpu"
         self._interval = config.checkpoint_interval
         self._shared: SharedWeights | None = None
 
     def push(self, policy: Policy, version: int) -> None:
         """Hand over, then update."""
+        self._push(policy, version)
+        self._update = self._later_updates
+
+    def _push(self, policy: Policy, version: int) -> None:
         body = {"weight_version": str(version), "flush_cache": False}
         if not self._from_gpu:
             target = save_folder(policy, self._folder, version)

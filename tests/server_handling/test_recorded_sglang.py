@@ -143,6 +143,15 @@ async def test_choices_of_different_weights_span_the_trace_from_the_oldest_to_th
     assert engine.requests[1][1]["extra_key"] == " weights 10"  # prefixes of the newest are shared
 
 
+async def test_openai_routes_share_prefixes_of_the_newest_weights_only(client, engine):
+    chat = recorded("chat_n2_logprobs")["body"]
+    chat["metadata"] = {"weight_version": "7"}
+    engine.scripted = [(200, chat)] * 3
+    for extra in ({}, {"extra_body": {"extra_key": "mine"}}, {}):
+        await client.chat_completion(messages=[{"role": "user", "content": "Hi"}], n=2, **extra)
+    assert [body.get("extra_key") for _, body in engine.requests] == [None, "mine weights 7", " weights 7"]
+
+
 @pytest.mark.parametrize("text", [None, ""])
 async def test_ids_count_when_a_reasoning_parser_leaves_no_text(text, client, engine):
     exchange = recorded("generate_logprob")

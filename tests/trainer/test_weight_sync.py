@@ -161,17 +161,23 @@ def test_sglang_that_aborts_is_flushed_while_nothing_runs(sync_of, engine):
     assert engine.seen[0][1] == {"mode": "abort"}
 
 
-def test_sglang_that_keeps_requests_is_paused_and_never_flushed(sync_of, engine):
-    sync_of("sglang", [engine.url], sync_mode="keep").push(FakePolicy(), 1)
+def test_sglang_that_keeps_requests_is_drained_once_then_paused_and_not_flushed(sync_of, engine):
+    sync = sync_of("sglang", [engine.url], sync_mode="keep")
+    sync.push(FakePolicy(), 1)
+    assert set(engine.paths) == {"/update_weights_from_disk", "/flush_cache?timeout=1"}  # names of an earlier run go
+    engine.seen.clear()
+    sync.push(FakePolicy(), 2)
     assert engine.paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
     assert engine.seen[0][1] == {"mode": "retract"}
     assert engine.seen[1][1]["flush_cache"] is False
 
 
 def test_sglang_goes_on_also_when_the_update_failed(sync_of, engine):
+    sync = sync_of("sglang", [engine.url], sync_mode="keep")
+    sync.push(FakePolicy(), 1)
     engine.failing = "update_weights"
     with pytest.raises(WeightSyncError, match="no such folder"):
-        sync_of("sglang", [engine.url], sync_mode="keep").push(FakePolicy(), 1)
+        sync.push(FakePolicy(), 2)
     assert engine.paths[-1] == "/continue_generation"
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
@@ -135,11 +135,20 @@ class HttpServer(APIServer):
         first: bool = True,
     ) -> Parsed[Result]:
         body, url = request.body(), self.openai_url + route
+        body |= self._cache_key(body)
         reply = parse(await self._post(url, body, request, max_tokens_of(body)), url)
         facts = reply_facts(reply.result, body, self.openai_url)
+        self._answered_with(facts.weight_version)
         with nullcontext() if first else same_prompt():
             self._record(facts)
         return reply
+
+    def _cache_key(self, asked: Mapping[str, object]) -> JsonObject:
+        """Fields that keep the engine from using prefixes of other weights; none where it does so by itself."""
+        return {}
+
+    def _answered_with(self, weights: str | None) -> None:
+        """Note the name of the weights that gave a reply."""
 
     async def _post(self, url: str, body: JsonObject, request: GenerationRequest, max_tokens: int | None) -> bytes:
         deadline_s = self._deadline_s(request, max_tokens)

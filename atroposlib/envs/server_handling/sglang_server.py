@@ -230,9 +230,15 @@ class SGLangServer(TokenServer):
             "return_text_in_logprobs": False,
             **{key: value for key, value in asked.items() if key in SGLANG_REQUEST},
         }
-        if self._weights not in (None, _NEVER_UPDATED):
-            body["extra_key"] = f"{body.get('extra_key', '')} weights {self._weights}"
-        return body
+        return body | self._cache_key(body)
+
+    def _cache_key(self, asked: Mapping[str, object]) -> JsonObject:
+        if self._weights in (None, _NEVER_UPDATED):
+            return {}
+        return {"extra_key": f"{asked.get('extra_key', '')} weights {self._weights}"}
+
+    def _answered_with(self, weights: str | None) -> None:
+        self._weights = weights or self._weights
 
 
 def decode_generations(data: bytes) -> list[Generation]:
