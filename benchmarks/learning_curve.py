@@ -194,21 +194,26 @@ def table(before: Scores, results: dict[str, list[Scores]]) -> str:
 
 
 def plot(out: Path, before: Scores, trainings: Sequence[Training]) -> None:
-    """`curve.png`: evaluations, reward and entropy over steps; the mean over seeds, shaded from lowest to highest."""
+    """`curve.png`: evaluations, reward and entropy over steps; the mean over seeds, shaded from lowest to highest.
+
+    Evaluations are left out unless every run has some.
+    """
     import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
-    figure, axes = pyplot.subplots(1, 5, figsize=(22, 4.2))
+    shown = dict(zip(SHOWN, ("mean", "passed", "distinct"), strict=True)) if all(t.curve() for t in trainings) else {}
+    logged = {"reward": "batch/reward_mean", "entropy (nats per token)": "train/entropy"}
+    figure, axes = pyplot.subplots(1, len(shown) + 2, figsize=(4.5 * (len(shown) + 2), 4.2))
     for objective in dict.fromkeys(training.objective for training in trainings):
         own = [training for training in trainings if training.objective == objective]
         curves = [[(0, before), *training.curve()] for training in own]
-        for axis, part in zip(axes, ("mean", "passed", "distinct"), strict=False):
+        for axis, part in zip(axes, shown.values(), strict=False):
             _band(axis, [[(step, getattr(scores, part)) for step, scores in curve] for curve in curves], objective)
-        for axis, key in zip(axes[3:], ("batch/reward_mean", "train/entropy"), strict=True):
+        for axis, key in zip(axes[len(shown) :], logged.values(), strict=True):
             _band(axis, [list(enumerate(_smooth(_series(training, key)), 1)) for training in own], objective)
-    for axis, title in zip(axes, (*SHOWN, "reward", "entropy (nats per token)"), strict=True):
+    for axis, title in zip(axes, (*shown, *logged), strict=True):
         axis.set_xlabel("step")
         axis.set_title(title)
         axis.set_ylim(bottom=0)
