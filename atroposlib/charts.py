@@ -22,7 +22,7 @@ svg .value { text-anchor: end; }
 
 
 @dataclass(frozen=True)
-class Line:
+class Series:
     """One line of a chart: (seconds since the epoch or step, value); None, NaN and infinity leave a gap."""
 
     name: str
@@ -31,7 +31,7 @@ class Line:
 
 def line_chart(
     title: str,
-    lines: Sequence[Line],
+    lines: Sequence[Series],
     *,
     unit: str = "",
     top: float = 0.0,
@@ -46,7 +46,7 @@ def line_chart(
         spread: half the height of a band around the first line, for each of its points.
         over: the horizontal axis.
     """
-    lines = [Line(line.name, [(at, _finite(value)) for at, value in line.points]) for line in lines]
+    lines = [Series(line.name, [(at, _finite(value)) for at, value in line.points]) for line in lines]
     values = [value for line in lines for _, value in line.points if value is not None]
     if len(values) < 2:
         return _svg(title, _NOTHING)
@@ -69,7 +69,7 @@ def line_chart(
     return _svg(title, scale.axes(unit, first, last) + area + paths + _ends(lines, scale, unit), legend)
 
 
-def _ends(lines: Sequence[Line], scale: "_Scale", unit: str) -> str:
+def _ends(lines: Sequence[Series], scale: "_Scale", unit: str) -> str:
     """Mark the newest point of each line and write its value at the right edge, none over another."""
     known = ((number, [point for point in line.points if point[1] is not None]) for number, line in enumerate(lines))
     newest = [

@@ -29,7 +29,7 @@ _UPDATE_BYTES = 8_000_000
 _METAVARS: dict[object, str] = {int: "N", float: "X", Path: "PATH"}
 
 
-class Command(TyperCommand):
+class HelpCommand(TyperCommand):
     """One command, whose help keeps lines that are indented as they are."""
 
     def format_help(self, ctx: Click, formatter: Click) -> None:
@@ -58,10 +58,10 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
-class Group(TyperGroup):
+class HelpGroup(TyperGroup):
     """Commands below one word, each with the whole first paragraph of its help."""
 
-    format_help_text = Command.format_help_text
+    format_help_text = HelpCommand.format_help_text
 
     def format_help(self, ctx: Click, formatter: Click) -> None:
         """Write the help, at one width."""
@@ -81,7 +81,7 @@ class App(typer.Typer):
     """A typer app of this look: one command, or several below one word."""
 
     def __init__(self, help_text: str | None = None) -> None:
-        several = {"cls": Group, "no_args_is_help": True} if help_text else {}
+        several = {"cls": HelpGroup, "no_args_is_help": True} if help_text else {}
         super().__init__(
             help=help_text,
             add_completion=False,
@@ -96,7 +96,7 @@ class App(typer.Typer):
     ) -> Any:
         """Register a function, as `typer.Typer.command` does."""
         settings = {**_HELP_FLAGS, **(context_settings or {})}
-        register = super().command(name, cls=Command, context_settings=settings, **options)
+        register = super().command(name, cls=HelpCommand, context_settings=settings, **options)
 
         def named(function: Callable[..., None]) -> Any:
             _name_values(function)

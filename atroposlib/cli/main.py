@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import typer
 
 from atroposlib import __version__
-from atroposlib.cli.boundary import Click, Group
+from atroposlib.cli.boundary import Click, HelpGroup
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def main() -> None:
     importlib.import_module(word.module).main()
 
 
-class _Completed(Group):
+class _Completed(HelpGroup):
     """The commands as the shell's completion asks for them: only the one that is typed is imported."""
 
     def list_commands(self, ctx: Click) -> list[str]:

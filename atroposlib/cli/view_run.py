@@ -14,7 +14,7 @@ from atroposlib.data.rollout_files import find_rollout_files
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.frontend.group_detail import TokenTexts
 from atroposlib.frontend.live_rollouts import LiveRollouts
-from atroposlib.frontend.run_view import FileRollouts, Rollouts, make_app
+from atroposlib.frontend.run_view import FileRollouts, RolloutSource, make_app
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def view(
       view-run runs/main/ --tokenizer ./tokenizer --port 9100
       view-run --api-url http://localhost:8000 --group-size 8     (live)
     """
-    source: Rollouts
+    source: RolloutSource
     if rollouts:
         source = FileRollouts()
         source.pending = "looking at the files"

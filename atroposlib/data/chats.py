@@ -36,7 +36,7 @@ _kept_decoder = msgspec.json.Decoder(list[dict[str, Raw]])
 
 
 @dataclass(frozen=True)
-class Conversation:
+class RecordedChat:
     """One response's conversation."""
 
     where: str  # file:line[index]
@@ -179,7 +179,7 @@ def read_chat(
     where: str,
     runs: tuple[int, int],
     decode_runs: Callable[[], list[str]] | None = None,
-) -> Conversation:
+) -> RecordedChat:
     """The conversation of one response and which of its turns were generated.
 
     Args:
@@ -204,7 +204,7 @@ def read_chat(
         {**({} if "content" in each else _NO_CONTENT), **{key: each[key] for key in each if key != "reward"}}
         for each in _kept_decoder.decode(raw)
     ]
-    return Conversation(where, messages, kept, generated, tools_of(group, index))
+    return RecordedChat(where, messages, kept, generated, tools_of(group, index))
 
 
 def _generated(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.data.chats import Conversation
+from atroposlib.data.chats import RecordedChat
 from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups, sole_collection
 from atroposlib.data.formats import (
     NO_PROMPT,
@@ -304,7 +304,7 @@ def _converter(options: DpoOptions) -> PairConverter:
     return lambda table, chosen, better, worse: _prefix(tokenizer, chosen, better, worse)
 
 
-def _trl(left: Conversation, right: Conversation, chosen: Chosen, better: int, worse: int) -> JsonObject | None:
+def _trl(left: RecordedChat, right: RecordedChat, chosen: Chosen, better: int, worse: int) -> JsonObject | None:
     if not _same_prompt(left, right, chosen, better, worse):
         return None
     first, last = _generated(left)
@@ -312,7 +312,7 @@ def _trl(left: Conversation, right: Conversation, chosen: Chosen, better: int, w
     return {"prompt": left.kept[:first], **sides, **tools_column(left), **_scores(chosen, better, worse)}
 
 
-def _messages(left: Conversation, right: Conversation, chosen: Chosen, better: int, worse: int) -> JsonObject | None:
+def _messages(left: RecordedChat, right: RecordedChat, chosen: Chosen, better: int, worse: int) -> JsonObject | None:
     if not _same_prompt(left, right, chosen, better, worse):
         return None
     return {"pos": left.kept, "score": chosen.group.scores[better], "neg": right.kept, **tools_column(left)}
@@ -349,7 +349,7 @@ def _prefix(tokenizer: "PreTrainedTokenizerBase", chosen: Chosen, better: int, w
     return {"prefix": prefix, "pos": pos, "score": chosen.group.scores[better], "neg": neg}
 
 
-def _generated(chat: Conversation) -> tuple[int, int]:
+def _generated(chat: RecordedChat) -> tuple[int, int]:
     """Start and end of the messages that the model generated.
 
     Raises:
@@ -367,7 +367,7 @@ def _scores(chosen: Chosen, better: int, worse: int) -> dict[str, float]:
     return {"score_chosen": chosen.group.scores[better], "score_rejected": chosen.group.scores[worse]}
 
 
-def _same_prompt(left: Conversation, right: Conversation, chosen: Chosen, better: int, worse: int) -> bool:
+def _same_prompt(left: RecordedChat, right: RecordedChat, chosen: Chosen, better: int, worse: int) -> bool:
     if chosen.group.has_tokens:
         (ids, labels), (other, other_labels) = (ids_and_labels(chosen, index, None) for index in (better, worse))
         if ids[: prefix_length(labels)] != other[: prefix_length(other_labels)]:

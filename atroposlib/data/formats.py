@@ -22,8 +22,8 @@ from atroposlib.data.chats import (
     ASSISTANT_ROLES,
     REASONING_KEYS,
     WEIGHT,
-    Conversation,
     Message,
+    RecordedChat,
     content_texts,
     in_tags,
     parsed_arguments,
@@ -64,7 +64,7 @@ _ids_decoder = msgspec.json.Decoder(list[int])
 
 def chat_of(
     table: Table, chosen: Chosen, index: int, decode: Callable[[Chosen, int], list[str]] | None = None
-) -> Conversation:
+) -> RecordedChat:
     """The conversation of one of a group's responses, and which of its turns were generated.
 
     `decode` gives the text of each stretch that its mask trains, where only that tells; None: there is no tokenizer.
@@ -82,7 +82,7 @@ def chat_of(
     )
 
 
-def to_prompt_completion(chat: Conversation, score: float) -> Iterator[Record]:
+def to_prompt_completion(chat: RecordedChat, score: float) -> Iterator[Record]:
     """A record for each generated turn, with everything before it as its prompt.
 
     Trainers take loss on the whole completion, so it holds nothing else; turns that follow each other are one.
@@ -96,7 +96,7 @@ def to_prompt_completion(chat: Conversation, score: float) -> Iterator[Record]:
         yield {"prompt": chat.kept[:start], "completion": chat.kept[start:end], **tools_column(chat), "score": score}
 
 
-def to_messages(chat: Conversation, score: float, *, per_turn: bool = False) -> Iterator[Record]:
+def to_messages(chat: RecordedChat, score: float, *, per_turn: bool = False) -> Iterator[Record]:
     """The conversation as it was recorded; `weight` is 1 in generated turns and 0 in others of the assistant.
 
     `per_turn`: a record for each generated turn, which ends with it and has no other of weight 1.
@@ -106,7 +106,7 @@ def to_messages(chat: Conversation, score: float, *, per_turn: bool = False) -> 
         yield {"messages": weighted, **tools_column(chat), "score": score}
 
 
-def to_sharegpt(chat: Conversation, score: float, *, per_turn: bool = False) -> Iterator[Record]:
+def to_sharegpt(chat: RecordedChat, score: float, *, per_turn: bool = False) -> Iterator[Record]:
     """The conversation in ShareGPT's words, with weights as `to_messages` gives them.
 
     Reasoning stands in `<think>` tags before the text, and calls are JSON in a turn of `function_call`.
@@ -136,19 +136,19 @@ def _runs(generated: list[int]) -> list[tuple[int, int]]:
     return list(zip(starts, [at + 1 for at in generated if at + 1 not in generated], strict=True))
 
 
-def _cuts(chat: Conversation, *, per_turn: bool) -> list[tuple[list[dict[str, Raw]], range | list[int]]]:
+def _cuts(chat: RecordedChat, *, per_turn: bool) -> list[tuple[list[dict[str, Raw]], range | list[int]]]:
     """The messages of each record and which of them are generated."""
     if not per_turn:
         return [(chat.kept, chat.generated)]
     return [(chat.kept[:end], range(start, end)) for start, end in _runs(chat.generated)]
 
 
-def _weighted(chat: Conversation, at: int, message: JsonObject, is_generated: bool) -> JsonObject:
+def _weighted(chat: RecordedChat, at: int, message: JsonObject, is_generated: bool) -> JsonObject:
     is_assistant = chat.messages[at]["role"] in ASSISTANT_ROLES
     return {**message, WEIGHT: int(is_generated)} if is_assistant else message
 
 
-def tools_column(chat: Conversation) -> dict[str, str]:
+def tools_column(chat: RecordedChat) -> dict[str, str]:
     """As text, or loaders would give every tool the parameters of every other."""
     return {"tools": bytes(chat.tools).decode()} if chat.tools else {}
 

@@ -63,7 +63,7 @@ _HEADERS = {
 }
 
 
-class Rollouts(Protocol):
+class RolloutSource(Protocol):
     """The source of a view's groups."""
 
     def table(self) -> Table:
@@ -152,7 +152,7 @@ class FileRollouts:
 class View:
     """Answers the page's questions about one source of rollouts."""
 
-    def __init__(self, rollouts: Rollouts, texts: TokenTexts) -> None:
+    def __init__(self, rollouts: RolloutSource, texts: TokenTexts) -> None:
         self.rollouts, self.texts = rollouts, texts
         self._searches: dict[str, Scan] = {}
         self._gaps = Scan(rollouts, _gaps, with_ids=True)
@@ -252,7 +252,7 @@ class View:
         }
 
 
-def make_app(rollouts: Rollouts, texts: TokenTexts | None = None) -> FastAPI:
+def make_app(rollouts: RolloutSource, texts: TokenTexts | None = None) -> FastAPI:
     """The application; `texts` None: the tokenizer is that of the run."""
     app = FastAPI(title="atropos view-run", docs_url=None, redoc_url=None, openapi_url=None)
     view = View(rollouts, texts or TokenTexts())
@@ -391,7 +391,7 @@ def make_app(rollouts: Rollouts, texts: TokenTexts | None = None) -> FastAPI:
     return app
 
 
-def _chosen_lines(rollouts: Rollouts, table: Table, keep: Array) -> Iterator[bytes]:
+def _chosen_lines(rollouts: RolloutSource, table: Table, keep: Array) -> Iterator[bytes]:
     """The lines of groups with a response in `keep`, each with those responses only."""
     for row, line, _ in rollouts.read(table, np.unique(table.responses["group"][keep]), with_ids=True):
         group = table.groups[row]

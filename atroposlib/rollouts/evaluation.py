@@ -20,9 +20,10 @@ import orjson
 
 from atroposlib.paths import write_text_atomic
 from atroposlib.rollouts.failures import describe_error
-from atroposlib.rollouts.progress import RATE_WINDOW_S, ProgressDisplay, duration, file_head
+from atroposlib.rollouts.progress import RATE_WINDOW_S, ProgressDisplay, file_head
 from atroposlib.rollouts.trace import Chat, Chats, EngineReply, RolloutTrace, tracing
 from atroposlib.status.page import write_last_page
+from atroposlib.status.table import duration
 from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)

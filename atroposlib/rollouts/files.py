@@ -23,7 +23,7 @@ import orjson
 from atroposlib.errors import PathError
 from atroposlib.json_lines import as_json, one_line, to_json
 from atroposlib.lock_files import take_lock
-from atroposlib.rollouts.ledger import REJECTED, Entry, Ledger, describe, read_ledger, read_line
+from atroposlib.rollouts.ledger import REJECTED, Ledger, LedgerEntry, describe, read_ledger, read_line
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.type_definitions import Item, Json, JsonObject
 
@@ -84,7 +84,7 @@ def sync_and_close(descriptors: Sequence[int]) -> None:
 class ItemLines:
     """The lines of one item and their index entries; the entries learn their places when they are written."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[LedgerEntry]
     lines: Sequence[bytes]
 
 
@@ -129,7 +129,7 @@ class ShardWriter:
             except OSError:  # the lines themselves are safe, and without room the next ones will say so
                 self._index_owed += _index_lines(entries)
 
-    def write_index(self, entries: Sequence[Entry]) -> None:
+    def write_index(self, entries: Sequence[LedgerEntry]) -> None:
         """Append entries, after those that are owed.
 
         Raises:
@@ -185,7 +185,7 @@ class ShardWriter:
         return self._shard
 
 
-def _index_lines(entries: Sequence[Entry]) -> bytes:
+def _index_lines(entries: Sequence[LedgerEntry]) -> bytes:
     return b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
 
 
@@ -237,7 +237,7 @@ class RolloutFiles:
         """Call `tell`, in the writing thread, with every shard that is full."""
         self._shards.on_shard_complete = tell
 
-    async def append(self, records: Sequence[Mapping[str, Json]]) -> Sequence[Entry]:
+    async def append(self, records: Sequence[Mapping[str, Json]]) -> Sequence[LedgerEntry]:
         """Write the records of one item; they are done when this returns, also when the caller is cancelled meanwhile.
 
         A full disk is waited for (`on_wait` is told), at most `DISK_FULL_DEADLINE_S`; nothing is written, and nothing
@@ -264,7 +264,7 @@ class RolloutFiles:
             tokens: generated for it.
             backlog: items that it asked for all the same.
         """
-        entry = Entry(shard=REJECTED, item_key=item_key, completion_tokens=tokens, backlog=as_json(list(backlog)))
+        entry = LedgerEntry(shard=REJECTED, item_key=item_key, completion_tokens=tokens, backlog=as_json(list(backlog)))
         self.ledger.add(entry, acknowledged=True)
         await self._patiently(lambda: self._shards.write_index([entry]))
 
@@ -276,7 +276,7 @@ class RolloutFiles:
             acked, text = self._acked, "".join(f"{group_id}\n" for group_id in group_ids).encode()
             self._thread.submit(acked.write, text)
 
-    def read_group(self, entry: Entry) -> JsonObject:
+    def read_group(self, entry: LedgerEntry) -> JsonObject:
         """One stored group, as it was written."""
         return orjson.loads(read_line(self.files.shards()[entry.shard], entry))
 

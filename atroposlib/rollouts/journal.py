@@ -27,7 +27,7 @@ import orjson
 
 from atroposlib.errors import ConfigError
 from atroposlib.rollouts.files import AppendFile
-from atroposlib.rollouts.ledger import REJECTED, Entry, read_entries, read_line
+from atroposlib.rollouts.ledger import REJECTED, LedgerEntry, read_entries, read_line
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.trace import EngineReply
 from atroposlib.type_definitions import IGNORE_INDEX, Json, JsonObject
@@ -287,7 +287,7 @@ class EarlierRollouts:
 
     def __init__(self, folder: Path) -> None:
         """ConfigError when the folder holds no rollout files."""
-        self._places: dict[str, tuple[Path, Entry]] = {}
+        self._places: dict[str, tuple[Path, LedgerEntry]] = {}
         for index in sorted(folder.glob("*_rollouts_*.index")):
             files = RunFiles(folder, index.stem, env="", run="")
             shards = files.shards()

@@ -28,13 +28,13 @@ from atroposlib.type_definitions import Item, Json
 logger = logging.getLogger(__name__)
 
 REJECTED = 0
-"""`Entry.shard` of an item that left no line."""
+"""`LedgerEntry.shard` of an item that left no line."""
 
 _CHECKED_BYTES = 1 << 26  # at the end of the last shard
 _SLACK_NS = 10_000_000_000  # a line of a process that runs may be there before its entry is
 
 
-class Entry(msgspec.Struct, array_like=True):
+class LedgerEntry(msgspec.Struct, array_like=True):
     """One line of a rollout file, as the index keeps it."""
 
     shard: int = 0  # 1, 2, ...
@@ -77,7 +77,7 @@ class Totals:
     rejected_tokens: int = 0  # in groups that left no line
     tasks: dict[str, TaskCount] = field(default_factory=dict)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: LedgerEntry) -> None:
         """Count one line."""
         self.groups += 1
         self.responses += entry.responses
@@ -99,14 +99,14 @@ class Ledger:
         self.totals = Totals()
         self.done: set[str] = set()  # item keys
         self.parts: dict[str, set[int]] = {}  # item key -> parts on disk, only of items that are not done
-        self.last: Entry | None = None
+        self.last: LedgerEntry | None = None
         self.groups_in_shard: Counter[int] = Counter()
-        self.unacknowledged: dict[str, Entry] = {}  # by group id
+        self.unacknowledged: dict[str, LedgerEntry] = {}  # by group id
         self.backlog: list[Item] = []  # items that rollouts of earlier processes asked for
         self.set_aside = SetAside()  # lines that do not count
         self._rejected: set[str] = set()
 
-    def add(self, entry: Entry, *, acknowledged: bool) -> bool:
+    def add(self, entry: LedgerEntry, *, acknowledged: bool) -> bool:
         """Count one entry of the index or one line just written; False: it is there already, and does not count."""
         if entry.shard == REJECTED:
             self.done.add(entry.item_key)
@@ -171,7 +171,7 @@ def recorded_items(files: RunFiles) -> set[str]:
     return ledger.done
 
 
-def read_entries(files: RunFiles) -> list[Entry]:
+def read_entries(files: RunFiles) -> list[LedgerEntry]:
     """Every line of files of another process, and what it rejected; nothing is changed there."""
     return _entries(files, 0.0, SetAside(), repair=False)[0]
 
@@ -181,18 +181,18 @@ def read_acknowledged(path: Path) -> set[str]:
     return set(path.read_text("utf-8", errors="replace").split("\n")) if path.exists() else set()
 
 
-def read_line(path: Path, entry: Entry) -> bytes:
+def read_line(path: Path, entry: LedgerEntry) -> bytes:
     """The bytes of one line, from a plain or compressed file."""
     with SpanReader(path) as reader:
         return reader.read(entry.start, entry.end)
 
 
-def describe(record: Mapping[str, Json], accept_score: float) -> Entry:
+def describe(record: Mapping[str, Json], accept_score: float) -> LedgerEntry:
     """The index entry of one record, without the place where its line lies."""
     scores: list[float] = record["scores"]
     usage, reasons, backlog = (record.get(key) for key in ("usage", "finish_reasons", "backlog"))
     prompt, completion, length = _counts(usage, "prompt_tokens", "completion_tokens", "length_tokens")
-    return Entry(
+    return LedgerEntry(
         group_id=as_json(str(record.get("group_id") or "")),
         item_key=record["item_key"],
         part=record.get("part") or 0,
@@ -228,16 +228,16 @@ class _LineFacts(msgspec.Struct):
     backlog: object = None
 
 
-def _entries(files: RunFiles, accept_score: float, odd: SetAside, *, repair: bool) -> tuple[list[Entry], bool]:
+def _entries(files: RunFiles, accept_score: float, odd: SetAside, *, repair: bool) -> tuple[list[LedgerEntry], bool]:
     """Read the index and the lines that it lacks; False: the index must be written again. `odd` gets damaged lines."""
     index = files.beside("index")
     entries, damaged = _read_index(index)
     shards = files.shards()
-    known: dict[int, list[Entry]] = {shard: [] for shard in shards}
+    known: dict[int, list[LedgerEntry]] = {shard: [] for shard in shards}
     for entry in entries:
         known.get(entry.shard, []).append(entry)
     indexed_ns = (index.stat().st_mtime_ns if index.exists() else 0) + (0 if repair else _SLACK_NS)
-    found: list[Entry] = []
+    found: list[LedgerEntry] = []
     for shard, path in shards.items():
         theirs, is_packed = known[shard], path.suffix == ".zst"
         end = max((entry.end for entry in theirs), default=0)
@@ -257,16 +257,16 @@ def _entries(files: RunFiles, accept_score: float, odd: SetAside, *, repair: boo
     return every, not damaged and sorted(every, key=_place) == sorted(entries, key=_place)
 
 
-def _place(entry: Entry) -> tuple[int, int]:
+def _place(entry: LedgerEntry) -> tuple[int, int]:
     return entry.shard, entry.start
 
 
-def _read_index(path: Path) -> tuple[list[Entry], bool]:
+def _read_index(path: Path) -> tuple[list[LedgerEntry], bool]:
     """Entries, and whether the file ends in something else (a torn line, or bytes of an unknown kind)."""
     if not path.exists():
         return [], False
-    decoder = msgspec.json.Decoder(Entry)
-    entries: list[Entry] = []
+    decoder = msgspec.json.Decoder(LedgerEntry)
+    entries: list[LedgerEntry] = []
     for line in path.read_bytes().splitlines(keepends=True):
         try:
             entries.append(decoder.decode(line))
@@ -277,7 +277,7 @@ def _read_index(path: Path) -> tuple[list[Entry], bool]:
     return entries, False
 
 
-def _rewrite_index(path: Path, entries: list[Entry]) -> None:
+def _rewrite_index(path: Path, entries: list[LedgerEntry]) -> None:
     temporary = path.with_name(path.name + ".new")
     with temporary.open("wb") as stream:
         stream.writelines(msgspec.json.encode(entry) + b"\n" for entry in entries)
@@ -292,7 +292,9 @@ def _ends_a_line(path: Path, at: int) -> bool:
         return at == 0 or (stream.seek(at - 1) >= 0 and stream.read(1) == b"\n")
 
 
-def _scan(path: Path, shard: int, start: int, accept_score: float, odd: SetAside, *, repair: bool) -> Iterator[Entry]:
+def _scan(
+    path: Path, shard: int, start: int, accept_score: float, odd: SetAside, *, repair: bool
+) -> Iterator[LedgerEntry]:
     """Entries of the complete lines from byte `start` on; with `repair` a torn last line is cut off the file.
 
     `odd` gets the lines that are no groups of a run, and the end of a compressed file that is damaged.

@@ -26,7 +26,7 @@ API_SLOW_S = 3.0
 GOODBYE_S = 2.0
 
 
-class TrainerLink(Pace, Protocol):
+class ServingLink(Pace, Protocol):
     """The connection to the trainer, over the trajectory API."""
 
     @property
@@ -39,7 +39,7 @@ class ServingEnvironment(Environment, Protocol):
     """The further hooks that `serve` needs."""
 
     @property
-    def trainer_link(self) -> TrainerLink: ...
+    def trainer_link(self) -> ServingLink: ...
 
     async def register_env(self) -> None: ...
 

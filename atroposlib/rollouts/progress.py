@@ -28,6 +28,7 @@ from atroposlib.rollouts.ledger import TaskCount, Totals
 from atroposlib.rollouts.standstill import Dropped
 from atroposlib.status.page import StatusPage
 from atroposlib.status.runs import RunStatus, of_progress
+from atroposlib.status.table import duration, render
 from atroposlib.type_definitions import JsonObject
 
 if TYPE_CHECKING:
@@ -291,22 +292,6 @@ def file_head(env: str, mode: str, state: str) -> JsonObject:
     }
 
 
-def duration(seconds: float) -> str:
-    """`seconds` as people say it.
-
-    >>> duration(59), duration(3661), duration(266400)
-    ('59s', '1h01m', '3d02h')
-    """
-    minutes, whole = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02d}h"
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{whole:02d}s" if minutes else f"{whole}s"
-
-
 LOG_EVERY_S = 10.0
 
 
@@ -367,8 +352,6 @@ class ProgressDisplay:
         return of_progress(self._progress.path or Path("progress.json"), self._progress.snapshot())
 
     def _draw(self, live: "Live") -> None:
-        from atroposlib.status.table import render
-
         with contextlib.suppress(OSError):  # the terminal is gone, the run is not
             live.update(render(self._status()), refresh=True)
 

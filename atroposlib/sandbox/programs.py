@@ -419,7 +419,7 @@ class _Watch:
 
 
 @dataclass(frozen=True)
-class Usage:
+class ResourceUse:
     """Of all processes of a sandbox at one moment."""
 
     processes: int
@@ -427,7 +427,7 @@ class Usage:
     cpu_s: float
 
 
-def usage_of(first: int) -> Usage:
+def usage_of(first: int) -> ResourceUse:
     """Return what a sandbox uses. `first` is its first process, which is not among those counted."""
     processes = list(_descendants(first))
     memory, ticks = 0, 0
@@ -436,7 +436,7 @@ def usage_of(first: int) -> Usage:
             fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
             ticks += sum(map(int, fields[11:15]))  # its own time and that of children it waited for
             memory += _kilobytes(process, "status", (b"RssAnon:", b"RssShmem:")) * 1024
-    return Usage(len(processes), memory, ticks / os.sysconf("SC_CLK_TCK"))
+    return ResourceUse(len(processes), memory, ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def shared_out(first: int) -> int:

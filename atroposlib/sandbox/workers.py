@@ -73,7 +73,7 @@ class WorkerPool:
     def _reset(self) -> None:
         self._changed = threading.Condition()  # of the three below
         self._idle = list(self._workers)
-        self._running: set[Call] = set()
+        self._running: set[WorkerCall] = set()
         self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="sandbox")
 
     def run(self, function: str, *args: object, opening: Opening | None = None) -> Json:
@@ -93,7 +93,7 @@ class WorkerPool:
                 result.exception()  # nobody else will look at it
             raise
 
-    def submit(self, function: str, *args: object, opening: Opening | None = None) -> "Call":
+    def submit(self, function: str, *args: object, opening: Opening | None = None) -> "WorkerCall":
         """Start a call and return at once.
 
         Args:
@@ -105,7 +105,7 @@ class WorkerPool:
         """
         if self._is_closed:
             raise SandboxError("the pool of workers is closed")
-        call = Call(function, args, opening)
+        call = WorkerCall(function, args, opening)
         call.future = self._threads.submit(self._do, call)
         return call
 
@@ -119,7 +119,7 @@ class WorkerPool:
             _stop_all(self._workers)
         self._threads.shutdown(wait=False)
 
-    def _do(self, call: "Call") -> Json:
+    def _do(self, call: "WorkerCall") -> Json:
         with self._changed:
             if self._is_closed:
                 raise SandboxError("the pool of workers is closed")
@@ -135,7 +135,7 @@ class WorkerPool:
                 self._changed.notify_all()
 
 
-class Call:
+class WorkerCall:
     """One call on its way."""
 
     future: Future[Json]
@@ -163,7 +163,7 @@ class Worker:
         self._pidfd: int | None = None
         self._opened: set[Opening] = set()  # by the running process
 
-    def run(self, call: Call, timeout_s: float) -> Json:
+    def run(self, call: WorkerCall, timeout_s: float) -> Json:
         """Return the value of one call. A process that holds too much memory afterwards is ended."""
         if call.opening is not None and call.opening not in self._opened:
             function, argument = call.opening
@@ -174,7 +174,7 @@ class Worker:
             self.stop()
         return reply["value"]
 
-    def _exchange(self, call: Call, function: str, args: tuple[object, ...], timeout_s: float) -> JsonObject:
+    def _exchange(self, call: WorkerCall, function: str, args: tuple[object, ...], timeout_s: float) -> JsonObject:
         number = secrets.token_hex(8)
         request = json.dumps({"id": number, "function": function, "args": args, "timeout_s": timeout_s}).encode()
         connection = self._start()

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from atroposlib.charts import Line, histogram, line_chart
+from atroposlib.charts import Series, histogram, line_chart
 from atroposlib.errors import LaunchError, RowError
 from atroposlib.json_lines import object_in
 from atroposlib.paths import write_text_atomic
@@ -214,15 +214,15 @@ def charts(points: Sequence[Point], *, is_evaluation: bool = False) -> list[str]
         tokens.append((b.at, max(0, b.completion_tokens - a.completion_tokens) / seconds if ran else None))
         share.append((b.at, 100 * (b.accepted - a.accepted) / responses if ran and responses > 0 else None))
         busy.append((b.at, 100 * (b.engine_running or 0) / max(1, b.engine_slots) if is_known else None))
-    done = [Line("", [(point.at, point.groups) for point in points])]
-    speed = line_chart("tokens per second", [Line("", tokens)])
+    done = [Series("", [(point.at, point.groups) for point in points])]
+    speed = line_chart("tokens per second", [Series("", tokens)])
     if is_evaluation:
         return [line_chart("items done", done), speed]
     return [
         line_chart("problems recorded", done),
         speed,
-        line_chart("slots in use", [Line("", busy)], unit="%", top=100),
-        line_chart("accepted", [Line("", share)], unit="%", top=100),
+        line_chart("slots in use", [Series("", busy)], unit="%", top=100),
+        line_chart("accepted", [Series("", share)], unit="%", top=100),
     ]
 
 
@@ -230,14 +230,14 @@ def histograms(rollouts: Sequence[str]) -> list[str]:
     """Scores and lengths of the answers at the ends of the two newest rollout files that are not compressed."""
     from atroposlib.data.compressed import is_compressed  # this and the next load NumPy
     from atroposlib.data.lazy_group import parse_lazily
-    from atroposlib.data.rollout_files import Line as RolloutLine
+    from atroposlib.data.rollout_files import Line
 
     scores, lengths = [], []
     plain = [path for path in map(Path, rollouts) if path.is_file() and not is_compressed(path)]
     for path in sorted(plain, key=os.path.getmtime)[-2:]:
         for number, line in enumerate(last_lines(path, _ROLLOUT_BYTES), 1):
             try:
-                group = parse_lazily(RolloutLine(path, number, 0, line, is_complete=True))
+                group = parse_lazily(Line(path, number, 0, line, is_complete=True))
             except RowError:  # the command that reads datasets names it
                 continue
             scores += group.scores

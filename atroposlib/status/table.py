@@ -136,10 +136,10 @@ def headline(status: RunStatus) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `3 min 10 s`, `2 h 5 min`.
+    """`seconds` as people say it.
 
-    >>> duration(190)
-    '3 min 10 s'
+    >>> duration(42), duration(190), duration(266400)
+    ('42 s', '3 min 10 s', '74 h 0 min')
     """
     whole = round(seconds)
     if whole < 60:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atroposlib.charts import Line, line_chart
+from atroposlib.charts import Series, line_chart
 from atroposlib.json_lines import object_in
 from atroposlib.type_definitions import JsonObject
 
@@ -76,7 +76,7 @@ class Training:
         drawn = []
         for title, keys, unit, factor in _CHARTS:
             lines = [
-                Line(
+                Series(
                     key.rpartition("/")[2].rpartition("_")[0 if key.startswith("time/") else 2],
                     [(point["step"], _times(point.get(key), factor)) for point in self.points],
                 )
@@ -97,7 +97,7 @@ class Training:
         return [
             line_chart(
                 f"evaluation: {name.removeprefix('eval/')}",
-                [Line(name, [(step, metrics.get(name)) for step, metrics in self.evaluations])],
+                [Series(name, [(step, metrics.get(name)) for step, metrics in self.evaluations])],
                 spread=[
                     (metrics.get(f"{name}_ci_high", math.nan) - metrics.get(f"{name}_ci_low", math.nan)) / 2
                     for _, metrics in self.evaluations

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from atroposlib import __version__, cli
 from atroposlib.cli import main
-from atroposlib.cli.boundary import Group, command
+from atroposlib.cli.boundary import HelpGroup, command
 from atroposlib.environments.intern_bootcamp import quarantine
 
 APPS = {
@@ -24,7 +24,7 @@ APPS = {
 
 
 def commands_below(words: tuple[str, ...], app) -> list[tuple[tuple[str, ...], object]]:
-    if not isinstance(app, Group):
+    if not isinstance(app, HelpGroup):
         return [(words, app)]
     return [
         (words, app),

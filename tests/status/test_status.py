@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from atroposlib.charts import HEIGHT, WIDTH, Line, histogram, line_chart
+from atroposlib.charts import HEIGHT, WIDTH, Series, histogram, line_chart
 from atroposlib.cli.boundary import command
 from atroposlib.cli.runs import runs as runs_command
 from atroposlib.cli.status import HELP
@@ -283,7 +283,7 @@ def test_a_histogram_counts_every_value_once(values, bars):
 
 def test_the_newest_value_of_each_line_stands_at_the_right_edge_and_none_on_another():
     lines = [
-        Line(name, [(0.0, 0.0), (1.0, value), (2.0, None)])
+        Series(name, [(0.0, 0.0), (1.0, value), (2.0, None)])
         for name, value in zip("abc", (5.0, 4.99, 0.0001), strict=True)
     ]
     drawn = re.findall(r'<text class="line(\d)" x="(\d+)" y="([\d.]+)">(.*?)</text>', line_chart("t", lines, unit="%"))
@@ -296,14 +296,14 @@ def test_the_newest_value_of_each_line_stands_at_the_right_edge_and_none_on_anot
 
 @pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
 def test_a_value_that_is_not_finite_is_a_gap(odd):
-    drawn = line_chart("t", [Line("", [(0.0, 1.0), (1.0, odd), (2.0, 3.0)])], spread=[0.5, odd, odd])
+    drawn = line_chart("t", [Series("", [(0.0, 1.0), (1.0, odd), (2.0, 3.0)])], spread=[0.5, odd, odd])
     assert drawn.count("<polyline") == 2
     assert "nan" not in drawn
     assert "inf" not in drawn
 
 
 def test_a_chart_of_one_point_says_so():
-    assert "nothing to draw yet" in line_chart("t", [Line("", [(0.0, 1.0)])])
+    assert "nothing to draw yet" in line_chart("t", [Series("", [(0.0, 1.0)])])
 
 
 def test_the_command_prints_json_and_writes_the_page(tmp_path):

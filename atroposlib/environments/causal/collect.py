@@ -31,11 +31,12 @@ from atroposlib.rollouts.failures import FailureLog, TaskHealth, describe_error
 from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.ledger import Totals
 from atroposlib.rollouts.locations import RunFiles
-from atroposlib.rollouts.progress import Progress, duration
+from atroposlib.rollouts.progress import Progress
 from atroposlib.rollouts.reports import compress
 from atroposlib.rollouts.source import Work
 from atroposlib.rollouts.stop import StopSignals
 from atroposlib.sandbox.workers import SandboxError, WorkerPool
+from atroposlib.status.table import duration
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from atroposlib.envs.reward_fns import math_answers
 from atroposlib.envs.reward_fns.math_answers import Quantity, clean, read_quantity, split_parts, words_of
 from atroposlib.errors import VerifierFault
 from atroposlib.rollouts.failures import Unscored
-from atroposlib.sandbox.workers import Call, SandboxError, WorkerPool
+from atroposlib.sandbox.workers import SandboxError, WorkerCall, WorkerPool
 
 if TYPE_CHECKING:
     from sympy import Basic, MatrixBase
@@ -106,7 +106,7 @@ class MathJudge:
 
     def _begin(
         self, replies: Sequence[str], gold: Gold | Sequence[Gold], tolerance: float, skip_thinking: bool
-    ) -> tuple[list[tuple[Verdict, Question | None]], dict[Question, Call]]:
+    ) -> tuple[list[tuple[Verdict, Question | None]], dict[Question, WorkerCall]]:
         golds = [gold] * len(replies) if isinstance(gold, str | int | float) else gold
         looks = [
             first_look(reply, right, tolerance=tolerance, skip_thinking=skip_thinking)
@@ -150,7 +150,7 @@ def scores(verdicts: Sequence[Verdict], *, right: float = 1.0, wrong: float = 0.
     ]
 
 
-def _verdict(look: tuple[Verdict, Question | None], calls: dict[Question, Call]) -> Verdict:
+def _verdict(look: tuple[Verdict, Question | None], calls: dict[Question, WorkerCall]) -> Verdict:
     verdict, question = look
     if question is None:
         return verdict
