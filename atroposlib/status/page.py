@@ -56,7 +56,8 @@ svg polyline.line2 { stroke: var(--third); } svg :is(text, tspan, circle).line2 
 pre { white-space: pre-wrap; margin: 0; font: 12px/1.4 ui-monospace, monospace; }
 div.table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
-th { text-align: left; overflow-wrap: normal; } th:first-child { width: 9rem; } .table th:first-child { width: auto; }
+th { text-align: left; overflow-wrap: normal; } th:first-child { width: 9rem; overflow-wrap: anywhere; }
+.table th:first-child { width: auto; overflow-wrap: normal; }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .5rem; vertical-align: top; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 td.text { min-width: 14rem; } .table td:first-child:not(.number) { min-width: 6rem; }
