@@ -18,7 +18,12 @@ ROOT = str(Path(__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
 """Processes that tests start run this checkout, wherever they start, and whatever is installed."""
 
-LONGEST = ("launch/test_datagen_run.py", "rollouts/test_auto_concurrency.py", "api/test_durability.py")
+LONGEST = (
+    "launch/test_datagen_run.py",
+    "scale/test_drill.py",
+    "rollouts/test_auto_concurrency.py",
+    "api/test_durability.py",
+)
 """Files that begin first, so that none of them is what the other cores wait for in the end."""
 MOST_WORKERS = 8
 
@@ -30,7 +35,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     has_choice = getattr(options, "numprocesses", 0) is None and not hasattr(config, "workerinput")  # pytest-xdist's
     if is_whole and has_choice and not options.collectonly and not options.usepdb and (cores or 1) > 1:
-        options.numprocesses, options.dist = min(cores or 1, MOST_WORKERS), "loadfile"
+        options.numprocesses, options.dist = min((cores or 1) + 1, MOST_WORKERS), "loadfile"  # some test always waits
         options.loadscopereorder = False  # it would begin with the files of most tests
 
 

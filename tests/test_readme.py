@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -96,5 +97,6 @@ def test_a_new_environment_is_its_example_under_another_name(kind, tmp_path, mon
 def test_the_test_of_a_new_environment_passes_as_written(tmp_path):
     new.env("sums", multi_turn=False, tools=False, judge=False, folder=str(tmp_path))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sums.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    bare = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=bare)
     assert done.returncode == 0, done.stdout
