@@ -9,7 +9,9 @@ again. An index that cannot be written (a read-only folder) is kept in memory on
 """
 
 import logging
+import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +40,7 @@ NOTHING_GENERATED = ODD.index("nothing generated")
 DOUBLE = "double"
 
 _OPEN_FILES = 16
+_FIRST_LOOK_S = 0.1
 
 GROUP = np.dtype(
     [
@@ -246,17 +249,22 @@ class TableBuilder:
         self._groups, self._responses = [], []
 
 
-def scan_after(path: Path, table: Table | None, advance: Advance = ignore) -> Table:
+def scan_after(
+    path: Path, table: Table | None, advance: Advance = ignore, *, so_far: Callable[[Table], None] | None = None
+) -> Table:
     """`table` and what `path`, its only file, holds after the table's last group; checks the shape of every line.
 
     Lines that are no groups are set aside, and where there were some, all of the file is read again.
 
     Args:
         advance: told the bytes of every line.
+        so_far: given the table as far as it is read, soon and then each time that the reading has taken twice as long.
     """
     builder = TableBuilder()
     builder.add_file(path)
     start, number = 0, 1
+    begun = time.monotonic()
+    next_look = begun + _FIRST_LOOK_S if so_far is not None else math.inf
     if table is not None and table.set_aside:
         table = None
     if table is not None and len(table.groups):
@@ -266,9 +274,15 @@ def scan_after(path: Path, table: Table | None, advance: Advance = ignore) -> Ta
         for line in read_lines(path, start=start, first_number=number):
             advance(line.size)
             builder.add_line(line)
+            if so_far is not None and (now := time.monotonic()) >= next_look:
+                so_far(_joined(table, builder.build()))
+                next_look = now + (now - begun)
     except RowError as error:
         builder.set_aside.add(error)
-    added = builder.build()
+    return _joined(table, builder.build())
+
+
+def _joined(table: Table | None, added: Table) -> Table:
     return concatenate([table, added]) if table is not None else added
 
 
@@ -388,8 +402,8 @@ def open_table(
     return table
 
 
-def table_of(path: Path, advance: Advance = ignore) -> Table:
-    """The table of one rollout file, and its index brought up to date."""
+def table_of(path: Path, advance: Advance = ignore, *, so_far: Callable[[Table], None] | None = None) -> Table:
+    """The table of one rollout file, and its index brought up to date; `so_far` as in `scan_after`."""
     try:
         size = path.stat().st_size
     except FileNotFoundError as error:
@@ -398,7 +412,7 @@ def table_of(path: Path, advance: Advance = ignore) -> Table:
     if known is not None and known[0] == size:
         advance(size)
         return known[1]
-    table = scan_after(path, known[1] if known else None, advance)
+    table = scan_after(path, known[1] if known else None, advance, so_far=so_far)
     try:
         if os.access(path, os.R_OK):
             _save(path, size, table)

@@ -116,7 +116,7 @@ class FileRollouts:
                 if path not in self._sizes:
                     self.pending = f"indexing {path.name} ({number} of {len(files)})"
                 self._sizes[path] = size
-                table = table_of(path)
+                table = table_of(path, so_far=self.add)
                 table.set_aside.warn()
                 self.add(table)
             except (AtroposError, OSError) as error:

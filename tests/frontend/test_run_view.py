@@ -5,8 +5,9 @@ import pytest
 import yaml
 from fastapi.testclient import TestClient
 
+from atroposlib.data import table
 from atroposlib.data.policy import SelectionPolicy, select
-from atroposlib.data.table import concatenate, open_table, table_of
+from atroposlib.data.table import concatenate, open_table, scan_after, table_of
 from atroposlib.frontend import run_view
 from atroposlib.frontend.group_detail import PAGE_TOKENS, TokenTexts, pieces
 from atroposlib.frontend.live_rollouts import LiveRollouts
@@ -89,6 +90,22 @@ def test_a_file_that_becomes_known_while_the_list_is_made_is_in_the_next_list(tm
 
     monkeypatch.setattr(run_view, "concatenate", concatenate_meanwhile)
     assert [len(rollouts.table().groups) for _ in range(2)] == [1, 2]
+
+
+def test_of_a_large_file_the_first_groups_are_shown_while_the_rest_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "_FIRST_LOOK_S", 0.0)
+    path = write_groups(tmp_path / "large.jsonl", [group([1, 0], "sums", item=str(number)) for number in range(200)])
+    rollouts, counts, add = FileRollouts(), [], FileRollouts.add
+
+    def add_and_look(known):
+        add(rollouts, known)
+        counts.append(groups_of(TestClient(make_app(rollouts), base_url="http://localhost"))["groups_total"])
+
+    monkeypatch.setattr(rollouts, "add", add_and_look)
+    rollouts.follow([path])
+    assert (counts[0], counts[-1]) == (1, 200)
+    assert counts == sorted(counts)
+    assert rollouts.table().groups.tobytes() == scan_after(path, None).groups.tobytes()
 
 
 def test_a_page_whose_name_was_made_to_resolve_to_this_machine_reads_nothing(client):
