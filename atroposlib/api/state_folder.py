@@ -9,6 +9,7 @@ import mmap
 import os
 import sqlite3
 import struct
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -65,28 +66,33 @@ class StateFolder:
         self._lock = None if self.path is None else _lock_folder(self.path)
         self._reserve = None if self.path is None else self.path / "reserve"
         try:
-            self.log = None if self.path is None else DeliveryLog(self.path / "deliveries")
-            self.db = self._open()
-            (changes,) = self.db.execute("SELECT value FROM meta WHERE key = 'changes'").fetchone()
-            if self.log is not None and changes < self.log.changes and not accept_older:
-                raise ConfigError(
-                    f"--state-dir {self.path} is {self.log.changes - changes} changes older than what the server that "
-                    f"used it last had written: {FILE}-wal was lost, or an older copy put back. Groups delivered since "
-                    "would come again, groups stored since are gone. Put the newer files back, or start once with "
-                    "--accept-older"
-                )
+            with contextlib.ExitStack() as opened:
+                opened.callback(self._unlock)
+                self.log = None if self.path is None else DeliveryLog(self.path / "deliveries")
+                if self.log is not None:
+                    opened.callback(self.log.close)
+                self.db = self._open()
+                opened.callback(self.db.close)
+                self._check_age(accept_older=accept_older)
+                opened.pop_all()
         except (sqlite3.OperationalError, OSError) as error:
-            self._unlock()
             raise PathError(f"--state-dir {self.path} cannot be used now: {error}") from error
         except sqlite3.DatabaseError as error:
-            self._unlock()
             raise ConfigError(
                 f"--state-dir {self.path} cannot be used: {FILE} is damaged or no state of this API ({error}); put a "
                 "copy back, or choose another --state-dir"
             ) from error
-        except BaseException:
-            self._unlock()
-            raise
+        weakref.finalize(self, self.db.close).atexit = False  # of an application that was made and never started
+
+    def _check_age(self, *, accept_older: bool) -> None:
+        (changes,) = self.db.execute("SELECT value FROM meta WHERE key = 'changes'").fetchone()
+        if self.log is not None and changes < self.log.changes and not accept_older:
+            raise ConfigError(
+                f"--state-dir {self.path} is {self.log.changes - changes} changes older than what the server that "
+                f"used it last had written: {FILE}-wal was lost, or an older copy put back. Groups delivered since "
+                "would come again, groups stored since are gone. Put the newer files back, or start once with "
+                "--accept-older"
+            )
 
     def no_room(self, size: int, wal: int = 0) -> str | None:
         """Say that the disk is too full for groups of this size: in the WAL, and with all of it in the database."""

@@ -17,10 +17,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 from api_testing import ENV, ServerRefused, client_of, make_group, register_run, server_process, started, uids
 
 from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.api.state_folder import StateFolder
+from atroposlib.errors import ConfigError
 
 
 def take_all(client: httpx.Client) -> list[int]:
@@ -175,6 +178,9 @@ def test_a_state_whose_last_changes_are_gone_is_refused_with_their_number(used_f
         assert take_all(client) == [2, 3]
     (state / "state.sqlite").unlink()
     assert "changes older" in refusal(state)
+    with pytest.raises(ConfigError, match="changes older") as kept:
+        StateFolder(state)
+    assert [file.path for file in psutil.Process().open_files() if str(state) in file.path] == [], kept
 
 
 DAMAGE = {

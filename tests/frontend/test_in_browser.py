@@ -129,8 +129,7 @@ def test_tokens_are_coloured_by_everything_that_is_recorded(open_page, view):
         page.select_option(".detail-head select", colour)
         page.wait_for_selector(marked)
     page.keyboard.press("t")
-    page.wait_for_selector(".message")
-    assert page.locator(".tok").count() == 0
+    until(page, "document.querySelector('.message') && !document.querySelector('.tok')")
 
 
 def test_prompts_stand_once_thoughts_are_folded_calls_results_and_verdicts_are_shown(open_page, view):
