@@ -77,7 +77,7 @@ TAKEN = {
     "numpy int": ({"n": np.int64(1)}, {"n": 1}),
     "numpy array": ({"stop_token_ids": np.array([1, 2])}, {"stop_token_ids": [1, 2]}),
     "ids as keys": ({"logit_bias": {50256: -100}}, {"logit_bias": {"50256": -100}}),
-    "not given": ({"tools": openai.NOT_GIVEN, "stop": openai.omit}, {}),
+    "not given": ({"tools": openai.NOT_GIVEN, "stop": getattr(openai, "omit", openai.NOT_GIVEN)}, {}),
 }
 
 
