@@ -28,7 +28,7 @@ from atroposlib.envs.server_handling.agents.dialect import checked_messages
 from atroposlib.envs.server_handling.agents.gateway import BodyLimit, Gateway
 from atroposlib.envs.server_handling.agents.record import CallLog
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, RolloutSettings, managed_for
-from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, SequenceNode
+from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer
 from atroposlib.envs.server_handling.proxy_schemas import (
     UNKNOWN_SESSION,
     ChatCompletionProxyRequest,
@@ -65,14 +65,6 @@ class SessionState:
     last_accessed: float
     rollout: Rollout
     requests: int = 0  # being answered now, except for those of the model
-
-    def num_nodes(self) -> int:
-        """Sequences tracked so far."""
-        return len(self.nodes())
-
-    def nodes(self) -> list[SequenceNode]:
-        """The tracked sequences; in tree mode every intermediate one."""
-        return self.managed_server.nodes()
 
 
 class Sessions:
@@ -281,13 +273,7 @@ class _Proxy:
             track_tree=request.track_tree,
             reasoning_parser=request.reasoning_parser,
         )
-        return SessionCreateResponse(
-            uuid=session.uuid,
-            model_name=session.model_name,
-            tool_parser=session.tool_parser,
-            base_url=session.base_url,
-            created_at=session.created_at,
-        )
+        return SessionCreateResponse.model_validate(session, from_attributes=True)
 
     async def list_sessions(self) -> JsonObject:
         return {
@@ -298,7 +284,7 @@ class _Proxy:
                     "base_url": session.base_url,
                     "created_at": session.created_at,
                     "last_accessed": session.last_accessed,
-                    "num_nodes": session.num_nodes(),
+                    "num_nodes": len(session.managed_server.nodes()),
                 }
                 for session in self.sessions.all()
             ]
@@ -318,7 +304,7 @@ class _Proxy:
 
     async def nodes(self, session_uuid: str) -> JsonObject:
         with self.sessions.using(session_uuid) as session:
-            return {"nodes": [node.model_dump() for node in session.nodes()]}
+            return {"nodes": [node.model_dump() for node in session.managed_server.nodes()]}
 
     async def reset(self, session_uuid: str) -> JsonObject:
         with self.sessions.using(session_uuid) as session:
