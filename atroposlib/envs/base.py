@@ -240,7 +240,7 @@ class BaseEnv(EnvHooks):
         """The exit code."""
         from atroposlib.envs.kept_evaluation import run_evaluate
 
-        return await self._torn_down(run_evaluate(self))
+        return await self._torn_down(run_evaluate(self, self.check_engines))
 
     async def _torn_down(self, mode: Awaitable[T]) -> T:
         """`mode` to its end, then `teardown`, whose failure takes nothing away from what was done."""

@@ -12,12 +12,12 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.server_manager import ServerManager, missing_engine, requests_out
 from atroposlib.lock_files import take_lock
@@ -34,29 +34,14 @@ T = TypeVar("T")
 _KEY = "evaluation"
 
 
-class Evaluated(Protocol):
-    """An environment as the mode uses it."""
-
-    config: BaseEnvConfig
-    server: ServerManager
-    settings_text: str | None
-    fresh: bool
-
-    @property
-    def label(self) -> str: ...
-
-    async def check_engines(self) -> bool: ...
-
-    async def setup(self) -> None: ...
-
-    async def evaluate(self, *args: object, **kwargs: object) -> object: ...
-
-
-async def run_evaluate(env: Evaluated) -> int:
+async def run_evaluate(env: EnvHooks, check_engines: Callable[[], Awaitable[object]]) -> int:
     """Evaluate until it is done or a signal asks to stop; the exit code."""
     stop = StopSignals()
     stop.catch()
-    evaluating, stopping = asyncio.create_task(_evaluate(env)), asyncio.create_task(stop.requested.wait())
+    evaluating, stopping = (
+        asyncio.create_task(_evaluate(env, check_engines)),
+        asyncio.create_task(stop.requested.wait()),
+    )
     try:
         await asyncio.wait({evaluating, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not evaluating.done():
@@ -70,11 +55,11 @@ async def run_evaluate(env: Evaluated) -> int:
         stop.release()
 
 
-async def _evaluate(env: Evaluated) -> None:
+async def _evaluate(env: EnvHooks, check_engines: Callable[[], Awaitable[object]]) -> None:
     """`setup` and `evaluate`; with a folder for the results, the same command resumes after a kill."""
     with contextlib.suppress(TimeoutError):  # a busy engine answers late
         async with asyncio.timeout(CHECK_S):
-            await env.check_engines()
+            await check_engines()
     if not env.config.data_dir_to_save_evals:
         await shown_evaluation(_set_up_and_evaluate(env), env.server, env.label)
         return
@@ -85,7 +70,7 @@ async def _evaluate(env: Evaluated) -> None:
         await shown_evaluation(_set_up_and_evaluate(env), env.server, env.label, folder)
 
 
-async def _set_up_and_evaluate(env: Evaluated) -> None:
+async def _set_up_and_evaluate(env: EnvHooks) -> None:
     await env.setup()
     await env.evaluate()
 
