@@ -33,7 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-GROUPS, GROUP_SIZE, MAX_TOKENS, MOST_ITEMS = 2, 2, 256, 20
+GROUPS, GROUP_SIZE, MAX_TOKENS, MOST_ITEMS = 2, 2, 1024, 20
 ROOT = Path(__file__).parents[2]
 CLASS = re.compile(r"^class \w+\(.*?(Env|EvalBase)\w*\b", re.M | re.S)
 ENDS = ("done", "kept nothing")
