@@ -18,7 +18,8 @@ from inspect_ai.dataset import Sample
 from inspect_ai.model import get_model
 from inspect_ai.scorer import Score, accuracy, includes, match, scorer
 from inspect_ai.solver import generate, system_message, use_tools
-from inspect_ai.tool import tool
+from inspect_ai.tool import bash, tool
+from inspect_ai.util import sandbox
 
 @tool
 def add():
@@ -49,6 +50,23 @@ def sums(n: int = 3, how: str = "match"):
     data = [Sample(input=f"{i} + 2?", target=str(i + 2), id=f"sample {i}") for i in range(n)]
     scorers = {"match": [match()], "two": [match(), parts()], "policy": [asks_the_policy()]}
     return Task(dataset=data, solver=[system_message("Digits."), use_tools(add()), generate()], scorer=scorers[how])
+
+@scorer(metrics=[accuracy()])
+def file_says():
+    async def score(state, target):
+        try:
+            found = await sandbox().read_file("answer.txt")
+        except FileNotFoundError:
+            found = ""
+        return Score(value=float(found.strip() == target.text))
+    return score
+
+@task
+def files(how: str = ""):
+    sample = Sample(input="Add up numbers.txt into answer.txt.", target="42", files={"numbers.txt": "40\\n2\\n"})
+    sample.setup = "echo made > setup.txt"
+    solver = [use_tools(bash(timeout=20)), generate()]
+    return Task(dataset=[sample], solver=solver, scorer=file_says(), sandbox="local")
 '''
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 0, "b": 2}}\n</tool_call>'
 
@@ -106,3 +124,23 @@ def test_what_has_no_honest_score_is_a_fault(task, tmp_path, capfd, arguments, s
 
 def test_it_serves_evaluates_processes_and_resumes_in_the_middle(task, tmp_path, monkeypatch):
     runs_in_all_modes(InspectEnv, {"id": task, "workers": 1}, says, tmp_path, monkeypatch, stop_at=6)
+
+
+def shell(command):
+    return f"<tool_call>\n{json.dumps({'name': 'bash', 'arguments': {'command': command}})}\n</tool_call>"
+
+
+SHELL = "cat setup.txt; awk '{s += $1} END {print s}' numbers.txt > answer.txt; cat answer.txt"
+BOXES = {"does it": (SHELL, "made\n42\n", 1.0), "does not": ("echo 41 > answer.txt", "", 0.0)}
+
+
+@pytest.mark.parametrize(("command", "printed", "score"), BOXES.values(), ids=BOXES)
+def test_a_task_in_inspects_local_sandbox_is_scored_by_what_is_in_it(task, tmp_path, command, printed, score):
+    group = rolled_out(
+        task.replace("@sums", "@files"),
+        tmp_path,
+        lambda prompt: "Done." if "</tool_call>" in prompt.partition("Add up")[2] else shell(command),
+    )
+    assert group["scores"] == [score, score]
+    tools = [message for messages in group["messages"] for message in messages if message["role"] == "tool"]
+    assert [message["content"] for message in tools] == [printed, printed]

@@ -219,3 +219,65 @@ async def test_the_choices_of_a_request_share_what_is_left_of_the_tokens():
         made = await new_rollout(client, max_tokens=40)
         await ask(client, made, n=4, max_tokens=30)
         assert client.engine.requests[0]["max_tokens"] == 10
+
+
+# -- what cannot be understood ----------------------------------------------------------------------------------------
+
+NAMELESS = {"tools": [{"type": "function"}]}
+FORCED = {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [function("f")]}
+CALL = {"id": "c", "type": "function", "function": {"arguments": "{}"}}
+ODD = {
+    "content that is a number": ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, "must be a text"),
+    "a call that is a text": (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": ["x"]}]},
+        "messages[0] has a tool call without the name",
+    ),
+    "a call without a name": (
+        "chat/completions",
+        {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+        "messages[1] has a tool call without the name",
+    ),
+    "a tool without a name": ("chat/completions", NAMELESS, "must be a function with a name"),
+    "a choice of no tool": ("chat/completions", FORCED, "one of the tools"),
+    "a choice without tools": ("chat/completions", {"tool_choice": "required"}, "no tools are given"),
+    "an unknown choice": ("chat/completions", {"tool_choice": "sometimes"}, "tool_choice is 'sometimes'"),
+    "a choice of several": (
+        "chat/completions",
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        "tool_choice is {'type': 'allowed_tools'",
+    ),
+    "a choice of no tool, responses": ("responses", {"tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+    "a choice of no tool, messages": ("messages", {"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+    "an unknown choice, messages": ("messages", {"tool_choice": {"type": "maybe"}}, "tool_choice"),
+    "an item without a role": ("responses", {"input": [{}]}, "input[0] has no role"),
+    "stream options": ("chat/completions", {"stream": True, "stream_options": 7}, "stream_options must be an object"),
+    "stream options of a text": ("completions", {"stream": True, "stream_options": 7}, "stream_options must be an"),
+    "a stop that is a number": ("completions", {"stop": 3}, "stop is 3"),
+    "too many choices": ("chat/completions", {"n": 129}, "128 choices at most"),
+}
+
+
+@pytest.mark.parametrize(("path", "asked", "sentence"), ODD.values(), ids=ODD)
+async def test_what_cannot_be_understood_is_refused_before_anything_is_generated(path, asked, sentence):
+    async with client_of("a") as client:
+        made = await new_rollout(client)
+        reply = await ask(client, made, path, **{**ASK[path], **asked})
+        record = await record_of(client, made)
+    assert (reply.status_code, sentence in reply.json()["error"]["message"]) == (400, True), reply.text
+    assert (record["calls"], client.engine.answered) == ([], 0)
+
+
+async def test_a_choice_of_a_hosted_tool_that_was_left_out_is_no_choice():
+    hosted = {"type": "web_search_20250305", "name": "web_search"}
+    async with client_of("a") as client:
+        made = await new_rollout(client)
+        choice = {"type": "tool", "name": "web_search"}
+        reply = await ask(client, made, "messages", **ASK["messages"], tools=[hosted], tool_choice=choice)
+    assert reply.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
+async def test_a_gateway_with_a_token_shows_its_routes_to_nobody(path):
+    async with client_of() as client:
+        assert (await client.get(path)).is_error

@@ -182,6 +182,8 @@ def plain_messages(messages: Messages, *, knows_developer: bool = False, offset:
         content = message.get("content")
         if isinstance(content, list):
             message = {**message, "content": joined_text(content, f"messages[{index}]")}
+        if calls := message.get("tool_calls"):
+            check_calls(calls, f"messages[{index}]")
         if message.get("role") == "developer" and not knows_developer:
             message = {**message, "role": "system"}
             first = plain[0] if plain else None
@@ -191,6 +193,18 @@ def plain_messages(messages: Messages, *, knows_developer: bool = False, offset:
                 continue
         plain.append(message)
     return plain
+
+
+def check_calls(calls: object, where: str) -> None:
+    """RequestFault unless these are calls of functions that have names."""
+    functions = (
+        [call.get("function") if isinstance(call, Mapping) else None for call in calls]
+        if isinstance(calls, list | tuple)
+        else [None]
+    )
+    for function in functions:
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestFault(f"{where} has a tool call without the name of a function: {calls!r:.200}")
 
 
 def joined_text(parts: Sequence[Json], where: str) -> str:

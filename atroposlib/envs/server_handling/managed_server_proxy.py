@@ -202,7 +202,8 @@ def create_app(
         other=proxy.sessions.rollout,
         model=lambda: proxy.model_name,
     )
-    app = FastAPI(title="Managed server proxy", dependencies=[Depends(_access_check(gateway))])
+    schema = "/openapi.json" if token is None else None  # its routes ask for no token
+    app = FastAPI(title="Managed server proxy", dependencies=[Depends(_access_check(gateway))], openapi_url=schema)
     routes: list[tuple[str, str, Callable[..., Awaitable[object]]]] = [
         ("GET", "/health", proxy.health),
         ("POST", "/setup", proxy.setup),

@@ -7,6 +7,7 @@ from atroposlib.envs.server_handling.agents.dialect import (
     Body,
     Dialect,
     checked_messages,
+    choice_of,
     name_of,
     object_of,
     objects,
@@ -27,14 +28,17 @@ _OTHER = words(
 
 
 def _parse(body: Body, rollout: Rollout) -> Asked:
+    object_of(body.get("stream_options"), "stream_options")
     messages = checked_messages(body.get("messages"))
     tools = list(objects(body["tools"], "tools")) if body.get("tools") else None
     sampling = sampling_of(body, rollout, _NAMES, _OTHER, _form(body))
-    chat = ChatRequest(messages, tools, body.get("tool_choice") or "auto", sampling)
+    choice = choice_of(body.get("tool_choice") or "auto", tools or [])
+    chat = ChatRequest(messages, tools, choice, sampling)
     return Asked("chat", chat, None, sampling, str(body.get("model")), strict=strict_of(map(_named, tools or ())))
 
 
 def _parse_completion(body: Body, rollout: Rollout) -> Asked:
+    object_of(body.get("stream_options"), "stream_options")
     prompt = body.get("prompt")
     if not isinstance(prompt, str):
         raise RequestFault(f"prompt must be one text, not {prompt!r:.100}")

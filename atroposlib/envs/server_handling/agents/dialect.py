@@ -18,11 +18,13 @@ from atroposlib.envs.server_handling.proxy_schemas import known_options
 from atroposlib.envs.server_handling.sampling import AGENT_OPTIONS, GRAMMARS, OPTIONS, words
 from atroposlib.errors import RequestFault
 
-_ROLE = methodcaller("get", "role")
+_ROLE, _CONTENT = methodcaller("get", "role"), methodcaller("get", "content")
 
 _SESSION_OPTIONS = OPTIONS - words("prompt input_ids extra_body extra_headers timeout") | {"split"}
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "grammar", "choice")}
 _STRUCTURED = {inside: name for name, inside in GRAMMARS.items()}
+
+MOST_CHOICES = 128
 
 Body = Mapping[str, Any]
 
@@ -99,8 +101,10 @@ def sampling_of(
         value = sampling.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or value < lowest):
             raise RequestFault(f"{key} is {value!r:.100}; it must be a number of at least {lowest}")
+    if (choices := sampling.get("n") or 1) > MOST_CHOICES and not rollout.is_session:
+        raise RequestFault(f"n is {choices}; one request can have {MOST_CHOICES} choices at most")
     stop = sampling.get("stop")
-    if stop is not None and not (isinstance(stop, str) or all(isinstance(one, str) for one in stop)):
+    if stop is not None and not set(map(type, stop if isinstance(stop, list) else [stop])) <= {str}:
         raise RequestFault(f"stop is {stop!r:.100}; it must be a text or a list of texts")
     return sampling
 
@@ -160,12 +164,46 @@ def grammar_of(body: Body, form: Mapping[str, Any]) -> dict[str, str]:
     return {name: value if isinstance(value, str) else orjson.dumps(value).decode() for name, value in found}
 
 
+def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]], *, left_out: bool = False) -> str | dict[str, Any]:
+    """A tool choice in the form of chat completions.
+
+    Args:
+        tools: in that form, too.
+        left_out: more tools were offered, such as hosted ones; a choice of one of those means nothing.
+
+    Raises:
+        RequestFault: it is none that can be met.
+    """
+    names = [object_of(tool.get("function"), "function of a tool").get("name") for tool in tools]
+    if not set(map(type, names)) <= {str}:
+        raise RequestFault(f"each tool must be a function with a name, not {tools!r:.200}")
+    if isinstance(choice, str) and choice in ("auto", "none", "required", "any"):
+        if choice in ("required", "any") and not names:
+            if not left_out:
+                raise RequestFault(f"tool_choice is {choice!r}, but no tools are given")
+            return "auto"
+        return choice
+    named = choice if isinstance(choice, dict) and choice.get("type") in ("function", "tool", "custom") else {}
+    name = object_of(named.get("function") or named, "function of tool_choice").get("name")
+    if name in names:
+        return {"type": "function", "function": {"name": name}}
+    if left_out:
+        return "auto"
+    raise RequestFault(f"tool_choice is {choice!r:.100}; it must be auto, none, required or one of the tools {names}")
+
+
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages that each have a role; RequestFault otherwise."""
+    """Messages that each have a role, and a content that is a text or a list of parts; RequestFault otherwise."""
     checked = list(objects(messages, "messages"))
     if not checked:
         raise RequestFault("messages must not be empty")
     if set(map(type, map(_ROLE, checked))) != {str}:  # of a long history without a loop in Python
         index = next(index for index, message in enumerate(checked) if not isinstance(message.get("role"), str))
         raise RequestFault(f"messages[{index}] has no role; give each message one, such as 'user'")
+    if not set(map(type, map(_CONTENT, checked))) <= {str, list, type(None)}:
+        kinds = [type(message.get("content")) for message in checked]
+        index = next(index for index, kind in enumerate(kinds) if kind not in (str, list, type(None)))
+        raise RequestFault(
+            f"the content of messages[{index}] must be a text or a list of parts, not {kinds[index].__name__}"
+        )
     return checked

@@ -13,6 +13,7 @@ from typing import Any
 from atroposlib.envs.server_handling.agents.dialect import (
     Body,
     Dialect,
+    choice_of,
     name_of,
     object_of,
     objects,
@@ -50,9 +51,9 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     for index, message in enumerate(given):
         messages += _turns(message, f"messages[{index}]")
     choice = object_of(body.get("tool_choice"), "tool_choice")
-    wanted: Any = {"type": "function", "function": {"name": choice.get("name")}}
-    wanted = wanted if choice.get("type") == "tool" else _CHOICES.get(str(choice.get("type")), "auto")
     tools = _tools(objects(body.get("tools") or [], "tools"), notes)
+    asked = choice if choice.get("type") == "tool" else _CHOICES.get(choice.get("type", "auto"), choice)
+    wanted = choice_of(asked, tools, left_out=bool(notes))
     form = object_of(object_of(body.get("output_config"), "output_config").get("format"), "output_config.format")
     sampling = sampling_of(body, rollout, _NAMES, _OTHER, form)
     chat = ChatRequest(messages, tools or None, wanted, sampling)

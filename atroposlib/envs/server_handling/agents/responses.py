@@ -13,6 +13,7 @@ from atroposlib.envs.server_handling.agents.chat import openai_error
 from atroposlib.envs.server_handling.agents.dialect import (
     Body,
     Dialect,
+    choice_of,
     name_of,
     object_of,
     objects,
@@ -49,9 +50,7 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     if not messages:
         raise RequestFault("input must not be empty")
     tools = _tools(objects(body.get("tools") or [], "tools"), notes)
-    choice = body.get("tool_choice") or "auto"
-    if isinstance(choice, dict):
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    choice = choice_of(body.get("tool_choice") or "auto", tools, left_out=any("was left out" in note for note in notes))
     form = object_of(object_of(body.get("text"), "text").get("format"), "text.format")
     sampling = sampling_of(body, rollout, _NAMES, _OTHER, form)
     chat = ChatRequest(messages, tools or None, choice, sampling)
@@ -109,6 +108,8 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
     for index, item in enumerate(items):
         kind = item.get("type") or "message"
         where = f"input[{index}]"
+        if kind == "message" and not isinstance(item.get("role"), str):
+            raise RequestFault(f"{where} has no role; give each message one, such as 'user'")
         if kind == "message" and item.get("role") != "assistant":
             messages.append({"role": str(item.get("role")), "content": _text(item.get("content"), where)})
         elif kind == "message":
