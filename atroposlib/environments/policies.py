@@ -124,11 +124,15 @@ async def _measure_episodes(env: MultiTurnEnv, problems: int) -> Rates:
     def unfinished(world: World, player: Player) -> str:
         return f"<think>So {world.gold()}"
 
+    def respelt(world: World, player: Player) -> str:
+        return f"<think>Let me see.</think>\nWell.\n{gold(world, player)}"
+
     async def rate(policy: Callable[[World, Player], str]) -> float:
         players = await asyncio.gather(*(scripted(env, item, policy) for item in items))
         return sum(player.score for player in players) / len(players)
 
-    rates = {"gold": await rate(gold), "question": await rate(repeated), "unfinished": await rate(unfinished)}
+    rates = {"gold": await rate(gold), "spelling": await rate(respelt)}
+    rates |= {"question": await rate(repeated), "unfinished": await rate(unfinished)}
     rates["junk"] = await rate(lambda world, player: junk(repr(player.messages))[len(player.rewards) % JUNK])
     rates["empty"] = await rate(lambda world, player: "")
     for item in await _items(env, "test", min(_OTHER_EPISODES, problems)):
@@ -136,7 +140,7 @@ async def _measure_episodes(env: MultiTurnEnv, problems: int) -> Rates:
     constants = [reply for reply, _ in others.most_common(_MOST_CONSTANT_MOVES)]
     tried = {reply: await rate(lambda world, player, reply=reply: reply) for reply in constants}
     best = max(tried, key=lambda reply: tried[reply])
-    return Rates(**rates, spelling=None, constant=tried[best], constant_reply=best, problems=len(items))
+    return Rates(**rates, constant=tried[best], constant_reply=best, problems=len(items))
 
 
 async def scripted(env: MultiTurnEnv, item: Any, policy: Callable[[World, Player], str]) -> Player:

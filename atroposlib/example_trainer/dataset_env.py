@@ -144,6 +144,9 @@ class DatasetEnv(RowsEnv):
         answer = f"<answer>{item['answer']}</answer>"
         return f"<think>I see.</think>{answer}" if self.config.require_think else answer
 
+    def other_spelling(self, item: Problem) -> str:
+        return self.gold(item).replace("<answer>", "\nIt is <Answer>\n ").replace("</answer>", " \n</Answer>.")
+
     def answer_of(self, said: str, item: Problem) -> str:
         return item["answer"]
 
