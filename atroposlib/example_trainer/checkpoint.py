@@ -13,7 +13,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.losses.controllers import controller_state, restore_controllers
 from atroposlib.example_trainer.policy import PEFT_NAMES, adapter_settings
 from atroposlib.paths import sync_to_disk
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def save(learner: Learner, save_path: Path, *, batch_ids: Sequence[str], keep: i
     return target
 
 
-def read_facts(checkpoint: Path) -> dict[str, Any]:
+def read_facts(checkpoint: Path) -> JsonObject:
     """`trainer.json` of a checkpoint."""
     try:
         return json.loads((checkpoint / _FACTS).read_text(encoding="utf-8"))
@@ -135,12 +135,12 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(_PREFIX))
 
 
-def _random_state() -> dict[str, Any]:
+def _random_state() -> JsonObject:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def _set_random_state(state: JsonObject) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -8,7 +8,7 @@ Names that upstream's trainer had keep their meaning. `sequences` are rows; one 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -31,6 +31,7 @@ from atroposlib.example_trainer.losses.names import (
     MismatchKind,
     PolicyLoss,
 )
+from atroposlib.type_definitions import Json, JsonObject
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class RecipeSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     @classmethod
-    def with_flags(cls, recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    def with_flags(cls, recipe: Mapping[str, Json], flags: Mapping[str, Json]) -> JsonObject:
         """Return the recipe's values with those of flags in their place; what excludes a flag gives way to it."""
         return {**recipe, **flags}
 

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from atroposlib.errors import DataError
-from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
+from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, Json
 
 PAD_TO = 64
 """Upstream's `pad_data_to_good_offset` pads to a multiple of this."""
@@ -37,7 +36,7 @@ class TrainingRow:
         return int(self.trained.sum())
 
 
-def rows_of(groups: Sequence[Mapping[str, Any]], *, seq_len: int, temperature: float) -> list[TrainingRow]:
+def rows_of(groups: Sequence[Mapping[str, Json]], *, seq_len: int, temperature: float) -> list[TrainingRow]:
     """The rows of one batch, in order.
 
     Args:
@@ -56,7 +55,7 @@ def rows_of(groups: Sequence[Mapping[str, Any]], *, seq_len: int, temperature: f
 
 
 def pad_data_to_good_offset(
-    data: Mapping[str, Any], batch_size: int, extract_inference_logprobs: bool = True
+    data: Mapping[str, Json], batch_size: int, extract_inference_logprobs: bool = True
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
     """Upstream's padding, for trainers written against it.
 
@@ -108,7 +107,7 @@ def _population_advantages(rows: Sequence[TrainingRow]) -> list[float]:
     ]
 
 
-def _row(group: Mapping[str, Any], i: int, number: int, seq_len: int, temperature: float) -> TrainingRow:
+def _row(group: Mapping[str, Json], i: int, number: int, seq_len: int, temperature: float) -> TrainingRow:
     tokens = np.asarray(group["tokens"][i], dtype=np.int64)
     trained = np.asarray(group["masks"][i], dtype=np.int64) != IGNORE_INDEX
     logprobs, advantages, teacher_ids, teacher_logp = (
@@ -139,7 +138,9 @@ def _row(group: Mapping[str, Any], i: int, number: int, seq_len: int, temperatur
     )
 
 
-def _teacher_view(ids: Any, logprobs: Any, what: str) -> dict[str, np.ndarray]:
+def _teacher_view(
+    ids: Sequence[Sequence[int]] | None, logprobs: Sequence[Sequence[float]] | None, what: str
+) -> dict[str, np.ndarray]:
     """Return the teacher's tables [T,k], k being the most tokens that it named at one position; {} without one."""
     if ids is None or logprobs is None:
         return {}
@@ -157,12 +158,12 @@ def _teacher_view(ids: Any, logprobs: Any, what: str) -> dict[str, np.ndarray]:
     return tables
 
 
-def _of_row(group: Mapping[str, Any], key: str, i: int) -> Any:
+def _of_row(group: Mapping[str, Json], key: str, i: int) -> Json:
     values = group.get(key)
     return None if values is None or len(values) == 0 else values[i]
 
 
-def _temperature(group: Mapping[str, Any], overrides: Mapping[str, Any], default: float) -> float:
+def _temperature(group: Mapping[str, Json], overrides: Mapping[str, Json], default: float) -> float:
     """The first of: the row's override, generation_params, group_overrides, the default; not above 0 means 1."""
     for source in (overrides, group.get("generation_params") or {}, group.get("group_overrides") or {}):
         if source.get("temperature") is not None:

@@ -10,11 +10,12 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from atroposlib.api.client import Batch, TrainerClient
 from atroposlib.errors import ApiError
 from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class BatchFeed:
         return " ".join(f"{key}={status.get(key)!r}" for key in facts)
 
 
-async def _unless(is_over: Callable[[], bool], request: Coroutine[Any, Any, T]) -> T | None:
+async def _unless(is_over: Callable[[], bool], request: Coroutine[object, object, T]) -> T | None:
     """Return what the request gives; None when it is over first and no answer was on its way."""
     asked = asyncio.create_task(request)
     while not (await asyncio.wait([asked], timeout=_POLL_S))[0]:
@@ -149,7 +150,7 @@ async def _unless(is_over: Callable[[], bool], request: Coroutine[Any, Any, T]) 
     return asked.result()
 
 
-def registration(config: TrainingConfig, step: int) -> dict[str, Any]:
+def registration(config: TrainingConfig, step: int) -> JsonObject:
     """Return the body of `/register`."""
     return {
         "wandb_group": config.wandb_group or "",
@@ -163,7 +164,7 @@ def registration(config: TrainingConfig, step: int) -> dict[str, Any]:
     }
 
 
-def staleness(group: Mapping[str, Any], version: int) -> int | None:
+def staleness(group: Mapping[str, Json], version: int) -> int | None:
     """Weight updates between the group's first generated token and now; None when the group does not tell.
 
     A rollout over several turns may span updates; the engine names one version per reply, so the oldest is that of
@@ -173,19 +174,19 @@ def staleness(group: Mapping[str, Any], version: int) -> int | None:
     return version - int(first) if first is not None and first.isdigit() else None
 
 
-def names_other_weights(group: Mapping[str, Any]) -> bool:
+def names_other_weights(group: Mapping[str, Json]) -> bool:
     """True when the engine's name for the weights is none that a push gave, as after an engine was started again."""
     first = _first_version(group)
     return first is not None and not first.isdigit()
 
 
-def _first_version(group: Mapping[str, Any]) -> str | None:
+def _first_version(group: Mapping[str, Json]) -> str | None:
     params = group.get("generation_params") or {}
     first = params.get("weight_version_start", params.get("weight_version"))
     return None if first is None else str(first)
 
 
-def generate_times(groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def generate_times(groups: Sequence[Mapping[str, Json]]) -> dict[str, float]:
     """Return how long the batch's groups were rolled out, scoring included: metrics; empty when no group tells.
 
     Groups are rolled out side by side and while the trainer computes, so these seconds are no part of a step's.

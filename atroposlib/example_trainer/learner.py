@@ -30,6 +30,7 @@ from atroposlib.example_trainer.losses.controllers import KLController, TauContr
 from atroposlib.example_trainer.losses.policy import clip_counts, ratio
 from atroposlib.example_trainer.objective import StepPlan, micro_loss, plan
 from atroposlib.example_trainer.policy import Policy, shares_prompts
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -351,7 +352,7 @@ class Learner:
 
 def make_optimizer(config: TrainingConfig, policy: Policy) -> torch.optim.Optimizer:
     """The optimizer by name; ConfigError when its package is not there."""
-    parameters: list[Any] = policy.trainable
+    parameters: list[nn.Parameter] | list[JsonObject] = policy.trainable
     if config.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
     if config.optimizer == "adafactor":

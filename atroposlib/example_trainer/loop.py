@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,8 +32,10 @@ from atroposlib.example_trainer.weight_sync import WeightSync, make_sync, names_
 from atroposlib.json_lines import one_line
 from atroposlib.lock_files import run_lock
 from atroposlib.paths import expand_path, writable_dir
+from atroposlib.type_definitions import Json, JsonObject
 
 if TYPE_CHECKING:
+    import wandb
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -87,8 +89,8 @@ class TrainingReport:
         if self._wandb is not None and table:
             import wandb
 
-            columns: list[Any] = list(table[0])
-            data: list[Any] = [[sample[column] for column in columns] for sample in table]
+            columns: list[Json] = list(table[0])
+            data: list[Json] = [[sample[column] for column in columns] for sample in table]
             self._wandb.log({"train/samples": wandb.Table(columns=columns, data=data)}, step=step)
 
     def close(self) -> None:
@@ -99,7 +101,7 @@ class TrainingReport:
             self._wandb.finish()
 
 
-def _sample(row: TrainingRow, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+def _sample(row: TrainingRow, tokenizer: "PreTrainedTokenizerBase") -> JsonObject:
     """Prompt is what precedes the first trained token."""
     first = int(row.trained.argmax()) if row.trained.any() else len(row.tokens)
     return {
@@ -110,7 +112,7 @@ def _sample(row: TrainingRow, tokenizer: "PreTrainedTokenizerBase") -> dict[str,
     }
 
 
-def _start_wandb(config: TrainingConfig, log_dir: Path) -> Any:
+def _start_wandb(config: TrainingConfig, log_dir: Path) -> "wandb.Run":
     import wandb
 
     online = bool(os.environ.get("WANDB_API_KEY")) or (Path.home() / ".netrc").exists()
@@ -275,8 +277,8 @@ class _Run:
 
 
 def fresh_groups(
-    groups: Sequence[Mapping[str, Any]], version: int, limit: int | None, *, named: bool = False
-) -> tuple[list[Mapping[str, Any]], dict[str, float]]:
+    groups: Sequence[Mapping[str, Json]], version: int, limit: int | None, *, named: bool = False
+) -> tuple[list[Mapping[str, Json]], dict[str, float]]:
     """The groups that are at most `limit` weight updates old (all, without a limit), and the staleness metrics.
 
     Args:

@@ -6,13 +6,14 @@ that is kept: the source is shuffled, then cut; the parts are joined and shuffle
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import Field
 
 from atroposlib.environments.rows import Row, is_file, read_rows
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.example_trainer.config import RecipeSettings
+from atroposlib.type_definitions import Json, JsonObject
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ def is_local(source: Source) -> bool:
     return is_file(source.id)
 
 
-def mix(sources: Sequence[Source], *, seed: int) -> list[dict[str, Any]]:
+def mix(sources: Sequence[Source], *, seed: int) -> list[JsonObject]:
     """The rows of all sources.
 
     Raises:
@@ -56,13 +57,13 @@ def split(rows: Sequence[T], test_size: float) -> tuple[list[T], list[T]]:
     return list(rows[count:]), list(rows[:count])
 
 
-def _part(source: Source, seed: int) -> list[dict[str, Any]]:
+def _part(source: Source, seed: int) -> list[JsonObject]:
     rows = [_renamed(row, source) for row in _load(source)]
     random.Random(seed).shuffle(rows)
     return rows[: int(len(rows) * source.weight)]
 
 
-def _renamed(row: Mapping[str, Any], source: Source) -> dict[str, Any]:
+def _renamed(row: Mapping[str, Json], source: Source) -> JsonObject:
     if source.columns is None:
         return dict(row)
     missing = [theirs for theirs in source.columns.values() if theirs not in row]

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,14 @@ from atroposlib.errors import ConfigError, ModelError
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.layout import MicroBatch
 from atroposlib.example_trainer.model_folder import model_folder
-from atroposlib.example_trainer.token_scores import TokenScores, can_compile, require_known_logits, token_scores
+from atroposlib.example_trainer.token_scores import (
+    CausalModel,
+    TokenScores,
+    can_compile,
+    require_known_logits,
+    token_scores,
+)
+from atroposlib.type_definitions import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +63,7 @@ class Policy:
                 compile_layers(self._reference)
 
     @property
-    def bare(self) -> Any:
+    def bare(self) -> CausalModel:
         """The Hugging Face model, which an adapter's layers are already in."""
         return self.model.get_base_model() if self.config.use_lora else self.model  # pyright: ignore[reportCallIssue]
 
@@ -118,7 +125,7 @@ class Policy:
         self.bare.save_pretrained(folder, state_dict=state)
         self.tokenizer.save_pretrained(folder)
 
-    def _score(self, model: Any, micro: MicroBatch, entropy: bool, teacher: bool = False) -> TokenScores:
+    def _score(self, model: CausalModel, micro: MicroBatch, entropy: bool, teacher: bool = False) -> TokenScores:
         bare = model.get_base_model() if self.config.use_lora else model
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             return token_scores(bare, micro, entropy=entropy, teacher=teacher)
@@ -159,7 +166,7 @@ def load_tokenizer(folder: Path | str) -> "PreTrainedTokenizerBase":
         ) from error
 
 
-def shares_prompts(config: TrainingConfig, model: Any) -> bool:
+def shares_prompts(config: TrainingConfig, model: CausalModel) -> bool:
     """Return True when rows may share a line: as asked for, and where every token sees all that its row has before it.
 
     The mask of such a line is used as it is by sdpa alone, and windows and recurrent layers pay no heed to it.
@@ -181,14 +188,14 @@ def compiles(config: TrainingConfig, device: torch.device) -> bool:
     return config.compile_layers
 
 
-def compile_layers(model: Any) -> None:
+def compile_layers(model: CausalModel) -> None:
     """Compile every decoder layer in place. One compilation serves all layers, and all sizes of their input."""
     lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
     for layer in max(lists, key=len):
         layer.compile(dynamic=True)
 
 
-def adapter_settings(config: TrainingConfig) -> dict[str, Any]:
+def adapter_settings(config: TrainingConfig) -> JsonObject:
     """The values of `PEFT_NAMES`, under peft's names."""
     return {
         "r": config.lora_r,
@@ -226,7 +233,7 @@ def _load(policy: Policy, checkpoint: Path | None) -> nn.Module:
     return model
 
 
-def _load_weights(folder: Path | str, dtype: torch.dtype) -> Any:
+def _load_weights(folder: Path | str, dtype: torch.dtype) -> CausalModel:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -237,7 +244,7 @@ def _load_weights(folder: Path | str, dtype: torch.dtype) -> Any:
         raise ModelError(f"model {str(folder)!r} cannot be loaded: {error}") from error
 
 
-def _with_adapter(config: TrainingConfig, base: nn.Module, checkpoint: Path | None) -> Any:
+def _with_adapter(config: TrainingConfig, base: nn.Module, checkpoint: Path | None) -> CausalModel:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     if checkpoint is not None:

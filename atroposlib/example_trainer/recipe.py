@@ -17,15 +17,17 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from atroposlib.errors import ConfigError
 from atroposlib.example_trainer.config import RecipeSettings
 from atroposlib.paths import expand_path
+from atroposlib.type_definitions import Json, JsonObject
 from atroposlib.yaml_files import read_mapping
 
 ConfigT = TypeVar("ConfigT", bound=RecipeSettings)
 
-_METAVARS: dict[Any, str] = {str: "TEXT", int: "N", float: "X"}
+_METAVARS: dict[object, str] = {str: "TEXT", int: "N", float: "X"}
 ENVIRONMENT = {
     "VLLM_MODEL": "model_name",
     "VLLM_PORT": "vllm_port",
@@ -104,9 +106,9 @@ def parser_of(config: type[BaseModel], description: str, examples: str) -> Recip
     return parser
 
 
-def build(config: type[ConfigT], flags: Mapping[str, Any], environ: Mapping[str, str]) -> ConfigT:
+def build(config: type[ConfigT], flags: Mapping[str, Json], environ: Mapping[str, str]) -> ConfigT:
     """Recipe, then environment variables, then flags that are not None."""
-    values: dict[str, Any] = read_recipe(expand_path(flags["config"], what="--config")) if flags.get("config") else {}
+    values: JsonObject = read_recipe(expand_path(flags["config"], what="--config")) if flags.get("config") else {}
     exported = values.pop("env", None) or {}
     if not isinstance(exported, dict):
         raise ConfigError(f"env is {exported!r}, expected a mapping of environment variables to values")
@@ -123,7 +125,7 @@ def build(config: type[ConfigT], flags: Mapping[str, Any], environ: Mapping[str,
     return check(config, config.with_flags(values, given))
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
+def read_recipe(path: Path) -> JsonObject:
     """The mapping in a YAML file. A file it names is looked for next to it, then left to the current folder."""
     content = read_mapping(path, expected="config fields such as model_name", what="a recipe")
     for mapping, key in _named_files(content):
@@ -133,7 +135,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return content
 
 
-def _named_files(recipe: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+def _named_files(recipe: JsonObject) -> list[tuple[JsonObject, str]]:
     """Where the recipe names a file: mapping and key."""
     sources = recipe.get("datasets")
     listed = [(source, "id") for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
@@ -141,7 +143,7 @@ def _named_files(recipe: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     return [(mapping, key) for mapping, key in places if isinstance(mapping.get(key), str)]
 
 
-def check(config: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+def check(config: type[ConfigT], values: Mapping[str, Json]) -> ConfigT:
     """Validate; every problem in one sentence."""
     try:
         return config.model_validate(values)
@@ -149,7 +151,7 @@ def check(config: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
         raise ConfigError("; ".join(_sentence(config, entry) for entry in error.errors())) from None
 
 
-def _sentence(config: type[BaseModel], entry: Any) -> str:
+def _sentence(config: type[BaseModel], entry: ErrorDetails) -> str:
     where = ".".join(str(part) for part in entry["loc"])
     if entry["type"] == "extra_forbidden":
         known = list(config.model_fields) if len(entry["loc"]) == 1 else []
@@ -157,7 +159,7 @@ def _sentence(config: type[BaseModel], entry: Any) -> str:
     if entry["type"] == "missing":
         return f"{where} is missing; give --{where.replace('_', '-')} or write it in the recipe"
     if not where:
-        return str(entry["ctx"]["error"])
+        return str(entry.get("ctx", {})["error"])
     return f"{where} is {entry['input']!r}: {entry['msg']}"
 
 
@@ -180,7 +182,7 @@ def _help(field: FieldInfo) -> str:
     return ((field.description or "") + default).replace("%", "%%").strip()
 
 
-def _shape(annotation: Any) -> dict[str, Any]:
+def _shape(annotation: object) -> JsonObject:
     """argparse options of a field's type: switches for bools, several values for lists, JSON for the rest."""
     members = [member for member in get_args(annotation) if member is not type(None)]
     inner = annotation
@@ -197,6 +199,6 @@ def _shape(annotation: Any) -> dict[str, Any]:
     return {"type": _json_or_text, "metavar": "VALUE"}
 
 
-def _json_or_text(text: str) -> Any:
+def _json_or_text(text: str) -> Json:
     """Mappings and lists are written as JSON on the command line; anything else stays text."""
     return json.loads(text) if text[:1] in "[{" else text

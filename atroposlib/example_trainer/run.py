@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
@@ -29,6 +28,7 @@ from atroposlib.paths import writable_dir
 from atroposlib.status.page import StatusPage, write_last_page
 from atroposlib.status.runs import RunRecord, read_status
 from atroposlib.status.training import read_training
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class _Running:
         await trainer.stop(TRAINER_GRACE_S)
         return _WORK_REMAINS
 
-    def processes(self) -> list[dict[str, Any]]:
+    def processes(self) -> list[JsonObject]:
         """Return the running processes, as `run.json` holds them."""
         return [
             {

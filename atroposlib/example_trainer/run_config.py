@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from atroposlib.errors import ConfigError
 from atroposlib.example_trainer.config import RecipeSettings, TrainingConfig
 from atroposlib.example_trainer.mixture import Source
+from atroposlib.type_definitions import Json, JsonObject
 
 HIGHEST_SGLANG_PORT = 65_535 - 10_000
 _OF_DATASETS = {"temperature", "seed", "reward", "system_prompt", "chat_template"}
@@ -45,7 +46,7 @@ class EnvironmentSettings(RecipeSettings):
         None,
         description="The environment's Python file, next to the recipe or in the current folder; null: `datasets`.",
     )
-    environment_config: dict[str, Any] = Field({}, description="Fields of the environment's config, as JSON or YAML.")
+    environment_config: JsonObject = Field({}, description="Fields of the environment's config, as JSON or YAML.")
     environment_workers: PositiveInt = Field(8, description="Problems rolled out at the same time.")
     hang_s: PositiveFloat | None = Field(
         1800, description="The environment is restarted after this many seconds without a sign of life; null: never."
@@ -63,7 +64,7 @@ class RunConfig(TrainingConfig, EngineSettings, EnvironmentSettings):
     restart_limit: PositiveInt = Field(5, description="Restarts of one service within ten minutes that end the run.")
 
     @classmethod
-    def with_flags(cls, recipe: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    def with_flags(cls, recipe: Mapping[str, Json], flags: Mapping[str, Json]) -> JsonObject:
         """As `Settings.with_flags`: other problems replace the recipe's, another engine its addresses.
 
         Raises:

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import yaml
@@ -22,6 +21,7 @@ from atroposlib.launch.services import Probe, Service, answers, at_once, environ
 from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.status.runs import PROGRESS_FILE
 from atroposlib.status.training import EVALUATIONS
+from atroposlib.type_definitions import JsonObject
 
 _VLLM_SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -201,7 +201,7 @@ def trainer_launcher(environ: Mapping[str, str]) -> list[str]:
     return [sys.executable, *launcher, "-m"]
 
 
-def trainer_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], api_url: str) -> dict[str, Any]:
+def trainer_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], api_url: str) -> JsonObject:
     """The recipe of the trainer process."""
     own = config.model_dump(mode="json", include=set(TrainingConfig.model_fields), exclude_unset=True)
     return {
@@ -215,7 +215,7 @@ def trainer_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], a
     }
 
 
-def environment_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], api_url: str) -> dict[str, Any]:
+def environment_settings(config: RunConfig, run_dir: Path, engine_urls: list[str], api_url: str) -> JsonObject:
     """The environment's YAML: the user's fields, and those that the run decides."""
     name, tokenizer = model_names(config)
     from_datasets = {

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from atroposlib.errors import ModelError
 from atroposlib.example_trainer.layout import MicroBatch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CausalModel: TypeAlias = Any
+"""A causal language model of transformers: its classes share methods, but no type that names them."""
 
 SLICE_LOGITS = {"cuda": 2**28}
 """Logits of one slice, by device; 2**26 elsewhere. 2**28 are 512 MiB in bfloat16, 2**26 are 256 MiB in float32."""
@@ -34,7 +40,7 @@ class TokenScores:
     teacher_logp: Tensor | None = None  # [B,T,k] nats, of the tokens that the teacher named, at temperature 1
 
 
-def token_scores(model: Any, micro: MicroBatch, *, entropy: bool, teacher: bool = False) -> TokenScores:
+def token_scores(model: CausalModel, micro: MicroBatch, *, entropy: bool, teacher: bool = False) -> TokenScores:
     """Log-probabilities of the targets, in float32.
 
     Args:
@@ -67,7 +73,7 @@ def token_scores(model: Any, micro: MicroBatch, *, entropy: bool, teacher: bool 
 
 
 @torch.no_grad()
-def require_known_logits(model: Any) -> None:
+def require_known_logits(model: CausalModel) -> None:
     """ModelError for an architecture that makes other logits of its hidden states than `_logits` does."""
     ids = torch.tensor([[0, 1]], device=model.device)
     theirs = model(input_ids=ids, use_cache=False).logits
@@ -80,7 +86,7 @@ def require_known_logits(model: Any) -> None:
 
 
 def _sliced(
-    model: Any, hidden: Tensor, targets: Tensor, temperature: Tensor, named: Tensor | None, *, entropy: bool
+    model: CausalModel, hidden: Tensor, targets: Tensor, temperature: Tensor, named: Tensor | None, *, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[K] log-probabilities and entropies of K positions, and [K,k] of named tokens, a slice at a time."""
     tokens = max(1, SLICE_LOGITS.get(hidden.device.type, 2**26) // model.config.get_text_config().vocab_size)
@@ -88,19 +94,19 @@ def _sliced(
     parts = list(zip(*(table.split(tokens) for table in tables), strict=True))
     score = partial(_slice_scores, model, entropy)
     kept = KEPT_SLICES.get(hidden.device.type, 1)
-    scored: list[Any] = [score(*part) for part in parts[:kept]]
+    scored: list[tuple[Tensor, Tensor, Tensor]] = [score(*part) for part in parts[:kept]]
     scored += [checkpoint(score, *part, use_reentrant=False) for part in parts[kept:]]
     logp, entropies, of_named = (torch.cat(found) for found in zip(*scored, strict=True))
     return logp, entropies, of_named
 
 
 def _slice_scores(
-    model: Any, entropy: bool, hidden: Tensor, targets: Tensor, temperature: Tensor, named: Tensor
+    model: CausalModel, entropy: bool, hidden: Tensor, targets: Tensor, temperature: Tensor, named: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits = _logits(model, hidden)
     with torch.autocast(logits.device.type, enabled=False):  # the float32 below is meant
         logp, entropies = _Scores.apply(logits, targets, temperature, entropy)  # pyright: ignore[reportGeneralTypeIssues]
-        of_named: Any = _Named.apply(logits, named) if named.shape[1] else logp.new_zeros(named.shape)
+        of_named: Tensor = _Named.apply(logits, named) if named.shape[1] else logp.new_zeros(named.shape)
     return logp, entropies, of_named
 
 
@@ -119,7 +125,7 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return fused(_gradient, grad.device)(grad, *ctx.saved_tensors), None, None, None
 
 
@@ -137,7 +143,7 @@ class _Named(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits, named, log_norm = ctx.saved_tensors
         gradient = fused(_named_gradient, grad.device)(grad.sum(-1), logits, log_norm)
         return gradient.scatter_add(-1, named, grad.to(gradient.dtype)), None
@@ -172,7 +178,7 @@ def _gradient(grad: Tensor, logits: Tensor, targets: Tensor, temperature: Tensor
 
 
 @cache
-def fused(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+def fused(function: Callable[P, T], device: torch.device) -> Callable[P, T]:
     """The function, on a GPU with Triton as one compiled kernel for all sizes of its first dimension."""
     return torch.compile(function, dynamic=True) if can_compile(device) else function
 
@@ -182,7 +188,7 @@ def can_compile(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def _logits(model: Any, hidden: Tensor) -> Tensor:
+def _logits(model: CausalModel, hidden: Tensor) -> Tensor:
     """The output layer, and what some architectures do to its result (Cohere, Granite, Gemma)."""
     head: nn.Module = model.get_output_embeddings()
     config = model.config.get_text_config()

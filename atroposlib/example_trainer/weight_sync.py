@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import httpx
 
@@ -38,6 +38,7 @@ from atroposlib.example_trainer.exports import (
 )
 from atroposlib.example_trainer.policy import Policy
 from atroposlib.example_trainer.shared_weights import SharedWeights
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Engine:
         self.url = url
         self._client = client
 
-    def post(self, path: str, body: dict[str, Any] | None = None, *, optional: bool = False) -> None:
+    def post(self, path: str, body: JsonObject | None = None, *, optional: bool = False) -> None:
         """WeightSyncError unless the engine answers 2xx and does not say `success: false`.
 
         Args:
@@ -73,14 +74,14 @@ class Engine:
             return _is_success(self._ask("POST", path, None))
         return False
 
-    def get(self, path: str) -> dict[str, Any]:
+    def get(self, path: str) -> JsonObject:
         """Return the engine's answer; WeightSyncError unless it is 200 with JSON."""
         try:
             return self._ask("GET", path, None).raise_for_status().json()
         except (httpx.HTTPStatusError, json.JSONDecodeError) as error:
             raise WeightSyncError(f"GET {self.url}{path} failed: {type(error).__name__} {error}") from error
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+    def _ask(self, method: str, path: str, body: JsonObject | None) -> httpx.Response:
         try:
             return self._client.request(method, self.url + path, json=body)
         except httpx.HTTPError as error:
@@ -102,11 +103,11 @@ class Engines:
         if errors:
             raise errors[0]
 
-    def post(self, path: str, body: dict[str, Any] | None = None, *, optional: bool = False) -> None:
+    def post(self, path: str, body: JsonObject | None = None, *, optional: bool = False) -> None:
         """`Engine.post` for every engine."""
         self.each(lambda engine: engine.post(path, body, optional=optional))
 
-    def get(self, path: str) -> dict[str, dict[str, Any]]:
+    def get(self, path: str) -> dict[str, JsonObject]:
         """Return each engine's answer, by its URL."""
         return {engine.url: engine.get(path) for engine in self._engines}
 
@@ -305,7 +306,7 @@ class SGLangSync:
             save_folder(policy, self._folder, version)
             keep_newest(self._folder, FOLDERS)
 
-    def _hand_over(self, engine: Engine, weights: str, body: dict[str, Any]) -> None:
+    def _hand_over(self, engine: Engine, weights: str, body: JsonObject) -> None:
         ranks = int(engine.get("/server_info")["tp_size"])
         self._update(engine, path=_FROM_GPU, body=body | {"serialized_named_tensors": [weights] * ranks})
 
@@ -314,7 +315,7 @@ class SGLangSync:
         self._engines.close()
 
 
-def _drain(engine: Engine, path: str, body: dict[str, Any]) -> None:
+def _drain(engine: Engine, path: str, body: JsonObject) -> None:
     """Flush in the moment in which running requests are finished and new ones still wait for the update."""
     with ThreadPoolExecutor(1) as thread:
         update = thread.submit(engine.post, path, body)
@@ -327,14 +328,14 @@ def _drain(engine: Engine, path: str, body: dict[str, Any]) -> None:
         logger.warning("%s is busy and kept its prefix cache: prompts it knows use old weights for now", engine.url)
 
 
-def _abort(engine: Engine, path: str, body: dict[str, Any]) -> None:
+def _abort(engine: Engine, path: str, body: JsonObject) -> None:
     """Update and flush while nothing runs."""
     with _paused(engine, "abort"):
         engine.post(path, body)
         engine.post(_FLUSH)
 
 
-def _keep(engine: Engine, path: str, body: dict[str, Any]) -> None:
+def _keep(engine: Engine, path: str, body: JsonObject) -> None:
     """Update under the requests."""
     with _paused(engine, "retract"):
         engine.post(path, body)
