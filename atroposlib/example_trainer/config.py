@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from atroposlib.errors import ConfigError
-from atroposlib.example_trainer.losses.names import (
+from atroposlib.example_trainer.losses import (
     AdvantageKind,
     Aggregation,
     KLControl,

@@ -3,9 +3,9 @@ from typing import get_args
 import pytest
 import torch
 
+from atroposlib.example_trainer.losses import AdvantageKind
 from atroposlib.example_trainer.losses import advantages as adv
 from atroposlib.example_trainer.losses.advantages import Groups
-from atroposlib.example_trainer.losses.names import AdvantageKind
 
 
 def t(*values):

@@ -6,4 +6,16 @@ after temperature. Every loss is minimised. No function keeps state and none nee
 
 One step reads: `advantages` or `maxent` turn rewards into row weights, `policy` gives a loss per token and makes one
 number of it, `controllers` move beta and tau.
+
+Here are the choices that a config offers; they need no torch.
 """
+
+from typing import Literal
+
+AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "batch_std"]
+PolicyLoss = Literal["clipped", "gspo", "gspo_token", "cispo", "sapo", "reinforce", "distill", "maxent"]
+Aggregation = Literal["seq_mean_token_mean", "token_mean", "seq_sum_const"]
+KLKind = Literal["k1", "k2", "k3"]
+MismatchKind = Literal["none", "tis", "icepop", "seq_truncate", "seq_mask"]
+MaxEntNLL = Literal["token_mean", "sum"]
+KLControl = Literal["ziegler", "step"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atroposlib.example_trainer.losses.names import AdvantageKind
+from atroposlib.example_trainer.losses import AdvantageKind
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass, field
 
-from atroposlib.example_trainer.losses.names import KLControl
+from atroposlib.example_trainer.losses import KLControl
 
 
 @dataclass

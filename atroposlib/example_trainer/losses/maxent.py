@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from atroposlib.example_trainer.losses import MaxEntNLL
 from atroposlib.example_trainer.losses.advantages import Groups
-from atroposlib.example_trainer.losses.names import MaxEntNLL
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atroposlib.example_trainer.losses.names import Aggregation, KLKind, MismatchKind
+from atroposlib.example_trainer.losses import Aggregation, KLKind, MismatchKind
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before exp, so that no ratio overflows."""
