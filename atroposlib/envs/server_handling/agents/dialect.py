@@ -88,6 +88,7 @@ def sampling_of(
     grammar = grammar_of(body, form or {})
     given = {names.get(key, key): value for key, value in body.items() if key not in ignored and value is not None}
     given = {key: value for key, value in given.items() if key not in _GRAMMAR_FIELDS}
+    sampling: dict[str, Any]
     if rollout.is_session:
         sampling = known_options(given, _SESSION_OPTIONS) | grammar
     else:
