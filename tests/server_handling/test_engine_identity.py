@@ -73,6 +73,16 @@ async def test_an_engine_without_such_a_route_is_unknown(engine, sglang):
     assert engine.requests == []
 
 
+@pytest.mark.parametrize("sizes", ["/model_info", "/get_server_info"])
+async def test_the_first_request_of_a_process_already_names_the_weights(engine, sglang, sizes):
+    engine.about["/get_server_info"] = {"model_path": "m"}
+    engine.about["/model_info"] = {"model_path": "m", "weight_version": "12"}
+    engine.about[sizes]["vocab_size"] = 320
+    await sglang.check_tokenizer(FakeTokenizer(), "m")
+    await sglang.tokens_and_logprobs_completion(input_ids=[1])
+    assert engine.requests[0][1]["extra_key"] == " weights 12"
+
+
 async def test_an_id_beyond_the_tokenizer_is_sent_to_an_engine_that_has_it(engine, sglang):
     engine.about["/model_info"] = {"model_path": "m", "vocab_size": 320}
     await sglang.tokens_and_logprobs_completion(input_ids=[1, PADDED])

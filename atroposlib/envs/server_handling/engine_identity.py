@@ -8,7 +8,7 @@ import logging
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import orjson
@@ -41,6 +41,7 @@ class EngineIdentity:
     model: str | None = None  # folder or hub name of the weights
     tokenizer: str | None = None  # folder or hub name
     vocabulary: int | None = None  # number of ids it takes, those that only fill up the matrix included
+    weights: str | None = None  # name of those that it serves now
 
 
 async def ask_identity(transport: "Transport", server_type: str, root_url: str) -> EngineIdentity | None:
@@ -55,7 +56,9 @@ async def ask_identity(transport: "Transport", server_type: str, root_url: str) 
         if identity is not None and identity.vocabulary is None and server_type == "sglang":
             status, more = await transport.get(root_url + _MORE_ABOUT, timeout_s=ASK_TIMEOUT_S)
             further = _identity(more) if status == _OK else None
-            return further if further is not None and further.vocabulary else identity
+            return (
+                replace(further, weights=identity.weights) if further is not None and further.vocabulary else identity
+            )
         if identity is not None:
             return identity
     return None
@@ -175,7 +178,8 @@ def _identity(body: bytes) -> EngineIdentity | None:
         return None
     model, tokenizer = _text(about.get("model_path")), _text(about.get("tokenizer_path"))
     size = about.get("vocab_size")
-    return EngineIdentity(model, tokenizer or model, size if type(size) is int and size > 0 else _vocabulary_of(model))
+    vocabulary = size if type(size) is int and size > 0 else _vocabulary_of(model)
+    return EngineIdentity(model, tokenizer or model, vocabulary, _text(about.get("weight_version")))
 
 
 def _vocabulary_of(model: str | None) -> int | None:

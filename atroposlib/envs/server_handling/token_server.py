@@ -88,6 +88,7 @@ class TokenServer(HttpServer):
         if not self._is_identified:
             self._identity = await ask_identity(self.transport, self.config.server_type, self.root_url)
             self._is_identified = True
+            self._answered_with(None if self._identity is None else self._identity.weights)
         return self._identity
 
     def _known_ids(self) -> int | None:
