@@ -7,7 +7,6 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import Any
 
 import orjson
@@ -17,8 +16,6 @@ from atroposlib.envs.server_handling.agents.rollouts import Asked, Rollout
 from atroposlib.envs.server_handling.proxy_schemas import known_options
 from atroposlib.envs.server_handling.sampling import AGENT_OPTIONS, GRAMMARS, OPTIONS, words
 from atroposlib.errors import RequestFault
-
-_ROLE, _CONTENT = methodcaller("get", "role"), methodcaller("get", "content")
 
 _SESSION_OPTIONS = OPTIONS - words("prompt input_ids extra_body extra_headers timeout") | {"split"}
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "grammar", "choice")}
@@ -198,10 +195,10 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
     checked = list(objects(messages, "messages"))
     if not checked:
         raise RequestFault("messages must not be empty")
-    if set(map(type, map(_ROLE, checked))) != {str}:  # of a long history without a loop in Python
+    if {type(message.get("role")) for message in checked} != {str}:
         index = next(index for index, message in enumerate(checked) if not isinstance(message.get("role"), str))
         raise RequestFault(f"messages[{index}] has no role; give each message one, such as 'user'")
-    if not set(map(type, map(_CONTENT, checked))) <= {str, list, type(None)}:
+    if not {type(message.get("content")) for message in checked} <= {str, list, type(None)}:
         kinds = [type(message.get("content")) for message in checked]
         index = next(index for index, kind in enumerate(kinds) if kind not in (str, list, type(None)))
         raise RequestFault(
