@@ -11,6 +11,7 @@ a process of its own, forked from one that has imported what all of them need. E
 
 import argparse
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -183,6 +184,8 @@ def try_file(path: Path, name: str, root: Path, url: str, tokenizer: Path, logs:
             report.error = report.error or f"{LATE} {seconds} s"
             return report
         time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # pools that it left
     report = Report(**json.loads(result.read_text()))
     if report.stage not in ENDS and not report.error:
         report.error = f"its process died in {report.stage}"
