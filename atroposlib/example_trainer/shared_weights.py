@@ -63,7 +63,7 @@ class SharedWeights:
 class _Pickler(ForkingPickler):
     """Name GPUs by their UUID, which SGLang looks up: their numbers differ between processes that see other GPUs."""
 
-    def reducer_override(self, obj: object) -> Any:
+    def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
             return NotImplemented
         rebuild, arguments = reductions.reduce_tensor(obj)
