@@ -413,8 +413,13 @@ class Run:
             await self.files.sync()
 
     def _complain_if_short(self) -> None:
-        """The items ended before the asked number of groups: an error only when every task was set aside."""
+        """The items ended before the asked number of groups: an error only when every task was set aside.
+
+        Nothing was delivered although something was sent: an error, too.
+        """
         total, groups = self.progress.limits.groups, self.progress.totals.groups
+        if (refused := self.sink.refusals) and not self.sink.delivered:
+            raise AtroposError(f"the trajectory API refused all {len(refused)} groups that it was sent: {refused[-1]}")
         if self.sink.is_full:
             return
         if self.shared and not self.health.all_set_aside:

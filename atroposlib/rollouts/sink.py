@@ -62,6 +62,8 @@ class Sink:
         self.totals = files.ledger.totals if files else Totals()
         self._taken = self.totals.groups  # stored, or being stored
         self.fruitless = Fruitless()
+        self.delivered = 0  # groups that the API took from this process
+        self.refusals: list[ApiError] = []
         self.may_store: Callable[[str], bool] = lambda item_key: True  # asked right before its groups are written
 
     def may_start(self, in_flight: int) -> bool:
@@ -178,6 +180,8 @@ class Sink:
             if len(records) > 1:  # the one at fault must not take the others with it
                 return [refusal for record in records for refusal in await self._refusals([record])]
             refusals.append(error)
+        self.refusals += refusals
+        self.delivered += len(records) - len(refusals)
         if self._files:
             self._files.acknowledge([group["group_id"] for group in groups])
         return refusals

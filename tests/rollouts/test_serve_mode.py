@@ -323,6 +323,14 @@ async def test_a_group_the_api_refuses_is_counted_and_the_others_go_on(tmp_path)
     assert progress["failures"] == {"environment": 1}
 
 
+async def test_a_run_of_which_the_api_takes_no_group_has_failed(tmp_path):
+    env, api = serving(total_groups=2, rollouts_dir=str(tmp_path), max_batches_offpolicy=0)
+    api.refused = {0, 1}
+    with pytest.raises(AtroposError, match="refused all 2 groups that it was sent: scores: must be finite"):
+        await env.env_manager()
+    assert len((tmp_path / "counting_rollouts_main_0001.jsonl").read_text().splitlines()) == 2
+
+
 async def test_groups_too_long_for_the_trainer_are_kept_but_not_sent(tmp_path):
     env, api = serving(api=MemoryApi(max_token_len=3), total_groups=3, rollouts_dir=str(tmp_path))
     await env.env_manager()
