@@ -35,7 +35,8 @@ from atroposlib.api.client import EnvClient, TrainerClient
 from atroposlib.api.group_checks import EncodedGroup, content_digest
 from atroposlib.api.group_codec import encode_group
 from atroposlib.api.queue import Group
-from atroposlib.api.store import NewGroup, Store
+from atroposlib.api.store import Store
+from atroposlib.api.tables import NewGroup
 
 SEQUENCES = 16
 BATCH = 64

@@ -23,7 +23,8 @@ from atroposlib.api.group_codec import GROUPS_TYPE
 from atroposlib.api.metrics import Metrics
 from atroposlib.api.protocol import CONNECTION_KEY, Connection, Strangers
 from atroposlib.api.schemas import Refused
-from atroposlib.api.store import StorageFull, Unreadable
+from atroposlib.api.state_folder import StorageFull
+from atroposlib.api.tables import Unreadable
 from atroposlib.errors import GroupError
 
 logger = logging.getLogger(__name__)

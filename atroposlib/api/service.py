@@ -17,7 +17,8 @@ from atroposlib.api.metrics import Metrics, gauge
 from atroposlib.api.queue import TrajectoryQueue
 from atroposlib.api.run import EnvRecord, Liveness, LiveRun, RunState, waiting_for
 from atroposlib.api.schemas import RegisterEnv, Registration
-from atroposlib.api.store import Change, Store
+from atroposlib.api.store import Store
+from atroposlib.api.tables import Change
 
 logger = logging.getLogger(__name__)
 

@@ -98,9 +98,8 @@ class StateFolder:
         """Say that the disk is too full for groups of this size: in the WAL, and with all of it in the database."""
         if self.path is None or self._reserve is None:
             return None
-        disk = os.statvfs(self.path)
         missing_reserve = 0 if self._reserve.exists() else RESERVE_BYTES
-        if disk.f_bavail * disk.f_frsize >= 2 * size + wal + ROOM_BYTES + missing_reserve:
+        if free_disk_bytes(self.path) >= 2 * size + wal + ROOM_BYTES + missing_reserve:
             return None
         return f"no space left in {self.path}; groups are taken again when there is"
 
@@ -303,3 +302,9 @@ class DeliveryLog:
 
     def _write_byte(self, place: int, byte: bytes) -> None:
         os.pwrite(self._fd, byte, place)
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Return how much an ordinary user may still write to the disk that a path is on."""
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize

@@ -8,22 +8,19 @@ A delivered batch enters the `DeliveryLog` first, because that takes no more tha
 import asyncio
 import contextlib
 import logging
-import os
 import queue
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import msgspec
-
-from atroposlib.api.group_checks import EncodedGroup, content_digest
 from atroposlib.api.queue import Batch, Group
 from atroposlib.api.schemas import Refused
-from atroposlib.api.state_folder import FILE, PAGE_BYTES, ROOM_BYTES, Commit, LogEntry, StateFolder, StorageFull
+from atroposlib.api.state_folder import FILE, ROOM_BYTES, Commit, LogEntry, StateFolder, StorageFull, free_disk_bytes
+from atroposlib.api.tables import CONSUMED, QUEUED, Change, NewGroup, Tables, Unreadable
 from atroposlib.errors import AtroposError
 
 logger = logging.getLogger(__name__)
@@ -34,50 +31,6 @@ SLACK_BYTES = 64 << 20
 
 _VACUUM_PAGES = 32  # a full disk must have room for them in the WAL
 _DELETED_AT_ONCE = 64
-_QUEUED, _BUFFERED, _CONSUMED = range(3)  # groups.state; what is consumed waits to be deleted
-
-
-class GroupLost(AtroposError, OSError):
-    """A stored group is not there any more, or not as it was written (damaged disk)."""
-
-    def __init__(self, group: Group, reason: str) -> None:
-        super().__init__(f"group {group.number} cannot be read: {reason}")
-        self.group = group
-
-
-class Unreadable(AtroposError, OSError):
-    """A stored group cannot be read now (no memory, a disk that does not answer); it stays."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewGroup:
-    """A group on its way to the store."""
-
-    group: Group
-    encoded: EncodedGroup
-    buffered: bool
-
-
-@dataclass
-class Change:
-    """The changes that one event makes to the stored state, all or nothing.
-
-    Attributes:
-        run: the new `RunState.to_json`, when it changed.
-        consumed: groups that have reached a trainer.
-        restored: consumed groups whose delivery turned out to have failed.
-        logged: `log_delivered` or `log_restored` was called for these groups.
-        completed: numbers of groups that left a buffer for the queue.
-        leased / ended: leases that began; numbers of the batches whose lease ended.
-    """
-
-    run: bytes | None = None
-    consumed: Sequence[Group] = ()
-    restored: Sequence[Group] = ()
-    logged: bool = False
-    completed: Sequence[int] = ()
-    leased: Sequence[Batch] = ()
-    ended: Sequence[int] = ()
 
 
 @dataclass
@@ -109,9 +62,10 @@ class Store:
     def __init__(self, folder: Path | None, max_bytes: int | None = None, *, accept_older: bool = False) -> None:
         self._folder = StateFolder(folder, accept_older=accept_older)
         self._db, self._log = self._folder.db, self._folder.log
+        self._tables = Tables(self._db)
         self._max_bytes = max_bytes
         self._slack = SLACK_BYTES if max_bytes is None else min(SLACK_BYTES, max_bytes // 4)
-        self._changes = self._get("changes")
+        self._changes = self._tables.get("changes")
         self._used = 0  # bytes of groups that are still needed
         self._refused_bytes = 0  # of the groups that met StorageFull last
         self._dead: list[int] = []  # numbers of groups to delete
@@ -145,7 +99,7 @@ class Store:
         """
         last = self._last_entry()
         try:
-            await self._ask(lambda: self._apply(change, last), change=(change, last))
+            await self._ask(lambda: self._tables.apply(change, last), change=(change, last))
         finally:
             if self._log is not None:
                 self._log.clear_if_written(self._written)
@@ -169,7 +123,7 @@ class Store:
 
     async def read(self, groups: Sequence[Group]) -> list[bytes]:
         """Return the stored contents. GroupLost when one is gone for good, Unreadable when reading fails now."""
-        return await self._ask(lambda: [self._read(group) for group in groups], is_read=True)
+        return await self._ask(lambda: [self._tables.content(group) for group in groups], is_read=True)
 
     def release(self, groups: Sequence[Group]) -> None:
         """Delete consumed groups, which will not be asked for again, when there is time."""
@@ -187,12 +141,8 @@ class Store:
         last = self._last_entry()
 
         def forget() -> list[int]:
-            for table in ("group_ids", "leases"):
-                self._db.execute(f"DELETE FROM {table}")
-            self._db.execute("UPDATE groups SET state = ?", (_CONSUMED,))
-            self._set_run(run, last)
             self._used = 0
-            return [number for (number,) in self._db.execute("SELECT number FROM groups")]
+            return self._tables.consume_all(run, last)
 
         forgotten = await self._ask(forget)
         await self._ask(lambda: self._dead.extend(forgotten), is_read=True)
@@ -203,7 +153,9 @@ class Store:
 
     def why_full(self) -> str | None:
         """Say why a group that came now would meet StorageFull; None when there is room. Cheap."""
-        return self._over_limit(max(1, self._refused_bytes)) or self._folder.no_room(ROOM_BYTES)
+        return _over_limit(self._used + max(1, self._refused_bytes), self._max_bytes) or self._folder.no_room(
+            ROOM_BYTES
+        )
 
     def is_stuck(self) -> bool:
         """Return True when nothing can be written any more until the process starts again."""
@@ -214,8 +166,7 @@ class Store:
         if self._folder.path is None:
             await self._ask(lambda: None, is_read=True)
             return
-        self._start()
-        self._jobs.put(None)
+        self._put(None)
         await asyncio.to_thread(self._thread.join)
         self._folder.close()
 
@@ -232,15 +183,12 @@ class Store:
         self._put(asked)
         return await asyncio.shield(asked.done)
 
-    def _put(self, job: _Job) -> None:
-        if self.is_stuck():
+    def _put(self, job: _Job | None) -> None:
+        if self.is_stuck() and job is not None:
             raise Unreadable("the store's thread has ended; start the server again")
-        self._start()
-        self._jobs.put(job)
-
-    def _start(self) -> None:
         if self._thread.ident is None:
             self._thread.start()
+        self._jobs.put(job)
 
     # -- opening --------------------------------------------------------------------------------------------------
 
@@ -250,47 +198,25 @@ class Store:
             if entries := self._log.read():
                 self._repeat(entries)
                 self._log.clear()
-            self._log.last = self._written = self._get("logged")
-        batches, leased = list[Batch](), dict[int, Batch]()
-        for number, batch_id, lease_s, members in self._db.execute("SELECT * FROM leases ORDER BY number"):
-            # a lease begins again with a start: nobody knows how long there was none
-            expires = time.monotonic() + lease_s
-            batches.append(Batch(number, [], counted=True, batch_id=batch_id, lease_s=lease_s, expires=expires))
-            leased |= dict.fromkeys(msgspec.json.decode(members), batches[-1])
-        queued, buffered = list[Group](), list[Group]()
-        for *values, state in self._db.execute("SELECT * FROM groups ORDER BY number"):
-            group = Group(*values)
-            if state == _CONSUMED:
+            self._log.last = self._written = self._tables.get("logged")
+        batches = self._tables.batches()
+        leased = {number: batch for batch, members in batches for number in members}
+        snapshot = Snapshot(run=self._tables.get("run"), batches=[batch for batch, _ in batches])
+        for group, state in self._tables.groups():
+            snapshot.next_number = group.number + 1
+            if state == CONSUMED:
                 self._dead.append(group.number)
                 continue
             self._used += group.size
             if (batch := leased.get(group.number)) is not None:
                 batch.groups.append(group)
             else:
-                (queued if state == _QUEUED else buffered).append(group)
-        (last,) = self._db.execute("SELECT max(number) FROM groups").fetchone()
-        return Snapshot(
-            run=self._get("run"),
-            queued=queued,
-            buffered=buffered,
-            batches=batches,
-            next_number=(last or 0) + 1,
-        )
+                (snapshot.queued if state == QUEUED else snapshot.buffered).append(group)
+        return snapshot
 
     def _repeat(self, entries: Sequence[LogEntry]) -> None:
-        """Do what was logged before the process died and perhaps not written; its step is the run's if `run` is
-        older."""
-
-        def repeat() -> None:
-            for entry in entries:
-                self._set_state(entry.delivered, _CONSUMED)
-                self._set_state(entry.restored, _QUEUED)
-            last = entries[-1]
-            if last.number > self._get("logged"):
-                run = msgspec.json.decode(self._get("run"))
-                run |= {"step": last.step, "formed": run["formed"] + 1}
-                self._set_run(msgspec.json.encode(run), last.number)
-
+        """Do what was logged before the process died and perhaps not written."""
+        repeat = partial(self._tables.repeat, entries)
         try:
             self._transact([repeat])
         except sqlite3.OperationalError:
@@ -358,7 +284,7 @@ class Store:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             for change, entry in self._unwritten:
-                self._apply(change, entry)
+                self._tables.apply(change, entry)
             results = []
             for work in works:
                 try:
@@ -384,74 +310,21 @@ class Store:
         fresh = []
         for new in groups:
             group_id = new.encoded.group_id
-            fresh.append(group_id is None or (group_id not in seen and not self._knows(group_id)))
+            fresh.append(group_id is None or (group_id not in seen and not self._tables.knows(group_id)))
             if group_id is not None:
                 seen.add(group_id)
         adding = [new for new, is_fresh in zip(groups, fresh, strict=True) if is_fresh]
         size = sum(new.group.size for new in adding)
-        if (reason := self._over_limit(size) or self._folder.no_room(size)) is not None:
+        if (reason := _over_limit(self._used + size, self._max_bytes) or self._folder.no_room(size)) is not None:
             self._refused_bytes = size
             raise StorageFull(reason)
         self._refused_bytes = 0
         self._folder.hold_reserve()
-        self._db.executemany(
-            "INSERT INTO group_ids VALUES (?)", [(group_id,) for group_id in seen if not self._knows(group_id)]
-        )
-        for new in adding:
-            g = new.group
-            row = (g.number, g.env_id, g.sequences, g.size, g.digest, _BUFFERED if new.buffered else _QUEUED)
-            self._db.execute("INSERT INTO groups VALUES (?,?,?,?,?,?)", row)
-            self._db.execute("INSERT INTO contents VALUES (?,?)", (g.number, new.encoded.content))
+        self._tables.insert(adding, [group_id for group_id in seen if not self._tables.knows(group_id)])
         self._used += size
         return fresh
 
-    def _knows(self, group_id: str) -> bool:
-        return self._db.execute("SELECT 1 FROM group_ids WHERE group_id = ?", (group_id,)).fetchone() is not None
-
-    def _apply(self, change: Change, entry: int) -> None:
-        if change.run is not None:
-            self._set_run(change.run, entry)
-        self._set_state([group.number for group in change.consumed], _CONSUMED)
-        self._set_state([group.number for group in change.restored], _QUEUED)
-        self._set_state(change.completed, _QUEUED)
-        for batch in change.leased:
-            members = msgspec.json.encode([group.number for group in batch.groups]).decode()
-            row = (batch.number, batch.batch_id, batch.lease_s, members)
-            self._db.execute("INSERT OR REPLACE INTO leases VALUES (?,?,?,?)", row)
-        self._db.executemany("DELETE FROM leases WHERE number = ?", [(number,) for number in change.ended])
-
-    def _set_state(self, numbers: Sequence[int], state: int) -> None:
-        if numbers:
-            self._db.executemany("UPDATE groups SET state = ? WHERE number = ?", [(state, n) for n in numbers])
-
-    def _read(self, group: Group) -> bytes:
-        try:
-            row = self._db.execute("SELECT content FROM contents WHERE number = ?", (group.number,)).fetchone()
-        except (sqlite3.OperationalError, MemoryError) as error:
-            raise Unreadable(f"group {group.number} cannot be read now and stays queued: {error}") from error
-        except sqlite3.DatabaseError as error:
-            raise GroupLost(group, str(error)) from error
-        if row is None or content_digest(row[0]) != group.digest:
-            raise GroupLost(group, "it is gone" if row is None else "its bytes have changed on disk")
-        return row[0]
-
-    def _get(self, key: str) -> Any:
-        return self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0]
-
-    def _set_run(self, run: bytes, entry: int) -> None:
-        self._db.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run,))
-        self._db.execute("UPDATE meta SET value = ? WHERE key = 'logged'", (entry,))
-
     # -- room -----------------------------------------------------------------------------------------------------
-
-    def _over_limit(self, more: int) -> str | None:
-        used = self._used + more
-        if self._max_bytes is None or used <= self._max_bytes:
-            return None
-        return (
-            f"groups take {used / 1e6:.1f} of the {self._max_bytes / 1e6:.1f} MB of --max-queue-mb; "
-            "they are taken again when the trainer has taken batches"
-        )
 
     def _make_room(self, size: int) -> None:
         """Empty the WAL before a commit that might not find room with it."""
@@ -463,7 +336,7 @@ class Store:
         try:
             while self._dead and (len(self._dead) >= _DELETED_AT_ONCE or self._jobs.empty()):
                 numbers = self._dead[:_DELETED_AT_ONCE]
-                self._transact([lambda numbers=numbers: self._delete(numbers)])
+                self._transact([partial(self._tables.delete, numbers)])
                 del self._dead[: len(numbers)]
             while self._jobs.empty() and self._has_spare_pages():
                 self._db.executescript(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})")
@@ -471,26 +344,27 @@ class Store:
         except sqlite3.Error as error:
             logger.warning("space is not given back now: %s", error)
 
-    def _delete(self, numbers: Sequence[int]) -> None:
-        for table in ("groups", "contents"):
-            self._db.executemany(f"DELETE FROM {table} WHERE number = ?", [(n,) for n in numbers])
-
     def _has_spare_pages(self) -> bool:
         """Return True while free pages take more than the slack, or than the groups, or than is free on the disk."""
-        if self._folder.path is None:
-            return False
-        disk = os.statvfs(self._folder.path)
-        return self._free_bytes() > min(max(self._slack, self._used), disk.f_bavail * disk.f_frsize)
-
-    def _free_bytes(self) -> int:
-        return self._db.execute("PRAGMA freelist_count").fetchone()[0] * PAGE_BYTES
+        path = self._folder.path
+        return path is not None and self._tables.free_bytes() > min(max(self._slack, self._used), free_disk_bytes(path))
 
     def _close_tidily(self) -> None:
         """Give back free pages if that is quick, and end the log."""
         with contextlib.suppress(sqlite3.Error):
-            if self._folder.path is not None and self._free_bytes() <= SLACK_BYTES:
+            if self._folder.path is not None and self._tables.free_bytes() <= SLACK_BYTES:
                 self._db.executescript("PRAGMA incremental_vacuum")
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _over_limit(used: int, most: int | None) -> str | None:
+    """Say that groups would take more bytes than are allowed; None when they do not."""
+    if most is None or used <= most:
+        return None
+    return (
+        f"groups take {used / 1e6:.1f} of the {most / 1e6:.1f} MB of --max-queue-mb; "
+        "they are taken again when the trainer has taken batches"
+    )
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:

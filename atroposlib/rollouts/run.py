@@ -413,10 +413,7 @@ class Run:
             await self.files.sync()
 
     def _complain_if_short(self) -> None:
-        """The items ended before the asked number of groups: an error only when every task was set aside.
-
-        Nothing was delivered although something was sent: an error, too.
-        """
+        """Raise when the API took nothing, or the items ended too early as every task was set aside; else warn."""
         total, groups = self.progress.limits.groups, self.progress.totals.groups
         if (refused := self.sink.refusals) and not self.sink.delivered:
             raise AtroposError(f"the trajectory API refused all {len(refused)} groups that it was sent: {refused[-1]}")

@@ -8,7 +8,7 @@ import pytest
 from api_testing import REGISTRATION, client_of, make_group, started, uids
 
 from atroposlib.api.server import ApiSettings, create_app
-from atroposlib.api.store import Store
+from atroposlib.api.tables import Tables
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ async def restarted(folder, copy):
 async def test_deliveries_go_on_and_are_written_when_there_is_room(run, tmp_path, monkeypatch):
     app, client = run
     with monkeypatch.context() as full:
-        full.setattr(Store, "_apply", no_room)
+        full.setattr(Tables, "apply", no_room)
         assert [uids(await client.get("/batch")) for _ in range(3)] == [[0], [1], [2]]
         assert await restarted(tmp_path / "state", tmp_path / "while full") == (3, 3, [3, 4, 5])
     assert uids(await client.get("/batch")) == [3]
@@ -58,7 +58,7 @@ async def test_deliveries_go_on_and_are_written_when_there_is_room(run, tmp_path
 async def test_one_delivery_that_had_to_wait_does_not_bring_its_step_back(run, tmp_path, monkeypatch):
     _, client = run
     with monkeypatch.context() as full:
-        full.setattr(Store, "_apply", no_room)
+        full.setattr(Tables, "apply", no_room)
         assert uids(await client.get("/batch")) == [0]
     for uid in (1, 2, 3):
         assert uids(await client.get("/batch")) == [uid]
@@ -90,7 +90,7 @@ async def test_an_acknowledgement_without_room_is_answered_503_until_it_is_writt
     _, client = run
     leased = (await client.get("/batch?lease_s=600")).json()
     with monkeypatch.context() as full:
-        full.setattr(Store, "_apply", no_room)
+        full.setattr(Tables, "apply", no_room)
         for _ in range(2):
             assert (await client.post("/batch/ack", json={"batch_id": leased["batch_id"]})).status_code == 503
     assert (await client.post("/batch/ack", json={"batch_id": leased["batch_id"]})).status_code == 200

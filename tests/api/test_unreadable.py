@@ -47,7 +47,7 @@ async def test_groups_that_cannot_be_read_now_stay_and_the_trainer_is_told_to_co
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(app.state.service.store, "_db", OddDisk(app.state.service.store._db, refuse))
+        patch.setattr(app.state.service.store._tables, "_db", OddDisk(app.state.service.store._db, refuse))
         for _ in range(3):
             answer = await client.get(f"/batch{lease}")
             assert (answer.status_code, answer.json()["batch"]) == (503, None)
@@ -74,11 +74,11 @@ def malformed(*_):
 async def test_a_group_that_is_gone_or_damaged_is_dropped_and_costs_only_itself(run, monkeypatch, damage):
     app, client = run
     store = app.state.service.store
-    whole = store._db
+    whole = store._tables._db
 
     def damaged_once(*arguments):
-        store._db = whole
+        store._tables._db = whole
         return damage(*arguments)
 
-    store._db = OddDisk(whole, damaged_once)
+    store._tables._db = OddDisk(whole, damaged_once)
     assert uids(await client.get("/batch")) == [1, 2]
