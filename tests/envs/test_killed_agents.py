@@ -41,7 +41,7 @@ def forks(tmp_path_factory):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     tests = SCRIPT.parents[1]
     paths = {**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
-    process = subprocess.Popen([sys.executable, SCRIPT], env=paths, **pipes)
+    process = subprocess.Popen([sys.executable, SCRIPT], cwd=top, env=paths, **pipes)
     with process, ScriptedEngine(answer, write_tokenizer(top / "tokenizer")) as engine:
 
         def start(flags, moment=None, number=0, say="item"):
@@ -137,17 +137,18 @@ class Asker:
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_killed_gateway_has_every_call_that_it_recorded_once(forks, moment, asked_again, turn):
     top, engine, start = forks
-    file, config = top / f"{moment} {turn}.jsonl", top / "servers.json"
+    config = top / "servers.json"
     server = {"base_url": f"{engine.url}/v1", "server_type": "sglang"}
     names = {"model_name": "scripted", "tokenizer_name": str(top / "tokenizer")}
     config.write_text(json.dumps({**names, "servers": [server]}))
     questions, messages, before = ["each other?", "sure?"], [], len(engine.prompts)
 
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+
     @contextmanager
     def gateway(*when):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
-        flags = ["gateway", "--config", str(config), "--port", port, "--records", str(file)]
+        flags = ["gateway", "--config", str(config), "--port", port]
         pid, ended = start(flags, *when)
         asker = Asker(f"http://127.0.0.1:{port}")
         with asker.http:
@@ -173,3 +174,4 @@ def test_a_killed_gateway_has_every_call_that_it_recorded_once(forks, moment, as
     assert [call["answers"][0]["message"]["content"] for call in calls] == said
     assert [call["calls"][0]["parent"] for call in calls] == [None, [0, 0]]
     assert len(engine.prompts) - before == len(calls) + asked_again
+    assert (top / "gateway_records" / f"{port}.jsonl").stat().st_size > 0

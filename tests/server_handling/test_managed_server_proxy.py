@@ -429,3 +429,29 @@ def test_other_machines_need_a_token(monkeypatch):
     monkeypatch.setattr("sys.argv", ["proxy", "--config", "x.json", "--host", "0.0.0.0"])
     with pytest.raises(SystemExit, match="--insecure"):
         proxy_module.main()
+
+
+FILES = {
+    "the default": ([], "gateway_records/9.jsonl"),
+    "another": (["--records", "my/file.jsonl"], "my/file.jsonl"),
+    "none": (["--no-records"], None),
+    "an empty name": (["--records", ""], None),
+}
+
+
+@pytest.mark.parametrize(("flags", "file"), FILES.values(), ids=FILES)
+def test_records_are_kept_unless_refused_and_the_first_line_says_where(tmp_path, monkeypatch, caplog, flags, file):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["proxy", "--config", "missing.json", "--port", "9", *flags])
+    with caplog.at_level("INFO"), pytest.raises(SystemExit, match=r"missing\.json"):
+        proxy_module.main()
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")] == ([file] if file else [])
+    assert (str(tmp_path / file) if file else "in memory only") in caplog.messages[0]
+
+
+def test_records_that_cannot_be_kept_stop_the_gateway_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gateway_records").write_text("a file")
+    monkeypatch.setattr("sys.argv", ["proxy", "--config", "missing.json"])
+    with pytest.raises(SystemExit, match="--no-records"):
+        proxy_module.main()

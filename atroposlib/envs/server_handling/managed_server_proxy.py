@@ -2,6 +2,8 @@
 
     python -m atroposlib.envs.server_handling.managed_server_proxy --config servers.json
 
+Records of rollouts are kept in `gateway_records/PORT.jsonl` of the working directory, unless `--records` names a file.
+
 `servers.json`: `{"model_name": ..., "tokenizer_name": ..., "servers": [{"base_url": ..., "server_type": "sglang"}]}`.
 An agent creates a session, uses `http://host:9100/<uuid>/v1` as its OpenAI base URL, and the environment fetches the
 session's nodes: token ids, masks and log-probabilities of everything the model wrote.
@@ -50,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9100
 SESSION_TIMEOUT_S = 3600.0
+RECORDS_FOLDER = "gateway_records"
 
 
 @dataclass
@@ -329,7 +332,17 @@ def main() -> None:
         "--session-timeout-s", type=float, default=SESSION_TIMEOUT_S, help="Unused sessions are dropped after this."
     )
     parser.add_argument(
-        "--records", type=Path, help="File for the records of rollouts; what is in it is there again after a restart."
+        "--records",
+        metavar="FILE",
+        help="File for the records of rollouts; what is in it is there again after a restart. Default: "
+        f"{RECORDS_FOLDER}/PORT.jsonl in the working directory; empty: none, as with --no-records.",
+    )
+    parser.add_argument(
+        "--no-records",
+        dest="records",
+        action="store_const",
+        const="",
+        help="Keep records in memory only, as for tests.",
     )
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -349,10 +362,7 @@ def _app_from(args: argparse.Namespace, token: str | None) -> FastAPI:
             f"--host {args.host} is reachable from other machines and no token is set; set {TOKEN_VARIABLE} or "
             "--token-file, or accept the risk with --insecure"
         )
-    if not args.records:
-        logger.warning(
-            "the records of rollouts are in memory only, and gone with this process; --records FILE keeps them"
-        )
+    log = _log_of(args)
     config = load_config(args.config)
     manager = ServerManager(configs=config.server_configs())
     return create_app(
@@ -361,8 +371,28 @@ def _app_from(args: argparse.Namespace, token: str | None) -> FastAPI:
         config.model_name,
         session_timeout_s=args.session_timeout_s,
         token=token,
-        log=CallLog(expand_path(str(args.records), what="--records")) if args.records else None,
+        log=log,
     )
+
+
+def _log_of(args: argparse.Namespace) -> CallLog | None:
+    """Open the file of the records that is asked for, and say which it is; None where there shall be none."""
+    if args.records == "":
+        logger.warning("records of rollouts are in memory only, and gone with this process: --no-records")
+        return None
+    folder = Path(RECORDS_FOLDER)  # of one user: a record has its rollout's keys
+    try:
+        if args.records is None:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        path = expand_path(args.records or str(folder / f"{args.port}.jsonl"), what="--records").absolute()
+        log = CallLog(path)
+    except OSError as error:
+        raise ConfigError(
+            f"records of rollouts cannot be kept: {error}; name a file that can be written with --records FILE, or "
+            "do without by --no-records"
+        ) from error
+    logger.info("records of rollouts: %s, %d bytes from before", path, path.stat().st_size)
+    return log
 
 
 def _access_check(gateway: Gateway) -> Callable[[Request], Awaitable[None]]:
