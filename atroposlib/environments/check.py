@@ -129,19 +129,20 @@ def missing(env_cls: type[BaseEnv]) -> str | None:
 def rates_of(
     env_cls: type[SingleTurnEnv | MultiTurnEnv], tokenizer: Path, flags: Sequence[str], *, problems: int = 32
 ) -> Rates:
-    """Measure the scripted policies on an environment with these flags."""
-    address = ["--openai.base_url", "http://127.0.0.1:1/v1", "--env.tokenizer_name", str(tokenizer)]
-    settings = resolve(env_cls, "process", [*address, "--env.use_wandb", "false", *flags])
+    """Measure the scripted policies on an environment with these flags; a model that it asks is its `check_judge`."""
 
-    async def measured() -> Rates:
-        env = env_cls(settings.env, [APIServerConfig(base_url="http://127.0.0.1:1/v1", health_check=False)])
+    async def measured(engine: ScriptedEngine) -> Rates:
+        settings = resolve(env_cls, "process", [*engine.flags, *flags])
+        server = {"server_type": "sglang", "model_name": "scripted", "api_key": "x", "health_check": False}
+        env = env_cls(settings.env, [APIServerConfig(base_url=f"{engine.url}/v1", **server)])
         try:
             await env.setup()
             return await measure(env, problems=problems)
         finally:
             await env.teardown()
 
-    return asyncio.run(measured())
+    with ScriptedEngine(_judge_of(env_cls), tokenizer) as engine:
+        return asyncio.run(measured(engine))
 
 
 @contextlib.contextmanager
@@ -252,10 +253,11 @@ def _honest(env_cls: type[SingleTurnEnv | MultiTurnEnv], tokenizer: Path, flags:
 def knowing(env_cls: type[BaseEnv]) -> tuple[type[BaseEnv], Answer]:
     """Return the environment, and a function that answers its prompts: right replies and wrong ones take turns."""
     golds: dict[str, str] = {}
+    judge = _judge_of(env_cls)
 
     def answer(prompt: str) -> Sequence[str]:
         asked = max((question for question in list(golds) if question in prompt), key=prompt.rfind, default="")
-        return [golds.get(asked, ANSWERS[1]), ANSWERS[0]]
+        return [golds.get(asked) or judge(prompt) or ANSWERS[1], ANSWERS[0]]
 
     if issubclass(env_cls, MultiTurnEnv):
         return _noting_moves(env_cls, golds), answer
@@ -267,6 +269,11 @@ def knowing(env_cls: type[BaseEnv]) -> tuple[type[BaseEnv], Answer]:
         return await env_cls.messages(self, item)
 
     return type(env_cls.__name__, (env_cls,), {"messages": messages, "__doc__": env_cls.__doc__}), answer
+
+
+def _judge_of(env_cls: type[BaseEnv]) -> Callable[[str], str]:
+    """Return who answers in a judge's place; "" from an environment that has none."""
+    return env_cls.check_judge if issubclass(env_cls, SingleTurnEnv) else lambda prompt: ""
 
 
 def _noting_moves(env_cls: type[MultiTurnEnv], golds: dict[str, str]) -> type[MultiTurnEnv]:

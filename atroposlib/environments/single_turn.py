@@ -128,6 +128,11 @@ class SingleTurnEnv(BaseEnv):
         """Optional: flags for checks of the environment, which may write data to `folder`."""
         return []
 
+    @classmethod
+    def check_judge(cls, prompt: str) -> str:
+        """Optional: what a model says that your `grades` ask, in its place when the rewards are checked."""
+        return ""
+
     # -- a group -----------------------------------------------------------------------------------------------------
 
     async def setup(self) -> None:

@@ -1,69 +1,62 @@
 """Guess a number from hints: several turns, one rollout each."""
 
-import random
 import re
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataItem
+from atroposlib.environments.multi_turn import MultiTurnConfig, MultiTurnEnv, Step, World
+from atroposlib.environments.single_turn import local_engine
 
-TURNS = 6
+RULES = "I think of a number from 1 to 20. Guess it: write one number."
 
 
-class GuessEnv(BaseEnv):
-    """Score 1.0 for a hit at the first guess, less for later ones, 0.0 for none."""
+class Guessing(World):
+    """One number to find; a hint after each guess."""
+
+    def __init__(self, number):
+        self.number = number
+
+    async def begin(self):
+        return RULES
+
+    async def step(self, reply):
+        guess = only_number(reply.text)
+        if guess is None:
+            return Step("Write one number from 1 to 20, and no other.", is_invalid=True)
+        if guess == self.number:
+            return Step(is_over=True, reward=1.0)
+        return Step("Higher." if guess < self.number else "Lower.")
+
+    def gold(self):
+        return str(self.number)
+
+
+class GuessEnv(MultiTurnEnv):
+    """Score 1.0 for a hit at the first guess, a tenth less for each later one, 0.0 for none."""
 
     name = "guess"
 
     @classmethod
     def config_init(cls):
-        engine = APIServerConfig(
-            model_name="smollm2-135m",  # what `atropos engine` serves
-            base_url="http://localhost:9004/v1",
-            server_type="sglang",
-            api_key="x",
+        config = MultiTurnConfig(
+            tokenizer_name="smollm2-135m",
+            group_size=4,
+            max_turns=6,
+            discount=0.9,  # for each turn that a hit came later
+            max_token_length=32,
+            use_wandb=False,
         )
-        return BaseEnvConfig(tokenizer_name="smollm2-135m", group_size=4, max_token_length=32, use_wandb=False), engine
+        return config, local_engine("smollm2-135m", port=9004)  # what `atropos engine` serves
 
-    async def get_item(self, index):
-        return {"number": random.Random(index).randint(1, 20)}
+    def make(self, rng, level):
+        return {"number": rng.randint(1, 20), "round": rng.getrandbits(32)}
 
-    async def collect_trajectory(self, item) -> tuple[ScoredDataItem, list[Item]]:
-        messages = [{"role": "user", "content": "I think of a number from 1 to 20. Guess it: write one number."}]
-        reward = 0.0
-        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            for turn in range(TURNS):
-                reply = await managed.chat_completion(messages=messages, n=1, max_tokens=self.config.max_token_length)
-                text = reply.choices[0].message.content or ""
-                messages.append({"role": "assistant", "content": text})
-                guess = last_number(text)
-                if guess == item["number"]:
-                    reward = score(turn)
-                    break
-                messages.append({"role": "user", "content": hint(guess, item["number"])})
-            node = managed.get_state()["nodes"][-1]  # the whole conversation; only what the model wrote takes loss
-        return {
-            "tokens": node.tokens,
-            "masks": node.masked_tokens,
-            "inference_logprobs": node.logprobs,
-            "scores": reward,
-        }, []
+    async def open(self, item):
+        return Guessing(item["number"])
 
 
-def last_number(text: str) -> int | None:
-    """Return the last whole number of a text, None where there is none."""
-    numbers = re.findall(r"-?\d+", text or "")
-    return int(numbers[-1][:9]) if numbers else None
-
-
-def hint(guess: int | None, number: int) -> str:
-    """Return what the player is told after a guess."""
-    if guess is None:
-        return "I saw no number. Write one number from 1 to 20."
-    return "Higher." if guess < number else "Lower."
-
-
-def score(turn: int) -> float:
-    """Return the reward of a hit in turn 0, 1, ..."""
-    return 1.0 - turn / (2 * TURNS)
+def only_number(text: str) -> int | None:
+    """Return the whole number of a text; None where there is none, or several."""
+    numbers = set(re.findall(r"-?\d+", text))
+    return int(numbers.pop()[:9]) if len(numbers) == 1 else None
 
 
 if __name__ == "__main__":
