@@ -3,10 +3,15 @@
 import asyncio
 import json
 
+import httpx
 import pytest
 from test_agent_rollouts import ADMIN, HELLO, SlowServer, Tokenizer, ask, client_of, new_rollout, record_of
 
+from atroposlib.envs.agent_env import GatewayService
+from atroposlib.envs.server_handling.agents import gateway as gateway_module
+from atroposlib.envs.server_handling.agents import rollouts as rollouts_module
 from atroposlib.envs.server_handling.agents.dialect import grammar_of
+from atroposlib.envs.server_handling.agents.rollouts import Rollouts, RolloutSettings, managed_for
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
@@ -212,6 +217,62 @@ async def test_requests_at_the_same_time_count_each_for_the_budget_and_all_end_w
     assert (more.status_code, ended.status_code, replies) == (200, 200, [409] * 3)
     assert [call["calls"] for call in record["calls"]] == [[]]
     assert (record["running"], server.answered) == (0, 0)
+
+
+class AbortableServer(SlowServer):
+    """Counts requests whose connection was closed."""
+
+    aborted = 0
+
+    async def tokens_and_logprobs_completion(self, **kwargs):
+        try:
+            return await super().tokens_and_logprobs_completion(**kwargs)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+
+
+LEAVING = {
+    "json": (False, 60.0),
+    "stream": (True, 60.0),
+    "json that has begun": (False, 0.001),
+    "stream that has begun": (True, 0.001),
+}
+
+
+@pytest.mark.parametrize("is_retried", [True, False], ids=["and asks again", "for good"])
+@pytest.mark.parametrize(("is_stream", "quiet_s"), LEAVING.values(), ids=LEAVING)
+async def test_a_client_that_went_away_is_waited_for_and_then_its_generation_is_aborted(
+    monkeypatch, is_stream, quiet_s, is_retried
+):
+    for name in ("QUIET_S", "QUIET_JSON_S", "AWAKE_S"):
+        monkeypatch.setattr(gateway_module, name, quiet_s)
+    monkeypatch.setattr(rollouts_module, "KEPT_FOR_RETRY_S", 60.0 if is_retried else 0.01)
+    server = AbortableServer(["one", "two"], tokenizer=Tokenizer())
+    service = GatewayService(Rollouts(lambda settings: managed_for(server, server.tokenizer, settings)), "127.0.0.1")
+    await service.start()
+    rollout = service.rollouts.create(RolloutSettings.of(max_tokens=10))
+    body, headers = {"messages": HELLO, "stream": is_stream}, {"x-api-key": rollout.key}
+    async with asyncio.timeout(10):
+        async with httpx.AsyncClient(base_url=service.url) as client:
+            asked = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=headers))
+            while not rollout.record()["running"]:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.02 if quiet_s < 1 else 0)  # so that the reply begins
+            asked.cancel()
+        if is_retried:
+            async with httpx.AsyncClient(base_url=service.url) as client:
+                headers["x-stainless-retry-count"] = "1"
+                again = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=headers))
+                await asyncio.sleep(0.01)
+                server.may_answer.set()
+                assert "one" in (await again).text
+        while rollout.record()["running"]:
+            await asyncio.sleep(0.001)
+        await service.stop()
+    assert (server.aborted, server.answered) == ((0, 1) if is_retried else (1, 0))
+    assert rollout.record()["faults"] == ({} if is_retried else {"abandoned": 1})
+    assert rollout.generated_tokens() == (4 if is_retried else 0)
 
 
 async def test_the_choices_of_a_request_share_what_is_left_of_the_tokens():

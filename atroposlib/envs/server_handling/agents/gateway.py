@@ -36,6 +36,7 @@ QUIET_JSON_S = 60.0
 AWAKE_S = 10.0  # between two signs of life
 LONGEST_POLL_S = 60.0
 RETRY_AFTER_S = 2
+CLIENT_GONE = 499  # nginx's; nobody reads it
 MAX_BODY_BYTES = 64 * 1024 * 1024
 DISCARD_FACTOR = 2  # of a longer body so much is read and thrown away, for a client that sends all before it reads
 
@@ -139,12 +140,12 @@ class Gateway:
             key = request.headers.get("idempotency-key", "")
             digest = xxh3_128_digest(f"{dialect.name}/{key}/".encode() + data)
             exchange = rollout.exchange(asked, digest, is_retry=bool(key) or tries not in ("", "0"))
-            return await self._replied(dialect, body, rollout, exchange)
+            return await self._replied(request, dialect, body, rollout, exchange)
 
         return answer
 
     async def _replied(
-        self, dialect: Dialect, body: Body, rollout: Rollout, exchange: Coroutine[Any, Any, Any]
+        self, request: Request, dialect: Dialect, body: Body, rollout: Rollout, exchange: Coroutine[Any, Any, Any]
     ) -> Response:
         is_stream = bool(body.get("stream"))
 
@@ -153,10 +154,21 @@ class Gateway:
             return b"".join(dialect.events(reply, body)) if is_stream else orjson.dumps(reply)
 
         task = asyncio.ensure_future(whole())
-        await asyncio.wait([task], timeout=QUIET_S if is_stream else QUIET_JSON_S)
+        gone = asyncio.ensure_future(request.receive())  # behind the body only this comes: the client went away
+        try:
+            quiet_s = QUIET_S if is_stream else QUIET_JSON_S
+            await asyncio.wait([task, gone], timeout=quiet_s, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done() and not task.done():
+                task.cancel()
+                return Response(status_code=CLIENT_GONE)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            gone.cancel()
         kind = "text/event-stream" if is_stream else "application/json"
         if not task.done():
-            return StreamingResponse(_kept_awake(dialect, task, is_stream), media_type=kind)
+            return _AwakeResponse(_kept_awake(dialect, task, is_stream), task, kind)
         if (error := task.exception()) is not None:
             return _failure(dialect, error, is_session=rollout.is_session)
         return Response(task.result(), media_type=kind)
@@ -344,6 +356,20 @@ def created(rollout: Rollout, root: str) -> dict[str, Any]:
         "anthropic_base_url": root,
         "keyed_base_url": f"{root}/{rollout.key}/v1",
     }
+
+
+class _AwakeResponse(StreamingResponse):
+    """Ends the wait for a reply when its client goes away."""
+
+    def __init__(self, content: AsyncIterator[bytes], task: "asyncio.Future[bytes]", kind: str) -> None:
+        super().__init__(content, media_type=kind)
+        self._task = task
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._task.cancel()
 
 
 async def _kept_awake(dialect: Dialect, task: "asyncio.Future[bytes]", is_stream: bool) -> AsyncIterator[bytes]:

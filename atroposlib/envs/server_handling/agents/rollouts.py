@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 BUDGET_TEXT = "The budget of this conversation is used up."
 """Said to an agent that asks once more; an empty reply would be asked for again. No part of the record's tokens."""
 
+KEPT_FOR_RETRY_S = 60.0
+"""A request whose client went away runs on for so long, for a retry to join; then it is aborted at the engine."""
+
 _SHAPES = words(
     """temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias regex
     json_schema ebnf structural_tag min_new_tokens min_tokens ignore_eos allowed_token_ids bad_words seed
@@ -102,6 +105,16 @@ class Asked:
     strict: Mapping[str, Any] | None = None  # schema of each tool's arguments, where one is strict
 
 
+@dataclass(slots=True)
+class _Running:
+    """A request that runs."""
+
+    digest: bytes
+    waiting: int = 0  # clients that wait for its reply
+    reserved: int = 0  # tokens of the budget that it may use
+    abandonment: asyncio.TimerHandle | None = None  # while nobody waits
+
+
 class Rollout:
     """One rollout: its settings, its record, and what runs for it now."""
 
@@ -134,7 +147,7 @@ class Rollout:
         self._system_prompts: dict[bytes, str] = {}  # by the turn behind them
         self._is_told = False  # that one of them changes
         self.faults: Counter[str] = Counter()  # of requests that got no reply, by class
-        self._running: dict[asyncio.Task[Exchange], bytes] = {}  # with the digest of each request
+        self._running: dict[asyncio.Task[Exchange], _Running] = {}
         self._log = log
         self._ended = asyncio.Event()
         self._context = contextvars.copy_context()  # of whoever rolls out: its trace, and its journal of responses
@@ -153,7 +166,8 @@ class Rollout:
         """
         self.last_used = time.time()
         if is_retry:
-            running = next((task for task, one in self._running.items() if one == digest and not task.done()), None)
+            tasks = (task for task, one in self._running.items() if one.digest == digest)
+            running = next((task for task in tasks if not task.done() and not task.cancelling()), None)
             if running is not None:
                 return await self._joined(running)
             earlier = next((one for one in reversed(self.exchanges) if one.digest == digest), None)
@@ -164,19 +178,39 @@ class Rollout:
         if spent := self.spent():
             self._end(f"budget: {spent}", is_sealed=False)
             return self._said(asked, digest, BUDGET_TEXT)
-        task = asyncio.get_running_loop().create_task(self._generate(asked, digest), context=self._context.copy())
-        self._running[task] = digest
-        task.add_done_callback(self._running.pop)
+        running = _Running(digest)
+        work = self._generate(asked, running)
+        task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
+        self._running[task] = running
+        task.add_done_callback(self._done)
         return await self._joined(task)
 
     async def _joined(self, task: "asyncio.Task[Exchange]") -> Exchange:
-        """Wait for a running request. Who asks may go away: it is recorded all the same, for a retry."""
+        """Wait for a running request. Once nobody waits, it runs on for `KEPT_FOR_RETRY_S`."""
+        running = self._running[task]
+        running.waiting += 1
+        if running.abandonment is not None:
+            running.abandonment.cancel()
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
                 raise SealedError(f"rollout {self.id} ended while this request ran") from None
             raise
+        finally:
+            running.waiting -= 1
+            if not running.waiting and not task.done():
+                loop = asyncio.get_running_loop()
+                running.abandonment = loop.call_later(KEPT_FOR_RETRY_S, self._abandon, task)
+
+    def _abandon(self, task: "asyncio.Task[Exchange]") -> None:
+        """Abort a request; the engine does so when its connection closes."""
+        if not task.cancelling() and task.cancel():
+            self.faults["abandoned"] += 1
+
+    def _done(self, task: "asyncio.Task[Exchange]") -> None:
+        if (timer := self._running.pop(task).abandonment) is not None:
+            timer.cancel()
 
     @property
     def is_busy(self) -> bool:
@@ -198,7 +232,7 @@ class Rollout:
         """Tokens that the model wrote for this rollout."""
         return sum(answer.completion_tokens for exchange in self.exchanges for answer in exchange.answers)
 
-    async def _generate(self, asked: Asked, digest: bytes) -> Exchange:
+    async def _generate(self, asked: Asked, running: _Running) -> Exchange:
         used, notes = self._sampling(asked)
         started = time.time()
         try:
@@ -216,7 +250,7 @@ class Rollout:
             notes += self._other_system_prompt(asked.chat)
         exchange = Exchange(
             number=len(self.exchanges),
-            digest=digest,
+            digest=running.digest,
             dialect=asked.dialect,
             asked={**asked.sampling, "model": asked.model, **({"strict": [*asked.strict]} if asked.strict else {})},
             used=used,
@@ -354,8 +388,7 @@ class Rollout:
         if running:
             await asyncio.wait(running, timeout=grace_s)
             for task in running:
-                if task.cancel():
-                    self.faults["abandoned"] += 1
+                self._abandon(task)
             await asyncio.gather(*running, return_exceptions=True)
 
     def _end(self, reason: str, *, is_sealed: bool) -> None:
