@@ -163,9 +163,32 @@ def test_a_bar_filters_by_what_it_shows(open_page, view):
     until_address(page, task="proofs", min_tokens=None)
 
 
+def test_bars_of_few_values_stand_over_them_and_what_is_not_recorded_has_no_filter(open_page, view, hostile):
+    page = open_page(view)
+    centres = "all => all.map(e => { const r = e.getBoundingClientRect(); return Math.round(r.x + r.width / 2); })"
+    scores = page.locator("figure:has(figcaption:text-is('score'))")
+    names = scores.locator("svg > text:not(:last-of-type)")
+    assert names.all_text_contents() == ["0", "0.5", "1"]
+    bars = scores.locator(".bar rect:not(.hit)")
+    assert bars.evaluate_all(centres) == pytest.approx(names.evaluate_all(centres), abs=1)
+    assert page.locator("#filters label:has-text('gap')").is_visible()
+    with served(hostile) as (address, _):
+        page = open_page(address)
+        page.locator(".task-rates").wait_for()
+        assert not page.locator("#filters label:has-text('gap')").is_visible()
+
+
+def test_filters_that_leave_nothing_say_so(open_page, view):
+    page = open_page(view + "#text=no+such+words", settled="#list .quiet")
+    until(page, "document.querySelector('#list').textContent === 'no group matches the filters'")
+    page.click("#views button:has-text('compare')")
+    until(page, "document.querySelector('#list').textContent === 'no item that the filters leave is in both'")
+
+
 def test_two_runs_stand_next_to_each_other(open_page, view):
     page = open_page(view + "#view=compare&task=sums", settled="#list button")
     assert "A better on" in page.locator(".verdict").inner_text()
+    assert page.input_value("label:has-text('task') select") == "sums"
     page.keyboard.press("j")
     page.wait_for_selector(".sides .side:nth-child(2) article")
     assert page.locator(".side").count() == 2
@@ -184,6 +207,7 @@ def test_two_runs_stand_next_to_each_other(open_page, view):
 
 def test_failures_have_their_tracebacks(open_page, view):
     page = open_page(view + "#view=failures")
+    assert not page.locator("#filter-panel").is_visible()  # it is of groups
     page.click("#list button:has-text('engine')")
     until_address(page, kind="engine")
     until(page, "document.querySelectorAll('.failure').length === 2")

@@ -3,15 +3,16 @@
 import { button, byId, make, modelText, short } from "./dom.js";
 import { filters, go, shown } from "./address.js";
 import { ask } from "./server.js";
+import { offer } from "./filters.js";
 import { answer, promptView } from "./group.js";
 import { asText } from "./messages.js";
 import { changedWords } from "./words.js";
 
-let facets = { run: [], weights: [] };
 let found = null;
 
 export async function loadComparison() {
-  facets = (await ask("/api/groups", {})).facets;
+  const { facets } = await ask("/api/groups", {});
+  offer(facets);
   const sides = [...facets.run.map((name) => `run:${name}`), ...facets.weights.filter(Boolean).map((name) => `step:${name}`)];
   const [left, right] = defaults(sides);
   if (!left) {
@@ -33,6 +34,7 @@ export async function loadComparison() {
       make("b", { text: `A better on ${short(found.wins[0])}, B on ${short(found.wins[1])}` }),
       `, equal on ${short(found.ties)}; mean score ${short(found.mean[0])} and ${short(found.mean[1])}; only in A ${short(found.only[0])}, only in B ${short(found.only[1])}`));
   byId("list").replaceChildren(...found.items.map(entry));
+  if (!found.items.length) byId("list").append(make("li", { className: "quiet", text: "no item that the filters leave is in both" }));
   const pages = byId("pages");
   pages.replaceChildren();
   if (found.matching > found.page) {

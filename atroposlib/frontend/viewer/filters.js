@@ -54,6 +54,11 @@ export function offer(facets) {
   }
 }
 
+// A range of what no response has is left out.
+export function offerRange(name, isRecorded) {
+  fields[`min_${name}`].parentElement.hidden = !isRecorded && !filters()[`min_${name}`] && !filters()[`max_${name}`];
+}
+
 export function showFilters() {
   const set = filters();
   for (const [name, field] of Object.entries(fields)) if (document.activeElement !== field) field.value = set[name] ?? "";

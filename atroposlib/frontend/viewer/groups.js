@@ -32,7 +32,7 @@ function showList() {
     orderSelect(),
   );
   byId("list").replaceChildren(...found.groups.map(entry));
-  if (!found.groups.length) byId("list").append(make("li", { className: "quiet", text: found.groups_total ? "nothing is like this" : "no groups yet" }));
+  if (!found.groups.length) byId("list").append(make("li", { className: "quiet", text: found.groups_total ? "no group matches the filters" : "no groups yet" }));
   const pages = byId("pages");
   pages.replaceChildren();
   if (found.matching > found.page) {

@@ -2,9 +2,10 @@
 
 import { byId, make, short, svg } from "./dom.js";
 import { filterBy, filters } from "./address.js";
+import { offerRange } from "./filters.js";
 import { ask } from "./server.js";
 
-const WIDTH = 260, HEIGHT = 96, BASE = 78, LEFT = 4;
+const WIDTH = 260, HEIGHT = 96, BASE = 78, LEFT = 4, NAMED = 5; // so few bars have a label each
 let asked = 0;
 
 export async function loadNumbers() {
@@ -12,6 +13,7 @@ export async function loadNumbers() {
   const mine = ++asked;
   const found = await ask("/api/numbers", filters());
   if (mine !== asked) return;
+  offerRange("gap", found.gap);
   byId("numbers").replaceChildren(
     histogram("score", found.score, "score"),
     histogram("completion tokens", found.tokens, "tokens"),
@@ -25,23 +27,25 @@ function histogram(title, { places, bars }, name) {
   const width = (WIDTH - 2 * LEFT) / Math.max(places, 1);
   const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title });
   for (const bar of bars) {
+    const left = LEFT + bar.place * width, thick = Math.min(width * 0.9, 60);
     const height = Math.max(1.5, (bar.count / most) * (BASE - 14));
     const range = bar.from === bar.to ? short(bar.from) : `${short(bar.from)} to ${short(bar.to)}`;
     const area = svg("g", { class: "bar", tabindex: "0", role: "button", "aria-label": `${title} ${range}: ${bar.count} responses` },
-      svg("rect", { x: LEFT + bar.place * width, y: 12, width, height: BASE - 12, class: "hit" }),
-      svg("rect", { x: LEFT + bar.place * width + Math.min(1, width / 8), y: BASE - height, width: Math.min(width * 0.9, 60), height, rx: 1 }),
+      svg("rect", { x: left, y: 12, width, height: BASE - 12, class: "hit" }),
+      svg("rect", { x: left + (width - thick) / 2, y: BASE - height, width: thick, height, rx: 1 }),
       svg("title"));
     area.lastChild.textContent = `${range}: ${short(bar.count)} responses`;
     const choose = () => filterBy({ [`min_${name}`]: String(bar.from), [`max_${name}`]: String(bar.to) });
     area.addEventListener("click", choose);
     area.addEventListener("keydown", (event) => event.key === "Enter" && choose());
     picture.append(area);
+    if (places <= NAMED) picture.append(label(left + width / 2, HEIGHT - 4, short(bar.from), "middle"));
   }
   if (bars.length) {
-    picture.append(label(LEFT, HEIGHT - 4, short(bars[0].from), "start"));
-    if (places > 1) picture.append(label(WIDTH - LEFT, HEIGHT - 4, short(bars.at(-1).to), "end"));
+    if (places > NAMED) picture.append(label(LEFT, HEIGHT - 4, short(bars[0].from), "start"));
+    if (places > NAMED) picture.append(label(WIDTH - LEFT, HEIGHT - 4, short(bars.at(-1).to), "end"));
     picture.append(label(WIDTH - LEFT, 9, `most ${short(most)}`, "end"));
-  } else picture.append(label(WIDTH / 2, HEIGHT / 2, "nothing recorded", "middle"));
+  } else picture.append(label(WIDTH / 2, HEIGHT / 2, "no values", "middle"));
   return make("figure", {}, make("figcaption", { text: title }), picture);
 }
 

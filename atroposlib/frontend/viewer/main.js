@@ -34,6 +34,7 @@ function update(now, before = null) {
   byId("views").replaceChildren(...Object.entries(VIEWS).map(([view, text]) =>
     button(text, "", () => go({ view, group: null, other: null, response: null, token: null, offset: null }), (now.view ?? "") === view ? "pressed" : "")));
   showFilters();
+  for (const part of ["filter-panel", "search"]) byId(part).hidden = now.view === "failures"; // they are of groups
   const filtered = anew || changed(now, before, ...FILTERS);
   if (filtered && now.view !== "failures") guarded(loadNumbers);
   if (now.view === "failures") return guarded(loadFailures);
