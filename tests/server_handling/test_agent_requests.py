@@ -11,7 +11,7 @@ from atroposlib.envs.agent_env import GatewayService
 from atroposlib.envs.server_handling.agents import gateway as gateway_module
 from atroposlib.envs.server_handling.agents import rollouts as rollouts_module
 from atroposlib.envs.server_handling.agents.dialect import grammar_of
-from atroposlib.envs.server_handling.agents.rollouts import Rollouts, RolloutSettings, managed_for
+from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, RolloutSettings, managed_for
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
@@ -220,11 +220,12 @@ async def test_requests_at_the_same_time_count_each_for_the_budget_and_all_end_w
 
 
 class AbortableServer(SlowServer):
-    """Counts requests whose connection was closed."""
+    """Knows what is asked for at once, and how many connections were closed."""
 
     aborted = 0
 
     async def tokens_and_logprobs_completion(self, **kwargs):
+        self.began = [*getattr(self, "began", []), kwargs.get("max_tokens")]
         try:
             return await super().tokens_and_logprobs_completion(**kwargs)
         except asyncio.CancelledError:
@@ -275,11 +276,47 @@ async def test_a_client_that_went_away_is_waited_for_and_then_its_generation_is_
     assert rollout.generated_tokens() == (4 if is_retried else 0)
 
 
+WHOLE = "x" * 19  # 20 tokens with the end
+SHARING = {
+    "each has room": ("a", {"max_tokens": 5}, 3, [5, 5, 5], [200] * 3),
+    "two have room": ("a", {"max_tokens": 9}, 2, [9, 9, 9], [200] * 3),
+    "no limit of their own": ("a", {}, 1, [20, 18, 16], [200] * 3),
+    "a limit above the budget": ("a", {"max_tokens": 64000}, 1, [20, 18, 16], [200] * 3),
+    "several choices": ("a", {"max_tokens": 5, "n": 2}, 2, [5, 5, 5], [200] * 3),
+    "a token for each choice": ("aaa", {"max_tokens": 1, "n": 5}, 3, [1, 1, 1], [200] * 3),
+    "the first uses all": (WHOLE, {}, 1, [20], [200, 200, 409]),
+}
+
+
+@pytest.mark.parametrize(("text", "asked", "at_once", "sent", "statuses"), SHARING.values(), ids=SHARING)
+async def test_requests_at_the_same_time_never_have_more_tokens_together_than_are_left(
+    text, asked, at_once, sent, statuses
+):
+    server = AbortableServer(text, tokenizer=Tokenizer())
+    async with client_of(server=server) as client:
+        made = await new_rollout(client, max_tokens=20)
+        requests = [asyncio.ensure_future(ask(client, made, **asked)) for _ in range(3)]
+        while (await record_of(client, made))["running"] < 3:
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        began = server.began
+        server.may_answer.set()
+        assert sorted([(await each).status_code for each in requests]) == statuses
+    assert began == sent[:at_once]
+    assert sum(began) * asked.get("n", 1) <= 20
+    assert server.began == sent
+
+
 async def test_the_choices_of_a_request_share_what_is_left_of_the_tokens():
     async with client_of("a", "b", "c", "d") as client:
         made = await new_rollout(client, max_tokens=40)
         await ask(client, made, n=4, max_tokens=30)
         assert client.engine.requests[0]["max_tokens"] == 10
+        said = (await ask(client, made, n=33)).json()["choices"]  # 32 are left
+        assert [choice["message"]["content"] for choice in said] == [BUDGET_TEXT]
+        assert (await ask(client, made)).status_code == 409
+        assert "each choice" in (await record_of(client, made))["end_reason"]
 
 
 # -- what cannot be understood ----------------------------------------------------------------------------------------

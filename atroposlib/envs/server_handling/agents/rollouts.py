@@ -175,9 +175,8 @@ class Rollout:
                 return earlier
         if self.end_reason is not None:
             raise SealedError(f"rollout {self.id} has ended ({self.end_reason}); start another one")
-        if spent := self.spent():
-            self._end(f"budget: {spent}", is_sealed=False)
-            return self._said(asked, digest, BUDGET_TEXT)
+        if self.spent():
+            return self._budget_said(asked, digest)
         running = _Running(digest)
         work = self._generate(asked, running)
         task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
@@ -236,6 +235,8 @@ class Rollout:
         used, notes = self._sampling(asked)
         started = time.time()
         try:
+            if not await self._reserve(running, used):
+                return self._budget_said(asked, running.digest)
             with held_replies() as engine:
                 if asked.chat is not None:
                     chat = asked.chat
@@ -245,6 +246,8 @@ class Rollout:
         except RolloutFault as fault:
             self.faults[fault.failure_class] += 1
             raise
+        finally:
+            running.reserved = 0
         self.note(engine)
         if asked.chat is not None and replies and replies[0].call.parent is None:
             notes += self._other_system_prompt(asked.chat)
@@ -318,9 +321,8 @@ class Rollout:
         notes = []
         if is_bound and not settings.sampling.keys() & GRAMMARS.keys():
             notes = self._bind(request, used)
-        for limit in (settings.sampling.get("max_tokens"), self._tokens_left(used.get("n") or 1)):
-            if limit is not None:
-                used["max_tokens"] = min(used.get("max_tokens") or limit, limit)
+        if limit := settings.sampling.get("max_tokens"):
+            used["max_tokens"] = min(used.get("max_tokens") or limit, limit)
         given = [key for key in asked if key in _SHAPES and asked[key] != used.get(key)]
         for key in given:
             why = "grammars are only noted" if key in GRAMMARS else "sampling is locked"
@@ -342,10 +344,32 @@ class Rollout:
         used["structural_tag"] = orjson.dumps(tag).decode()
         return []
 
-    def _tokens_left(self, choices: int) -> int | None:
-        """Tokens for each of the choices of a request; None: there is no limit."""
-        most = self.settings.max_tokens
-        return None if most is None else max(1, (most - self.generated_tokens()) // choices)
+    async def _reserve(self, running: _Running, used: dict[str, Any]) -> bool:
+        """Set aside what a request may generate, `max_tokens` for each choice; False where the budget has no room.
+
+        Where less is left than it wants, it first waits for those that run, which may not need all of theirs.
+        """
+        if (most := self.settings.max_tokens) is None:
+            return True
+        choices = used.get("n") or 1
+        length = await self.managed.context_length()
+        wanted = min(used.get("max_tokens") or most, length or most)
+        while True:
+            others = {task: one.reserved for task, one in self._running.items() if one.reserved}
+            left = (most - self.generated_tokens() - sum(others.values())) // choices
+            if left >= wanted or not others:
+                break
+            await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+        used["max_tokens"] = min(wanted, left)
+        running.reserved = max(0, used["max_tokens"]) * choices
+        return running.reserved > 0
+
+    def _budget_said(self, asked: Asked, digest: bytes) -> Exchange:
+        """End the rollout with one last reply; SealedError where another request was told so before."""
+        if self.end_reason is not None:
+            raise SealedError(f"rollout {self.id} has ended ({self.end_reason}); start another one")
+        self._end(f"budget: {self.spent() or 'too few tokens are left for a token of each choice'}", is_sealed=False)
+        return self._said(asked, digest, BUDGET_TEXT)
 
     def _said(self, asked: Asked, digest: bytes, text: str) -> Exchange:
         now = time.time()
