@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -76,6 +77,7 @@ def datagen(
             print(f"atropos datagen: {stopped}", file=sys.stderr)
             raise typer.Exit(EXIT_WORK_REMAINS) from None
     print_status(status, Console())
+    print(f"look at them   atropos view-run {shlex.quote(status.run_dir)}")
 
 
 app = command(datagen, HELP)

@@ -274,5 +274,7 @@ def _export(entry: ExportConfig, config: DatagenConfig, model: Model) -> Path:
     report = export_sft(rollout_folders(config), output, policy, options)
     if entry.rows and report.records < entry.rows:
         logger.warning("%s: %d rows were asked for, only %d are there", output, entry.rows, report.records)
-    logger.info("dataset written: path=%s records=%d copies=%d", output, report.records, report.copies)
+    kept = ", ".join(f"{step.kept} after {step.step}" for step in report.steps)
+    counts = f"records={report.records} copies={report.copies} responses={report.responses}"
+    logger.info("dataset written: path=%s %s (%s)", output, counts, kept)
     return output

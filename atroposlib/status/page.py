@@ -62,7 +62,9 @@ th, td { border-bottom: 1px solid var(--line); padding: .25rem .5rem; vertical-a
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 td.text { min-width: 14rem; } .table td:first-child:not(.number) { min-width: 6rem; }
 @media (max-width: 500px) { svg text { font-size: 12px; } svg .title { font-size: 14px; }
-  table { font-size: 13px; } th, td { padding: .25rem; } }
+  table { font-size: 13px; } th, td { padding: .25rem; } td.text { min-width: 8rem; }
+  .tasks :is(th, td):last-child { display: none; } .tasks :is(th, td) { padding: .25rem .15rem; }
+  .tasks table { font-size: 12px; } .tasks td:first-child:not(.number) { min-width: 5rem; } }
 """
 
 
@@ -305,7 +307,7 @@ def _tasks(status: RunStatus) -> str:
             f'<tr><td>{label}</td>{numbers}<td class="number">{share:.1%}</td><td>{_bar(share, "good")}</td></tr>'
         )
     head = "".join(f'<th class="number">{name}</th>' for name in ("problems", "responses", "accepted", "share"))
-    return f'<div class="table"><table><tr><th>task</th>{head}<th></th></tr>{"".join(rows)}</table></div>'
+    return f'<div class="table tasks"><table><tr><th>task</th>{head}<th></th></tr>{"".join(rows)}</table></div>'
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> str:

@@ -23,7 +23,7 @@ from atroposlib.errors import LaunchError
 from atroposlib.json_lines import read_object
 from atroposlib.lock_files import start_time
 from atroposlib.paths import write_text_atomic
-from atroposlib.status.training import Training, read_training
+from atroposlib.status.training import EVALUATIONS, HISTORY_FILE, Training, read_training
 from atroposlib.type_definitions import FAILURE_CLASSES, Json, JsonObject
 
 RUN_FILE = "run.json"
@@ -283,7 +283,7 @@ def _status(run_dir: Path, run: JsonObject) -> RunStatus:
         restarts=_added([run.get("restarts", {}), {service.name: service.restarts for service in services}]),
         services=services,
         outputs=_outputs(
-            {**progress.get("outputs", {}), **_written_by_trainer(run_dir / "metrics")},
+            {**progress.get("outputs", {}), **_written_by_trainer(run_dir)},
             run.get("exports", []),
             run.get("logs") or str(run_dir / "logs"),
         ),
@@ -291,8 +291,10 @@ def _status(run_dir: Path, run: JsonObject) -> RunStatus:
     )
 
 
-def _written_by_trainer(folder: Path) -> dict[str, str]:
-    return {path.stem: str(path) for path in (folder / "metrics.jsonl", folder / "samples.jsonl") if path.is_file()}
+def _written_by_trainer(run_dir: Path) -> dict[str, str]:
+    written = {name: run_dir / "metrics" / f"{name}.jsonl" for name in ("metrics", "samples")}
+    written[EVALUATIONS] = run_dir / EVALUATIONS / HISTORY_FILE
+    return {name: str(path) for name, path in written.items() if path.is_file()}
 
 
 def of_progress(path: Path, said: Mapping[str, Json]) -> RunStatus:

@@ -75,7 +75,7 @@ def facts_of(status: RunStatus) -> list[tuple[str, str]]:
         facts.append(("rejected", ", ".join(f"{reason} {groups}" for reason, groups in status.rejected.items())))
     facts.append(("tokens", tokens + (f", {status.tokens_per_s_now:.0f} now" if status.running else "")))
     if status.tokens_left and status.eta_s is not None:
-        facts.append(("left", f"{status.tokens_left:,} tokens, {duration(status.eta_s)} ({status.eta_s / 3600:.1f} h)"))
+        facts.append(("left", f"{status.tokens_left:,} tokens, {duration(status.eta_s)}"))
     if status.occupancy is not None:
         busy = f"{status.occupancy:.0%}: {status.engine_running} of {status.engine_slots} requests run"
         facts.append(("slots in use", f"{busy}, {status.engine_queued} wait"))
@@ -125,7 +125,7 @@ def headline(status: RunStatus) -> str:
             f"{status.accepted_share:.0%} accepted",
             f"{status.tokens_per_s:.0f} tok/s",
         ]
-    if status.eta_s and status.share_done < 1:
+    if status.running and status.eta_s and status.share_done < 1:
         parts.append(f"ETA {duration(status.eta_s)}")
     late = [service.name for service in status.services if status.running and service.state == "starting"]
     if late and not status.waiting_for:

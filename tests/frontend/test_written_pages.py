@@ -235,6 +235,8 @@ def test_each_page_fits_every_width_and_is_dark_where_the_system_is(name, shown)
                 "each => getComputedStyle(document.body)[each].match(/[0-9]+/g).reduce((a, b) => a + +b, 0))]"
             )
             assert wide <= width, (width, scheme)
+            scrolling = "all => all.filter(each => each.scrollWidth > each.clientWidth).length"
+            assert page.locator(".tasks").evaluate_all(scrolling) == 0 or name == "hostile status", width
             assert (back < 150 < 500 < text) if scheme == "dark" else (text < 150 < 600 < back)
 
 

@@ -74,7 +74,8 @@ def test_a_running_run_says_what_is_done_left_busy_and_wasted(tmp_path):
     assert (status.tokens_left, status.eta_s) == (12000, 300.0)
     assert status.occupancy == 0.75
     assert status.wasted_share == pytest.approx(1000 / 4600)
-    assert "12,000 tokens, 5 min 0 s (0.1 h)" in facts(tmp_path)["left"]
+    assert facts(tmp_path)["left"] == "12,000 tokens, 5 min 0 s"
+    assert headline(status).endswith("ETA 5 min 0 s")
     assert facts(tmp_path)["slots in use"] == "75%: 12 of 16 requests run, 5 wait"
     assert facts(tmp_path)["wasted tokens"].startswith("retry 100, kill 200, truncation 400, rejected 300 (21.7%)")
 
@@ -90,6 +91,7 @@ def test_a_run_whose_supervisor_is_gone_was_killed_unless_it_had_ended(tmp_path,
     status = read_status(make_run(tmp_path, pid=None, state=state))
     assert (status.state, status.running, status.in_flight, status.occupancy) == (expected, False, 0, None)
     assert status.groups_done == 10
+    assert "ETA" not in headline(status)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
@@ -396,6 +398,7 @@ def test_a_training_run_shows_its_evaluations(tmp_path):
     assert [(step, metrics["eval/pass@8"]) for step, metrics in status.training.evaluations] == [(2, 0.3), (4, 0.5)]
     text = page(status, [])
     assert 'aria-label="evaluation: pass@8"' in text
+    assert 'href="evaluations/history.jsonl"' in text
     assert "pass@1" not in text
 
 
