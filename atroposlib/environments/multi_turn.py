@@ -52,27 +52,34 @@ Ask = Callable[[Sequence[Message], Sequence[Message]], Awaitable[tuple[Message, 
 class MultiTurnConfig(BaseEnvConfig):
     """Settings of choosing, limiting and rewarding episodes. `max_token_length` limits one reply."""
 
-    seed: int = Field(0, description="Decides which episodes come, and in which order.")
-    levels: list[PositiveInt] = Field([1], min_length=1, description="Difficulties from 1 on, each equally often.")
-    max_turns: PositiveInt = Field(32, description="Replies of one episode; one that is not over then ends as it is.")
-    max_invalid: PositiveInt | None = Field(
-        3, description="Replies in a row that are no move, after which an episode is forfeited; null: no limit."
+    seed: int = Field(default=0, description="Decides which episodes come, and in which order.")
+    levels: list[PositiveInt] = Field(
+        default=[1], min_length=1, description="Difficulties from 1 on, each equally often."
     )
-    invalid_penalty: float = Field(0.0, ge=0, description="Taken off the reward of a reply that is no move.")
-    discount: float = Field(1.0, gt=0, le=1, description="Factor for each turn that comes before a reward.")
+    max_turns: PositiveInt = Field(
+        default=32, description="Replies of one episode; one that is not over then ends as it is."
+    )
+    max_invalid: PositiveInt | None = Field(
+        default=3, description="Replies in a row that are no move, after which an episode is forfeited; null: no limit."
+    )
+    invalid_penalty: float = Field(default=0.0, ge=0, description="Taken off the reward of a reply that is no move.")
+    discount: float = Field(default=1.0, gt=0, le=1, description="Factor for each turn that comes before a reward.")
     credit: Literal["episode", "turn"] = Field(
-        "episode",
+        default="episode",
         description="episode: every token of an episode has its score. turn: the tokens of a turn have the discounted "
         "rewards from there on, compared with the same turn of the other episodes of the group.",
     )
     max_episode_tokens: PositiveInt | None = Field(
-        None, description="An episode with this many tokens, prompt included, ends; null: no limit but the engine's."
+        default=None,
+        description="An episode with this many tokens, prompt included, ends; null: no limit but the engine's.",
     )
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature of rollouts.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling of rollouts.")
-    system_prompt: str | None = Field(None, description="null: the environment's own; empty: none.")
-    tool_parser: str = Field("hermes", description="Worlds with tools: how the model writes calls; names as SGLang's.")
-    eval_problems: PositiveInt = Field(64, description="Episodes of an evaluation.")
+    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of rollouts.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling of rollouts.")
+    system_prompt: str | None = Field(default=None, description="null: the environment's own; empty: none.")
+    tool_parser: str = Field(
+        default="hermes", description="Worlds with tools: how the model writes calls; names as SGLang's."
+    )
+    eval_problems: PositiveInt = Field(default=64, description="Episodes of an evaluation.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,7 +488,7 @@ class MultiTurnEnv(BaseEnv):
 class MultiTurnRowsConfig(MultiTurnConfig):
     """Settings of environments whose items may come from rows."""
 
-    epochs: PositiveInt | None = Field(1, description="How often all rows are rolled out; null: without end.")
+    epochs: PositiveInt | None = Field(default=1, description="How often all rows are rolled out; null: without end.")
 
 
 class MultiTurnRowsEnv(MultiTurnEnv):

@@ -4,8 +4,10 @@
     verdict.right, verdict.answer, verdict.reason
 
 Plain numbers, lists of them and words are compared here, exactly. Everything else goes to math-verify in a worker
-process, which is killed when it takes too long: sympy may need for ever on what a model writes. That a response could
-not be judged (`right` is None) is a fault of that response alone; its siblings have their verdicts.
+process, which is killed when it takes too long: sympy may need for ever on what a model writes. An answer that is not
+evaluated within the limits of size, time and memory is wrong where the right answer is: the right one says that a
+shorter form exists. Where the same worker cannot evaluate the right answer either (that, or the machine, is at fault),
+or fails otherwise, the response could not be judged (`right` is None); its siblings have their verdicts.
 """
 
 import asyncio
@@ -13,22 +15,26 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from atroposlib.envs.reward_fns import math_answers
 from atroposlib.envs.reward_fns.math_answers import Quantity, clean, read_quantity, split_parts, words_of
+from atroposlib.envs.reward_fns.math_size import out_of_reach
 from atroposlib.errors import VerifierFault
 from atroposlib.rollouts.failures import Unscored
-from atroposlib.sandbox.workers import SandboxError, WorkerCall, WorkerPool
+from atroposlib.sandbox.workers import LimitError, SandboxError, WorkerCall, WorkerPool
 
 if TYPE_CHECKING:
     from sympy import Basic, MatrixBase
 
 TIMEOUT_S = 5.0
 """For one comparison by math-verify."""
+
+_PLAIN = "7919"
+"""With this a right answer is compared to see whether it can be; with itself it would not be evaluated."""
 
 TOLERANCE = 1e-6
 MAX_ANSWER_CHARS = 4000
@@ -79,7 +85,10 @@ class MathJudge:
         looks, calls = self._begin(replies, gold, tolerance, skip_thinking)
         for call in calls.values():
             call.future.exception()  # wait; `_verdict` reads it
-        return [_verdict(look, calls) for look in looks]
+        rights = self._right_answers(calls)
+        for call in rights.values():
+            call.future.exception()
+        return [_verdict(look, calls, rights) for look in looks]
 
     async def judge_async(
         self,
@@ -91,14 +100,10 @@ class MathJudge:
     ) -> list[Verdict]:
         """Judge as `judge` does, without holding up the event loop."""
         looks, calls = self._begin(replies, gold, tolerance, skip_thinking)
-        try:
-            waits = (asyncio.wrap_future(call.future) for call in calls.values())
-            await asyncio.gather(*waits, return_exceptions=True)
-        except asyncio.CancelledError:
-            for call in calls.values():
-                call.cancel()
-            raise
-        return [_verdict(look, calls) for look in looks]
+        await _ended(calls)
+        rights = self._right_answers(calls)
+        await _ended(rights)
+        return [_verdict(look, calls, rights) for look in looks]
 
     def close(self) -> None:
         """End the worker processes."""
@@ -115,11 +120,18 @@ class MathJudge:
         questions = dict.fromkeys(question for _, question in looks if question is not None)
         if questions and importlib.util.find_spec("math_verify") is None:
             raise VerifierFault("comparing mathematics needs math-verify: pip install 'atroposlib[rewards]'")
+        return looks, {question: self._ask(question) for question in questions}
+
+    def _ask(self, question: Question) -> WorkerCall:
         opening = (f"{__name__}:load_engine", "")
-        return looks, {
-            question: self.pool.submit(f"{__name__}:ask_engine", question.answer, question.gold, opening=opening)
-            for question in questions
-        }
+        return self.pool.submit(f"{__name__}:ask_engine", question.answer, question.gold, opening=opening)
+
+    def _right_answers(self, calls: Mapping[Question, WorkerCall]) -> dict[Question, WorkerCall]:
+        """Compare each right answer that some answer was compared with until a limit with a plain number, once each."""
+        exceeded = [question for question, call in calls.items() if isinstance(call.future.exception(), LimitError)]
+        rights = {question: Question(_PLAIN, question.gold) for question in exceeded}
+        asked = {right: self._ask(right) for right in dict.fromkeys(rights.values())}
+        return {question: asked[right] for question, right in rights.items()}
 
 
 @cache
@@ -150,7 +162,19 @@ def scores(verdicts: Sequence[Verdict], *, right: float = 1.0, wrong: float = 0.
     ]
 
 
-def _verdict(look: tuple[Verdict, Question | None], calls: dict[Question, WorkerCall]) -> Verdict:
+async def _ended(calls: Mapping[Question, WorkerCall]) -> None:
+    """Wait for calls, which end when the waiting is cancelled."""
+    try:
+        await asyncio.gather(*(asyncio.wrap_future(call.future) for call in calls.values()), return_exceptions=True)
+    except asyncio.CancelledError:
+        for call in calls.values():
+            call.cancel()
+        raise
+
+
+def _verdict(
+    look: tuple[Verdict, Question | None], calls: Mapping[Question, WorkerCall], rights: Mapping[Question, WorkerCall]
+) -> Verdict:
     verdict, question = look
     if question is None:
         return verdict
@@ -158,6 +182,8 @@ def _verdict(look: tuple[Verdict, Question | None], calls: dict[Question, Worker
     if (error := future.exception()) is not None:
         if not isinstance(error, SandboxError):
             raise error
+        if question in rights and rights[question].future.exception() is None:
+            return replace(verdict, right=False, reason=f"the answer is not evaluated as the right one is: {error}")
         return replace(verdict, reason=f"math-verify failed on {question.answer[:100]!r}: {error}")
     outcome, reason = future.result()
     return replace(verdict, right=outcome, reason=reason)
@@ -377,6 +403,8 @@ def _ask(answer: str, gold: str) -> tuple[bool | None, str, Question | None]:
     (given, unit), (right, right_unit) = _without_unit(answer), _without_unit(gold)
     if unit and right_unit and unit != right_unit:
         return False, "the units differ", None
+    if (size := out_of_reach(given)) is not None and out_of_reach(right) is None:
+        return False, f"the answer is not evaluated: {size}", None
     return None, "not judged", Question(given, right)
 
 

@@ -17,6 +17,7 @@ from atroposlib.envs.reward_fns.math_answers import (
     split_parts,
 )
 from atroposlib.envs.reward_fns.math_judge import MathJudge, first_look, scores
+from atroposlib.envs.reward_fns.math_size import out_of_reach
 from atroposlib.errors import VerifierFault
 
 PLACES = [  # reply, gold, right
@@ -349,12 +350,60 @@ def test_every_answer_of_the_table_gets_the_right_verdict(judge):
     assert not wrong
 
 
-FOR_EVER = r"\boxed{9^{9^{9^{9}}}}"
+FOR_EVER = r"\boxed{\int_0^1 x^{x^{x^{x}}} dx}"
+
+TOO_LARGE = [
+    r"9^{9^{9^{9^{9}}}}",
+    "9**9**9**9",
+    "9^9^9",
+    "10000000!",
+    "((10!)!)!",
+    r"\prod_{n=1}^{10^9} n",
+    r"\sum_{n=1}^{10^{12}} \frac{1}{n!}",
+    "(a+b+c+d+e)^{200}",
+    "(x+y)^{3000}",
+    r"\binom{10^9}{5\cdot 10^8}",
+    r"(\frac{1}{2})^{10^9}",
+    r"e^{e^{e^{e^{10}}}}",
+    r"\sin(10^{10^{10}})",
+    "2^{1" + "0" * 3900 + "}",
+    r"\sqrt{" * 400 + "2" + "}" * 400,
+]
+WITHIN = [
+    "2^{1000}",
+    "2^{100000}",
+    "10^{10^{2}}",
+    "1000!",
+    r"\frac{100!}{98!}",
+    r"\binom{2024}{1012}",
+    r"\binom{10^9}{2}",
+    "(x+y+z)^{10}",
+    "(1+x)^{100}",
+    r"e^{e^{e^{x}}}",
+    r"x^{2^{3}}",
+    "9" * 4000,
+    "1+" * 1900 + "1",
+    "6.02 \\times 10^{23}",
+]
+
+
+@pytest.mark.parametrize("answer", TOO_LARGE, ids=lambda answer: answer[:30])
+def test_an_answer_too_large_to_evaluate_is_wrong_without_a_worker_unless_the_right_one_is_as_large(answer):
+    verdict, question = first_look(rf"\boxed{{{answer}}}", r"2\pi")
+    assert (verdict.right, question) == (False, None)
+    assert "not evaluated: " in verdict.reason
+    assert first_look(rf"\boxed{{{answer}+1}}", f"{answer}+x")[1] is not None
+    assert first_look(rf"\boxed{{{answer}}}", answer)[0].right
+
+
+@pytest.mark.parametrize("answer", WITHIN, ids=lambda answer: answer[:30])
+def test_large_answers_that_can_be_evaluated_are(answer):
+    assert out_of_reach(answer) is None
 
 
 @pytest.fixture
 def hasty():
-    judge = MathJudge(workers=2, timeout_s=0.5)
+    judge = MathJudge(workers=2, timeout_s=1)
     yield judge
     judge.close()
 
@@ -365,9 +414,13 @@ def test_an_answer_that_takes_for_ever_costs_only_itself_in_threads(hasty):
         groups = [threads.submit(hasty.judge, replies, "42") for _ in range(2)]
     for group in groups:
         verdicts = group.result()
-        first, unscored, last = scores(verdicts, right=2.0, wrong=-1.0)
-        assert (first, last) == (2.0, -1.0)
-        assert "no result after 0.5 s" in str(unscored.fault)
+        assert scores(verdicts, right=2.0, wrong=-1.0) == [2.0, -1.0, -1.0]
+        assert "not evaluated as the right one is: no result after 1 s" in verdicts[1].reason
+
+
+def test_an_answer_that_takes_for_ever_is_unjudged_where_the_right_one_does_too(hasty):
+    (unscored,) = scores(hasty.judge([FOR_EVER], r"\int_0^2 x^{x^{x^{x}}} dx"))
+    assert "no result after 1 s" in str(unscored.fault)
 
 
 async def test_the_event_loop_runs_while_answers_are_judged_and_a_blocking_judgement_in_it_ends_too(hasty):
@@ -380,9 +433,9 @@ async def test_the_event_loop_runs_while_answers_are_judged_and_a_blocking_judge
             beats += 1
 
     beating = asyncio.create_task(beat())
-    assert [verdict.right for verdict in await hasty.judge_async([FOR_EVER], "42")] == [None]
+    assert [verdict.right for verdict in await hasty.judge_async([FOR_EVER], "42")] == [False]
     assert beats > 5
-    assert [verdict.right for verdict in hasty.judge([FOR_EVER, "#### 42"], "42")] == [None, True]
+    assert [verdict.right for verdict in hasty.judge([FOR_EVER, "#### 42"], "42")] == [False, True]
     beating.cancel()
 
 
