@@ -10,6 +10,7 @@ import pytest
 from starlette.applications import Starlette
 
 from atroposlib.envs.server_handling.agents import gateway as gateway_module
+from atroposlib.envs.server_handling.agents import rollouts as rollouts_module
 from atroposlib.envs.server_handling.agents.gateway import Gateway
 from atroposlib.envs.server_handling.agents.record import CallLog
 from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, RolloutSettings, managed_for
@@ -609,6 +610,76 @@ async def test_after_a_kill_a_retry_gets_the_recorded_reply_and_the_conversation
     known = calls[0]["calls"][0]["inserted"] + calls[0]["calls"][0]["output"]
     assert sent[: len(known)] == known
     assert calls[1]["calls"][0]["parent"] == [0, 0]
+
+
+def idle_app(log, texts, idle_s):
+    server = FakeServer(list(texts), tokenizer=Tokenizer())
+    rollouts = Rollouts(lambda settings: managed_for(server, server.tokenizer, settings), log, idle_s=idle_s)
+    gateway = Gateway(rollouts, token="admin")
+    app = Starlette(routes=[*gateway.model_routes(), *gateway.control_routes()])
+    return rollouts, httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
+
+
+IDLE = {  # idle_s of the rollout and of the gateway, seconds of silence, reason of the end
+    "the rollout's own": (50, 1000, 100, "idle: no request for 50 s"),
+    "the gateway's": (None, 50, 100, "idle: no request for 50 s"),
+    "not long enough": (200, 50, 100, None),
+    "no limit": (None, None, 1e6, None),
+}
+
+
+@pytest.mark.parametrize("is_asked", [True, False], ids=["asked late", "looked for"])
+@pytest.mark.parametrize("has_log", [True, False], ids=["on disk", "in memory"])
+@pytest.mark.parametrize(("own", "gateways", "silence_s", "reason"), IDLE.values(), ids=IDLE)
+async def test_a_rollout_without_requests_ends_and_keeps_its_record_on_disk_only(
+    tmp_path, monkeypatch, has_log, own, gateways, silence_s, reason, is_asked
+):
+    monkeypatch.setattr(rollouts_module, "LOOK_S", 0)
+    log = CallLog(tmp_path / "records.jsonl") if has_log else None
+    rollouts, client = idle_app(log, [SAID, "late"], gateways)
+    async with client:
+        made, other = await new_rollout(client, rollout_id="r", idle_s=own), await new_rollout(client, idle_s=1e9)
+        await ask(client, made, tools=TOOLS)
+        before, rollout = await record_of(client, made), rollouts.of_id("r")
+        await client.post("/rollouts/r/score", json={"score": 0.5}, headers=ADMIN)
+        rollout.last_used -= silence_s
+        if is_asked:
+            reply = await ask(client, made, tools=TOOLS, headers={"x-stainless-retry-count": "1"} if reason else {})
+            assert reply.status_code == (409 if reason and has_log else 200)  # in memory the retry has its reply
+            late = await ask(client, made)
+            assert (late.status_code, str(reason) in late.text) == ((409, True) if reason else (200, False))
+        else:
+            await record_of(client, other)
+        is_freed = bool(reason) and has_log
+        assert (rollout.end_reason, rollout.exchanges == []) == (reason, is_freed)
+        if reason:
+            after = await record_of(client, made)
+            assert after.pop("scores")[0]["score"] == after.pop("score") == 0.5
+            assert after == {**{key: before[key] for key in after}, "end_reason": reason}
+        assert rollouts.of_id(other["id"]).end_reason is None
+    if log is not None:
+        log.close()
+        log = CallLog(tmp_path / "records.jsonl")
+        _, client = idle_app(log, "x", gateways)
+        async with client:
+            restarted = await record_of(client, made)
+        log.close()
+        assert restarted["end_reason"] == reason
+        assert restarted["calls"][0] == before["calls"][0]
+
+
+async def test_a_rollout_is_not_idle_while_a_request_runs():
+    server = SlowServer("slow", tokenizer=Tokenizer())
+    rollouts = Rollouts(lambda settings: managed_for(server, server.tokenizer, settings), idle_s=50)
+    rollout = rollouts.create(RolloutSettings())
+    talking = asyncio.ensure_future(talk(rollout, HELLO))
+    while not rollout.is_busy:
+        await asyncio.sleep(0)
+    rollout.last_used -= 100
+    assert rollouts.of_id(rollout.id).end_reason is None
+    server.may_answer.set()
+    await talking
+    assert rollouts.of_id(rollout.id).end_reason is None
 
 
 async def test_two_gateways_do_not_write_one_file(tmp_path):

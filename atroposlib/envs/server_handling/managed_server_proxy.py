@@ -193,14 +193,14 @@ def create_app(
         server_manager: whose `servers` generate; /setup replaces them.
         tokenizer: of the served model.
         model_name: in every reply.
-        session_timeout_s: a session unused for so long is dropped.
+        session_timeout_s: a session unused for so long is dropped, and a rollout sealed (its `idle_s` comes first).
         token: asked of every request that is none of an agent's to its model (Bearer, or Basic password); None asks
             for nothing.
         log: where the records of rollouts are kept.
     """
     proxy = _Proxy(server_manager, tokenizer, model_name, Sessions(session_timeout_s))
     gateway = Gateway(
-        Rollouts(proxy.managed_server, log),
+        Rollouts(proxy.managed_server, log, idle_s=session_timeout_s),
         token=token,
         other=proxy.sessions.rollout,
         model=lambda: proxy.model_name,
@@ -329,7 +329,11 @@ def main() -> None:
     parser.add_argument("--token-file", type=Path, help=f"File with the token; default: the variable {TOKEN_VARIABLE}.")
     parser.add_argument("--insecure", action="store_true", help="Listen on any address without a token.")
     parser.add_argument(
-        "--session-timeout-s", type=float, default=SESSION_TIMEOUT_S, help="Unused sessions are dropped after this."
+        "--session-timeout-s",
+        type=float,
+        default=SESSION_TIMEOUT_S,
+        help="Seconds without a request after which "
+        "a session is dropped and a rollout ends (which may name its own idle_s).",
     )
     parser.add_argument(
         "--records",

@@ -80,10 +80,13 @@ class CallLog:
         """Write one event; OSError: it is not in the file, and nobody may be told of it."""
         self._file.write(orjson.dumps(event, default=repr, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Read the file, in order."""
+    def events(self, rollout: str | None = None) -> Iterator[dict[str, Any]]:
+        """Read the file, in order; with `rollout` only what is of it."""
+        sign = b"" if rollout is None else orjson.dumps(rollout)
         with self._path.open("rb") as file:
-            yield from map(orjson.loads, file)
+            for line in file:
+                if sign in line and ((event := orjson.loads(line))["rollout"] == rollout or rollout is None):
+                    yield event
 
     def close(self) -> None:
         """Close the file and leave it to others."""

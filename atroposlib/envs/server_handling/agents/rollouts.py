@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 BUDGET_TEXT = "The budget of this conversation is used up."
 """Said to an agent that asks once more; an empty reply would be asked for again. No part of the record's tokens."""
 
+LOOK_S = 10.0  # between two looks for idle rollouts
 KEPT_FOR_RETRY_S = 60.0
 """A request whose client went away runs on for so long, for a retry to join; then it is aborted at the engine."""
 
@@ -85,6 +86,9 @@ class RolloutSettings(BaseModel):
     max_calls: PositiveInt | None = Field(None, description="Most requests.")
     max_tokens: PositiveInt | None = Field(None, description="Most generated tokens.")
     timeout_s: PositiveFloat | None = Field(None, description="Seconds from its creation to the last request.")
+    idle_s: PositiveFloat | None = Field(
+        None, description="Seconds without a request of the agent that end the rollout; null: as its gateway has it."
+    )
 
     @classmethod
     def of(cls, **settings: Any) -> "RolloutSettings":
@@ -137,7 +141,7 @@ class Rollout:
         self.is_session = session_model is not None
         self.model_name = session_model or managed.server.config.model_name
         self.created = time.time() if created is None else created
-        self.last_used = self.created
+        self.last_used = time.monotonic()
         self.exchanges: list[Exchange] = []
         self.places = Places(self.exchanges)
         self.replies: list[EngineReply] = []
@@ -149,6 +153,7 @@ class Rollout:
         self.faults: Counter[str] = Counter()  # of requests that got no reply, by class
         self._running: dict[asyncio.Task[Exchange], _Running] = {}
         self._log = log
+        self._left: dict[str, Any] | None = None  # of the record, where the calls are in the log only
         self._ended = asyncio.Event()
         self._context = contextvars.copy_context()  # of whoever rolls out: its trace, and its journal of responses
 
@@ -164,7 +169,7 @@ class Rollout:
             SealedError: the rollout has ended, or its budget was used up before.
             RolloutFault: as `ManagedServer.answer`.
         """
-        self.last_used = time.time()
+        self.last_used = time.monotonic()
         if is_retry:
             tasks = (task for task, one in self._running.items() if one.digest == digest)
             running = next((task for task in tasks if not task.done() and not task.cancelling()), None)
@@ -229,6 +234,8 @@ class Rollout:
 
     def generated_tokens(self) -> int:
         """Tokens that the model wrote for this rollout."""
+        if self._left is not None:
+            return self._left["generated_tokens"]
         return sum(answer.completion_tokens for exchange in self.exchanges for answer in exchange.answers)
 
     async def _generate(self, asked: Asked, running: _Running) -> Exchange:
@@ -380,6 +387,7 @@ class Rollout:
         )
 
     def _recorded(self, exchange: Exchange) -> Exchange:
+        self.last_used = time.monotonic()
         exchange.number = len(self.exchanges)
         self.exchanges.append(exchange)
         if self._log is not None:
@@ -422,6 +430,28 @@ class Rollout:
         if is_new and self._log is not None:
             self._log.append({"end": reason, "sealed": is_sealed, "rollout": self.id})
 
+    def end_if_idle(self, idle_s: float | None) -> bool:
+        """Seal the rollout where its agent has sent nothing for so long, and free what its log has; tell if it did.
+
+        Args:
+            idle_s: in seconds, where the settings name none; None: it is never idle.
+
+        Raises:
+            OSError: the end cannot be written.
+        """
+        idle_s = self.settings.idle_s or idle_s
+        if idle_s is None or self.is_busy or time.monotonic() - self.last_used < idle_s:
+            return False
+        if not self.is_sealed:
+            self._end(f"idle: no request for {idle_s:g} s", is_sealed=True)
+        if self._log is not None and self._left is None:
+            self._left = self._counts()
+            self.exchanges, self.replies = [], []
+            self.places = Places(self.exchanges)
+            self._system_prompts.clear()
+            self.managed.reset()
+        return True
+
     def refuse_if_sealed(self) -> None:
         """Raise SealedError once whoever rolls out has ended the rollout: its agent has no say in it any more."""
         if self.is_sealed:
@@ -447,10 +477,17 @@ class Rollout:
             "scores": self.scores,
             "faults": dict(self.faults),
             "running": len(self._running),
-            "generated_tokens": self.generated_tokens(),
-            "differences": self.managed.lineage.differences,
-            "calls": [written(exchange, self.places) for exchange in self.exchanges],
+            **(self._left or self._counts()),
+            "calls": self._calls(),
         }
+
+    def _counts(self) -> dict[str, Any]:
+        return {"generated_tokens": self.generated_tokens(), "differences": self.managed.lineage.differences}
+
+    def _calls(self) -> list[dict[str, Any]]:
+        if self._left is None or self._log is None:
+            return [written(exchange, self.places) for exchange in self.exchanges]
+        return [event["exchange"] for event in self._log.events(self.id) if "exchange" in event]
 
 
 def managed_for(server: Any, tokenizer: Any, settings: RolloutSettings) -> ManagedServer:
@@ -499,10 +536,21 @@ class Rollouts:
     Args:
         make: a managed server for the settings of a rollout; ConfigError or RequestFault where there can be none.
         log: where their records are kept; what is in it is there again.
+        idle_s: seconds without a request of its agent that end a rollout whose settings name none; None: no limit.
+
+    No timer runs: a rollout is looked at whenever it is asked for, and all of them every `LOOK_S` of use.
     """
 
-    def __init__(self, make: Callable[[RolloutSettings], ManagedServer], log: CallLog | None = None) -> None:
-        self._make, self._log = make, log
+    def __init__(
+        self,
+        make: Callable[[RolloutSettings], ManagedServer],
+        log: CallLog | None = None,
+        *,
+        idle_s: float | None = None,
+    ) -> None:
+        self._make, self._log, self._idle_s = make, log, idle_s
+        self._awake: dict[str, Rollout] = {}  # that may still become idle
+        self._looked = time.monotonic()
         self._by_id: dict[str, Rollout] = {}
         self._by_key: dict[str, Rollout] = {}
         self._by_score_key: dict[str, Rollout] = {}
@@ -511,6 +559,7 @@ class Rollouts:
 
     def create(self, settings: RolloutSettings) -> Rollout:
         """A new rollout; the same one for an id that is there."""
+        self._look_at_all()
         if settings.rollout_id in self._by_id:
             return self._by_id[settings.rollout_id]
         rollout = Rollout(settings, self._make(settings), log=self._log)
@@ -521,27 +570,47 @@ class Rollouts:
 
     def of_key(self, key: str | None) -> Rollout | None:
         """The rollout whose key this is."""
-        return self._by_key.get(key) if key else None
+        return self._looked_at(self._by_key.get(key) if key else None)
 
     def of_score_key(self, key: str) -> Rollout | None:
         """The rollout whose key for scores this is."""
-        return self._by_score_key.get(key)
+        return self._looked_at(self._by_score_key.get(key))
 
     def of_id(self, rollout_id: str) -> Rollout | None:
         """The rollout of this id."""
-        return self._by_id.get(rollout_id)
+        return self._looked_at(self._by_id.get(rollout_id))
 
     def forget(self, rollout: Rollout) -> None:
         """Its rows were taken: it is not needed any more."""
         self._by_id.pop(rollout.id, None)
+        self._awake.pop(rollout.id, None)
         self._by_key.pop(rollout.key, None)
         self._by_score_key.pop(rollout.score_key, None)
 
     def __iter__(self) -> Iterator[Rollout]:
         return iter(list(self._by_id.values()))
 
+    def _looked_at(self, rollout: Rollout | None) -> Rollout | None:
+        self._look_at_all()
+        if rollout is not None:
+            self._look(rollout)
+        return rollout
+
+    def _look_at_all(self) -> None:
+        if (now := time.monotonic()) - self._looked >= LOOK_S:
+            self._looked = now
+            for rollout in list(self._awake.values()):
+                self._look(rollout)
+
+    def _look(self, rollout: Rollout) -> None:
+        try:
+            if rollout.end_if_idle(self._idle_s):
+                self._awake.pop(rollout.id, None)
+        except OSError as error:
+            logger.warning("rollout %s is idle and has ended, which cannot be written: %s", rollout.id, error)
+
     def _added(self, rollout: Rollout) -> Rollout:
-        self._by_id[rollout.id] = rollout
+        self._by_id[rollout.id] = self._awake[rollout.id] = rollout
         self._by_key[rollout.key] = rollout
         self._by_score_key[rollout.score_key] = rollout
         return rollout
