@@ -209,12 +209,12 @@ class View:
             self._searches.pop(next(iter(self._searches)))
         return scan
 
-    def gaps(self, table: Table) -> Array | None:
-        """[responses] the engine-trainer gap as far as it is read; None where the first group has none recorded."""
+    def gaps(self, table: Table) -> tuple[Array | None, int]:
+        """[responses] the engine-trainer gap, None where the first group has none recorded; groups still to be read."""
         if self._has_gaps is None and len(table.groups):
             record = parse_anyhow(self.rollouts.group(0))
             self._has_gaps = any(not math.isnan(mean_gap(record, at)) for at in range(len(record.get("scores") or [])))
-        return self._gaps.values(table)[0] if self._has_gaps else None
+        return self._gaps.values(table, wait_s=_FIRST_WAIT_S) if self._has_gaps else (None, 0)
 
     def record(self, row: int) -> JsonObject:
         """The recorded group, as lenient as can be; 500 with a sentence when it cannot be read."""
@@ -292,14 +292,13 @@ def make_app(rollouts: RolloutSource, texts: TokenTexts | None = None) -> FastAP
         query, rest = _query(request, "offset", "around")
         table = rollouts.table()
         keep, left = view.matching(table, query)
-        rows = query.order(
-            table, np.unique(table.responses["group"][keep]), view.gaps(table) if query.sort == "gap" else None
-        )
+        gaps, unread = view.gaps(table) if query.sort == "gap" else (None, 0)
+        rows = query.order(table, np.unique(table.responses["group"][keep]), gaps)
         offset = _offset(rest, rows, lambda place: view.row(table, place))
         return _json(
             {
                 "state": rollouts.state(),
-                "unread": left,
+                "unread": max(left, unread),
                 "facets": facets(table, view.names(table)[1]),
                 "groups_total": len(table.groups),
                 "responses_total": len(table.responses),
@@ -315,10 +314,11 @@ def make_app(rollouts: RolloutSource, texts: TokenTexts | None = None) -> FastAP
     def numbers(request: Request) -> Response:
         query, _ = _query(request)
         table = rollouts.table()
-        keep, _ = view.matching(table, query)
-        gaps = view.gaps(table)
+        keep, left = view.matching(table, query)
+        gaps, unread = view.gaps(table)
         return _json(
             {
+                "unread": max(left, unread),
                 "score": histogram(table.responses["score"][keep]),
                 "tokens": histogram(lengths(table)[keep]),
                 "gap": histogram(gaps[keep]) if gaps is not None else None,

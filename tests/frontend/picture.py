@@ -18,6 +18,7 @@ def draw(picture: Path) -> None:
             page.wait_for_selector("#detail-pane article")
             page.keyboard.press("t")
             page.wait_for_selector("#detail-pane .tok")
+            page.wait_for_selector("figcaption:text-is('engine-trainer gap')")  # all groups are read
             page.screenshot(path=str(picture))
 
 

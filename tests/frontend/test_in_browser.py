@@ -2,10 +2,12 @@
 
 import json
 import re
+import threading
 from urllib.parse import parse_qs
 
 import pytest
 
+from atroposlib.frontend.run_view import FileRollouts
 from tests.frontend.attacks import ATTACKS
 from tests.frontend.browser import CHROMIUM, served
 from tests.frontend.sample_runs import write_run
@@ -176,6 +178,26 @@ def test_bars_of_few_values_stand_over_them_and_what_is_not_recorded_has_no_filt
         page = open_page(address)
         page.locator(".task-rates").wait_for()
         assert not page.locator("#filters label:has-text('gap')").is_visible()
+
+
+def test_a_histogram_grows_until_every_group_is_read(open_page, runs, monkeypatch):
+    may_read, read = threading.Event(), FileRollouts.read
+
+    def read_later(self, *args, **kinds):
+        may_read.wait(10)
+        yield from read(self, *args, **kinds)
+
+    monkeypatch.setattr(FileRollouts, "read", read_later)
+    with served(runs[1]) as (address, _):
+        page = open_page(address)
+        caption = "document.querySelector('#numbers figure:nth-child(3) figcaption').textContent"
+        page.locator("figcaption:text('gap, 12 groups to go')").wait_for()
+        may_read.set()
+        until(page, f"{caption} === 'engine-trainer gap'")
+        counts = page.locator("#numbers figure:nth-child(3) .bar").evaluate_all(
+            "all => all.map(each => +each.ariaLabel.split(': ')[1].split(' ')[0])"
+        )
+        assert sum(counts) == 36
 
 
 def test_filters_that_leave_nothing_say_so(open_page, view):

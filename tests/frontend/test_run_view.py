@@ -1,4 +1,5 @@
 import json
+import threading
 import time
 
 import pytest
@@ -250,6 +251,25 @@ def test_histograms_are_filters(client):
             found = groups_of(client, **{f"min_{name}": bar["from"], f"max_{name}": bar["to"]})
             assert found["matching_responses"] == bar["count"], (name, bar)
     assert numbers["tasks"][0] == {"task": "sums", "responses": 5, "accepted": 4}
+
+
+def test_numbers_and_an_order_by_gap_say_how_many_groups_are_still_to_be_read(path, monkeypatch):
+    may_read, read = threading.Event(), FileRollouts.read
+
+    def read_later(self, *args, **kinds):
+        may_read.wait(10)
+        yield from read(self, *args, **kinds)
+
+    monkeypatch.setattr(FileRollouts, "read", read_later)
+    monkeypatch.setattr(run_view, "_FIRST_WAIT_S", 0)
+    client = make_client(path)
+    numbers = client.get("/api/numbers").json()
+    assert (numbers["unread"], numbers["gap"]["bars"]) == (len(GROUPS), [])
+    assert client.get("/api/groups", params={"sort": "gap"}).json()["unread"] == len(GROUPS)
+    may_read.set()
+    assert groups_of(client, sort="gap")["unread"] == 0
+    numbers = client.get("/api/numbers").json()
+    assert (numbers["unread"], sum(bar["count"] for bar in numbers["gap"]["bars"])) == (0, 2)
 
 
 def test_wide_ranges_are_put_into_bars_whose_limits_are_exact(tmp_path):

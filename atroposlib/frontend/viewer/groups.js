@@ -28,7 +28,7 @@ function showList() {
   const count = `${short(found.matching)} of ${short(found.groups_total)} groups, ${short(found.matching_responses)} of ${short(found.responses_total)} responses`;
   byId("list-head").replaceChildren(
     make("span", { text: count }),
-    found.unread ? make("span", { className: "notice", text: `searching, ${short(found.unread)} groups to go` }) : "",
+    found.unread ? make("span", { className: "notice", text: `reading, ${short(found.unread)} groups to go` }) : "",
     orderSelect(),
   );
   byId("list").replaceChildren(...found.groups.map(entry));

@@ -6,9 +6,10 @@ import { offerRange } from "./filters.js";
 import { ask } from "./server.js";
 
 const WIDTH = 260, HEIGHT = 96, BASE = 78, LEFT = 4, NAMED = 5; // so few bars have a label each
+const AGAIN_MS = 600, RAREST_MS = 5000; // while a search or the gaps are still read
 let asked = 0;
 
-export async function loadNumbers() {
+export async function loadNumbers(again = AGAIN_MS) {
   if (!byId("filter-panel").open) return;
   const mine = ++asked;
   const found = await ask("/api/numbers", filters());
@@ -17,12 +18,13 @@ export async function loadNumbers() {
   byId("numbers").replaceChildren(
     histogram("score", found.score, "score"),
     histogram("completion tokens", found.tokens, "tokens"),
-    found.gap ? histogram("engine-trainer gap", found.gap, "gap") : "",
+    found.gap ? histogram("engine-trainer gap", found.gap, "gap", found.unread) : "",
     tasks(found.tasks),
   );
+  if (found.unread) setTimeout(() => mine === asked && loadNumbers(Math.min(2 * again, RAREST_MS)).catch(() => {}), again);
 }
 
-function histogram(title, { places, bars }, name) {
+function histogram(title, { places, bars }, name, unread = 0) {
   const most = Math.max(1, ...bars.map((bar) => bar.count));
   const width = (WIDTH - 2 * LEFT) / Math.max(places, 1);
   const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": title });
@@ -46,7 +48,7 @@ function histogram(title, { places, bars }, name) {
     if (places > NAMED) picture.append(label(WIDTH - LEFT, HEIGHT - 4, short(bars.at(-1).to), "end"));
     picture.append(label(WIDTH - LEFT, 9, `most ${short(most)}`, "end"));
   } else picture.append(label(WIDTH / 2, HEIGHT / 2, "no values", "middle"));
-  return make("figure", {}, make("figcaption", { text: title }), picture);
+  return make("figure", {}, make("figcaption", { text: unread ? `${title}, ${short(unread)} groups to go` : title }), picture);
 }
 
 function label(x, y, text, anchor) {
