@@ -149,7 +149,7 @@ class MixtureEnv(BaseEnv):
     async def get_next_item(self) -> Item | None:
         if self.has_get_item:
             return await super().get_next_item()
-        while chances := {name: weight for name, weight in self.chances().items() if name not in self.ended}:
+        while chances := self.chances():
             (name,) = self._rng.choices(list(chances), weights=list(chances.values()))
             self.drawn[name] += 1
             if (item := await self._item(name, self.drawn[name] - 1)) is not None:
@@ -158,12 +158,18 @@ class MixtureEnv(BaseEnv):
         return None
 
     def chances(self) -> dict[str, float]:
-        """Return the weights as the recent pass rates leave them."""
+        """Return the weights by which the next item is drawn: with a curriculum as the recent pass rates leave them.
+
+        Sources that have ended are left out.
+        """
+        weights = {name: weight for name, weight in self.weights.items() if name not in self.ended}
+        if not self.config.curriculum:
+            return weights
         low, high = self.config.pass_rates
         whole = {name: recent for name, recent in self.recent.items() if len(recent) == recent.maxlen}
         rates = {name: sum(recent) / len(recent) for name, recent in whole.items()}
         odd = {name for name, rate in rates.items() if not low <= rate <= high}
-        return {name: weight * (RARELY if name in odd else 1.0) for name, weight in self.weights.items()}
+        return {name: weight * (RARELY if name in odd else 1.0) for name, weight in weights.items()}
 
     async def _item(self, name: str, index: int) -> Item | None:
         child = self.children[name]
@@ -197,7 +203,7 @@ class MixtureEnv(BaseEnv):
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         chances = self.chances()
         for name, recent in self.recent.items():
-            self.eval_metrics[f"mixture/share_{name}"] = chances[name] / sum(chances.values())
+            self.eval_metrics[f"mixture/share_{name}"] = chances.get(name, 0.0) / (sum(chances.values()) or 1.0)
             if recent:
                 self.eval_metrics[f"mixture/pass_rate_{name}"] = sum(recent) / len(recent)
         metrics, self.eval_metrics = {**(wandb_metrics or {}), **self.eval_metrics}, {}

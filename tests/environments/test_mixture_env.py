@@ -1,6 +1,7 @@
 """Mixtures of environments: by weight, by difficulty, by recent pass rate."""
 
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -84,6 +85,23 @@ async def test_statistics_are_those_of_each_source(monkeypatch):
     assert logged[0]["mixture/share_countdown"] == 0.75
 
 
+async def test_a_source_that_has_ended_has_no_share(monkeypatch):
+    logged = {}
+
+    async def log(self, metrics=None):
+        logged.update(metrics or {})
+
+    env = await make_env(curriculum=True)
+    monkeypatch.setattr("atroposlib.envs.base.BaseEnv.wandb_log", log)
+    shares = {"countdown": 0.0, "letter_counting@1": 0.5, "letter_counting@2": 0.5}
+    for source in shares:
+        env.ended.add(source)
+        await env.wandb_log()
+        if source == "countdown":
+            assert {name: logged[f"mixture/share_{name}"] for name in shares} == shares
+    assert {logged[f"mixture/share_{name}"] for name in shares} == {0.0}
+
+
 REFUSED = {
     "nothing": ([], "env.sources is empty"),
     "the same twice": ([{"environment": "countdown"}] * 2, "'countdown' twice"),
@@ -134,3 +152,40 @@ def test_a_curriculum_that_resumes_knows_which_sources_are_too_hard(tmp_path, mo
     tasks = roll(32)
     assert tasks[:12] == first
     assert tasks[12:].count("Hard") <= 3  # 10 on average where nothing is known
+
+
+@pytest.mark.parametrize("curriculum", ["false", "true"])
+def test_what_is_logged_of_a_source_is_what_the_rollout_files_say_of_it(curriculum, tmp_path, monkeypatch):
+    monkeypatch.undo()  # with the tokenizer of the scripted engine
+    logged = {}
+
+    async def log(self, metrics=None):
+        logged.update(metrics or {})
+
+    monkeypatch.setattr("atroposlib.envs.base.BaseEnv.wandb_log", log)
+    weights = {"Easy": 1, "Fair": 2, "Hard": 1}
+    for name in weights:
+        (tmp_path / f"{name}.py").write_text(SAYS.format(name))
+    sources = [
+        {"environment": str(tmp_path / f"{name}.py"), "name": name, "weight": weight}
+        for name, weight in weights.items()
+    ]
+
+    def answer(prompt):
+        name, number = re.findall(r"(Easy|Fair|Hard) 0\.(\d)", prompt)[-1]
+        rights = {"Easy": 4, "Fair": int(number) % 5, "Hard": 0}[name]
+        return ["right"] * rights + ["wrong"] * (4 - rights)
+
+    flags = ["--env.sources", json.dumps(sources), "--env.curriculum", curriculum, "--env.window", "8"]
+    flags += ["--env.group_size", "4", "--env.max_num_workers", "1"]
+    groups = roll_out(MixtureEnv, answer, tmp_path, groups=60, settings=flags)
+    weighed = dict(weights)
+    for name, weight in weights.items():
+        scores = [group["scores"] for group in groups if group["task"] == name]
+        rates = [sum(of_group) / len(of_group) for of_group in scores][-8:]
+        assert logged[f"mixture/pass_rate_{name}"] == pytest.approx(sum(rates) / len(rates))
+        assert all(f"{name} 0." in group["messages"][0][0]["content"] for group in groups if group["task"] == name)
+        if curriculum == "true" and len(rates) == 8 and not 0.2 <= sum(rates) / 8 <= 0.8:
+            weighed[name] = weight * RARELY
+    for name, weight in weighed.items():
+        assert logged[f"mixture/share_{name}"] == pytest.approx(weight / sum(weighed.values()))
