@@ -339,7 +339,9 @@ def _files_of(text: str) -> list[Path]:
             each for folder in _folders_of(path) for each in sorted(folder.iterdir()) if _looks_like_rollouts(each)
         ]
         if not files:
-            raise PathError(f"{path} holds no .jsonl, .jsonl.zst or .jsonl.gz file of rollouts{_misplaced_hint(path)}")
+            runs = sorted(record.parent for record in path.glob("*/run.json"))
+            hint = f"; name one of the runs in it, such as {runs[0]}" if runs else _misplaced_hint(path)
+            raise PathError(f"{path} holds no .jsonl, .jsonl.zst or .jsonl.gz file of rollouts{hint}")
         return files
     if path.exists():
         if not path.is_file():

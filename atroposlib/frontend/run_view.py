@@ -121,7 +121,10 @@ class FileRollouts:
                 self.add(table)
             except (AtroposError, OSError) as error:
                 logger.warning("%s", error)
-        self.pending = ""
+        tables = list(self._tables.values())
+        odd = [each.files[0].name for each in tables if each.set_aside]
+        is_other = odd and not any(len(each.groups) for each in tables)
+        self.pending = f"no line of {odd[0]} is a group of responses; give view-run rollout files" if is_other else ""
 
     def table(self) -> Table:
         """Return the table as far as it is known."""
@@ -145,7 +148,7 @@ class FileRollouts:
             yield int(table.responses["group"][chosen.rows[0]]), chosen.line, chosen.group
 
     def state(self) -> str:
-        """Which file is being indexed."""
+        """Return which file is being indexed, or that there is none of rollouts."""
         return self.pending
 
 

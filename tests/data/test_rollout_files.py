@@ -173,6 +173,13 @@ def test_a_run_without_rollouts_is_said(tmp_path):
         find_rollout_files(tmp_path)
 
 
+def test_a_folder_of_runs_names_one_of_them(tmp_path):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "run.json").write_text("{}")
+    with pytest.raises(PathError, match=r"name one of the runs in it, such as .*first$"):
+        find_rollout_files(tmp_path)
+
+
 def test_datasets_among_rollouts_are_left_out_unless_named(tmp_path):
     rollouts = write_groups(tmp_path / "a.jsonl", [make_group([1.0])])
     export_sft(rollouts, tmp_path / "sft.jsonl")

@@ -253,6 +253,15 @@ def test_histograms_are_filters(client):
     assert numbers["tasks"][0] == {"task": "sums", "responses": 5, "accepted": 4}
 
 
+def test_a_dataset_is_said_to_be_no_rollouts(tmp_path, path):
+    (tmp_path / "sft.jsonl").write_text('{"prompt": [], "completion": []}\n')
+    rollouts = FileRollouts()
+    rollouts.follow([tmp_path / "sft.jsonl"])
+    assert rollouts.state() == "no line of sft.jsonl is a group of responses; give view-run rollout files"
+    rollouts.follow([tmp_path / "sft.jsonl", path])
+    assert rollouts.state() == ""
+
+
 def test_numbers_and_an_order_by_gap_say_how_many_groups_are_still_to_be_read(path, monkeypatch):
     may_read, read = threading.Event(), FileRollouts.read
 
