@@ -26,8 +26,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.server_handling.agents.record import FinishedRollout
-from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, RolloutSettings, managed_for
+from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.rows import group_of, rows_of
+from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.fan_out import contained, raise_first
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer

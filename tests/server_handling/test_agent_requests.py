@@ -11,7 +11,8 @@ from atroposlib.envs.agent_env import GatewayService
 from atroposlib.envs.server_handling.agents import gateway as gateway_module
 from atroposlib.envs.server_handling.agents import rollouts as rollouts_module
 from atroposlib.envs.server_handling.agents.dialect import grammar_of
-from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, RolloutSettings, managed_for
+from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, managed_for
+from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 

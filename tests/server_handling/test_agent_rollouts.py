@@ -13,8 +13,9 @@ from atroposlib.envs.server_handling.agents import gateway as gateway_module
 from atroposlib.envs.server_handling.agents import rollouts as rollouts_module
 from atroposlib.envs.server_handling.agents.gateway import Gateway
 from atroposlib.envs.server_handling.agents.record import CallLog
-from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, RolloutSettings, managed_for
+from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.rows import advantages, group_of, rows_of
+from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.managed_server_proxy import create_app
 from atroposlib.errors import EngineFault, GroupError, KilledFault, PathError, RequestFault

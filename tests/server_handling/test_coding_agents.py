@@ -14,8 +14,9 @@ import pytest
 from starlette.applications import Starlette
 
 from atroposlib.envs.server_handling.agents.gateway import Gateway
-from atroposlib.envs.server_handling.agents.rollouts import Rollouts, RolloutSettings, managed_for
+from atroposlib.envs.server_handling.agents.rollouts import Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.rows import rows_of
+from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.type_definitions import IGNORE_INDEX
 from tests.fakes import FakeServer
 from tests.server_handling.test_agent_rollouts import Tokenizer

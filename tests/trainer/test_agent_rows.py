@@ -8,8 +8,9 @@ from tiny_model import make_config
 from transformers import AutoTokenizer
 
 from atroposlib.envs.server_handling.agents.chat import CHAT
-from atroposlib.envs.server_handling.agents.rollouts import Rollouts, RolloutSettings, managed_for
+from atroposlib.envs.server_handling.agents.rollouts import Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.rows import group_of
+from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.example_trainer.data import rows_of
 from atroposlib.example_trainer.learner import Learner

@@ -29,7 +29,8 @@ from atroposlib.envs.server_handling.agents.chat import openai_error
 from atroposlib.envs.server_handling.agents.dialect import checked_messages
 from atroposlib.envs.server_handling.agents.gateway import BodyLimit, Gateway
 from atroposlib.envs.server_handling.agents.record import CallLog
-from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, RolloutSettings, managed_for
+from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, managed_for
+from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer
 from atroposlib.envs.server_handling.proxy_schemas import (
     UNKNOWN_SESSION,

@@ -16,7 +16,8 @@ from atroposlib.envs.server_handling.agents.dialect import (
     strict_of,
 )
 from atroposlib.envs.server_handling.agents.record import Answer, Exchange
-from atroposlib.envs.server_handling.agents.rollouts import Asked, Rollout
+from atroposlib.envs.server_handling.agents.rollouts import Rollout
+from atroposlib.envs.server_handling.agents.settings import Asked
 from atroposlib.envs.server_handling.managed_server import ChatRequest
 from atroposlib.envs.server_handling.sampling import words
 from atroposlib.errors import RequestFault

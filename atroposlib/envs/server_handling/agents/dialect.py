@@ -12,7 +12,8 @@ from typing import Any
 import orjson
 
 from atroposlib.envs.server_handling.agents.record import Exchange
-from atroposlib.envs.server_handling.agents.rollouts import Asked, Rollout
+from atroposlib.envs.server_handling.agents.rollouts import Rollout
+from atroposlib.envs.server_handling.agents.settings import Asked
 from atroposlib.envs.server_handling.proxy_schemas import known_options
 from atroposlib.envs.server_handling.sampling import AGENT_OPTIONS, GRAMMARS, OPTIONS, words
 from atroposlib.errors import RequestFault

@@ -5,11 +5,16 @@ something else than what was handed out stays an edit.
 """
 
 import ast
+import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 
-from atroposlib.envs.server_handling.conversation import HandedOut, Message, Normalise
+from atroposlib.envs.server_handling.conversation import HandedOut, Message, Normalise, canonical
+from atroposlib.envs.server_handling.managed_server import ChatRequest
 from atroposlib.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 CALLING = "Calling tools:\n"
 MOST_CHARACTERS = 200_000
@@ -93,3 +98,48 @@ def _text_of(message: Message) -> str:
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     return "".join(text for text in texts if isinstance(text, str))
+
+
+class SystemPrompts:
+    """The system prompts of one rollout, to notice one that changes and so begins another row."""
+
+    def __init__(self) -> None:
+        self._texts: dict[bytes, str] = {}  # by the turn behind them
+        self._is_told = False
+
+    def notes_of(self, chat: ChatRequest) -> list[str]:
+        """Say once what differs, where a conversation begins again with another system prompt."""
+        first, *others = chat.messages
+        if first.get("role") not in ("system", "developer"):
+            return []
+        text = str(first.get("content"))
+        before = self._texts.setdefault(canonical([others[:1], chat.tools]), text)
+        if before == text or self._is_told:
+            return []
+        self._is_told = True
+        old, new = _differing(before, text)
+        said = f"the system prompt of the same conversation said {old!r:.120} before and says {new!r:.120} now"
+        note = f"{said}, which begins another row; name it in normalise as /PATTERN/ where it means nothing"
+        _warn_of_prompt(text[:40], note)
+        return [note]
+
+
+def _differing(one: str, other: str) -> tuple[str, str]:
+    """The parts of two texts between their common beginning and end.
+
+    >>> _differing("Today is Monday.", "Today is Sunday.")
+    ('Mon', 'Sun')
+    """
+    start = len(os.path.commonprefix([one, other]))  # noqa: RUF071 (characters are meant)
+    end = len(os.path.commonprefix([one[start:][::-1], other[start:][::-1]]))  # noqa: RUF071
+    return one[start : len(one) - end], other[start : len(other) - end]
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_prompt(beginning: str, note: str) -> None:
+    """Log a note, once for the beginning of a system prompt; a hundred of them at most."""
+    if beginning not in _warned and len(_warned) < 100:
+        _warned.add(beginning)
+        logger.warning("%s", note)

@@ -22,7 +22,8 @@ from atroposlib.envs.server_handling.agents.dialect import (
     strict_of,
 )
 from atroposlib.envs.server_handling.agents.record import Exchange
-from atroposlib.envs.server_handling.agents.rollouts import Asked, Rollout
+from atroposlib.envs.server_handling.agents.rollouts import Rollout
+from atroposlib.envs.server_handling.agents.settings import Asked
 from atroposlib.envs.server_handling.conversation import Message, joined_text
 from atroposlib.envs.server_handling.managed_server import ChatRequest
 from atroposlib.envs.server_handling.sampling import words

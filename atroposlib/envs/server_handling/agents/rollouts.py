@@ -5,21 +5,18 @@ is replied that is not recorded, and a request that is sent again gets the reply
 """
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import math
-import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import orjson
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
-
-from atroposlib.envs.server_handling.agents.normalise import normaliser
+from atroposlib.envs.server_handling.agents.normalise import SystemPrompts, normaliser
 from atroposlib.envs.server_handling.agents.record import (
     Answer,
     CallLog,
@@ -29,9 +26,8 @@ from atroposlib.envs.server_handling.agents.record import (
     restored,
     written,
 )
-from atroposlib.envs.server_handling.conversation import canonical
+from atroposlib.envs.server_handling.agents.settings import Asked, RolloutSettings, sampling_of
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, Reply
-from atroposlib.envs.server_handling.sampling import GRAMMARS, words
 from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import RequestFault, RolloutFault
 from atroposlib.rollouts.trace import EngineReply, current_trace, held_replies
@@ -45,68 +41,9 @@ LOOK_S = 10.0  # between two looks for idle rollouts
 KEPT_FOR_RETRY_S = 60.0
 """A request whose client went away runs on for so long, for a retry to join; then it is aborted at the engine."""
 
-_SHAPES = words(
-    """temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias regex
-    json_schema ebnf structural_tag min_new_tokens min_tokens ignore_eos allowed_token_ids bad_words seed
-    sampling_seed"""
-)
-"""They change the distribution that tokens are drawn from."""
-
 
 class SealedError(Exception):
     """The rollout has ended; nothing is generated for it any more."""
-
-
-class RolloutSettings(BaseModel):
-    """Sampling and budgets of a rollout, and what it belongs to."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rollout_id: str | None = Field(None, description="Name of the rollout; asked for again, the same one is given.")
-    item_id: str | None = Field(None, description="What is rolled out.")
-    group_id: str | None = Field(None, description="Rollouts of one item that are compared.")
-    base_url: str | None = Field(None, description="Generate on the server with this address; null: the least used.")
-    tool_parser: str = Field("hermes", description="How the model writes tool calls; names as SGLang's.")
-    reasoning_parser: str | None = Field("think", description="Take <think> blocks out of replies; null: leave them.")
-    history: Literal["keep", "template"] = Field(
-        "keep", description="A turn sent back without its thoughts: keep its tokens, or let the template render it."
-    )
-    normalise: list[str] = Field(
-        default_factory=list,
-        description="Rewritings that count as none: names of agent programs (smolagents), or /PATTERN/ for what is not "
-        "compared in messages that are not the assistant's.",
-    )
-    sampling: dict[str, Any] = Field(default_factory=dict, description="Sampling parameters, named as engines do.")
-    locked: bool = Field(True, description="The agent's own parameters that change the distribution have no effect.")
-    grammars: bool | None = Field(
-        None,
-        description="Bind the model to the grammar of a request (response_format, guided_*, strict tools), where the "
-        "engine can; false: note it only. null: where sampling is not locked.",
-    )
-    max_calls: PositiveInt | None = Field(None, description="Most requests.")
-    max_tokens: PositiveInt | None = Field(None, description="Most generated tokens.")
-    timeout_s: PositiveFloat | None = Field(None, description="Seconds from its creation to the last request.")
-    idle_s: PositiveFloat | None = Field(
-        None, description="Seconds without a request of the agent that end the rollout; null: as its gateway has it."
-    )
-
-    @classmethod
-    def of(cls, **settings: Any) -> "RolloutSettings":
-        """Settings of which only some are given."""
-        return cls.model_validate(settings)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One request as a dialect understood it: a chat, or a text to complete."""
-
-    dialect: str
-    chat: ChatRequest | None
-    prompt: str | None
-    sampling: Mapping[str, Any]
-    model: str
-    notes: Sequence[str] = ()
-    strict: Mapping[str, Any] | None = None  # schema of each tool's arguments, where one is strict
 
 
 @dataclass(slots=True)
@@ -148,8 +85,7 @@ class Rollout:
         self.scores: list[dict[str, Any]] = []
         self.end_reason: str | None = None
         self.is_sealed = False  # by whoever rolls out; a budget that is used up only ends what is generated
-        self._system_prompts: dict[bytes, str] = {}  # by the turn behind them
-        self._is_told = False  # that one of them changes
+        self._system_prompts = SystemPrompts()
         self.faults: Counter[str] = Counter()  # of requests that got no reply, by class
         self._running: dict[asyncio.Task[Exchange], _Running] = {}
         self._log = log
@@ -178,13 +114,10 @@ class Rollout:
             earlier = next((one for one in reversed(self.exchanges) if one.digest == digest), None)
             if earlier is not None:
                 return earlier
-        if self.end_reason is not None:
-            raise SealedError(f"rollout {self.id} has ended ({self.end_reason}); start another one")
-        if self.spent():
+        if self.end_reason is not None or self.spent():
             return self._budget_said(asked, digest)
         running = _Running(digest)
-        work = self._generate(asked, running)
-        task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
+        task = asyncio.get_running_loop().create_task(self._generate(asked, running), context=self._context.copy())
         self._running[task] = running
         task.add_done_callback(self._done)
         return await self._joined(task)
@@ -204,8 +137,7 @@ class Rollout:
         finally:
             running.waiting -= 1
             if not running.waiting and not task.done():
-                loop = asyncio.get_running_loop()
-                running.abandonment = loop.call_later(KEPT_FOR_RETRY_S, self._abandon, task)
+                running.abandonment = asyncio.get_running_loop().call_later(KEPT_FOR_RETRY_S, self._abandon, task)
 
     def _abandon(self, task: "asyncio.Task[Exchange]") -> None:
         """Abort a request; the engine does so when its connection closes."""
@@ -239,7 +171,7 @@ class Rollout:
         return sum(answer.completion_tokens for exchange in self.exchanges for answer in exchange.answers)
 
     async def _generate(self, asked: Asked, running: _Running) -> Exchange:
-        used, notes = self._sampling(asked)
+        used, notes = sampling_of(self.settings, asked, default_max_tokens=1024 if self.is_session else None)
         started = time.time()
         try:
             if not await self._reserve(running, used):
@@ -257,7 +189,7 @@ class Rollout:
             running.reserved = 0
         self.note(engine)
         if asked.chat is not None and replies and replies[0].call.parent is None:
-            notes += self._other_system_prompt(asked.chat)
+            notes += self._system_prompts.notes_of(asked.chat)
         exchange = Exchange(
             number=len(self.exchanges),
             digest=running.digest,
@@ -272,22 +204,6 @@ class Rollout:
             notes=[*asked.notes, *notes],
         )
         return self._recorded(exchange)
-
-    def _other_system_prompt(self, chat: ChatRequest) -> list[str]:
-        """Say once what differs, where a conversation begins again with another system prompt."""
-        first, *others = chat.messages
-        if first.get("role") not in ("system", "developer"):
-            return []
-        text = str(first.get("content"))
-        before = self._system_prompts.setdefault(canonical([others[:1], chat.tools]), text)
-        if before == text or self._is_told:
-            return []
-        self._is_told = True
-        old, new = _differing(before, text)
-        said = f"the system prompt of the same conversation said {old!r:.120} before and says {new!r:.120} now"
-        note = f"{said}, which begins another row; name it in normalise as /PATTERN/ where it means nothing"
-        _warn_of_prompt(text[:40], note)
-        return [note]
 
     def note(self, replies: Sequence[EngineReply]) -> None:
         """Count the engine's replies as those of this rollout."""
@@ -307,49 +223,6 @@ class Rollout:
             self.exchanges.append(restored(line, self.exchanges, self.managed))
         self.note(finished.replies)
         self._end("done", is_sealed=True)
-
-    def _sampling(self, request: Asked) -> tuple[dict[str, Any], list[str]]:
-        """The parameters that count, and what was overridden.
-
-        Raises:
-            RequestFault: a grammar for the reply, and tools that it would forbid.
-        """
-        settings, asked = self.settings, dict(request.sampling)
-        is_bound = settings.grammars if settings.grammars is not None else not settings.locked
-        locked = {*(_SHAPES if settings.locked else ())} - GRAMMARS.keys() | (
-            GRAMMARS.keys() if not is_bound else set()
-        )
-        kept = {key: value for key, value in asked.items() if key not in locked}
-        used = {"temperature": 1.0, **settings.sampling, **kept}
-        if settings.locked:
-            used |= settings.sampling
-        if self.is_session:
-            used.setdefault("max_tokens", 1024)
-        notes = []
-        if is_bound and not settings.sampling.keys() & GRAMMARS.keys():
-            notes = self._bind(request, used)
-        if limit := settings.sampling.get("max_tokens"):
-            used["max_tokens"] = min(used.get("max_tokens") or limit, limit)
-        given = [key for key in asked if key in _SHAPES and asked[key] != used.get(key)]
-        for key in given:
-            why = "grammars are only noted" if key in GRAMMARS else "sampling is locked"
-            notes.append(f"{why}: {key}={repr(asked[key])[:200]} was not used")
-        return used, notes
-
-    def _bind(self, request: Asked, used: dict[str, Any]) -> list[str]:
-        """Keep the calls of strict tools to their schemas; notes of what cannot be kept."""
-        tools = request.chat is not None and bool(request.chat.tools) and request.chat.tool_choice != "none"
-        if tools and (grammar := used.keys() & GRAMMARS.keys()):
-            raise RequestFault(
-                f"a reply that follows a grammar ({', '.join(grammar)}) can call no tool; leave out either of them"
-            )
-        if not tools or not request.strict:
-            return []
-        tag = tool_format(self.settings.tool_parser).strict_calls(request.strict)
-        if tag is None:
-            return [f"strict was not used: there is no grammar for calls as {self.settings.tool_parser} has them"]
-        used["structural_tag"] = orjson.dumps(tag).decode()
-        return []
 
     async def _reserve(self, running: _Running, used: dict[str, Any]) -> bool:
         """Set aside what a request may generate, `max_tokens` for each choice; False where the budget has no room.
@@ -372,18 +245,13 @@ class Rollout:
         return running.reserved > 0
 
     def _budget_said(self, asked: Asked, digest: bytes) -> Exchange:
-        """End the rollout with one last reply; SealedError where another request was told so before."""
+        """End the rollout with one last reply; SealedError where it has ended before."""
         if self.end_reason is not None:
             raise SealedError(f"rollout {self.id} has ended ({self.end_reason}); start another one")
         self._end(f"budget: {self.spent() or 'too few tokens are left for a token of each choice'}", is_sealed=False)
-        return self._said(asked, digest, BUDGET_TEXT)
-
-    def _said(self, asked: Asked, digest: bytes, text: str) -> Exchange:
-        now = time.time()
-        answer = Answer({"role": "assistant", "content": text}, "stop", 0, 0)
-        number = len(self.exchanges)
+        now, answer = time.time(), Answer({"role": "assistant", "content": BUDGET_TEXT}, "stop", 0, 0)
         return self._recorded(
-            Exchange(number, digest, asked.dialect, {}, {}, now, now, [answer], notes=["a text of the harness"])
+            Exchange(0, digest, asked.dialect, {}, {}, now, now, [answer], notes=["a text of the harness"])
         )
 
     def _recorded(self, exchange: Exchange) -> Exchange:
@@ -411,13 +279,13 @@ class Rollout:
     def score(self) -> float | None:
         """The last final score, else the last of the rollout as a whole; None without any."""
         whole = [entry for entry in self.scores if entry["call_id"] is None]
-        return next((float(entry["score"]) for entry in [*whole, *(e for e in whole if e["final"])][::-1]), None)
+        last = [entry for entry in whole if entry["final"]] or whole
+        return float(last[-1]["score"]) if last else None
 
     async def end(self, reason: str = "ended", *, grace_s: float = 0.0) -> None:
         """Seal the rollout: requests that run get `grace_s` seconds more, later ones are refused."""
         self._end(reason, is_sealed=True)
-        running = [task for task in self._running if not task.done()]
-        if running:
+        if running := [task for task in self._running if not task.done()]:
             await asyncio.wait(running, timeout=grace_s)
             for task in running:
                 self._abandon(task)
@@ -448,7 +316,7 @@ class Rollout:
             self._left = self._counts()
             self.exchanges, self.replies = [], []
             self.places = Places(self.exchanges)
-            self._system_prompts.clear()
+            self._system_prompts = SystemPrompts()
             self.managed.reset()
         return True
 
@@ -460,10 +328,8 @@ class Rollout:
     async def wait_for_end(self, timeout_s: float) -> bool:
         """Wait until the rollout is sealed, at most so long; tell if it is."""
         if self.end_reason is None and timeout_s > 0:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), timeout_s)
-            except TimeoutError:
-                return False
         return self.end_reason is not None
 
     def record(self) -> dict[str, Any]:
@@ -502,27 +368,6 @@ def managed_for(server: Any, tokenizer: Any, settings: RolloutSettings) -> Manag
         for_agents=True,
         normalise=normaliser(settings.normalise),
     )
-
-
-def _differing(one: str, other: str) -> tuple[str, str]:
-    """The parts of two texts between their common beginning and end.
-
-    >>> _differing("Today is Monday.", "Today is Sunday.")
-    ('Mon', 'Sun')
-    """
-    start = len(os.path.commonprefix([one, other]))  # noqa: RUF071 (characters are meant)
-    end = len(os.path.commonprefix([one[start:][::-1], other[start:][::-1]]))  # noqa: RUF071
-    return one[start : len(one) - end], other[start : len(other) - end]
-
-
-_warned: set[str] = set()
-
-
-def _warn_of_prompt(beginning: str, note: str) -> None:
-    """Log a note, once for the beginning of a system prompt; a hundred of them at most."""
-    if beginning not in _warned and len(_warned) < 100:
-        _warned.add(beginning)
-        logger.warning("%s", note)
 
 
 def answer_of(reply: Reply) -> Answer:

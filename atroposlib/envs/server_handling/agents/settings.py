@@ -1,0 +1,120 @@
+"""Settings of a rollout, its budgets among them; and the sampling parameters of a request that count under them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+from atroposlib.envs.server_handling.managed_server import ChatRequest
+from atroposlib.envs.server_handling.sampling import GRAMMARS, words
+from atroposlib.envs.server_handling.tool_formats import tool_format
+from atroposlib.errors import RequestFault
+
+_SHAPES = words(
+    """temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias regex
+    json_schema ebnf structural_tag min_new_tokens min_tokens ignore_eos allowed_token_ids bad_words seed
+    sampling_seed"""
+)
+"""They change the distribution that tokens are drawn from."""
+
+
+class RolloutSettings(BaseModel):
+    """Sampling and budgets of a rollout, and what it belongs to."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rollout_id: str | None = Field(None, description="Name of the rollout; asked for again, the same one is given.")
+    item_id: str | None = Field(None, description="What is rolled out.")
+    group_id: str | None = Field(None, description="Rollouts of one item that are compared.")
+    base_url: str | None = Field(None, description="Generate on the server with this address; null: the least used.")
+    tool_parser: str = Field("hermes", description="How the model writes tool calls; names as SGLang's.")
+    reasoning_parser: str | None = Field("think", description="Take <think> blocks out of replies; null: leave them.")
+    history: Literal["keep", "template"] = Field(
+        "keep", description="A turn sent back without its thoughts: keep its tokens, or let the template render it."
+    )
+    normalise: list[str] = Field(
+        default_factory=list,
+        description="Rewritings that count as none: names of agent programs (smolagents), or /PATTERN/ for what is not "
+        "compared in messages that are not the assistant's.",
+    )
+    sampling: dict[str, Any] = Field(default_factory=dict, description="Sampling parameters, named as engines do.")
+    locked: bool = Field(True, description="The agent's own parameters that change the distribution have no effect.")
+    grammars: bool | None = Field(
+        None,
+        description="Bind the model to the grammar of a request (response_format, guided_*, strict tools), where the "
+        "engine can; false: note it only. null: where sampling is not locked.",
+    )
+    max_calls: PositiveInt | None = Field(None, description="Most requests.")
+    max_tokens: PositiveInt | None = Field(None, description="Most generated tokens.")
+    timeout_s: PositiveFloat | None = Field(None, description="Seconds from its creation to the last request.")
+    idle_s: PositiveFloat | None = Field(
+        None, description="Seconds without a request of the agent that end the rollout; null: as its gateway has it."
+    )
+
+    @classmethod
+    def of(cls, **settings: Any) -> "RolloutSettings":
+        """Settings of which only some are given."""
+        return cls.model_validate(settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request as a dialect understood it: a chat, or a text to complete."""
+
+    dialect: str
+    chat: ChatRequest | None
+    prompt: str | None
+    sampling: Mapping[str, Any]
+    model: str
+    notes: Sequence[str] = ()
+    strict: Mapping[str, Any] | None = None  # schema of each tool's arguments, where one is strict
+
+
+def sampling_of(
+    settings: RolloutSettings, request: Asked, *, default_max_tokens: int | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """The parameters that count, and what was overridden.
+
+    Args:
+        default_max_tokens: where neither settings nor request say one; None: the engine's.
+
+    Raises:
+        RequestFault: a grammar for the reply, and tools that it would forbid.
+    """
+    asked = dict(request.sampling)
+    is_bound = settings.grammars if settings.grammars is not None else not settings.locked
+    locked = {*(_SHAPES if settings.locked else ())} - GRAMMARS.keys() | (GRAMMARS.keys() if not is_bound else set())
+    kept = {key: value for key, value in asked.items() if key not in locked}
+    used = {"temperature": 1.0, **settings.sampling, **kept}
+    if settings.locked:
+        used |= settings.sampling
+    if default_max_tokens is not None:
+        used.setdefault("max_tokens", default_max_tokens)
+    notes = []
+    if is_bound and not settings.sampling.keys() & GRAMMARS.keys():
+        notes = _bind(settings, request, used)
+    if limit := settings.sampling.get("max_tokens"):
+        used["max_tokens"] = min(used.get("max_tokens") or limit, limit)
+    given = [key for key in asked if key in _SHAPES and asked[key] != used.get(key)]
+    for key in given:
+        why = "grammars are only noted" if key in GRAMMARS else "sampling is locked"
+        notes.append(f"{why}: {key}={repr(asked[key])[:200]} was not used")
+    return used, notes
+
+
+def _bind(settings: RolloutSettings, request: Asked, used: dict[str, Any]) -> list[str]:
+    """Keep the calls of strict tools to their schemas; notes of what cannot be kept."""
+    tools = request.chat is not None and bool(request.chat.tools) and request.chat.tool_choice != "none"
+    if tools and (grammar := used.keys() & GRAMMARS.keys()):
+        raise RequestFault(
+            f"a reply that follows a grammar ({', '.join(grammar)}) can call no tool; leave out either of them"
+        )
+    if not tools or not request.strict:
+        return []
+    tag = tool_format(settings.tool_parser).strict_calls(request.strict)
+    if tag is None:
+        return [f"strict was not used: there is no grammar for calls as {settings.tool_parser} has them"]
+    used["structural_tag"] = orjson.dumps(tag).decode()
+    return []
