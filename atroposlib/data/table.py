@@ -354,8 +354,9 @@ def _group_hash(group: LazyGroup, item: int, lengths: list[tuple[int, int] | Non
 
 def _read_json(reader: SpanReader, row: np.void, with_ids: bool) -> bytes:
     """The line of a group row; without ids, `null` stands in place of its stretch of number lists."""
-    start, hole = int(row["offset"]), int(row["offset"] + row["hole"])
-    end, resume = int(start + row["size"]), int(hole + row["hole_size"])
+    start, size, before_hole, hole_size = (int(row[name]) for name in ("offset", "size", "hole", "hole_size"))
+    end, hole = start + size, start + before_hole  # of ints: a number and an uint32 would add up as uint32
+    resume = hole + hole_size
     if with_ids or resume == hole:
         return reader.read(start, end)
     return reader.read(start, hole) + b"null" + reader.read(resume, end)

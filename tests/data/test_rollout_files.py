@@ -7,10 +7,10 @@ from rollout_factory import make_group, write_groups
 
 from atroposlib.data.compressed import zstd
 from atroposlib.data.output import check_output
-from atroposlib.data.rollout_files import find_rollout_files, read_rollouts
+from atroposlib.data.rollout_files import SpanReader, find_rollout_files, read_rollouts
 from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.data.split_merge import merge_rollouts
-from atroposlib.data.table import open_table
+from atroposlib.data.table import _read_json, open_table
 from atroposlib.data.validate import validate
 from atroposlib.errors import DataError, PathError
 
@@ -236,3 +236,19 @@ def test_a_shard_that_was_compressed_meanwhile_is_found_by_its_former_name(run_o
 def test_whole_runs_are_read_without_a_word(run_of_three, caplog):
     find_rollout_files(run_of_three)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("offset", [(4 << 30) - 100, 5 << 30])
+def test_a_line_beyond_four_gigabytes_is_read_as_it_is(tmp_path, offset):
+    near, far = write_groups(tmp_path / "near.jsonl", [make_group([1.0, 0.0])]), tmp_path / "far.jsonl"
+    with far.open("wb") as sparse:
+        sparse.seek(offset)
+        sparse.write(near.read_bytes())
+    rows = open_table(near).groups.copy()
+    for with_ids in (True, False):
+        rows["offset"] = 0
+        with SpanReader(near) as reader:
+            expected = _read_json(reader, rows[0], with_ids)
+        rows["offset"] = offset
+        with SpanReader(far) as reader:
+            assert _read_json(reader, rows[0], with_ids) == expected
