@@ -1,4 +1,4 @@
-"""What several environment processes cost next to each other, on one trajectory API with one trainer and a mock engine.
+"""Measure several environment processes next to each other, on one trajectory API with one trainer and a mock engine.
 
     python -m benchmarks.bench_processes [--processes 1 2 4] [--in-flight 64] [--group-size 16] [--tokens 64]
 

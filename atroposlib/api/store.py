@@ -153,9 +153,8 @@ class Store:
 
     def why_full(self) -> str | None:
         """Say why a group that came now would meet StorageFull; None when there is room. Cheap."""
-        return _over_limit(self._used + max(1, self._refused_bytes), self._max_bytes) or self._folder.no_room(
-            ROOM_BYTES
-        )
+        used = self._used + max(1, self._refused_bytes)
+        return _over_limit(used, self._max_bytes) or self._folder.no_room(ROOM_BYTES)
 
     def is_stuck(self) -> bool:
         """Return True when nothing can be written any more until the process starts again."""

@@ -10,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import orjson
 from jinja2 import Environment, FileSystemLoader
 
 from atroposlib.charts import STYLE, bar_chart
@@ -18,6 +17,7 @@ from atroposlib.data.policy import StepResult, pass_rates
 from atroposlib.data.rollout_files import FAILURES, read_lines
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
 from atroposlib.errors import RowError
+from atroposlib.json_lines import object_in
 from atroposlib.paths import shown
 from atroposlib.type_definitions import Array, JsonObject
 
@@ -187,11 +187,7 @@ def _failures(path: Path) -> Iterator[JsonObject]:
         return
     try:
         for line in read_lines(path):
-            try:
-                failure = orjson.loads(line.data)
-            except orjson.JSONDecodeError:  # a killed process's last line
-                continue
-            if isinstance(failure, dict):
+            if (failure := object_in(line.data)) is not None:  # a killed process's last line is none
                 yield failure
     except RowError:
         return

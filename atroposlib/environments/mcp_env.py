@@ -29,7 +29,7 @@ from atroposlib.environments.multi_turn import (
 )
 from atroposlib.environments.rows import Row, load_split
 from atroposlib.environments.tool_calling_server import shown, written
-from atroposlib.environments.tool_use.bfcl import WrittenCall
+from atroposlib.environments.tool_use.bfcl import MadeCall
 from atroposlib.environments.tool_use.mcp_session import Session, SessionPool
 from atroposlib.errors import EnvironmentFault
 
@@ -37,7 +37,7 @@ INVENTORY = [sys.executable, str(Path(__file__).parent / "tool_use" / "inventory
 _ARTICLES = ["lamps", "chairs", "kettles", "routers", "tripods", "ladders", "mirrors", "shelves", "fans", "stools"]
 
 
-class Check(WrittenCall):
+class Check(MadeCall):
     """A call after the end, and what it must give."""
 
     result: str
@@ -48,9 +48,9 @@ class Task(TypedDict):
 
     prompt: str
     answer: NotRequired[str]
-    before: NotRequired[list[WrittenCall]]
+    before: NotRequired[list[MadeCall]]
     checks: NotRequired[list[Check]]
-    solution: NotRequired[list[WrittenCall]]
+    solution: NotRequired[list[MadeCall]]
 
 
 class McpConfig(MultiTurnRowsConfig):
@@ -109,7 +109,7 @@ class McpWorld(World):
             return False
         return all([await self._call(check) == check["result"] for check in self.task.get("checks", ())])
 
-    async def _call(self, call: WrittenCall | Check) -> str:
+    async def _call(self, call: MadeCall | Check) -> str:
         assert self.session is not None
         return await self.session.call(call["name"], call["arguments"])
 
@@ -202,7 +202,7 @@ def make_task(rng: random.Random, level: int) -> Task:
     )
 
 
-def _on(tool: str, article: str, pieces: int) -> WrittenCall:
+def _on(tool: str, article: str, pieces: int) -> MadeCall:
     return {"name": tool, "arguments": {"article": article, "pieces": pieces}}
 
 

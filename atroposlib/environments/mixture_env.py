@@ -28,6 +28,7 @@ from atroposlib.environments.single_turn import local_engine
 from atroposlib.envs import catalog
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, Trajectories
 from atroposlib.errors import ConfigError
+from atroposlib.json_lines import read_object
 from atroposlib.paths import write_text_atomic
 from atroposlib.rollouts.failures import is_scored
 from atroposlib.rollouts.run import Run
@@ -112,7 +113,7 @@ class MixtureEnv(BaseEnv):
 
     def _recall_rates(self) -> None:
         """Know the pass rates of an earlier process of the run again."""
-        kept = json.loads(self._kept.read_text("utf-8")) if self._kept is not None and self._kept.exists() else {}
+        kept = (read_object(self._kept) if self._kept is not None else None) or {}
         for name in self.recent.keys() & kept.keys():
             self.recent[name].extend(kept[name])
 

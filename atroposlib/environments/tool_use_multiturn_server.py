@@ -32,7 +32,7 @@ from atroposlib.environments.multi_turn import (
 from atroposlib.environments.rows import Split, tenth_kept
 from atroposlib.environments.tool_calling_server import shown, written
 from atroposlib.environments.tool_use.bfcl import (
-    WrittenCall,
+    MadeCall,
     call_of,
     data_folder,
     mixed,
@@ -92,7 +92,7 @@ class ToolUseWorld(World):
     def __init__(self, task: Task, run: Run, config: ToolUseConfig) -> None:
         self.task, self.config, self._run = task, config, run
         self.tools = task.get("tools") or tools_of(Office)
-        self.calls: list[WrittenCall] = []
+        self.calls: list[MadeCall] = []
         self.turn, self.begun, self.steps = 0, 0, 0  # wish, calls before it, replies with calls for it
         self.fault = ""  # what was wrong with the wish that failed
 
@@ -135,7 +135,7 @@ class ToolUseWorld(World):
             if call.arguments is None:
                 results.append("Error: the arguments are no JSON object")
                 continue
-            made: WrittenCall = {"name": call.name, "arguments": call.arguments}
+            made: MadeCall = {"name": call.name, "arguments": call.arguments}
             try:
                 played = await self._run(play, self.task["spec"], [*self.calls, made])
             except SandboxError as error:
@@ -187,7 +187,7 @@ class ToolUseWorld(World):
             return "It is done."
         return written(self._named(call) for call in wish["calls"])
 
-    def _named(self, call: WrittenCall) -> WrittenCall:
+    def _named(self, call: MadeCall) -> MadeCall:
         """Return a call with all of its arguments by name."""
         tool = next(tool["function"] for tool in self.tools if tool["function"]["name"] == call["name"])
         by_place = zip(tool["parameters"]["properties"], call.get("positional", ()), strict=False)

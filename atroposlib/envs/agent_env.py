@@ -28,7 +28,7 @@ from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.server_handling.agents.record import FinishedRollout
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.rows import group_of, rows_of
-from atroposlib.envs.server_handling.agents.settings import RolloutSettings
+from atroposlib.envs.server_handling.agents.settings import RolloutSettings, TurnSettings
 from atroposlib.envs.server_handling.fan_out import contained, raise_first
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
@@ -56,7 +56,7 @@ _CLIENT_VARIABLES = words(
 """Of this process, for the client of a container; what runs inside does not see them."""
 
 
-class AgentEnvConfig(BaseEnvConfig):
+class AgentEnvConfig(TurnSettings, BaseEnvConfig):
     """Runs of agents, and what each may use. `max_token_length` limits one reply of the model."""
 
     response_journal: Literal["off", "responses", "tokens"] = Field(
@@ -69,16 +69,6 @@ class AgentEnvConfig(BaseEnvConfig):
     max_agent_tokens: PositiveInt | None = Field(None, description="Generated tokens of one agent; null: no limit.")
     temperature: float = Field(1.0, description="Of every request, whatever the agent asks for.")
     top_p: float = Field(1.0, description="Of every request, whatever the agent asks for.")
-    tool_parser: str = Field("hermes", description="How the model writes tool calls; names as SGLang's.")
-    reasoning_parser: str | None = Field("think", description="Take thoughts out of replies; null: leave them.")
-    history: Literal["keep", "template"] = Field(
-        "keep", description="A turn sent back without its thoughts: keep its tokens, or let the template render it."
-    )
-    normalise: list[str] = Field(
-        default_factory=list,
-        description="Rewritings that count as none: names of agent programs (smolagents), or /PATTERN/ for what is not "
-        "compared in messages that are not the assistant's.",
-    )
     grammars: bool = Field(
         False,
         description="Bind the model to the grammar of a request (response_format, guided_*, strict tools), where the "
@@ -308,10 +298,7 @@ class AgentEnv(BaseEnv):
         """Budgets and sampling of one rollout."""
         config = self.config
         return RolloutSettings.of(
-            tool_parser=config.tool_parser,
-            reasoning_parser=config.reasoning_parser,
-            history=config.history,
-            normalise=config.normalise,
+            **config.model_dump(include=set(TurnSettings.model_fields)),
             grammars=config.grammars,
             sampling={
                 "temperature": config.temperature,

@@ -415,8 +415,7 @@ class Run:
     def _complain_if_short(self) -> None:
         """Raise when the API took nothing, or the items ended too early as every task was set aside; else warn."""
         total, groups = self.progress.limits.groups, self.progress.totals.groups
-        if (refused := self.sink.refusals) and not self.sink.delivered:
-            raise AtroposError(f"the trajectory API refused all {len(refused)} groups that it was sent: {refused[-1]}")
+        self.sink.require_delivery()
         if self.sink.is_full:
             return
         if self.shared and not self.health.all_set_aside:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from atroposlib.errors import ApiError, EnvironmentFault
+from atroposlib.errors import ApiError, AtroposError, EnvironmentFault
 from atroposlib.json_lines import as_json
 from atroposlib.rollouts.early_stop import RunLimits
 from atroposlib.rollouts.failures import Fruitless
@@ -62,8 +62,8 @@ class Sink:
         self.totals = files.ledger.totals if files else Totals()
         self._taken = self.totals.groups  # stored, or being stored
         self.fruitless = Fruitless()
-        self.delivered = 0  # groups that the API took from this process
-        self.refusals: list[ApiError] = []
+        self._delivered = self._refused = 0  # groups of this process that the API took, and did not
+        self._last_refusal: ApiError | None = None
         self.may_store: Callable[[str], bool] = lambda item_key: True  # asked right before its groups are written
 
     def may_start(self, in_flight: int) -> bool:
@@ -139,6 +139,12 @@ class Sink:
                 logger.warning("stored group not sent: %s", refusal)
         return len(waiting)
 
+    def require_delivery(self) -> None:
+        """Raise AtroposError when the API took none of the groups that it was sent."""
+        if self._refused and not self._delivered:
+            sent = f"{self._refused} groups that it was sent"
+            raise AtroposError(f"the trajectory API refused all {sent}: {self._last_refusal}")
+
     def _missing_parts(self, parts: int, work: Work) -> list[int]:
         if self._files and work.key in self._files.ledger.done:
             return []  # by an earlier try, which failed behind its storing
@@ -180,8 +186,9 @@ class Sink:
             if len(records) > 1:  # the one at fault must not take the others with it
                 return [refusal for record in records for refusal in await self._refusals([record])]
             refusals.append(error)
-        self.refusals += refusals
-        self.delivered += len(records) - len(refusals)
+            self._refused, self._last_refusal = self._refused + 1, error
+        else:
+            self._delivered += len(records)
         if self._files:
             self._files.acknowledge([group["group_id"] for group in groups])
         return refusals

@@ -49,8 +49,8 @@ class ToolProblem(TypedDict):
     answers: list[dict[str, Any]] | None
 
 
-class WrittenCall(TypedDict):
-    """A call of a right solution."""
+class MadeCall(TypedDict):
+    """A call of a function: name and values, as a right solution or an episode makes it."""
 
     name: str
     arguments: dict[str, Any]
@@ -151,7 +151,7 @@ def _schema(declared: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def right_calls(problem: ToolProblem) -> list[WrittenCall]:
+def right_calls(problem: ToolProblem) -> list[MadeCall]:
     """Return calls of the possible answers, with their first values; what may be left out is."""
     if problem["answers"] is None:
         return [{"name": problem["functions"][0]["name"], "arguments": {}}]
@@ -172,7 +172,7 @@ def _one(value: Any) -> Any:
     return [_one(each) for each in value] if isinstance(value, list) else value
 
 
-def call_of(source: str) -> WrittenCall:
+def call_of(source: str) -> MadeCall:
     """Return a call that is written as Python; DataError where it is none of plain values.
 
     >>> call_of("cp('a', destination='b')")

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict
 
-from atroposlib.environments.tool_use.bfcl import WrittenCall
+from atroposlib.environments.tool_use.bfcl import MadeCall
 from atroposlib.environments.tool_use.office import Office
 
 _SERVICES = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
@@ -45,12 +45,12 @@ class Compared(TypedDict):
     differ: list[str]  # parts of the state that are not the same at the end
 
 
-def play(spec: Spec, calls: Sequence[WrittenCall]) -> list[str]:
+def play(spec: Spec, calls: Sequence[MadeCall]) -> list[str]:
     """Return the result of each call; a call that fails has a text that says so."""
     return _played(spec, calls)[1]
 
 
-def compare(spec: Spec, calls: Sequence[WrittenCall], others: Sequence[WrittenCall]) -> Compared:
+def compare(spec: Spec, calls: Sequence[MadeCall], others: Sequence[MadeCall]) -> Compared:
     """Return the results of both courses, and in which parts of the state they end apart."""
     objects, results = _played(spec, calls)
     right, expected = _played(spec, others)
@@ -63,7 +63,7 @@ def compare(spec: Spec, calls: Sequence[WrittenCall], others: Sequence[WrittenCa
     return Compared(results=results, expected=expected, differ=differ)
 
 
-def _played(spec: Spec, calls: Sequence[WrittenCall]) -> tuple[dict[str, Any], list[str]]:
+def _played(spec: Spec, calls: Sequence[MadeCall]) -> tuple[dict[str, Any], list[str]]:
     is_long = spec.get("long_context", False)
     objects = {name: _opened(name, copy.deepcopy(spec["start"].get(name, {})), is_long) for name in spec["classes"]}
     tools = {
@@ -86,7 +86,7 @@ def _opened(name: str, start: dict[str, Any], is_long: bool) -> Any:
     return made
 
 
-def _result(tools: dict[str, Any], call: WrittenCall) -> str:
+def _result(tools: dict[str, Any], call: MadeCall) -> str:
     if call["name"] not in tools:
         return f"Error: there is no tool {call['name']}"
     try:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, NotRequired, TypedDict
 
-from atroposlib.environments.tool_use.bfcl import WrittenCall
+from atroposlib.environments.tool_use.bfcl import MadeCall
 
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"]
 _TIMES = [f"{hour:02}:00" for hour in range(8, 19)]
@@ -134,7 +134,7 @@ class Wish(TypedDict):
     """Words of the user in one turn, calls that fulfil it, and how many of their results, the first, must be seen."""
 
     said: str
-    calls: list[WrittenCall]
+    calls: list[MadeCall]
     seen: int
     tools: NotRequired[list[dict[str, Any]]]  # handed over with it
 
@@ -154,7 +154,7 @@ def make_wish(rng: random.Random, office: Office) -> Wish:
     return wish
 
 
-def _call(tool: str, **arguments: str) -> WrittenCall:
+def _call(tool: str, **arguments: str) -> MadeCall:
     return {"name": tool, "arguments": arguments}
 
 

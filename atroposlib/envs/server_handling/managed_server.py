@@ -33,7 +33,7 @@ from atroposlib.envs.server_handling.conversation import (
 )
 from atroposlib.envs.server_handling.dummy_server import DummyManagedServer
 from atroposlib.envs.server_handling.openai_wire import Made, ManagedServerAdapter, chat_of, completion_of
-from atroposlib.envs.server_handling.sampling import drop_doubled_bos
+from atroposlib.envs.server_handling.sampling import TOKEN_LIMITS, drop_doubled_bos
 from atroposlib.envs.server_handling.sequence import (
     Call,
     Codec,
@@ -474,8 +474,7 @@ def before_stop(text: str, stop: Sequence[str] | str | None) -> str:
 
 def _for_the_rest(sampling: Mapping[str, Json], spent: int) -> JsonObject:
     """The parameters for one choice of which `spent` tokens are there."""
-    limits = ("max_tokens", "max_new_tokens", "max_completion_tokens")
-    left = {key: max(1, limit - spent) for key in limits if isinstance(limit := sampling.get(key), int)}
+    left = {key: max(1, limit - spent) for key in TOKEN_LIMITS if isinstance(limit := sampling.get(key), int)}
     return {**sampling, "n": 1, **left}
 
 

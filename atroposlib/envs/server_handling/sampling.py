@@ -87,9 +87,13 @@ class GenerationRequest:
         return {**body, **(self.options.get("extra_body") or {})}
 
 
+TOKEN_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+"""Names of the limit of new tokens per choice."""
+
+
 def max_tokens_of(body: Mapping[str, Json]) -> int | None:
     """The limit of new tokens per choice in a request, under any of its names."""
-    for name in ("max_completion_tokens", "max_tokens", "max_new_tokens"):
+    for name in TOKEN_LIMITS:
         if isinstance(body.get(name), int):
             return body[name]
     return None

@@ -169,7 +169,7 @@ class SGLangServer(TokenServer):
             reason = reader.finish_reason()
             if reader.refusal is not None:
                 raise reader.refusal
-            self._weights = reader.version
+            self._answered_with(reader.version)
         self._record(
             EngineReply(
                 finish_reasons=[finish_reason_of(reason)],
@@ -206,7 +206,7 @@ class SGLangServer(TokenServer):
             for reply in _facts(good, request, sampling, self.root_url):
                 with same_prompt() if given else nullcontext():
                     self._record(reply)
-                self._weights = reply.weight_version
+                self._answered_with(reply.weight_version)
                 given += 1
             usable += good
             if len(usable) == wanted:

@@ -26,7 +26,7 @@ from atroposlib.envs.server_handling.agents.record import (
     restored,
     written,
 )
-from atroposlib.envs.server_handling.agents.settings import Asked, RolloutSettings, sampling_of
+from atroposlib.envs.server_handling.agents.settings import Asked, RolloutSettings, counted_sampling
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, Reply
 from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import RequestFault, RolloutFault
@@ -171,7 +171,7 @@ class Rollout:
         return sum(answer.completion_tokens for exchange in self.exchanges for answer in exchange.answers)
 
     async def _generate(self, asked: Asked, running: _Running) -> Exchange:
-        used, notes = sampling_of(self.settings, asked, default_max_tokens=1024 if self.is_session else None)
+        used, notes = counted_sampling(self.settings, asked, default_max_tokens=1024 if self.is_session else None)
         started = time.time()
         try:
             if not await self._reserve(running, used):

@@ -20,17 +20,11 @@ _SHAPES = words(
 """They change the distribution that tokens are drawn from."""
 
 
-class RolloutSettings(BaseModel):
-    """Sampling and budgets of a rollout, and what it belongs to."""
+class TurnSettings(BaseModel):
+    """Reading of the model's turns, and recognition of those that an agent sends back."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rollout_id: str | None = Field(None, description="Name of the rollout; asked for again, the same one is given.")
-    item_id: str | None = Field(None, description="What is rolled out.")
-    group_id: str | None = Field(None, description="Rollouts of one item that are compared.")
-    base_url: str | None = Field(None, description="Generate on the server with this address; null: the least used.")
-    tool_parser: str = Field("hermes", description="How the model writes tool calls; names as SGLang's.")
-    reasoning_parser: str | None = Field("think", description="Take <think> blocks out of replies; null: leave them.")
+    tool_parser: str = Field("hermes", description="Format of the model's tool calls; names as SGLang's.")
+    reasoning_parser: str | None = Field("think", description="Take thoughts out of replies; null: leave them.")
     history: Literal["keep", "template"] = Field(
         "keep", description="A turn sent back without its thoughts: keep its tokens, or let the template render it."
     )
@@ -39,6 +33,17 @@ class RolloutSettings(BaseModel):
         description="Rewritings that count as none: names of agent programs (smolagents), or /PATTERN/ for what is not "
         "compared in messages that are not the assistant's.",
     )
+
+
+class RolloutSettings(TurnSettings):
+    """Sampling and budgets of a rollout, and what it belongs to."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rollout_id: str | None = Field(None, description="Name of the rollout; asked for again, the same one is given.")
+    item_id: str | None = Field(None, description="What is rolled out.")
+    group_id: str | None = Field(None, description="Rollouts of one item that are compared.")
+    base_url: str | None = Field(None, description="Generate on the server with this address; null: the least used.")
     sampling: dict[str, Any] = Field(default_factory=dict, description="Sampling parameters, named as engines do.")
     locked: bool = Field(True, description="The agent's own parameters that change the distribution have no effect.")
     grammars: bool | None = Field(
@@ -72,7 +77,7 @@ class Asked:
     strict: Mapping[str, Any] | None = None  # schema of each tool's arguments, where one is strict
 
 
-def sampling_of(
+def counted_sampling(
     settings: RolloutSettings, request: Asked, *, default_max_tokens: int | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """The parameters that count, and what was overridden.
