@@ -8,6 +8,7 @@ Everything in an outcome was written by the program, or counted from outside.
 import contextlib
 import fcntl
 import io
+import itertools
 import json
 import os
 import platform
@@ -34,8 +35,8 @@ WORK = "/work"
 PATH = "/usr/local/bin:/usr/bin:/bin"
 _USER = 65534
 """The program's user in a user namespace."""
-FIRST_USER = 2_000_000_000
-"""The first of those that a root's programs run as, each as its own; nobody else is."""
+_FIRST_USER, _USERS_OF_A_PROCESS = 2_000_000_000, 1000
+_numbers = itertools.count()
 
 _FIRST_TICK_S, _LAST_TICK_S = 0.01, 0.05
 """Between two looks at what a program uses: often while it is young, as it may be quick."""
@@ -103,6 +104,11 @@ def _is_tool(name: str) -> bool:
     return os.access(f"/usr/bin/{name}", os.X_OK)
 
 
+def next_user() -> int:
+    """Return a user that no other program runs as, as the kernel counts the processes of a user, not of a sandbox."""
+    return _FIRST_USER + os.getpid() % 2_000_000 * _USERS_OF_A_PROCESS + next(_numbers) % _USERS_OF_A_PROCESS
+
+
 class Program:
     """One program, from its start to its outcome."""
 
@@ -111,7 +117,6 @@ class Program:
         tools: Tools,
         command: Sequence[str],
         *,
-        user: int = FIRST_USER,
         files: Mapping[str, bytes | str] | None = None,
         stdin: bytes = b"",
         keep: Sequence[str] = (),
@@ -120,7 +125,6 @@ class Program:
     ) -> None:
         """
         Args:
-            user: of the program where we are root, and nobody else's.
             command: looked up in /usr and next to the interpreter, run in /work.
             files: contents by path below /work.
             stdin: what it may read there.
@@ -131,7 +135,7 @@ class Program:
         Raises:
             ValueError: a path leads out of /work.
         """
-        self._tools, self._limits, self._user = tools, limits or Limits(), user
+        self._tools, self._limits = tools, limits or Limits()
         self._files = {inside_work(name): _as_bytes(content) for name, content in (files or {}).items()}
         self._keep = [inside_work(name) for name in keep]
         self._stdin, self._readable = stdin, [Path(sys.base_prefix), *readable]
@@ -246,7 +250,7 @@ class Program:
         return [*namespace, "--cap-drop", "ALL", "--as-pid-1"]
 
     def _drop_root(self) -> list[str]:
-        user = str(self._user)
+        user = str(next_user())
         without = ["--clear-groups", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"]
         return ["/usr/bin/setpriv", "--reuid", user, "--regid", user, *without, "--"]
 
@@ -262,14 +266,18 @@ class Program:
 
 
 ENVIRONMENT = {"HOME": WORK, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-_BEGUN = b"\n"
-_RUNNING = 'echo >&0; "$@" </.stdin; exit $?'
+_BEGUN = _HEARD = b"\n"
+_BEGIN = "echo >&0 && read -r heard <&0 || exit; "
+_RUNNING = _BEGIN + '"$@" </.stdin; exit $?'
 _KEEPING = (
-    'echo >&0; "$@" </.stdin; code=$?; '
+    _BEGIN + '"$@" </.stdin; code=$?; '
     "tar -cf - --ignore-failed-read --null --verbatim-files-from -T /.keep >&0 2>/dev/null; exit $code"
 )
 """Says over a socket that the program has not that it begins, so that a sandbox which fails before is never taken for
-a program that does; runs it; sends files after it."""
+a program that does; runs it once its caller has answered; sends files after it.
+
+A caller that is killed while bubblewrap starts it does not answer, and bubblewrap, which only then watches over the
+program on both of its sides, need not have ended it."""
 
 
 class _Watch:
@@ -287,6 +295,7 @@ class _Watch:
     ) -> None:
         self._process, self._limits, self._begun, self._wake, self._release = process, limits, begun, wake, release
         self._first_fd: int | None = None
+        self._unanswered: socket.socket | None = channel
         self.stdout, self.stderr, self.channel, self._status = bytearray(), bytearray(), bytearray(), bytearray()
         self._init: int | None = None  # the sandbox's first process; all others die with it
         self.exit_code: int | None = None
@@ -330,6 +339,10 @@ class _Watch:
                     poll.unregister(descriptor)
             if self._first_fd is None and (first := self._first_process()) is not None:
                 self._limit(first)
+            if self._unanswered is not None and self.channel:
+                with contextlib.suppress(OSError):  # it is gone already
+                    self._unanswered.send(_HEARD)
+                self._unanswered = None
             if self._wake.fileno() in ready:
                 raise SandboxError("the program was cancelled")
             if len(self.stdout) + len(self.stderr) > self._limits.output_bytes:

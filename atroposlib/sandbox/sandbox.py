@@ -6,14 +6,12 @@ outcome.verdict, outcome.exit_code, outcome.stdout
 """
 
 import asyncio
-import itertools
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from atroposlib.sandbox.host import require_host
-from atroposlib.sandbox.programs import FIRST_USER, Limits, Outcome, Program
+from atroposlib.sandbox.programs import Limits, Outcome, Program
 
 
 class Sandbox:
@@ -30,7 +28,6 @@ class Sandbox:
         """
         self._tools = require_host()
         self._readable = readable
-        self._users = itertools.count(FIRST_USER + os.getpid() % 100_000 * 1000)
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="program")
 
     async def call(
@@ -86,7 +83,6 @@ class Sandbox:
         return Program(
             self._tools,
             command,
-            user=next(self._users),
             files=files,
             stdin=stdin,
             keep=keep,

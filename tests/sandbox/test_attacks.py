@@ -262,14 +262,49 @@ def test_a_program_dies_with_a_caller_that_is_killed(user):
         f"from atroposlib.sandbox.sandbox import Sandbox as S; S().run(['sh', '-c', 'echo $$ >{token}; sleep 60; :'])"
     )
     caller = subprocess.Popen([*python, "-c", call], env=environment())
-    while len(still_there(token)) < 3:  # the caller, bubblewrap, and the program's shell
-        time.sleep(0.02)
+    while not any(path.read_bytes().startswith(b"sh\0-c\0echo $$") for path in still_there(token)):
+        time.sleep(0.02)  # until the program runs
     caller.kill()
     caller.wait()
     deadline = time.monotonic() + 10
     while still_there(token) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not still_there(token)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="programs of an ordinary user are told apart by namespaces")
+def test_no_two_programs_of_root_are_one_user_in_two_sandboxes_and_two_processes():
+    users = {Sandbox().run(["id", "-u"]).stdout for _ in range(2)}
+    other = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from atroposlib.sandbox.programs import next_user; print(*(next_user() for _ in range(2500)))",
+        ],
+        env=environment(),
+        capture_output=True,
+        check=True,
+    )
+    theirs = set(map(int, other.stdout.split()))
+    ours = {programs.next_user() for _ in range(2500)}
+    assert len(users) == 2
+    assert len(ours) == len(theirs) == 1000
+    assert not ours & theirs
+
+
+@pytest.mark.parametrize("answer", [b"", b"\n"], ids=["a caller that is gone", "a caller that is there"])
+@pytest.mark.parametrize("script", [programs._RUNNING, programs._KEEPING], ids=["running", "keeping"])
+def test_a_program_begins_only_when_its_caller_has_answered(script, answer, tmp_path):
+    (tmp_path / ".keep").touch()
+    script = script.replace("/.stdin", "/dev/null").replace("/.keep", f"{tmp_path}/.keep")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen(["sh", "-c", script, "sh", "touch", tmp_path / "begun"], stdin=theirs)
+        assert ours.recv(1) == b"\n"
+        ours.sendall(answer)
+        ours.shutdown(socket.SHUT_WR)
+        assert (process.wait() == 0) is bool(answer)
+    assert (tmp_path / "begun").exists() is bool(answer)
 
 
 @pytest.mark.parametrize(("end", "verdict"), [("os._exit(0)", "exit"), ("time.sleep(30)", "time")])
