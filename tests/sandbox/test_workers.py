@@ -125,10 +125,10 @@ async def test_closing_kills_the_children_of_called_code(pool):
     assert not is_running(child)
 
 
-async def test_calls_run_side_by_side_up_to_the_number_of_workers(monkeypatch):
+async def test_calls_run_side_by_side_up_to_the_number_of_workers(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
     pool = WorkerPool(workers=2)
-    ids = await asyncio.gather(*(pool.call(f"{VICTIMS}:process_id") for _ in range(6)))
+    ids = await asyncio.gather(*(pool.call(f"{VICTIMS}:process_id_when_met", str(tmp_path), 2) for _ in range(6)))
     assert len(set(ids)) == 2
     pool.close()
 
