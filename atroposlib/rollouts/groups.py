@@ -319,8 +319,11 @@ def to_record(
 def _finish_reasons(group: Mapping[str, Json], trace: RolloutTrace) -> list[FinishReason] | None:
     """[G]; None where they cannot be told apart. Rows without a score take theirs along."""
     unscored = {said["index"]: said for said in group.get("unscored", ())}
-    size = len(group["tokens"]) + len(unscored)
-    reasons = trace.reasons_of(size)
+    places = range(len(group["tokens"]) + len(unscored))
+    scored = iter(group["tokens"])
+    reasons = trace.reasons_of(
+        [unscored[place].get("tokens") if place in unscored else next(scored, None) for place in places]
+    )
     if reasons is None:
         return None
     kept: list[FinishReason] = []

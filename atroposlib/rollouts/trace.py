@@ -8,8 +8,10 @@ The trace travels in a context variable, so every task started inside the block 
 block `current_trace()` is None and nothing is recorded.
 """
 
+import asyncio
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -56,10 +58,17 @@ class Chats:
 
     _known: dict[tuple[int, int], list[Chat]] = field(default_factory=dict)
     _made_up: set[tuple[int, int]] = field(default_factory=set)
+    _ends: dict[tuple[int, int], set[FinishReason]] = field(default_factory=dict)
 
-    def note(self, ids: Sequence[int], chat: Chat, *, made_up: bool = False) -> None:
-        """Remember that `chat` is the sequence `ids`; with `made_up`, that the ids say nothing."""
+    def note(
+        self, ids: Sequence[int], chat: Chat | None, *, ended: FinishReason | None = None, made_up: bool = False
+    ) -> None:
+        """Remember that `chat` is the sequence `ids`, and why it ended; with `made_up`, that the ids say nothing."""
         key = _key(ids)
+        if ended is not None:
+            self._ends.setdefault(key, set()).add(ended)
+        if chat is None:
+            return
         chats = self._known.setdefault(key, [])
         if made_up:
             self._made_up.add(key)
@@ -79,6 +88,11 @@ class Chats:
             seen[key] += 1
         return found
 
+    def end_of(self, row: Sequence[int]) -> FinishReason | None:
+        """Why the sequence of these ids ended; None where that is not known, or where several ended differently."""
+        ends = self._ends.get(_key(row), ())
+        return next(iter(ends)) if len(ends) == 1 else None
+
 
 def _key(ids: Sequence[int]) -> tuple[int, int]:
     return len(ids), hash(tuple(ids))
@@ -94,11 +108,14 @@ class RolloutTrace:
     sampling: JsonObject = field(default_factory=dict)  # of the last reply
     replies: int = 0
     _rows: list[int | None] = field(default_factory=list)  # of each finish reason, where `row_of_group` told it
+    _asker: Callable[[], object] | None = None  # the task that recorded the first reply
+    _has_several_askers: bool = False
     chats: Chats = field(default_factory=Chats)
 
     def record(self, reply: EngineReply) -> None:
         """Add one reply. Its prompt is not counted inside `same_prompt()`."""
         self.replies += 1
+        self._note_asker()
         self.finish_reasons.extend(reply.finish_reasons)
         self._rows.extend([_row.get()] * len(reply.finish_reasons))
         self.usage["completion_tokens"] += reply.completion_tokens
@@ -111,18 +128,39 @@ class RolloutTrace:
         self.engine["base_url"] = reply.base_url or ""
         self.sampling = dict(reply.sampling)
 
-    def reasons_of(self, rows: int) -> list[FinishReason | None] | None:
-        """Return why each of `rows` responses ended, None for those of several generations; None: it is not known.
+    def reasons_of(self, rows: Sequence[Sequence[int] | None]) -> list[FinishReason | None] | None:
+        """Return why each response ended, None for those of several generations; None: it is not known.
 
-        Generations that the engine aborted and that were tried again do not count.
+        Replies to requests that ran at the same time came in any order, so there the ids of a row tell its own, as far
+        as a managed server generated them. Generations that the engine aborted and that were tried again do not count.
+
+        Args:
+            rows: ids of each response; None: they are not known.
         """
         if None in self._rows or not self._rows:
-            return [*self.finish_reasons] if len(self.finish_reasons) == rows else None
+            if len(self.finish_reasons) != len(rows):
+                return None
+            if len(set(self.finish_reasons)) == 1:
+                return [*self.finish_reasons]
+            ends = [None if row is None else self.chats.end_of(row) for row in rows]
+            if Counter(ends) == Counter(self.finish_reasons):
+                return ends
+            return None if self._has_several_askers else [*self.finish_reasons]
         by_row: dict[int | None, list[FinishReason]] = {}
         for row, reason in zip(self._rows, self.finish_reasons, strict=True):
             if reason != "abort":
                 by_row.setdefault(row, []).append(reason)
-        return [reasons[0] if len(reasons := by_row.get(row, [])) == 1 else None for row in range(rows)]
+        return [reasons[0] if len(reasons := by_row.get(row, [])) == 1 else None for row in range(len(rows))]
+
+    def _note_asker(self) -> None:
+        try:
+            asker = asyncio.current_task()
+        except RuntimeError:  # outside of an event loop
+            return
+        if self._asker is None:
+            self._asker = (lambda: None) if asker is None else weakref.ref(asker)
+        elif self._asker() is not asker:
+            self._has_several_askers = True
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Groups as plain data."""
 
+import asyncio
 import math
 from collections import UserDict
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from counting_env import make_group
 
+from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.errors import GroupError, VerifierFault
 from atroposlib.rollouts.failures import Unscored
 from atroposlib.rollouts.groups import (
@@ -25,7 +27,8 @@ from atroposlib.rollouts.groups import (
     without_rows,
 )
 from atroposlib.rollouts.source import Work
-from atroposlib.rollouts.trace import EngineReply, row_of_group
+from atroposlib.rollouts.trace import EngineReply, row_of_group, tracing
+from tests.fakes import FakeServer, FakeTokenizer
 
 BROKEN = {
     "no scores": ({"scores": None}, "no scores"),
@@ -96,6 +99,53 @@ def test_finish_reasons_of_rollouts_that_ran_at_the_same_time_are_put_in_their_o
             work.trace.record(EngineReply([reason], 10, 20))
     record = to_record(make_group(1, size=3), work, env="e", run="r", group_id="g", part=0, parts=1)
     assert record["finish_reasons"] == ["tool_calls", "stop", "length"]
+
+
+class LastFirst(FakeServer):
+    """Answers two requests that run at the same time in the other order; the first one's answer is cut."""
+
+    def __init__(self):
+        super().__init__("yes")
+        self.second_is_answered = asyncio.Event()
+
+    async def tokens_and_logprobs_completion(self, **kwargs):
+        is_first = kwargs["max_tokens"] == 1
+        if is_first:
+            await self.second_is_answered.wait()
+        self.finish_reason = "length" if is_first else "stop"
+        reply = await super().tokens_and_logprobs_completion(**kwargs)
+        self.second_is_answered.set()
+        return reply
+
+
+async def rolled_out_together(rows_of):
+    """The record of a group of two requests that an author asked for together; `rows_of` makes rows of their ids."""
+    managed = ManagedServer(LastFirst(), FakeTokenizer())
+    with tracing() as trace:
+        await asyncio.gather(*(managed.completion(prompt=f"{n}", max_tokens=n) for n in (1, 2)))
+        nodes = sorted(managed.get_state()["nodes"], key=lambda node: node.full_text)
+    tokens = rows_of([node.tokens for node in nodes])
+    group = {"tokens": tokens, "masks": tokens, "scores": [1.0, 0.0]}
+    work = Work(item=1, key="1", task="t", trace=trace)
+    return to_record(group, work, env="e", run="r", group_id="g", part=0, parts=1)
+
+
+async def test_finish_reasons_go_with_the_ids_of_their_rows_whichever_reply_came_first():
+    assert (await rolled_out_together(lambda rows: rows))["finish_reasons"] == ["length", "stop"]
+    assert (await rolled_out_together(lambda rows: rows[::-1]))["finish_reasons"] == ["stop", "length"]
+
+
+async def test_finish_reasons_of_ids_that_nobody_knows_are_left_out_where_replies_came_in_any_order():
+    record = await rolled_out_together(lambda rows: [[*row, 7] for row in rows])
+    assert record["finish_reasons"] is None
+
+
+async def test_finish_reasons_of_requests_one_after_the_other_keep_their_order():
+    work = Work(item=1, key="1", task="t")
+    for reason in ("length", "stop"):
+        work.trace.record(EngineReply([reason], 10, 20))
+    record = to_record(make_group(1), work, env="e", run="r", group_id="g", part=0, parts=1)
+    assert record["finish_reasons"] == ["length", "stop"]
 
 
 def test_what_rollouts_were_generated_with_is_kept():

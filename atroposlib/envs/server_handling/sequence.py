@@ -444,12 +444,13 @@ def _mask_unknown(ids: list[int], logprobs: list[float]) -> list[int]:
 
 
 def note_chats(nodes: Iterable[SequenceNode], *, made_up: bool = False) -> None:
-    """Let the running rollout know whose ids these are, for records whose environment gives no messages."""
+    """Let the running rollout know whose ids these are and why they ended, as its environment may say neither."""
     trace = current_trace()
     if trace is not None:
         for node in nodes:
-            if node.messages is not None:
-                trace.chats.note(node.tokens, Chat(node.messages, node.tools), made_up=made_up)
+            chat = None if node.messages is None else Chat(node.messages, node.tools)
+            ended = (node.metadata or {}).get("finish_reason")
+            trace.chats.note(node.tokens, chat, ended=ended, made_up=made_up)
 
 
 class TrackedSequences:
