@@ -200,7 +200,7 @@ class EvalBase(ABC):
         if self.eval_dir is None:
             return await shown_evaluation(self._run_items(server_manager), server_manager, self.task_name)
         folder = writable_dir(self.eval_dir, what="eval_dir")
-        with kept_responses(server_manager, folder):
+        with kept_responses(server_manager, folder, served=await server_manager.served()):
             return await shown_evaluation(self._run_items(server_manager), server_manager, self.task_name, folder)
 
     async def _run_items(self, server_manager: ServerManager) -> list[Outcome | BaseException]:

@@ -1,21 +1,25 @@
 """The evaluate mode. It continues after a kill: finished responses are kept with its results until it has ended well.
 
     evaluate.journal.1, ...    responses so far, see `atroposlib.rollouts.journal`
+    evaluate.engines.json      model and weights that gave them
     evaluate.lock              held by the process that evaluates
     evaluate_progress.json     see `atroposlib.rollouts.evaluation`
 
 The evaluation itself runs again from its beginning, with the scores that this makes; only what it asks the engine is
 answered from the journal where the answer is known. A request is known by its model, prompt and sampling parameters.
+Where the engines say that they serve another model or other weights now, nothing that was kept is used.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
+
+import orjson
 
 from atroposlib.envs.hooks import EnvHooks
 from atroposlib.envs.server_handling.one_by_one import OneByOne
@@ -32,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _KEY = "evaluation"
+ENGINES_FILE = "evaluate.engines.json"
 
 
 async def run_evaluate(env: EnvHooks, check_engines: Callable[[], Awaitable[object]]) -> int:
@@ -66,7 +71,7 @@ async def _evaluate(env: EnvHooks, check_engines: Callable[[], Awaitable[object]
     folder = writable_dir(env.config.data_dir_to_save_evals, what="env.data_dir_to_save_evals")
     if env.settings_text:
         write_text_atomic(folder / "evaluate_config.yaml", env.settings_text)
-    with kept_responses(env.server, folder, fresh=env.fresh):
+    with kept_responses(env.server, folder, served=await env.server.served(), fresh=env.fresh):
         await shown_evaluation(_set_up_and_evaluate(env), env.server, env.label, folder)
 
 
@@ -90,22 +95,27 @@ async def shown_evaluation(evaluating: Awaitable[T], server: ServerManager, name
 
 
 @contextmanager
-def kept_responses(server: ServerManager, folder: Path, *, fresh: bool = False) -> Iterator[None]:
+def kept_responses(
+    server: ServerManager, folder: Path, *, served: Sequence[str] = (), fresh: bool = False
+) -> Iterator[None]:
     """Keep in `folder` what the engines answer inside the block; forget it when the block ends without an error.
 
     Args:
+        served: as `ServerManager.served`; what others gave before is forgotten.
         fresh: forget what an earlier process kept.
 
     Raises:
         LaunchError: another process evaluates into the same folder.
     """
     lock = take_lock(folder / "evaluate.lock", otherwise="give this evaluation another folder")
-    journal = ResponseJournal(folder / "evaluate.journal", done={_KEY} if fresh else ())
+    is_other = _is_other_model(folder, served)
+    journal = ResponseJournal(folder / "evaluate.journal", done={_KEY} if fresh or is_other else ())
     server.keep_responses(OneByOne(journal, streams=False, seed=None, evaluations=True))
     evaluation = current_work.set(Work(item=None, key=_KEY, task=_KEY))
     try:
         yield
         journal.settle(_KEY)
+        (folder / ENGINES_FILE).unlink(missing_ok=True)
     finally:
         current_work.reset(evaluation)
         server.keep_responses(None)
@@ -113,3 +123,15 @@ def kept_responses(server: ServerManager, folder: Path, *, fresh: bool = False) 
         os.close(lock)
         if journal.reused_responses:
             logger.info("responses of an earlier process used again: %d", journal.reused_responses)
+
+
+def _is_other_model(folder: Path, served: Sequence[str]) -> bool:
+    """Note what is served; tell if something else gave what is kept. Unknown is no difference."""
+    path = folder / ENGINES_FILE
+    before = orjson.loads(path.read_bytes()) if path.exists() else None
+    if served:
+        write_text_atomic(path, orjson.dumps([*served]).decode())
+    if before is None or not served or before == [*served]:
+        return False
+    logger.warning("evaluated from the beginning: the engines serve %s, and served %s before", served, before)
+    return True

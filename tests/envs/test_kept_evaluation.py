@@ -1,6 +1,7 @@
 """evaluate, killed and started again."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -68,6 +69,25 @@ def results(folder: Path) -> tuple[float, list[int]]:
     metrics = json.loads((folder / "metrics.json").read_text())["results"]["all"]
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     return metrics["eval/accuracy"], [sample["number"] for sample in samples]
+
+
+@pytest.mark.parametrize(
+    ("about", "is_kept"), [({}, True), ({"weight_version": "7"}, False), ({"model_path": "other"}, False)]
+)
+async def test_what_other_weights_have_answered_is_not_evaluated(engine, tmp_path, about, is_kept):
+    config = APIServerConfig(model_name="fake", base_url=f"{engine.url}/v1", server_type="sglang")
+    served = {"model_path": "model", "weight_version": "6"}
+    engine.about = {"/model_info": served}
+    for number in range(2):
+        manager = ServerManager([config])
+        with contextlib.suppress(RuntimeError), kept_responses(manager, tmp_path, served=await manager.served()):
+            await Two().run_item(manager, "one")
+            if not number:
+                raise RuntimeError("stopped")
+        await manager.close()
+        served |= about
+    assert len(engine.requests) == (1 if is_kept else 2)
+    assert not list(tmp_path.glob("evaluate.[ej]*"))
 
 
 @pytest.mark.parametrize("extra", [[], ["--fresh"]], ids=["goes on", "starts anew with --fresh"])

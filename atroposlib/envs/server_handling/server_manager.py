@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import BaseModel, Field, PositiveInt
 
 from atroposlib.envs.server_handling.discovery import LOCAL_API_KEY, local_base_urls, slurm_base_urls
+from atroposlib.envs.server_handling.engine_identity import EngineIdentity
 from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
 from atroposlib.envs.server_handling.http_server import HttpServer
 from atroposlib.envs.server_handling.loads import EngineLoad, engine_load
@@ -161,6 +162,13 @@ class ServerManager:
         """
         servers = [server for server in self.servers if isinstance(server, HttpServer)]
         return list(await asyncio.gather(*(_describe(server, tokenizer, name) for server in servers)))
+
+    async def served(self) -> list[str]:
+        """Return what the engines serve by their own account, model and weights, each once; empty where none tells."""
+        servers = [server for server in self.servers if isinstance(server, TokenServer)]
+        asked = await asyncio.gather(*(server.identify() for server in servers), return_exceptions=True)
+        told = [identity for identity in asked if isinstance(identity, EngineIdentity)]
+        return sorted({f"{identity.model}, weights {identity.weights or 'of its start'}" for identity in told})
 
     def keep_responses(self, one_by_one: OneByOne | None) -> None:
         """From now on ask for the responses of rollouts one by one, and keep each; None: not any more."""

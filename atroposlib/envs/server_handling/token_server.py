@@ -73,7 +73,7 @@ class TokenServer(HttpServer):
             ConfigError: it is another one.
             EndpointUnavailable, DeadlineFault: the engine does not answer now.
         """
-        identity = await self._identify()
+        identity = await self.identify()
         if identity is None or name == identity.tokenizer:
             return
         server_type, model = self.config.server_type, self.config.model_name
@@ -84,7 +84,12 @@ class TokenServer(HttpServer):
         except (AttributeError, TypeError) as error:  # an author's own tokenizer with fewer methods
             logger.info("tokenizer %s cannot be compared with that of %s: %s", name, self.root_url, error)
 
-    async def _identify(self) -> EngineIdentity | None:
+    async def identify(self) -> EngineIdentity | None:
+        """Ask the engine who it is, once.
+
+        Raises:
+            EndpointUnavailable: nothing answers.
+        """
         if not self._is_identified:
             self._identity = await ask_identity(self.transport, self.config.server_type, self.root_url)
             self._is_identified = True
@@ -127,7 +132,7 @@ class TokenServer(HttpServer):
             ids = drop_doubled_bos(self.tokenizer.encode(prompt), self.tokenizer.bos_token_id)
         known = self._known_ids()
         if known is not None and not self._is_identified and len(ids) and max(ids) >= known:
-            await self._identify()
+            await self.identify()
             known = self._known_ids()
         return checked_ids(ids, known)
 
