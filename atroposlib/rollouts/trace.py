@@ -11,7 +11,7 @@ block `current_trace()` is None and nothing is recorded.
 import asyncio
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -90,7 +90,7 @@ class Chats:
 
     def end_of(self, row: Sequence[int]) -> FinishReason | None:
         """Why the sequence of these ids ended; None where that is not known, or where several ended differently."""
-        ends = self._ends.get(_key(row), ())
+        ends: Collection[FinishReason] = self._ends.get(_key(row), ())
         return next(iter(ends)) if len(ends) == 1 else None
 
 
@@ -142,7 +142,7 @@ class RolloutTrace:
                 return None
             if len(set(self.finish_reasons)) == 1:
                 return [*self.finish_reasons]
-            ends = [None if row is None else self.chats.end_of(row) for row in rows]
+            ends: list[FinishReason | None] = [self.chats.end_of(row or ()) for row in rows]
             if Counter(ends) == Counter(self.finish_reasons):
                 return ends
             return None if self._has_several_askers else [*self.finish_reasons]
