@@ -206,7 +206,7 @@ class Clients:
         await asyncio.gather(*(one(env) for env in self._envs))
 
     async def take(self, session: aiohttp.ClientSession, batches: int) -> None:
-        """Take so many batches, waiting for each."""
+        """Take that number of batches, waiting for each."""
         taken = 0
         while taken < batches:
             if self._own:

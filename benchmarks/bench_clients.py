@@ -28,7 +28,7 @@ from benchmarks.bench_env import length, prompt
 
 GROUP = 16
 BESIDE = 10**6
-"""Added to the numbers of the problems that a client beside another one asks: equal lengths, other texts."""
+"""Added to the numbers of the problems that a client next to another one asks: equal lengths, other texts."""
 _ENV = Path(__file__).with_name("bench_env.py")
 
 
@@ -157,7 +157,7 @@ def framework(way: str, load: Load, on_limit: Callable[[float, int], None] = lam
     """
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
-        beside: dict[str, CPU] = {}
+        others: dict[str, CPU] = {}
         api_url = "http://127.0.0.1:9"
         if way == "serve":
             port = free_ports(1)[0]
@@ -168,7 +168,7 @@ def framework(way: str, load: Load, on_limit: Callable[[float, int], None] = lam
             trainer = ["-m", "atroposlib.example_trainer.fake_trainer", "--api-url", api_url, "--batch-size", "64"]
             trainer_pid = stack.enter_context(_running(trainer, folder / "trainer.log")).pid
             _wait_for_text(folder / "trainer.log", "registered")
-            beside = {"API": CPU(api_pid), "trainer": CPU(trainer_pid)}
+            others = {"API": CPU(api_pid), "trainer": CPU(trainer_pid)}
         environments = []
         for number in range(load.processes):
             config = folder / f"env{number}.yaml"
@@ -182,7 +182,7 @@ def framework(way: str, load: Load, on_limit: Callable[[float, int], None] = lam
             _check_complete(folder, load.groups // load.processes * load.processes)
         found = [json.loads((folder / f"spans{number}.json").read_text()) for number in range(load.processes)]
         cpu_s = {"environment": sum(each["cpu_s"] for each in found)}
-        cpu_s |= {name: cpu.since() for name, cpu in beside.items()}
+        cpu_s |= {name: cpu.since() for name, cpu in others.items()}
         return Spans([each["spans"] for each in found], cpu_s, _limits(folder / "env0.log"))
 
 
@@ -216,16 +216,16 @@ def _limits(log: Path) -> list[tuple[float, int]]:
 
 
 def side_by_side(way: str, load: Load) -> tuple[Spans, Spans]:
-    """`way` and a bare client at the same time, each with all of `load`: (of the way, of the client beside it)."""
+    """`way` and a bare client at the same time, each with all of `load`: (of the way, of the client next to it)."""
     done = threading.Event()
     more = replace(load, groups=4 * load.groups)
     with ThreadPoolExecutor(1) as pool:
-        beside: Future[Spans] = pool.submit(bare, more, first=BESIDE, stop=done)
+        neighbour: Future[Spans] = pool.submit(bare, more, first=BESIDE, stop=done)
         try:
             own = bare(load) if way == "bare" else framework(way, load)
         finally:
             done.set()
-        return own, beside.result()
+        return own, neighbour.result()
 
 
 class CPU:

@@ -1,6 +1,6 @@
 """Is the engine the bottleneck? The same groups through a bare client, `process`, and `serve` with API and trainer.
 
-    python -m benchmarks.bench_sglang http://127.0.0.1:9000 --model /path/of/model [--beside]
+    python -m benchmarks.bench_sglang http://127.0.0.1:9000 --model /path/of/model [--side-by-side]
 
 Every run: groups of 16 answers, `tokens` new tokens each (ignore_eos), log-probabilities on, at most `concurrency`
 sequences in flight. With `--spread 0.5` each group has a length of its own, 50 to 150% of `tokens`: when all are equal,
@@ -9,8 +9,8 @@ do. Tokens per second are those made while there is work to hand out, from the f
 
 The ways take turns `repeat` times. The ratio of a run is to the bare client (aiohttp, one request per group, replies
 parsed with orjson) of the same turn; a row has the median. An engine's speed differs by a third from one run to the
-next, so `--beside` lets each way run at the same time as a bare client, with half of the sequences in flight each: both
-meet the same engine in the same moments, and the ratio is that of the two. `bare` beside itself shows the noise.
+next, so `--side-by-side` runs each way at the same time as a bare client, with half of the sequences in flight each:
+both meet the same engine in the same moments, and the ratio is that of the two. `bare` next to itself shows the noise.
 
 Slots: share of a way's slots with a group being generated. CPU: cores busy on average; the engine's also while the
 environment starts. The ways `responses` and `tokens` are `process` with that `response_journal`.
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.bench_clients import CPU, GROUP, Load, bare, both, flush, framework, side_by_side, sized
+from benchmarks.bench_clients import CPU, GROUP, Load, bare, both, flush, framework, sized
 
 WAYS = ("bare", "process", "serve", "responses", "tokens")
 
@@ -55,23 +55,25 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1024], help="Multiples of 32.")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024])
     parser.add_argument("--ways", nargs="+", default=["bare", "process", "serve"], choices=WAYS, help="bare first.")
-    parser.add_argument("--beside", action="store_true", help="Each way at the same time as a bare client.")
+    parser.add_argument("--side-by-side", action="store_true", help="Each way at the same time as a bare client.")
     parser.add_argument("--spread", type=float, default=0.0, help="Share by which lengths differ from --tokens.")
     parser.add_argument("--seconds", type=float, default=8, help="Of one run; never fewer than four answers per slot.")
     parser.add_argument("--repeat", type=int, default=3, help="Runs of every way.")
     parser.add_argument("--processes", type=int, default=1, help="Environment processes that share the work.")
     parser.add_argument("--out", type=Path, help="All runs as JSON.")
     args = parser.parse_args()
-    if not args.beside and args.ways[0] != "bare":
-        parser.error("without --beside the first of --ways must be bare: the others are compared with it")
+    if not args.side_by_side and args.ways[0] != "bare":
+        parser.error("without --side-by-side the first of --ways must be bare: the others are compared with it")
     runs: list[Run] = []
     for new_tokens, concurrency in itertools.product(args.tokens, args.concurrency):
-        slots = concurrency // GROUP // (2 if args.beside else 1)
+        slots = concurrency // GROUP // (2 if args.side_by_side else 1)
         load = sized(Load(args.url, args.model, slots, new_tokens, args.spread, args.processes), args.seconds)
         for _ in range(args.repeat):
             reference = 0.0
             for way in args.ways:
-                run = _measure(way, load, concurrency, reference, beside=args.beside, server_pid=args.server_pid)
+                run = _measure(
+                    way, load, concurrency, reference, side_by_side=args.side_by_side, server_pid=args.server_pid
+                )
                 reference = run.rate if way == "bare" else reference
                 runs.append(run)
                 print(f"{way} {concurrency} x {new_tokens}: {run.rate:,.0f} tok/s, {run.ratio:.3f}", flush=True)
@@ -103,10 +105,12 @@ def line(runs: Sequence[Run]) -> str:
     return "| " + " | ".join(map(str, (*cells, f"{slots:.3f}", cores))) + " |"
 
 
-def _measure(way: str, load: Load, concurrency: int, reference: float, *, beside: bool, server_pid: int | None) -> Run:
+def _measure(
+    way: str, load: Load, concurrency: int, reference: float, *, side_by_side: bool, server_pid: int | None
+) -> Run:
     flush(load)
     server, started = CPU(server_pid), time.time()
-    if beside:
+    if side_by_side:
         spans, other = side_by_side(way, load)
         window = both(spans, other)
         reference = other.rate(window)

@@ -79,7 +79,7 @@ def measure(client: Any, in_flight: int, args: Any) -> dict[str, float]:
 
 
 def sample(process: subprocess.Popen[bytes], url: str, answers: float) -> dict[str, float]:
-    """State of the client once the engine has given so many answers."""
+    """State of the client once the engine has given a number of answers."""
     client = psutil.Process(process.pid)
     while (given := ask(f"{url}/counts")["answers"]) < answers:
         if process.poll() is not None:

@@ -23,7 +23,7 @@ class FakeEngine:
         ignores_n: give one choice whatever n is.
         ready: health says 503 while False.
         has_generate: False leaves `/generate` out, as stock vLLM does; set it before the start.
-        text: what every choice says; a stream goes on where the prompt already ends in a part of it.
+        text: what every choice says; a stream continues where the prompt already ends in a part of it.
     """
 
     def __init__(self) -> None:

@@ -59,7 +59,7 @@ class Slots:
         return len(self._starts)
 
     def book(self, tokens: int) -> tuple[float, float]:
-        """Start and end of a sequence of so many tokens, in seconds since the epoch."""
+        """Start and end of a sequence of that length, in seconds since the epoch."""
         start = max(time.time(), self._free_at[0])
         end = start + tokens / self.tps if self.tps else start
         heapq.heapreplace(self._free_at, end)

@@ -249,13 +249,13 @@ def written_whole(
         PathError: the disk is full, the folder not writable, or the file that is appended to ends in half a line;
             nothing is left behind.
     """
-    with _beside(path) as beside:
+    with _part_file(path) as part:
         if path.suffix == ".parquet":
-            with _parquet_writer(beside) as writer:
+            with _parquet_writer(part) as writer:
                 yield writer
-            before_rename(beside.stat().st_size)
+            before_rename(part.stat().st_size)
             return
-        with beside.open("wb", buffering=_BUFFER_BYTES) as raw:
+        with part.open("wb", buffering=_BUFFER_BYTES) as raw:
             first = b""
             if append and path.exists():
                 first = b"\n" if _ends_inside_a_line(path) else b""
@@ -270,7 +270,7 @@ def written_whole(
                 yield JsonlWriter(raw)
             raw.flush()
             os.fsync(raw.fileno())
-        before_rename(beside.stat().st_size)
+        before_rename(part.stat().st_size)
 
 
 def _ends_inside_a_line(path: Path) -> bool:
@@ -293,8 +293,8 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Replace `path` by `data`, or leave it as it was."""
-    with _beside(path) as beside:
-        beside.write_bytes(data)
+    with _part_file(path) as part:
+        part.write_bytes(data)
 
 
 class JsonlWriter:
@@ -360,7 +360,7 @@ def _parquet_writer(path: Path) -> Iterator[ParquetWriter]:
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
+def _part_file(path: Path) -> Iterator[Path]:
     """A path in the same folder that replaces `path` when the block ends well and is removed otherwise.
 
     No two writers share one, and it is locked while it is written, so that others can tell it from an abandoned one.
@@ -368,12 +368,12 @@ def _beside(path: Path) -> Iterator[Path]:
     check_replaceable(path)
     try:
         _remove_abandoned(path)
-        beside, descriptor = _new_part(path)
+        part, descriptor = _new_part(path)
         try:
-            yield beside
-            os.replace(beside, path)
+            yield part
+            os.replace(part, path)
         finally:
-            beside.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             os.close(descriptor)
     except OSError as error:
         raise PathError(f"{path} was not written: {error.strerror or error}; nothing was changed") from error

@@ -107,7 +107,7 @@ class MixtureEnv(BaseEnv):
         """Keep the pass rates next to the run's files; of a run that begins there are none yet."""
         super().attach(run)
         if run.files is not None and self.config.curriculum:
-            self._kept = run.files.files.beside("pass_rates")
+            self._kept = run.files.files.sidecar("pass_rates")
             if not run.files.ledger.done:
                 self._kept.unlink(missing_ok=True)
 

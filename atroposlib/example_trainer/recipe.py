@@ -129,9 +129,9 @@ def read_recipe(path: Path) -> JsonObject:
     """The mapping in a YAML file. A file it names is looked for next to it, then left to the current folder."""
     content = read_mapping(path, expected="config fields such as model_name", what="a recipe")
     for mapping, key in _named_files(content):
-        beside = path.parent / mapping[key]
-        if beside.is_file():
-            mapping[key] = str(beside.absolute())
+        neighbour = path.parent / mapping[key]
+        if neighbour.is_file():
+            mapping[key] = str(neighbour.absolute())
     return content
 
 

@@ -63,17 +63,17 @@ def generate_html(input_path: str | os.PathLike[str], output_path: str | os.Path
         sys.exit(1)
     target = expand_path(output_path, what="output") if output_path else html_path(source)
     check_replaceable(target)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    part = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with beside.open("w", encoding="utf-8") as stream:
+        with part.open("w", encoding="utf-8") as stream:
             before, after = page_template().split("{groups_html}")
             stream.write(before.replace("{title}", html.escape(f"Rendered Messages - {source.name}")))
             for index, group in enumerate(_groups(source)):
                 stream.write(create_html_for_group(group, index))
             stream.write(after)
-        beside.replace(target)
+        part.replace(target)
     finally:
-        beside.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
     return target
 
 

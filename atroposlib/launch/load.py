@@ -93,12 +93,12 @@ def _environment(section: EnvironmentConfig, path: Path, given: Collection[str])
                 raise ConfigError(
                     f"environment.{name}.{key} would have no effect: the run decides it; set {_DECIDED[key]} instead"
                 )
-    beside = path.absolute().parent
+    folder = path.absolute().parent
     named = file_of(section.script)  # an environment's name, as `atropos env list` shows it
-    script = named or beside / expand_path(section.script, what=f"{path}: environment.script")
+    script = named or folder / expand_path(section.script, what=f"{path}: environment.script")
     own: JsonObject = {}
     if section.config:
-        config = beside / expand_path(section.config, what=f"{path}: environment.config")
+        config = folder / expand_path(section.config, what=f"{path}: environment.config")
         own = read_mapping(config, expected="env: and openai:", what="a YAML file")
     servers, settings = own.get("openai") or {}, own.get("env") or {}
     server = servers[0] if isinstance(servers, list) else servers

@@ -127,11 +127,11 @@ class Supervised:
         process = self._process = await _spawn(self.service)
         self.pid, self.started = process.pid, start_time(process.pid)
         logger.info("service started: name=%s pid=%d", self.service.name, process.pid)
-        beside = [asyncio.create_task(self._watch(process.pid)), asyncio.create_task(_trim(self.service.log))]
+        helpers = [asyncio.create_task(self._watch(process.pid)), asyncio.create_task(_trim(self.service.log))]
         try:
             code = await process.wait()
         finally:
-            for task in beside:
+            for task in helpers:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
@@ -320,7 +320,7 @@ def environment(
         log,
         ready=_reports(progress),
         ready_timeout_s=600,
-        healthy=_goes_on(progress, hang_s) if hang_s else None,
+        healthy=_progresses(progress, hang_s) if hang_s else None,
         is_job=True,
         achieved=lambda: (read_object(progress) or {}).get("groups_done", 0),
     )
@@ -335,7 +335,7 @@ def _reports(progress: Path) -> Probe:
     return probe
 
 
-def _goes_on(progress: Path, hang_s: float) -> Probe:
+def _progresses(progress: Path, hang_s: float) -> Probe:
     """False when a process that rolls out has not touched its progress file for so long: its event loop hangs."""
 
     async def probe(pid: int) -> bool:

@@ -103,7 +103,7 @@ class ShardWriter:
         existing = files.shards().get(self._number)
         is_packed = existing is not None and existing.suffix == ".zst"
         self._shard = None if is_packed else AppendFile(files.rollouts(self._number))
-        self._index = AppendFile(files.beside("index"))
+        self._index = AppendFile(files.sidecar("index"))
         self._index_owed = b""
         self.is_dirty = False  # something was written since the last `duplicates`
         self.on_shard_complete: Callable[[Path], None] = lambda path: None
@@ -216,14 +216,14 @@ class RolloutFiles:
         self._accept_score = accept_score
         try:
             files.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(files.beside("lock"), otherwise="give this run another --env.run_name")
+            self._lock = take_lock(files.sidecar("lock"), otherwise="give this run another --env.run_name")
         except OSError as error:
             raise PathError(f"{files.folder} cannot be written: {error.strerror or error}; choose another") from error
         _remove_packed(files)
         self.ledger: Ledger = read_ledger(files, accept_score=accept_score, keep_unacknowledged=sends)
         self.run_id = _run_id(self.ledger)
         self._shards = ShardWriter(files, self.ledger, lines_per_shard=groups_per_shard)
-        self._acked = AppendFile(files.beside("acked")) if sends else None
+        self._acked = AppendFile(files.sidecar("acked")) if sends else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
         self._waiting: deque[_Item] = deque()  # in the order in which they came
         self._piece: deque[ItemLines] = deque()  # the first of them, as far as the thread has not written them

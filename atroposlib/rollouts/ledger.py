@@ -147,8 +147,8 @@ def read_ledger(files: RunFiles, *, accept_score: float, keep_unacknowledged: bo
     ledger = Ledger()
     entries, index_is_whole = _entries(files, accept_score, ledger.set_aside, repair=True)
     if not index_is_whole:
-        _rewrite_index(files.beside("index"), entries)
-    acked = read_acknowledged(files.beside("acked")) if keep_unacknowledged else None
+        _rewrite_index(files.sidecar("index"), entries)
+    acked = read_acknowledged(files.sidecar("acked")) if keep_unacknowledged else None
     shards = files.shards()
     lines = LineNumbers()
     for entry in sorted(entries, key=_place):
@@ -230,7 +230,7 @@ class _LineFacts(msgspec.Struct):
 
 def _entries(files: RunFiles, accept_score: float, odd: SetAside, *, repair: bool) -> tuple[list[LedgerEntry], bool]:
     """Read the index and the lines that it lacks; False: the index must be written again. `odd` gets damaged lines."""
-    index = files.beside("index")
+    index = files.sidecar("index")
     entries, damaged = _read_index(index)
     shards = files.shards()
     known: dict[int, list[LedgerEntry]] = {shard: [] for shard in shards}

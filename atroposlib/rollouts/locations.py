@@ -89,7 +89,7 @@ class RunFiles:
         found = [(match, path) for path in self.folder.glob("*.jsonl*") if (match := pattern.fullmatch(path.name))]
         return dict(sorted((int(match[1]), path) for match, path in found))
 
-    def beside(self, suffix: str) -> Path:
+    def sidecar(self, suffix: str) -> Path:
         """`X.<suffix>` of the table above."""
         return self.folder / f"{self.single.name if self.single else self.stem}.{suffix}"
 
@@ -136,7 +136,7 @@ def is_ours(path: Path, *, env: str, run: str) -> bool:
 
 def _is_begun_by_another(files: RunFiles) -> bool:
     """The named file is still empty, and the settings next to it name another run."""
-    settings = files.beside("config.yaml")
+    settings = files.sidecar("config.yaml")
     if files.single is None or files.single.stat().st_size or not settings.exists():
         return False
     import yaml

@@ -193,13 +193,13 @@ class Run:
         )
         where = self.files.files if self.files else None
         self.journal = (
-            ResponseJournal(where.beside("journal"), self.files.ledger.done)
+            ResponseJournal(where.sidecar("journal"), self.files.ledger.done)
             if self.files and where and config.response_journal != "off"
             else None
         )
         run = where.run if where else config.run_name
         if where and env.settings_text:
-            write_text_atomic(where.beside("config.yaml"), env.settings_text)
+            write_text_atomic(where.sidecar("config.yaml"), env.settings_text)
         self.failures = FailureLog(where.failures if where else None, env=label, run=run)
         self.health = TaskHealth(config.task_failure_limit, run_limit=3 * max(config.task_failure_limit, 10))
         self.sink = Sink(

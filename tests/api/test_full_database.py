@@ -1,4 +1,4 @@
-"""A database that cannot take a change now: deliveries go on, and no restart brings a batch or an earlier step back."""
+"""A database that cannot take a change now: deliveries continue, and no restart brings back a batch or step."""
 
 import shutil
 import sqlite3
@@ -44,7 +44,7 @@ async def restarted(folder, copy):
     return *steps, waiting
 
 
-async def test_deliveries_go_on_and_are_written_when_there_is_room(run, tmp_path, monkeypatch):
+async def test_deliveries_continue_and_are_written_when_there_is_room(run, tmp_path, monkeypatch):
     app, client = run
     with monkeypatch.context() as full:
         full.setattr(Tables, "apply", no_room)

@@ -26,7 +26,7 @@ async def fill(client, first=0):
 
 
 @needs_root
-async def test_a_full_disk_answers_503_loses_nothing_and_goes_on_when_there_is_room(tmp_path):
+async def test_a_full_disk_answers_503_loses_nothing_and_continues_when_there_is_room(tmp_path):
     with small_disk(tmp_path / "disk", 24) as disk:
         app = create_app(ApiSettings(state_dir=disk / "state"))
         client = await started(app)
@@ -114,7 +114,7 @@ async def test_consumed_groups_never_use_up_a_small_limit(tmp_path):
 
 
 def text(size):
-    """A group's messages of about so many bytes."""
+    """A group's messages of about that number of bytes."""
     return [[{"role": "user", "content": "x" * (size // 4)}]] * 4
 
 

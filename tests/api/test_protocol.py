@@ -106,7 +106,7 @@ def test_a_body_without_a_length_is_taken_too(url):
     assert answer.json() == {"status": "received"}
 
 
-def test_a_refused_large_body_is_answered_and_the_connection_goes_on(url):
+def test_a_refused_large_body_is_answered_and_the_connection_continues(url):
     refused = post(1, "Content-Type: text/plain", messages=TEXT)
     with connect(url) as connection:
         connection.sendall(b"".join(refused) + b"".join(post(2)))

@@ -1,4 +1,4 @@
-"""Tests beside upstream's last release.
+"""Tests next to upstream's last release.
 
 They install it from PyPI (minutes, once), so they run only when asked:
 

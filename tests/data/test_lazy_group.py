@@ -59,8 +59,8 @@ def test_neighbouring_lists_are_one_hole(name):
 
 
 SPOILED = {
-    "a line that goes on in the middle of another's ids": orjson.dumps(GROUP)[:40] + orjson.dumps(GROUP),
-    "a line that goes on in the middle of another's text": orjson.dumps(GROUP)[:-90] + orjson.dumps(GROUP),
+    "a line that continues in the middle of another's ids": orjson.dumps(GROUP)[:40] + orjson.dumps(GROUP),
+    "a line that continues in the middle of another's text": orjson.dumps(GROUP)[:-90] + orjson.dumps(GROUP),
     "a list closed twice": orjson.dumps(GROUP).replace(b"]],", b"]]],", 1),
     "a row missing": orjson.dumps({**GROUP, "tokens": GROUP["tokens"][:1]}),
     "ids in no list": orjson.dumps(GROUP).replace(b"],[", b"],7,[", 1),

@@ -71,7 +71,7 @@ def test_collects_exactly_the_target_and_keeps_the_raw_groups(api, tmp_path):
     assert not (tmp_path / "o.jsonl.collecting.jsonl").exists()
 
 
-def test_a_stopped_collection_goes_on_where_it_was(api, tmp_path):
+def test_a_stopped_collection_continues_where_it_was(api, tmp_path):
     kept = [make_group([1.0, 0.0], item=str(number)) for number in range(2)]
     ledger = write_groups(tmp_path / "o.jsonl.collecting.jsonl", kept)
     ledger.write_bytes(ledger.read_bytes() + b'{"tokens": [[1, 2')

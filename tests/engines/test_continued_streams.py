@@ -1,4 +1,4 @@
-"""A response of a real engine that was cut off goes on from the journal as if nothing had happened."""
+"""A response of a real engine that was cut off continues from the journal as if nothing had happened."""
 
 import asyncio
 
@@ -44,7 +44,7 @@ async def ask(server):
     return reply, trace
 
 
-async def test_a_cut_off_response_goes_on_as_if_nothing_had_happened(server, tmp_path, monkeypatch):
+async def test_a_cut_off_response_continues_as_if_nothing_had_happened(server, tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "PIECE_TOKENS", 8)
     monkeypatch.setattr(sglang_server, "PIECE_TOKENS", 8)
     (_, whole, logprobs, _), _ = await ask(server)

@@ -77,7 +77,7 @@ def test_pause_abort_ends_what_runs(live_engine, background):
 
 
 @pytest.mark.parametrize(("mode", "retractions"), [("retract", 1), ("in_place", 0)])
-def test_a_paused_request_goes_on_to_its_full_length(live_engine, background, mode, retractions):
+def test_a_paused_request_continues_to_its_full_length(live_engine, background, mode, retractions):
     one = Streamed(live_engine, background, text="Hi", sampling_params=LONG, return_logprob=True)
     assert one.started.wait(60)
     assert post(live_engine, "/pause_generation", mode=mode)[0] == 200
@@ -123,7 +123,7 @@ def test_new_weights_can_abort_what_runs(live_engine, background, local_model):
     assert one.result()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_a_paused_request_goes_on_with_new_weights(live_engine, background, local_model):
+def test_a_paused_request_continues_with_new_weights(live_engine, background, local_model):
     one = Streamed(live_engine, background, text="Hi", sampling_params=LONG)
     assert one.started.wait(60)
     post(live_engine, "/pause_generation", mode="retract")

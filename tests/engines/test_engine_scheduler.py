@@ -91,7 +91,7 @@ def test_a_prompt_longer_than_a_batch_is_computed_in_parts():
     assert llama.batches == [16, 16, 8, 1, 1]
 
 
-def test_generating_goes_on_while_a_long_prompt_is_computed():
+def test_generating_continues_while_a_long_prompt_is_computed():
     scheduler, llama = build(batch_tokens=16)
     short, long = generation([3], 6), generation(list(range(1, 41)), 1)
     scheduler.add(short)
@@ -125,7 +125,7 @@ def test_another_request_passes_one_that_waits_for_its_prefix():
     assert stranger not in scheduler.waiting
 
 
-def test_the_next_turn_goes_on_in_the_same_slot():
+def test_the_next_turn_continues_in_the_same_slot():
     scheduler, llama = build()
     first = generation(list(range(1, 11)), 4)
     run(scheduler, first)
@@ -158,7 +158,7 @@ def test_first_come_first_served_when_slots_are_short():
     assert [one.output for one in several] == [expected([at + 1], 2) for at in range(5)]
 
 
-def test_retracted_sequences_go_on_where_they_were():
+def test_retracted_sequences_continue_where_they_were():
     scheduler, _ = build()
     one = generation([7, 8], 6)
     scheduler.add(one)
@@ -203,7 +203,7 @@ def test_weights_are_swapped_between_sequences_and_cached_prefixes_forgotten():
     assert after.cached_tokens == 0
 
 
-def test_a_failed_swap_keeps_version_and_goes_on():
+def test_a_failed_swap_keeps_version_and_continues():
     scheduler, _ = build()
     done: Future[None] = Future()
     scheduler.swap_weights(Path("bad.gguf"), "v2", done)

@@ -19,7 +19,7 @@ def sequence() -> Generation:
     return Generation("a", [65], SamplingParams(), 8, frozenset(), LogprobWish(output=True))
 
 
-async def test_what_was_yielded_stays_as_it_was_while_the_engine_goes_on():
+async def test_what_was_yielded_stays_as_it_was_while_the_engine_continues():
     first, second = sequence(), sequence()
     engine = SimpleNamespace(submit=lambda _: None)
     seen = watch(engine, [first, second])  # type: ignore[arg-type]

@@ -194,7 +194,7 @@ async def test_problems_that_fail_are_left_out_of_an_evaluation_and_counted(tmp_
     assert metrics["eval/failed"] == tasks.count("Exitswhilejudgingbootcamp")
 
 
-async def test_metrics_count_each_task_apart_and_start_anew_after_a_log(monkeypatch):
+async def test_metrics_count_each_task_apart_and_start_again_after_a_log(monkeypatch):
     logged = []
 
     async def log(self, metrics=None):

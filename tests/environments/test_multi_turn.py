@@ -137,7 +137,7 @@ async def test_every_trained_token_is_the_engines_with_its_logprob_and_trained_o
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES.values(), ids=CASES)
-async def test_an_episode_that_was_stopped_in_its_middle_goes_on_as_the_whole_one(name, settings, folder, tokenizer):
+async def test_an_episode_that_was_stopped_in_its_middle_continues_as_the_whole_one(name, settings, folder, tokenizer):
     env_cls, answer = knowing(catalog.load(name))
 
     async def episode(kept, stop_at=None):

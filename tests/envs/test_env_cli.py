@@ -64,7 +64,7 @@ def test_flags_win_over_yaml_and_yaml_over_config_init(tmp_path):
 VALUES = {
     "a negative number": (["--env.max_num_workers", "-1"], "max_num_workers", -1),
     "with an equals sign": (["--env.max_num_workers=-1"], "max_num_workers", -1),
-    "a word beside numbers": (["--env.max_num_workers", "auto"], "max_num_workers", "auto"),
+    "a word among numbers": (["--env.max_num_workers", "auto"], "max_num_workers", "auto"),
     "None": (["--env.path", "None"], "path", None),
     "null": (["--env.min_batch_allocation", "null"], "min_batch_allocation", None),
     "text that looks like a number": (["--env.run_name", "007"], "run_name", "007"),

@@ -90,7 +90,7 @@ async def test_what_other_weights_have_answered_is_not_evaluated(engine, tmp_pat
     assert not list(tmp_path.glob("evaluate.[ej]*"))
 
 
-@pytest.mark.parametrize("extra", [[], ["--fresh"]], ids=["goes on", "starts anew with --fresh"])
+@pytest.mark.parametrize("extra", [[], ["--fresh"]], ids=["continues", "starts again with --fresh"])
 async def test_an_evaluation_killed_in_the_middle(engine, tmp_path, extra):
     answered = await killed_in_the_middle(engine, tmp_path)
     assert 0 < answered < QUESTIONS
@@ -109,7 +109,7 @@ async def test_an_evaluation_killed_in_the_middle(engine, tmp_path, extra):
     assert "eval/accuracy" in (tmp_path / "status.html").read_text()
 
 
-async def test_an_evaluation_that_ended_well_is_made_anew(engine, tmp_path):
+async def test_an_evaluation_that_ended_well_is_made_again(engine, tmp_path):
     for _ in range(2):
         process = await start(engine, tmp_path)
         _, log = await asyncio.wait_for(process.communicate(), 60)
@@ -137,7 +137,7 @@ class Two(EvalBase):
         return {"choices": float(len(reply.choices))}, data_item
 
 
-async def test_a_benchmark_that_is_stopped_goes_on_choice_by_choice(engine, tmp_path):
+async def test_a_benchmark_that_is_stopped_continues_choice_by_choice(engine, tmp_path):
     manager = ServerManager([APIServerConfig(model_name="fake", base_url=f"{engine.url}/v1")])
     benchmark = Two(pass_at_n=3, eval_dir=str(tmp_path), max_concurrent=1)
 

@@ -87,7 +87,7 @@ def test_keys_lead_through_groups_answers_search_and_help(open_page, view):
     assert page.input_value("#search") == ""
 
 
-def test_the_list_goes_on_behind_its_page(open_page, view):
+def test_the_list_continues_behind_its_page(open_page, view):
     page = open_page(view + "#offset=0")
     page.click("#pages button[title='next page']")
     until(page, "document.querySelector('#pages').textContent.includes('2 of 2')")

@@ -360,7 +360,7 @@ def test_failures_come_newest_first_with_their_tracebacks(tmp_path):
     assert len(client.get("/api/failures", params={"kind": "engine"}).json()["failures"]) == 1
 
 
-def test_a_run_that_goes_on_is_followed_and_addresses_and_searches_stay(tmp_path):
+def test_a_run_that_continues_is_followed_and_addresses_and_searches_stay(tmp_path):
     paths = [write_groups(tmp_path / name, [group([1.0], "t", item=name)]) for name in ("a.jsonl", "b.jsonl")]
     rollouts = FileRollouts()
     rollouts.follow(paths)

@@ -87,7 +87,7 @@ def test_a_dry_run_prints_commands_that_can_be_pasted_and_runs_none(cluster):
 
 
 @needs_rsync
-def test_sync_goes_on_after_a_lost_connection_and_again_when_called_again(cluster):
+def test_sync_continues_after_a_lost_connection_and_again_when_called_again(cluster):
     run = cluster / "home" / "data" / "r 1"
     (run / "api").mkdir(parents=True)
     (run / "api" / "queue").write_text("theirs")

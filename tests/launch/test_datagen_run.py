@@ -201,7 +201,7 @@ def stop(run: DatagenRun, process: subprocess.Popen, sign: signal.Signals) -> St
 
 
 @pytest.mark.parametrize("sign", STOPS, ids=lambda sign: sign.name)
-def test_a_stopped_run_goes_on_and_repeats_nothing(journey, sign):
+def test_a_stopped_run_continues_and_repeats_nothing(journey, sign):
     stopped = journey.stops[sign]
     assert stopped.services_are_gone
     assert stopped.code == (-signal.SIGKILL if sign is signal.SIGKILL else 75)

@@ -239,7 +239,7 @@ async def test_an_environment_without_a_sign_of_life_is_started_again(tmp_path, 
     progress = tmp_path / "progress.json"
     program = HANGS_ONCE.format(progress=str(progress), seen=str(tmp_path / "seen"))
     child = supervised(
-        tmp_path, program, is_job=True, ready=services._reports(progress), healthy=services._goes_on(progress, 0.5)
+        tmp_path, program, is_job=True, ready=services._reports(progress), healthy=services._progresses(progress, 0.5)
     )
     async with asyncio.timeout(60):
         assert await child.run() == 0
@@ -277,7 +277,7 @@ async def test_only_rollouts_must_show_signs_of_life(tmp_path, state, age_s, is_
     then = time.time() - age_s
     progress.write_text(json.dumps({"state": state, "updated_at": then}))
     os.utime(progress, (then, then))
-    assert await services._goes_on(progress, 60)(1) is is_well
+    assert await services._progresses(progress, 60)(1) is is_well
 
 
 @pytest.mark.parametrize(("said_age_s", "touched_age_s"), [(0, 5000), (5000, 0)])
@@ -285,7 +285,7 @@ async def test_a_file_servers_clock_or_a_full_disk_is_no_hang(tmp_path, said_age
     progress = tmp_path / "progress.json"
     progress.write_text(json.dumps({"state": "running", "updated_at": time.time() - said_age_s}))
     os.utime(progress, (time.time() - touched_age_s,) * 2)
-    assert await services._goes_on(progress, 60)(1)
+    assert await services._progresses(progress, 60)(1)
 
 
 async def test_a_log_that_grew_large_is_kept_beside_once(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ class LiveServer:
         )
 
     def request(self, prompt: list[int], new_tokens: int, n: int = 1) -> tuple[str, dict[str, Any]]:
-        """URL and body of a request for exactly so many tokens, with their log-probabilities."""
+        """URL and body of a request for exactly that number of tokens, with their log-probabilities."""
         sampling = {"temperature": 1.0, "ignore_eos": True, "n": n}
         if self.kind == "vllm":
             asked = {"logprobs": 0, "return_token_ids": True, "return_weight_versions": True}

@@ -28,7 +28,7 @@ def test_work_is_handed_out_until_a_client_begins_its_last_group():
 
 
 def test_groups_that_began_while_one_side_was_alone_do_not_count():
-    """Alone the bare client is twice as fast; beside it both are equal, and that is what is found."""
+    """Alone the bare client is twice as fast; next to it both are equal, and that is what is found."""
     alone = steady(0.0, 3.0, slots=4, seconds=1.0, tokens=100)
     across = [(3.0, 5.0, 100)] * 4  # half of its tokens in the first half second, when the other had not begun
     bare = Spans([alone + across + steady(5.0, 25.0, slots=4, seconds=2.0, tokens=100)])

@@ -146,7 +146,7 @@ def test_random_conversations_keep_masks_and_logprobs_true(live_server, tokenize
         branches: list[list[dict[str, Any]]] = []
         for number in range(5):
             old = chance.choice([[SYSTEM], *branches])
-            branches = [branch for branch in branches if branch is not old]  # its sequence goes on, once
+            branches = [branch for branch in branches if branch is not old]  # its sequence continues, once
             says = f"{number} {' '.join(chance.choices(WORDS, k=chance.randint(1, 4)))}"
             turns = [*old, {"role": "user", "content": says}]
             reply = await managed.chat_completion(
@@ -176,7 +176,7 @@ def test_answers_to_a_question_with_tools_are_stored_as_written(live_server, tok
     assert_true(nodes, sequences)
 
 
-def test_text_completions_that_go_on_keep_every_completion_trainable(live_server, tokenizer):
+def test_text_completions_that_continue_keep_every_completion_trainable(live_server, tokenizer):
     async def talk(managed: ManagedServer) -> None:
         text = "1, 2, 3,"
         for _ in range(3):

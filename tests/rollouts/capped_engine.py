@@ -1,4 +1,4 @@
-"""An engine with a hard capacity, as a process: at most so many answers in the making, each for about the same time.
+"""An engine with a hard capacity, as a process: at most N answers in the making, each for about the same time.
 
     python tests/rollouts/capped_engine.py --capacity 256 --seconds 2 [--tokens 64] [--spread 0.6] [--metrics]
 
@@ -93,7 +93,7 @@ class CappedEngine:
 
 @cache
 def reply(n: int, tokens: int) -> bytes:
-    """SGLang's reply with n answers of so many tokens."""
+    """SGLang's reply with n answers of that number of tokens."""
     ids = [97 + i % 26 for i in range(tokens - 1)] + [END]
     one = {
         "text": "",

@@ -34,7 +34,7 @@ CURVES = {  # curve, best rate; shares of it that the second and third minute re
     "best at 106, 60 groups/s": (smooth(106, 60), 60.0, 0.95, 0.95),
     "best at 236, 80 groups/s": (smooth(236, 80), 80.0, 0.95, 0.95),
     "best at 1,000, 300 groups/s": (smooth(1000, 300), 300.0, 0.95, 0.95),
-    # A group takes 12 s and more: a minute is too short for so many numbers, as docs/benchmarks.md says.
+    # A group takes 12 s and more: a minute is too short for that many numbers, as docs/benchmarks.md says.
     "best at 236, 20 groups/s": (smooth(236, 20), 20.0, 0.8, 0.9),
     "best at 106, 8 groups/s": (smooth(106, 8), 8.0, 0.8, 0.8),
 }

@@ -89,7 +89,7 @@ async def test_only_the_missing_responses_are_generated(engine, tmp_path):
     )
 
 
-async def test_other_sampling_parameters_and_longer_conversations_start_anew(engine, tmp_path):
+async def test_other_sampling_parameters_and_longer_conversations_start_again(engine, tmp_path):
     await run(engine, tmp_path / "a", 2)
     assert await run(engine, tmp_path / "hotter", 2, reuse=tmp_path / "a", temperature=0.5) == 6
     await run(engine, tmp_path / "two", 2, turns=2)

@@ -13,7 +13,7 @@ from atroposlib.rollouts.trace import EngineReply, current_trace
 SEQUENCES = {
     "no rule asks for all at once": (EarlyStop(), "0101", 16, [16]),
     "an easy problem stops with the first round": (EarlyStop(accepted=2), "1" * 16, 16, [4]),
-    "one that needs more goes on until it has them": (EarlyStop(accepted=2), "0000100010000000", 16, [4, 12]),
+    "one that needs more continues until it has them": (EarlyStop(accepted=2), "0000100010000000", 16, [4, 12]),
     "the first round is as large as what is wanted": (EarlyStop(accepted=6), "1" * 16, 16, [6]),
     "a hopeless one is given up": (EarlyStop(hopeless_rate=0.25), "0" * 16, 16, [4, 4, 4]),
     "a hopeful one is not": (EarlyStop(hopeless_rate=0.25), "1" * 16, 16, [4, 4, 4, 4]),
@@ -96,7 +96,7 @@ async def test_a_run_ends_when_enough_is_accepted(tmp_path):
     assert (outcome.exit_code, accepted) == (0, 48)  # whole groups of 16: the third one reaches it
 
 
-async def test_a_run_ends_when_its_tokens_are_spent_and_goes_on_with_a_larger_budget(tmp_path):
+async def test_a_run_ends_when_its_tokens_are_spent_and_continues_with_a_larger_budget(tmp_path):
     spent = {}
     for budget in (500, 1000):
         await run_env(tmp_path, total_steps=50, token_budget=budget, max_num_workers=4).process_manager()

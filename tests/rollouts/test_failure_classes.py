@@ -28,7 +28,7 @@ def test_a_task_is_set_aside_at_the_limit_and_only_once():
     assert "3 failures in a row, the last one: boom" in health.set_aside["bad"]
 
 
-def test_a_success_in_between_starts_the_count_anew():
+def test_a_success_in_between_starts_the_count_again():
     health = TaskHealth(task_limit=2, run_limit=100)
     for _ in range(5):
         health.failed("t", "verifier", "boom")

@@ -48,7 +48,7 @@ async def test_exactly_the_asked_number_of_groups_is_written(tmp_path, env_cls):
 
 
 @pytest.mark.parametrize("env_cls", [CountingEnv, StreamingEnv])
-async def test_the_same_command_with_a_higher_number_goes_on(tmp_path, env_cls):
+async def test_the_same_command_with_a_higher_number_continues(tmp_path, env_cls):
     await process_env(tmp_path, env_cls, total_steps=7).process_manager()
     env = process_env(tmp_path, env_cls, total_steps=12)
     await env.process_manager()

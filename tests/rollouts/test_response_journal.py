@@ -41,7 +41,9 @@ def test_another_sample_and_another_item_know_nothing_of_it(tmp_path):
     assert journal.open("8", b"a").reply is None
 
 
-def test_a_response_in_the_making_is_written_every_so_many_tokens_and_goes_on_after_a_restart(tmp_path, monkeypatch):
+def test_a_response_in_the_making_is_written_at_every_step_of_tokens_and_continues_after_a_restart(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(journal_module, "PIECE_TOKENS", 3)
     draft = open_journal(tmp_path).open("7", b"a")
     draft.grow([1, 2], [-1.0, -2.0], base=0, version="v1")
@@ -60,7 +62,7 @@ def test_a_response_in_the_making_is_written_every_so_many_tokens_and_goes_on_af
     assert last.version == "v1"
 
 
-def test_the_end_of_a_response_is_never_a_piece_to_go_on_behind(tmp_path, monkeypatch):
+def test_the_end_of_a_response_is_never_a_piece_to_continue_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "PIECE_TOKENS", 1)
     draft = open_journal(tmp_path).open("7", b"a")
     draft.grow([1, 2], [-1.0, -2.0], base=0, version="v1")
@@ -68,7 +70,7 @@ def test_the_end_of_a_response_is_never_a_piece_to_go_on_behind(tmp_path, monkey
     assert open_journal(tmp_path).open("7", b"a").ids.tolist() == [1, 2]  # killed before `finish`
 
 
-def test_a_response_begun_anew_replaces_what_was_there(tmp_path):
+def test_a_response_begun_again_replaces_what_was_there(tmp_path):
     journal = open_journal(tmp_path)
     draft = journal.open("7", b"a")
     draft.grow([1, 2], [-1.0, -2.0], base=0, version=None)

@@ -65,18 +65,18 @@ async def test_a_run_keeps_its_id_over_restarts_so_that_group_ids_stay_the_same(
 
 
 @pytest.mark.parametrize("with_index", [True, False], ids=["with its index", "without its index"])
-async def test_a_file_cut_at_any_byte_goes_on_without_loss_or_double(tmp_path, with_index):
+async def test_a_file_cut_at_any_byte_continues_without_loss_or_double(tmp_path, with_index):
     files = single(tmp_path)
     await write(files, range(4))
-    whole, index = files.single.read_bytes(), files.beside("index").read_bytes()
+    whole, index = files.single.read_bytes(), files.sidecar("index").read_bytes()
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
     cuts = [0, 1, len(whole) - 1, *ends, *random.Random(0).sample(range(len(whole)), 30)]
     for cut in cuts:
         files.single.write_bytes(whole[:cut])
         if with_index:
-            files.beside("index").write_bytes(index)
+            files.sidecar("index").write_bytes(index)
         else:
-            files.beside("index").unlink(missing_ok=True)
+            files.sidecar("index").unlink(missing_ok=True)
         complete = sum(end <= cut or end - 1 == cut for end in ends)
         writer = open_run(files)
         assert writer.ledger.done == {str(n) for n in range(complete)}, cut
@@ -90,13 +90,13 @@ async def test_a_file_cut_at_any_byte_goes_on_without_loss_or_double(tmp_path, w
 async def test_an_index_cut_at_any_byte_is_repaired_from_the_rollouts(tmp_path):
     files = single(tmp_path)
     await write(files, range(4))
-    index = files.beside("index").read_bytes()
+    index = files.sidecar("index").read_bytes()
     for cut in range(0, len(index), 7):
-        files.beside("index").write_bytes(index[:cut])
+        files.sidecar("index").write_bytes(index[:cut])
         writer = open_run(files)
         assert writer.ledger.done == set("0123"), cut
         writer.close()
-        assert files.beside("index").read_bytes() == index, cut
+        assert files.sidecar("index").read_bytes() == index, cut
 
 
 def torn(lines):
@@ -127,7 +127,7 @@ async def test_damaged_lines_are_done_again_and_doubles_count_once(tmp_path, dam
     await write(files, range(5))
     files.single.write_bytes(b"".join(damage(files.single.read_bytes().splitlines(keepends=True))))
     if index == "lost":
-        files.beside("index").unlink()
+        files.sidecar("index").unlink()
     assert choose_run(files, fresh=False) == files
     writer = open_run(files)
     assert writer.ledger.done == set("01234") - lost
@@ -193,7 +193,7 @@ async def test_a_compressed_file_under_a_plain_name_ends_the_run_and_is_left_as_
     data = zstd.compress(files.single.read_bytes())
     files.single.write_bytes(data)
     if not kept_index:
-        files.beside("index").unlink()
+        files.sidecar("index").unlink()
     with pytest.raises(PathError, match=r"o\.jsonl holds zstd data; rename it to o\.jsonl\.zst"):
         open_run(files)
     assert files.single.read_bytes() == data
@@ -201,7 +201,7 @@ async def test_a_compressed_file_under_a_plain_name_ends_the_run_and_is_left_as_
 
 async def test_a_file_that_cannot_be_read_ends_the_run_with_a_sentence(tmp_path, monkeypatch):
     await write(single(tmp_path), [0])
-    single(tmp_path).beside("index").unlink()
+    single(tmp_path).sidecar("index").unlink()
 
     def refuse(path, mode):
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -245,7 +245,7 @@ async def test_shards_fill_up_and_compressed_ones_count(tmp_path):
     compress(finished[0])
     for index in ("kept", "lost"):
         if index == "lost":
-            files.beside("index").unlink()
+            files.sidecar("index").unlink()
         again = open_run(files, per_shard=2)
         assert again.ledger.done == set("01234")
         again.close()
@@ -267,7 +267,7 @@ async def test_only_what_the_api_did_not_acknowledge_is_sent_again(tmp_path):
         await writer.append([record(number, writer)])
     writer.acknowledge([f"counting/main/{writer.run_id}/1/0"])
     writer.close()
-    with files.beside("acked").open("a") as acked:
+    with files.sidecar("acked").open("a") as acked:
         acked.write("counting/main/to")  # torn by a kill
     again = open_run(files, sends=True)
     waiting = again.ledger.unacknowledged
@@ -366,7 +366,7 @@ async def test_an_index_without_room_is_caught_up_and_doubles_nothing(tmp_path, 
         await writer.append([record(0, writer)])
     await writer.append([record(1, writer)])
     writer.close()
-    index = [json.loads(line)[4] for line in files.beside("index").read_text().splitlines()]
+    index = [json.loads(line)[4] for line in files.sidecar("index").read_text().splitlines()]
     lines = [json.loads(line)["item_key"] for line in files.single.read_text().splitlines()]
     assert index == lines == ["0", "1"]
 
@@ -405,7 +405,7 @@ def test_our_own_file_is_gone_on_with_also_when_its_first_line_is_torn(tmp_path,
     assert choose_run(single(tmp_path), fresh=False).single == tmp_path / "o.jsonl"
 
 
-async def test_fresh_starts_beside_and_later_commands_go_on_with_the_newest(tmp_path):
+async def test_fresh_starts_beside_and_later_commands_continue_with_the_newest(tmp_path):
     await write(single(tmp_path), [0])
     fresh = choose_run(single(tmp_path), fresh=True)
     assert fresh.single == tmp_path / "o_1.jsonl"
@@ -455,7 +455,7 @@ ODD = {"reasons": {"finish_reasons": [None, "length"]}, "usage": {"usage": {"tot
 
 @pytest.mark.parametrize("extra", ODD.values(), ids=ODD)
 @pytest.mark.parametrize("score", [True, np.bool_(True), 1])
-async def test_a_lost_index_is_made_anew_whatever_an_environment_keeps_in_its_groups(tmp_path, extra, score):
+async def test_a_lost_index_is_made_again_whatever_an_environment_keeps_in_its_groups(tmp_path, extra, score):
     writer = open_run(single(tmp_path))
     work = Work(item=0, key="0", task="t")
     group = {**make_group(0), **extra, "scores": [score, 0]}
@@ -548,12 +548,12 @@ async def test_a_torn_write_that_cannot_be_cut_off_at_once_is_cut_off_before_the
     assert [json.loads(line)["item_key"] for line in (tmp_path / "o.jsonl").read_text().splitlines()] == list("012")
 
 
-async def test_a_damaged_index_of_compressed_shards_is_made_anew(tmp_path):
+async def test_a_damaged_index_of_compressed_shards_is_made_again(tmp_path):
     files = sharded(tmp_path)
     await write(files, range(6), per_shard=3)
     for path in list(files.shards().values())[:1]:
         compress(path)
-    index = files.beside("index")
+    index = files.sidecar("index")
     index.write_bytes(index.read_bytes()[: index.stat().st_size // 3] + b"\xff")
     again = open_run(files, per_shard=3)
     assert again.ledger.done == set("012345")
@@ -585,9 +585,9 @@ async def test_an_index_is_whole_before_its_shard_may_be_compressed(tmp_path, mo
 async def test_an_index_that_is_no_text_is_made_again(tmp_path):
     files = single(tmp_path)
     await write(files, range(3))
-    index = files.beside("index").read_bytes()
-    files.beside("index").write_bytes(index.replace(b"task1", b"task\xff"))
+    index = files.sidecar("index").read_bytes()
+    files.sidecar("index").write_bytes(index.replace(b"task1", b"task\xff"))
     again = open_run(files)
     assert again.ledger.done == set("012")
     again.close()
-    assert files.beside("index").read_bytes() == index
+    assert files.sidecar("index").read_bytes() == index

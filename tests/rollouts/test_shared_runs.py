@@ -86,7 +86,7 @@ async def test_groups_that_are_rejected_are_replaced_too(tmp_path):
     assert everything(tmp_path) == sorted({*range(SEATS), 3 + SEATS} - {3})
 
 
-async def test_a_restarted_member_goes_on_with_its_own_blocks(tmp_path):
+async def test_a_restarted_member_continues_with_its_own_blocks(tmp_path):
     first = asyncio.create_task(member(tmp_path, "a", seconds=0.1).process_manager())
     while len(recorded(tmp_path).get("a", [])) < 4:
         await asyncio.sleep(0.01)

@@ -112,7 +112,7 @@ PATIENT = {
 
 
 @pytest.mark.parametrize("facts", PATIENT.values(), ids=PATIENT)
-def test_a_run_from_which_something_may_come_goes_on_and_speaks(facts):
+def test_a_run_from_which_something_may_come_continues_and_speaks(facts):
     assert looks(Facts(stored=facts.stored), facts)[-1] == SAID
 
 

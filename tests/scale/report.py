@@ -19,7 +19,7 @@ from tests.scale.scale_env import is_too_long
 
 SETTLE_S = 2.0
 _ENDS_STREAMS = ("engine", "environment", "supervisor", "everything")
-"""After a break, the time until the count of problems goes on again and so many seconds do not count as undisturbed."""
+"""After a break, the time until the count of problems grows again, and these seconds, do not count as undisturbed."""
 
 
 class NotExactError(AssertionError):
@@ -95,7 +95,7 @@ def check_exact(drill: Drill) -> None:
 
 
 def wanted_items(problems: int, too_long_every: int) -> list[int]:
-    """The first so many items whose prompts the engine takes."""
+    """The first items, that many, whose prompts the engine takes."""
     wanted: list[int] = []
     index = 0
     while len(wanted) < problems:

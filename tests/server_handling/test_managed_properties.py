@@ -46,7 +46,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Step:
-    """One call: go on from branch `branch` (0 is a new conversation), with `n` choices."""
+    """One call: continue from branch `branch` (0 is a new conversation), with `n` choices."""
 
     branch: int
     says: str
@@ -126,7 +126,7 @@ def test_tokens_decode_to_the_rendered_conversation_with_single_end_tokens(plan,
 
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=6), st.sampled_from(["stop", "length"]))
 @settings(max_examples=100, deadline=None)
-def test_text_completions_that_go_on_keep_every_earlier_completion_trainable(turns, reason):
+def test_text_completions_that_continue_keep_every_earlier_completion_trainable(turns, reason):
     async def go_on():
         engine = Engine([(text, reason) for _, text in turns], FakeTokenizer())
         managed = ManagedServer(engine, engine.tokenizer)

@@ -227,7 +227,7 @@ class ToolTokenizer(FakeTokenizer):
         return f"{tools}{rest}" if tools else rest
 
 
-async def test_tool_calls_are_parsed_and_the_sequence_goes_on_from_their_text():
+async def test_tool_calls_are_parsed_and_the_sequence_continues_from_their_text():
     server = FakeServer([CALL, "done"], tokenizer=ToolTokenizer())
     managed = managed_of(server, tool_parser="hermes")
     first = (await managed.chat_completion(messages=[USER], tools=TOOLS)).choices[0]

@@ -199,7 +199,9 @@ async def test_an_odd_reply_of_vllm(replies, requests, verdict, engine):
 @pytest.mark.parametrize(
     "reply", [(429, QUOTA), (402, {"error": "Insufficient Balance"}), (200, {"error": {**QUOTA["error"], "code": 402}})]
 )
-async def test_without_quota_a_run_says_at_once_what_it_waits_for_and_goes_on_when_there_is_some(reply, engine, caplog):
+async def test_without_quota_a_run_says_at_once_what_it_waits_for_and_continues_when_there_is_some(
+    reply, engine, caplog
+):
     server = OpenAIServer(APIServerConfig(base_url=f"{engine.url}/v1", model_name="m"))
     waiting_for = []
     engine.on_request = lambda: waiting_for.append(server.waits_for)

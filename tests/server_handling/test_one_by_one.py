@@ -1,4 +1,4 @@
-"""Responses asked for one by one: only what the journal lacks is asked, on every route, and streams go on."""
+"""Responses asked for one by one: only what the journal lacks is asked, on every route, and streams continue."""
 
 import asyncio
 import re
@@ -81,7 +81,7 @@ async def test_after_a_restart_only_the_missing_responses_are_asked_for(
     assert trace.usage["prompt_tokens"] == 3
 
 
-async def test_other_sampling_another_item_and_a_recorded_group_are_asked_anew(engine, sglang, tmp_path):
+async def test_other_sampling_another_item_and_a_recorded_group_are_asked_again(engine, sglang, tmp_path):
     keep(sglang, tmp_path)
     with rollout():
         await sglang.tokens_and_logprobs_completion(**PROMPT, n=1)
@@ -147,7 +147,7 @@ async def test_every_response_has_its_own_seed_which_a_restart_repeats(engine, s
     assert seeds[0] == seeds[1]
 
 
-async def test_a_broken_stream_goes_on_where_it_stopped(engine, sglang, tmp_path):
+async def test_a_broken_stream_continues_where_it_stopped(engine, sglang, tmp_path):
     keep(sglang, tmp_path, streams=True)
     engine.text = "one two three four"
     engine.break_stream_after = 5
@@ -282,7 +282,7 @@ async def conversations(sglang, count):
     return await asyncio.gather(*(one() for _ in range(count)))
 
 
-async def test_conversations_of_several_turns_go_on_turn_by_turn(engine, sglang, tmp_path):
+async def test_conversations_of_several_turns_continue_turn_by_turn(engine, sglang, tmp_path):
     keep(sglang, tmp_path)
     with rollout():
         before = await conversations(sglang, 2)

@@ -11,7 +11,7 @@ SERVICES = ("engine", "api", "fake_trainer", "environment")
 
 
 @pytest.mark.short
-def test_a_job_requeued_midway_goes_on_and_a_finished_run_ends_the_chain(run: SlurmRun):
+def test_a_job_requeued_midway_continues_and_a_finished_run_ends_the_chain(run: SlurmRun):
     job = run.submit(arguments=("--fresh",))  # of the first start alone
     run.wait_groups(4)
     before = {group["group_id"] for group in run.groups()}
@@ -145,7 +145,7 @@ def test_a_failed_node_requeues_the_job(run: SlurmRun):
     assert run.job(job)["Restarts"] == "1"
 
 
-def test_a_killed_supervisor_fails_the_job_and_the_same_command_goes_on(run: SlurmRun):
+def test_a_killed_supervisor_fails_the_job_and_the_same_command_continues(run: SlurmRun):
     job = run.submit()
     run.wait_groups(3)
     os.kill(run.record()["pid"], signal.SIGKILL)

@@ -76,7 +76,7 @@ def test_the_first_node_may_be_lost(run3: SlurmRun):
 
 
 def lose(run: SlurmRun, node: str) -> None:
-    """The other engines go on until SLURM notices; a job that is queued again records what is missing."""
+    """The other engines continue until SLURM notices; a job that is queued again records what is missing."""
     job = submit(run)
     run.wait_groups(4)
     kept = {group["group_id"] for group in run.groups()}

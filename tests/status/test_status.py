@@ -202,7 +202,7 @@ def test_the_page_of_an_ended_run_is_not_refreshed(tmp_path):
     assert 'http-equiv="refresh"' not in (tmp_path / "status.html").read_text()
 
 
-def test_the_page_goes_on_with_the_history_of_earlier_starts(tmp_path):
+def test_the_page_continues_with_the_history_of_earlier_starts(tmp_path):
     make_run(tmp_path, pid=os.getpid())
     History(points=[Point(10.0, 1), Point(20.0, 2)]).save(tmp_path / "history.json")
     StatusPage().update(lambda: read_status(tmp_path))

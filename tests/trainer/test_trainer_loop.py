@@ -105,7 +105,7 @@ def test_a_run_takes_its_batches_and_ends_with_weights_anyone_can_load(tiny_mode
     assert {"step", "prompt", "response", "score", "group"} == set(json.loads(samples[0]))
 
 
-def test_a_run_that_is_killed_goes_on_at_its_step_with_every_batch_once(tiny_model, tmp_path, api):
+def test_a_run_that_is_killed_continues_at_its_step_with_every_batch_once(tiny_model, tmp_path, api):
     config = make_config(
         tiny_model, tmp_path / "run", atropos_url=api, training_steps=6, checkpoint_interval=2, batch_wait_s=60,
         batch_lease_s=3,
@@ -201,7 +201,7 @@ def test_a_new_run_does_not_begin_beside_the_checkpoints_of_another(tiny_model, 
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's own
-def test_a_run_does_not_go_on_with_another_adapter_than_asked_for(tiny_model, tmp_path):
+def test_a_run_does_not_continue_with_another_adapter_than_asked_for(tiny_model, tmp_path):
     config = make_config(tiny_model, tmp_path, use_lora=True)
     checkpoint.save(Learner(config), tmp_path, batch_ids=[], keep=1)
     with pytest.raises(DataError, match=r"holds an adapter with lora_r 16, this run asks for 4"):

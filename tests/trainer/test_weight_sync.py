@@ -172,7 +172,7 @@ def test_sglang_that_keeps_requests_is_drained_once_then_paused_and_not_flushed(
     assert engine.seen[1][1]["flush_cache"] is False
 
 
-def test_sglang_goes_on_also_when_the_update_failed(sync_of, engine):
+def test_sglang_continues_also_when_the_update_failed(sync_of, engine):
     sync = sync_of("sglang", [engine.url], sync_mode="keep")
     sync.push(FakePolicy(), 1)
     engine.failing = "update_weights"
@@ -308,7 +308,7 @@ def test_a_vllm_that_cannot_pause_as_asked_is_refused(sync_of, vllm):
     assert vllm.paths == []
 
 
-def test_a_vllm_that_does_not_reload_is_an_error_and_goes_on(sync_of, vllm):
+def test_a_vllm_that_does_not_reload_is_an_error_and_continues(sync_of, vllm):
     vllm.failing = "collective_rpc"
     with pytest.raises(WeightSyncError, match="collective_rpc answered 400"):
         sync_of("vllm", [vllm.url]).push(FakePolicy(), 1)

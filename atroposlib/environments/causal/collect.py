@@ -135,8 +135,8 @@ class Collection:
         self.config = config.model_dump()
         self.run_name = run_name(self.config)
         try:
-            self._same_settings(where.beside("config.yaml"))
-            write_text_atomic(where.beside("plan.yaml"), yaml.safe_dump(asdict(plan), sort_keys=False))
+            self._same_settings(where.sidecar("config.yaml"))
+            write_text_atomic(where.sidecar("plan.yaml"), yaml.safe_dump(asdict(plan), sort_keys=False))
             self.levels = Levels(plan, self._recorded(), self._accepted() if plan.target_accepted else {})
         except BaseException:
             self.files.close()
@@ -381,7 +381,7 @@ def begun(folder: Path) -> tuple[DemonstrationConfig, Plan]:
     """
     where = _where(folder)
     try:
-        config, plan = (yaml.safe_load(where.beside(name).read_text("utf-8")) for name in ("config.yaml", "plan.yaml"))
+        config, plan = (yaml.safe_load(where.sidecar(name).read_text("utf-8")) for name in ("config.yaml", "plan.yaml"))
         return DemonstrationConfig.model_validate(config), Plan(**plan)
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(f"--resume {folder}: no collection was begun there ({error})") from None

@@ -164,20 +164,20 @@ def write_arrays(path: Path, arrays: Mapping[str, Array], format: Format = "npz"
         DataError: hdf5 without h5py. OSError: the disk is full.
     """
     check_replaceable(path)
-    beside = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.part")
     try:
         if format == "npz":
-            with beside.open("wb") as stream:
+            with part.open("wb") as stream:
                 np.savez_compressed(stream, **cast(Any, arrays))
         else:
-            with _h5py().File(beside, "w") as file:
+            with _h5py().File(part, "w") as file:
                 file.attrs["channels"] = list(CHANNELS)
                 for name, values in arrays.items():
                     if name != "channels":
                         file.create_dataset(name, data=values.astype("S") if values.dtype.kind == "U" else values)
-        beside.replace(path)
+        part.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
 
 
 def read_arrays(path: Path, *, trust_pickle: bool = False) -> Arrays:

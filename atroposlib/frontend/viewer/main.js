@@ -1,4 +1,4 @@
-// The page: what the address says is loaded and shown, and looked at again while a run goes on.
+// The page: what the address says is loaded and shown, and looked at again while a run lasts.
 
 import { button, byId } from "./dom.js";
 import { FILTERS, go, onChange, shown } from "./address.js";
@@ -28,20 +28,20 @@ function guarded(work) {
 const changed = (now, before, ...names) => names.some((name) => now[name] !== before[name]);
 
 function update(now, before = null) {
-  const anew = before === null || changed(now, before, "view");
+  const isNew = before === null || changed(now, before, "view");
   document.body.dataset.pane = now.group || now.view === "failures" ? "detail" : "list";
   document.body.dataset.view = now.view ?? "groups";
   byId("views").replaceChildren(...Object.entries(VIEWS).map(([view, text]) =>
     button(text, "", () => go({ view, group: null, other: null, response: null, token: null, offset: null }), (now.view ?? "") === view ? "pressed" : "")));
   showFilters();
   for (const part of ["filter-panel", "search"]) byId(part).hidden = now.view === "failures"; // they are of groups
-  const filtered = anew || changed(now, before, ...FILTERS);
+  const filtered = isNew || changed(now, before, ...FILTERS);
   if (filtered && now.view !== "failures") guarded(loadNumbers);
   if (now.view === "failures") return guarded(loadFailures);
   if (now.view === "compare") {
     if (filtered || changed(now, before, "left", "right", "offset")) guarded(loadComparison).then(() => markChosen());
     else markChosen();
-    if (anew || changed(now, before, "group", "other", "colour")) guarded(loadPair);
+    if (isNew || changed(now, before, "group", "other", "colour")) guarded(loadPair);
     return;
   }
   const lists = filtered || changed(now, before, "offset");
@@ -51,11 +51,11 @@ function update(now, before = null) {
     markChosen();
     if (readState()) say(readState());
   });
-  if (now.group && (anew || changed(now, before, "group", "colour"))) guarded(loadGroup);
-  else if (!anew && changed(now, before, "response")) markResponse({ scrolls: now.token === undefined });
+  if (now.group && (isNew || changed(now, before, "group", "colour"))) guarded(loadGroup);
+  else if (!isNew && changed(now, before, "response")) markResponse({ scrolls: now.token === undefined });
 }
 
-// A run that goes on adds groups; what is open stays as it is.
+// A run that continues adds groups; what is open stays as it is.
 async function look() {
   if (!document.hidden) {
     const now = await ask("/api/state");
