@@ -1,6 +1,7 @@
 """A rollout's key: what it opens, how dialects are recorded, budgets, ends, retries, and the rows that come of it."""
 
 import asyncio
+import errno
 import json
 from contextlib import asynccontextmanager
 
@@ -611,6 +612,33 @@ async def test_after_a_kill_a_retry_gets_the_recorded_reply_and_the_conversation
     known = calls[0]["calls"][0]["inserted"] + calls[0]["calls"][0]["output"]
     assert sent[: len(known)] == known
     assert calls[1]["calls"][0]["parent"] == [0, 0]
+
+
+def full_disk(data):
+    raise OSError(errno.ENOSPC, "no space")
+
+
+async def test_a_reply_is_kept_back_until_its_record_is_written_and_a_retry_gets_it_then(tmp_path, monkeypatch):
+    again = {"x-stainless-retry-count": "1"}
+    log = CallLog(tmp_path / "records.jsonl")
+    async with client_of("one", "two", log=log) as client:
+        made = await new_rollout(client, rollout_id="r")
+        with monkeypatch.context() as patch:
+            patch.setattr(log._file, "write", full_disk)
+            replies = [await ask(client, made, headers=headers) for headers in ({}, again)]
+            replies.append(await client.post("/rollouts/r/score", json={"score": 1}, headers=ADMIN))
+        assert [(reply.status_code, "free space" in reply.text) for reply in replies] == [(503, True)] * 3
+        first = (await ask(client, made, headers=again)).json()["choices"][0]["message"]
+        await ask(client, made, messages=[*HELLO, first, {"role": "user", "content": "more"}])
+        before = await record_of(client, made)
+        assert client.engine.answered == 2
+    log.close()
+
+    log = CallLog(tmp_path / "records.jsonl")
+    async with client_of("lost", log=log) as client:
+        assert await record_of(client, made) == before
+    log.close()
+    assert [call["calls"][0]["parent"] for call in before["calls"]] == [None, [0, 0]]
 
 
 def idle_app(log, texts, idle_s):

@@ -222,7 +222,7 @@ class Gateway:
                 return refusal
             try:
                 return await endpoint(request)
-            except (AtroposError, ValidationError) as error:
+            except (AtroposError, ValidationError, OSError) as error:
                 return _failure(CHAT, error)
 
         return checked
@@ -417,6 +417,10 @@ def _reason(error: BaseException) -> tuple[int, str, str]:
         return 429, str(error), f"{error.failure_class}_error"
     if isinstance(error, RolloutFault):
         return 503, str(error), f"{error.failure_class}_error"
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
+        sentence = f"the record cannot be written ({error.strerror}), so nothing is said before; free space, ask again"
+        logger.error("%s", sentence)
+        return 503, sentence, "server_error"
     logger.error("a request of an agent failed", exc_info=error)
     return 500, f"{type(error).__name__}: {error}", "server_error"
 

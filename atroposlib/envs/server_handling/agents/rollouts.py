@@ -89,6 +89,7 @@ class Rollout:
         self.faults: Counter[str] = Counter()  # of requests that got no reply, by class
         self._running: dict[asyncio.Task[Exchange], _Running] = {}
         self._log = log
+        self._owed: list[dict[str, Any]] = []  # events that could not be written yet, in order
         self._left: dict[str, Any] | None = None  # of the record, where the calls are in the log only
         self._ended = asyncio.Event()
         self._context = contextvars.copy_context()  # of whoever rolls out: its trace, and its journal of responses
@@ -102,6 +103,7 @@ class Rollout:
             digest: of the request; a retry joins the running request of the same digest, or gets its reply again.
 
         Raises:
+            OSError: the reply cannot be written now; a retry gets it once it is.
             SealedError: the rollout has ended, or its budget was used up before.
             RolloutFault: as `ManagedServer.answer`.
         """
@@ -113,6 +115,7 @@ class Rollout:
                 return await self._joined(running)
             earlier = next((one for one in reversed(self.exchanges) if one.digest == digest), None)
             if earlier is not None:
+                self._write()
                 return earlier
         if self.end_reason is not None or self.spent():
             return self._budget_said(asked, digest)
@@ -259,8 +262,17 @@ class Rollout:
         exchange.number = len(self.exchanges)
         self.exchanges.append(exchange)
         if self._log is not None:
-            self._log.append({"exchange": written(exchange, self.places), "rollout": self.id})
+            self._write({"exchange": written(exchange, self.places)})
         return exchange
+
+    def _write(self, *events: dict[str, Any]) -> None:
+        """Write events to the log, behind those that could not be; OSError: those that are left come with the next."""
+        if self._log is None:
+            return
+        self._owed += [{**event, "rollout": self.id} for event in events]
+        while self._owed:
+            self._log.append(self._owed[0])
+            del self._owed[0]
 
     # -- what the environment says -------------------------------------------------------------------------------
 
@@ -272,8 +284,7 @@ class Rollout:
             raise RequestFault(f"the score is {score}; a score is a finite number, and a failure has none")
         entry = {"score": score, "name": name, "call_id": call_id, "final": final, "at": time.time()}
         self.scores.append(entry)
-        if self._log is not None:
-            self._log.append({"score": entry, "rollout": self.id})
+        self._write({"score": entry})
 
     @property
     def score(self) -> float | None:
@@ -295,8 +306,7 @@ class Rollout:
         self._ended.set()
         is_new = self.end_reason is None or (is_sealed and not self.is_sealed)
         self.end_reason, self.is_sealed = self.end_reason or reason, self.is_sealed or is_sealed
-        if is_new and self._log is not None:
-            self._log.append({"end": reason, "sealed": is_sealed, "rollout": self.id})
+        self._write(*([{"end": reason, "sealed": is_sealed}] if is_new else []))
 
     def end_if_idle(self, idle_s: float | None) -> bool:
         """Seal the rollout where its agent has sent nothing for so long, and free what its log has; tell if it did.
@@ -310,6 +320,7 @@ class Rollout:
         idle_s = self.settings.idle_s or idle_s
         if idle_s is None or self.is_busy or time.monotonic() - self.last_used < idle_s:
             return False
+        self._write()
         if not self.is_sealed:
             self._end(f"idle: no request for {idle_s:g} s", is_sealed=True)
         if self._log is not None and self._left is None:
