@@ -1,8 +1,10 @@
 PYTHON ?= python
+SCRIPTS = .ci/run slurm/*.sh slurm/*.slurm tests/*.sh tests/slurm/*.sh tests/slurm/stand_in/bin/*
 
 .PHONY: bench-sglang test-slurm test-slurm-short check format test test-compat bench-scale
 
-check: ## style, lint and types
+check: ## style, lint and types, of shell scripts too
+	shellcheck --external-sources --exclude=SC1091 $(SCRIPTS)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m pyright

@@ -16,6 +16,7 @@ if [ $# -ne 1 ] || [ ! -f "$1" ]; then
     exit 2
 fi
 set -a # jobs get the settings as their environment
+# shellcheck source=/dev/null
 source "$1"
 set +a
 
@@ -36,9 +37,11 @@ submit() {
 
 [ -n "${DRY_RUN:-}" ] || mkdir -p "$DATA"
 # shellcheck disable=SC2086 # options are words
-submit collect "" --job-name=causal-collect --array="0-$((TASKS - 1))" $COLLECT_OPTIONS slurm/causal.slurm collect
-submit dataset "$job" --job-name=causal-dataset $DATASET_OPTIONS slurm/causal.slurm dataset
-submit surrogate "$job" --job-name=causal-surrogate $SURROGATE_OPTIONS slurm/causal.slurm surrogate
-if [ -n "${RECIPE:-}" ]; then
-    submit acquisition "$job" --job-name=causal-grpo $TRAIN_OPTIONS slurm/train.slurm "$RECIPE" --run-dir "$DATA/grpo"
-fi
+{
+    submit collect "" --job-name=causal-collect --array="0-$((TASKS - 1))" $COLLECT_OPTIONS slurm/causal.slurm collect
+    submit dataset "$job" --job-name=causal-dataset $DATASET_OPTIONS slurm/causal.slurm dataset
+    submit surrogate "$job" --job-name=causal-surrogate $SURROGATE_OPTIONS slurm/causal.slurm surrogate
+    if [ -n "${RECIPE:-}" ]; then
+        submit acquisition "$job" --job-name=causal-grpo $TRAIN_OPTIONS slurm/train.slurm "$RECIPE" --run-dir "$DATA/grpo"
+    fi
+}

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # run_chained COMMAND [ARG...]: one link of a chain of SLURM jobs. Source this file first, call it last.
 #
 #   the command ends          its exit code is the job's, and the chain is over
