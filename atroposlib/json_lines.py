@@ -47,9 +47,9 @@ def read_leniently(data: bytes) -> Json:
     >>> read_leniently(rb'{"scores": [NaN, 1e999], "text": "\ud83d"}')
     {'scores': [None, None], 'text': '\ud83d'}
     """
-    return json.loads(
-        data.decode(errors="surrogateescape"), parse_constant=lambda name: None, parse_float=_finite_or_none
-    )
+    text = data.decode(errors="surrogateescape")
+    _check_depth(text)
+    return json.loads(text, parse_constant=lambda name: None, parse_float=_finite_or_none)
 
 
 def strict_json(value: object) -> bytes:
@@ -72,7 +72,9 @@ def parse_anyhow(data: bytes) -> Json:
 def object_in(data: bytes) -> JsonObject | None:
     """The JSON object that a line or a file holds, also with NaN in it; None when it holds none."""
     try:
-        found = json.loads(data)
+        text = data.decode(json.detect_encoding(data), "surrogatepass")
+        _check_depth(text)
+        found = json.loads(text)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -84,6 +86,22 @@ def read_object(path: Path) -> JsonObject | None:
         return object_in(path.read_bytes())
     except OSError:
         return None
+
+
+def _check_depth(text: str) -> None:
+    """RecursionError at a depth that is everywhere the same; Python's parser stops somewhere else in each of its versions."""
+    if text.count("[") + text.count("{") <= _DEEPEST_READ:
+        return
+    depth = 0
+    for found in _STRING_OR_BRACKET.finditer(text):
+        depth += _STEP.get(found[0], 0)
+        if depth > _DEEPEST_READ:
+            raise RecursionError(f"nested more than {_DEEPEST_READ} levels deep")
+
+
+_DEEPEST_READ = 500  # Python 3.11 reads 1,000 less what stands on its stack
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
+_STEP = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def _finite_or_none(text: str) -> float | None:
