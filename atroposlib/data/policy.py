@@ -106,7 +106,7 @@ class PassRateStep(Step):
     accept_score: float = Field(default=0.0, description="A response is accepted when its score is above this.")
 
     def apply(self, table: Table, keep: Array, seed: int) -> Array:
-        """The share is of all recorded responses of the problem, kept or not."""
+        """The share is of all scored responses of the problem, kept or not; one without any does not stay."""
         rate = pass_rates(table, self.accept_score)
         return keep & (rate >= self.min) & (rate <= self.max)
 
@@ -265,11 +265,15 @@ def _places(names: list[str], wanted: Sequence[str]) -> list[int]:
 
 
 def pass_rates(table: Table, accept_score: float) -> Array:
-    """[responses] share of accepted responses of each response's problem, over all of its groups."""
+    """[responses] share of accepted ones of the scored responses of each response's problem, over all of its groups.
+
+    NaN where no response of the problem has a score.
+    """
     _, problem = np.unique(table.column("item"), return_inverse=True)
-    total = np.maximum(np.bincount(problem, weights=~np.isnan(table.responses["score"])), 1)
+    total = np.bincount(problem, weights=~np.isnan(table.responses["score"]))
     accepted = np.bincount(problem, weights=table.responses["score"] > accept_score, minlength=len(total))
-    return (accepted / total)[problem] if len(total) else np.zeros(0)
+    rates = np.divide(accepted, total, out=np.full(len(total), np.nan), where=total > 0)
+    return rates[problem] if len(total) else np.zeros(0)
 
 
 def priorities(table: Table, seed: int) -> Array:

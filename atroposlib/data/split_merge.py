@@ -163,8 +163,8 @@ def assign_splits(table: Table, shares: Sequence[float], seed: int) -> Array:
 
 
 def _difficulty(rate: float) -> int:
-    """0 never solved, 1 rarely, 2 often, 3 always."""
-    return 0 if rate == 0 else 3 if rate == 1 else 1 if rate < 0.5 else 2
+    """0 never solved, or never judged (NaN), 1 rarely, 2 often, 3 always."""
+    return 0 if not rate > 0 else 3 if rate == 1 else 1 if rate < 0.5 else 2
 
 
 def problems_of(table: Table) -> Array:

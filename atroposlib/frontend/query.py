@@ -150,15 +150,24 @@ def histogram(values: Array) -> JsonObject:
 
 
 def by_task(table: Table, keep: Array) -> list[JsonObject]:
-    """Responses and accepted ones (score above 0) of each task among the rows in `keep`, most responses first."""
-    tasks = table.column("task")[keep]
-    accepted = table.responses["score"][keep] > 0
-    counts = np.bincount(tasks, minlength=len(table.tasks))
-    good = np.bincount(tasks, weights=accepted, minlength=len(table.tasks))
-    order = np.argsort(-counts, kind="stable")
+    """Of each task among the rows in `keep`: `scored` responses, `accepted` ones of them (score above 0), `unscored`.
+
+    Most responses first. One without a score is neither a failure nor a success.
+    """
+    tasks, scores = table.column("task")[keep], table.responses["score"][keep]
+    counts, scored, accepted = (
+        np.bincount(tasks[chosen], minlength=len(table.tasks)).tolist()
+        for chosen in (slice(None), ~np.isnan(scores), scores > 0)
+    )
+    order = sorted(range(len(table.tasks)), key=lambda code: -counts[code])
     return [
-        {"task": table.tasks[code], "responses": int(counts[code]), "accepted": int(good[code])}
-        for code in order.tolist()
+        {
+            "task": table.tasks[code],
+            "scored": scored[code],
+            "accepted": accepted[code],
+            "unscored": counts[code] - scored[code],
+        }
+        for code in order
         if counts[code]
     ]
 

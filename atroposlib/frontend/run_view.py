@@ -6,13 +6,16 @@ The page is the plain ES modules of `viewer/`; it sets everything of a rollout a
 that it is served with lets nothing else run. A group's address is `file:line`, which does not change as files grow.
 """
 
+import contextlib
 import json
 import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlencode
 
 import numpy as np
 from fastapi import FastAPI, HTTPException, Request
@@ -47,7 +50,7 @@ logger = logging.getLogger(__name__)
 PAGE_GROUPS = 50
 _VIEWER = Path(__file__).with_name("viewer")
 _MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-_FIRST_WAIT_S = 0.3  # for a scan, so that of a small run the first answer is the whole one
+_FIRST_WAIT_S = 0.3  # for a scan, or for a first group, so that of a small run the first answer is the whole one
 _MOST_SCANS = 6
 
 _HEADERS = {
@@ -161,7 +164,6 @@ class View:
         self._gaps = Scan(rollouts, _gaps, with_ids=True)
         self._has_gaps: bool | None = None
         self._names: tuple[list[Path], list[str], list[str]] = ([], [], [])
-        self._sides: tuple[Table | None, dict[int, str]] = (None, {})
 
     def names(self, table: Table) -> tuple[list[str], list[str]]:
         """Each file's name in addresses, and that of its run; as short as they are different."""
@@ -226,17 +228,55 @@ class View:
         except (AtroposError, OSError, ValueError, RecursionError) as error:
             raise HTTPException(500, str(error)) from error
 
-    def sides(self, table: Table) -> dict[int, str]:
-        """Which responses, by row, a DPO export with its default rules would choose or reject."""
-        known, sides = self._sides
-        if known is not table:
-            pairs = choose_pairs(table, table.responses["odd"] == 0, PairRules(), seed=0)
-            sides = {}
-            for each in pairs.values():
-                for better, worse in each:
-                    sides[better], sides[worse] = "chosen", "rejected"
-            self._sides = (table, sides)
-        return sides
+    def sides(self, table: Table, row: int) -> dict[int, str]:
+        """Which responses of a group, by row, a DPO export with its default rules would choose or reject."""
+        of_item = table.column("item") == table.groups["item"][row]
+        pairs = choose_pairs(table, of_item & (table.responses["odd"] == 0), PairRules(), seed=0).get(row, [])
+        return {response: side for pair in pairs for response, side in zip(pair, ("chosen", "rejected"), strict=True)}
+
+    def groups(self, query: Query, rest: Mapping[str, str]) -> JsonObject:
+        """The list: from the group number `offset`, or around the address of one that it should hold."""
+        table = self.rollouts.table()
+        keep, left = self.matching(table, query)
+        gaps, unread = self.gaps(table) if query.sort == "gap" else (None, 0)
+        rows = query.order(table, np.unique(table.responses["group"][keep]), gaps)
+        offset = _offset(rest, rows, lambda place: self.row(table, place))
+        return {
+            "state": self.rollouts.state(),
+            "unread": max(left, unread),
+            "facets": facets(table, self.names(table)[1]),
+            "groups_total": len(table.groups),
+            "responses_total": len(table.responses),
+            "matching": len(rows),
+            "matching_responses": int(keep.sum()),
+            "offset": offset,
+            "page": PAGE_GROUPS,
+            "groups": [self.summary(table, int(row), keep) for row in rows[offset : offset + PAGE_GROUPS]],
+        }
+
+    def group(self, place: str) -> JsonObject:
+        """One group; 404 or 500 with a sentence when there is none, or none to be read."""
+        table = self.rollouts.table()
+        row = self.row(table, place)
+        detail = group_detail(self.record(row))
+        first, sides = int(table.groups[row]["first"]), self.sides(table, row)
+        for index, response in enumerate(detail["responses"]):
+            response["side"] = sides.get(first + index)
+            response["completion"] = int(table.responses["completion"][first + index])
+        return {"at": self.place(table, row), "task": table.tasks[table.groups[row]["task"]], **detail}
+
+    def first_answers(self) -> JsonObject:
+        """The answers to the first questions of a page without an address of its own, by question."""
+        deadline = time.monotonic() + _FIRST_WAIT_S
+        while not len(self.rollouts.table().groups) and self.rollouts.state() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        listed = self.groups(Query(), {})
+        answers = {"/api/groups?": listed}
+        if listed["groups"]:
+            place = listed["groups"][0]["at"]
+            with contextlib.suppress(HTTPException):  # the page asks again, and is told
+                answers[f"/api/group?{urlencode({'at': place})}"] = self.group(place)
+        return answers
 
     def summary(self, table: Table, row: int, keep: Array) -> JsonObject:
         """One line of the list."""
@@ -259,7 +299,11 @@ def make_app(rollouts: RolloutSource, texts: TokenTexts | None = None) -> FastAP
     """The application; `texts` None: the tokenizer is that of the run."""
     app = FastAPI(title="atropos view-run", docs_url=None, redoc_url=None, openapi_url=None)
     view = View(rollouts, texts or TokenTexts())
-    assets = {path.name: path for path in _VIEWER.iterdir() if path.suffix in _MEDIA_TYPES}
+    assets = {path.name: path.read_text(encoding="utf-8") for path in _VIEWER.iterdir() if path.suffix in _MEDIA_TYPES}
+    modules = "".join(
+        f'<link rel="modulepreload" href="/viewer/{name}">' for name in sorted(assets) if name.endswith(".js")
+    )
+    head, answers, tail = assets.pop("index.html").replace("<!-- modules -->", modules).partition("{}")
 
     @app.middleware("http")
     async def only_this_machine(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -276,13 +320,24 @@ def make_app(rollouts: RolloutSource, texts: TokenTexts | None = None) -> FastAP
 
     @app.get("/")
     def page() -> Response:
-        return _asset(_VIEWER / "index.html")
+        """The page: what it is made of at once, then the first answers, which its scripts wait for."""
+
+        def parts() -> Iterator[str]:
+            yield head
+            try:
+                yield json.dumps(view.first_answers()).replace("<", "\\u003c")  # nothing in it ends its element
+            except (AtroposError, OSError, ValueError) as error:
+                logger.warning("%s", error)
+                yield answers
+            yield tail
+
+        return StreamingResponse(parts(), media_type="text/html")
 
     @app.get("/viewer/{name}")
-    def asset(name: str) -> Response:
+    async def asset(name: str) -> Response:
         if name not in assets:
             raise HTTPException(404, f"there is no {name[:80]!r}")
-        return _asset(assets[name])
+        return Response(assets[name], media_type=_MEDIA_TYPES[Path(name).suffix])
 
     @app.get("/api/state")
     def state() -> Response:
@@ -291,27 +346,7 @@ def make_app(rollouts: RolloutSource, texts: TokenTexts | None = None) -> FastAP
 
     @app.get("/api/groups")
     def groups(request: Request) -> Response:
-        """The list: `offset` of the first group, or `around` the address of one that it should hold."""
-        query, rest = _query(request, "offset", "around")
-        table = rollouts.table()
-        keep, left = view.matching(table, query)
-        gaps, unread = view.gaps(table) if query.sort == "gap" else (None, 0)
-        rows = query.order(table, np.unique(table.responses["group"][keep]), gaps)
-        offset = _offset(rest, rows, lambda place: view.row(table, place))
-        return _json(
-            {
-                "state": rollouts.state(),
-                "unread": max(left, unread),
-                "facets": facets(table, view.names(table)[1]),
-                "groups_total": len(table.groups),
-                "responses_total": len(table.responses),
-                "matching": len(rows),
-                "matching_responses": int(keep.sum()),
-                "offset": offset,
-                "page": PAGE_GROUPS,
-                "groups": [view.summary(table, int(row), keep) for row in rows[offset : offset + PAGE_GROUPS]],
-            }
-        )
+        return _json(view.groups(*_query(request, "offset", "around")))
 
     @app.get("/api/numbers")
     def numbers(request: Request) -> Response:
@@ -331,14 +366,7 @@ def make_app(rollouts: RolloutSource, texts: TokenTexts | None = None) -> FastAP
 
     @app.get("/api/group")
     def group(at: str) -> Response:
-        table = rollouts.table()
-        row = view.row(table, at)
-        detail = group_detail(view.record(row))
-        first, sides = int(table.groups[row]["first"]), view.sides(table)
-        for index, response in enumerate(detail["responses"]):
-            response["side"] = sides.get(first + index)
-            response["completion"] = int(table.responses["completion"][first + index])
-        return _json({"at": view.place(table, row), "task": table.tasks[table.groups[row]["task"]], **detail})
+        return _json(view.group(at))
 
     @app.get("/api/tokens")
     def tokens(at: str, response: int = 0, start: int = 0) -> Response:
@@ -450,7 +478,3 @@ def _json(value: object) -> Response:
 
 def _attached(name: str) -> dict[str, str]:
     return {"Content-Disposition": f'attachment; filename="{name}"'}
-
-
-def _asset(path: Path) -> Response:
-    return Response(path.read_text(encoding="utf-8"), media_type=_MEDIA_TYPES[path.suffix])

@@ -78,6 +78,15 @@ def test_statistics_count_problems_tasks_and_failures(tmp_path):
     assert (total.unsolved, total.mixed, total.solved_always) == (1, 1, 1)
     assert stats.failures == {"kill": 2}
     assert [task.task for task in stats.tasks] == ["addition", "sorting"]
+
+
+def test_a_problem_without_any_score_has_no_pass_rate(tmp_path):
+    groups = [make_group([None, None]), make_group([0.0, None], item="1"), make_group([1.0, None], item="2")]
+    path = write_groups(tmp_path / "a.jsonl", groups)
+    stats = describe(open_table(path))
+    assert (stats.total.problems, stats.total.unsolved, stats.total.solved_always) == (3, 1, 1)
+    assert sum(stats.pass_rate.counts) == 2
+    assert sum(split_rollouts(path, tmp_path / "parts").values()) == 3
     assert sum(stats.completion_tokens.counts) == 6
 
 

@@ -87,6 +87,20 @@ def test_keys_lead_through_groups_answers_search_and_help(open_page, view):
     assert page.input_value("#search") == ""
 
 
+def test_the_first_answer_comes_with_the_page(open_page, view):
+    asked = []
+
+    def note(request):
+        asked.append(request.url.removeprefix(view).partition("?")[0])
+
+    page = open_page("about:blank", settled="")
+    page.on("request", note)
+    open_page(view)
+    page.remove_listener("request", note)
+    assert "viewer/main.js" in asked
+    assert not {"api/groups", "api/group"} & set(asked)
+
+
 def test_the_list_continues_behind_its_page(open_page, view):
     page = open_page(view + "#offset=0")
     page.click("#pages button[title='next page']")
@@ -308,7 +322,7 @@ IS_HARMLESS = """() => ({
 def test_no_text_of_a_model_runs_or_becomes_markup(open_page, hostile):
     with served(hostile) as (address, _):
         page = open_page(address, settled=f"article[data-response='{len(ATTACKS) - 1}']")
-        harmless = {"pwned": None, "polluted": None, "scripts": 2, "strange": [], "images": []}
+        harmless = {"pwned": None, "polluted": None, "scripts": 3, "strange": [], "images": []}
         assert page.evaluate(IS_HARMLESS) == harmless
         words = page.evaluate(
             "[...document.querySelectorAll('article .text')].map(each => each.textContent).join('\\n')"

@@ -250,7 +250,25 @@ def test_histograms_are_filters(client):
         for bar in numbers[name]["bars"]:
             found = groups_of(client, **{f"min_{name}": bar["from"], f"max_{name}": bar["to"]})
             assert found["matching_responses"] == bar["count"], (name, bar)
-    assert numbers["tasks"][0] == {"task": "sums", "responses": 5, "accepted": 4}
+    assert numbers["tasks"][0] == {"task": "sums", "scored": 5, "accepted": 4, "unscored": 0}
+
+
+def test_a_response_without_a_score_is_neither_a_failure_nor_a_success(tmp_path):
+    client = make_client(
+        write_groups(tmp_path / "a.jsonl", [group([1, None, 0, None], "sums"), group([None], "none", item="8")])
+    )
+    assert client.get("/api/numbers").json()["tasks"] == [
+        {"task": "sums", "scored": 2, "accepted": 1, "unscored": 2},
+        {"task": "none", "scored": 0, "accepted": 0, "unscored": 1},
+    ]
+    assert [lines_of(client, max_rate=high) for high in (0.4, 0.5)] == [[], [1]]
+
+
+def test_the_page_brings_the_answers_to_its_first_questions(client, path):
+    page = client.get("/").text
+    held = json.loads(page.partition('id="answers">')[2].partition("</script>")[0])
+    assert held == {question: client.get(question).json() for question in held}
+    assert [question.partition("?")[0] for question in held] == ["/api/groups", "/api/group"]
 
 
 def test_a_dataset_is_said_to_be_no_rollouts(tmp_path, path):

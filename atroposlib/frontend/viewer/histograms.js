@@ -6,6 +6,7 @@ import { offerRange } from "./filters.js";
 import { ask } from "./server.js";
 
 const WIDTH = 260, HEIGHT = 96, BASE = 78, LEFT = 4, NAMED = 5; // so few bars have a label each
+const TASKS = 40; // shown
 const AGAIN_MS = 600, RAREST_MS = 5000; // while a search or the gaps are still read
 let asked = 0;
 
@@ -59,12 +60,16 @@ function label(x, y, text, anchor) {
 
 function tasks(rows) {
   const list = make("div", { className: "task-rates" });
-  for (const { task, responses, accepted } of rows.slice(0, 40)) {
-    const line = make("button", { type: "button", title: `${short(accepted)} of ${short(responses)} accepted`, on: { click: () => filterBy({ task }) } },
+  for (const { task, scored, accepted, unscored } of rows.slice(0, TASKS)) {
+    const share = scored ? `${(100 * accepted) / scored}%` : "0";
+    const said = `${short(accepted)} of ${short(scored)} above 0${unscored ? `, ${short(unscored)} without a score left out` : ""}`;
+    const line = make("button", { type: "button", title: said, on: { click: () => filterBy({ task }) } },
       make("span", { className: "name", text: task || "(no task)" }), make("span", { className: "rate" }, make("span")),
-      make("span", { className: "share", text: `${Math.round((100 * accepted) / responses)}%` }));
-    line.querySelector(".rate span").style.width = `${(100 * accepted) / responses}%`; // of the script's own, which the policy allows
+      make("span", { className: "share", text: scored ? `${Math.round((100 * accepted) / scored)}%` : "–" }),
+      make("span", { className: "counts", text: `${short(accepted)}/${short(scored)}${unscored ? ` +${short(unscored)} unscored` : ""}` }));
+    line.querySelector(".rate span").style.width = share; // of the script's own, which the policy allows
     list.append(line);
   }
-  return make("figure", {}, make("figcaption", { text: "pass rate by task" }), list);
+  if (rows.length > TASKS) list.append(make("p", { className: "quiet", text: `and ${short(rows.length - TASKS)} more tasks` }));
+  return make("figure", {}, make("figcaption", { text: "pass rate by task (scores above 0 of all scored)" }), list);
 }

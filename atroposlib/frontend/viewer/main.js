@@ -36,7 +36,7 @@ function update(now, before = null) {
   showFilters();
   for (const part of ["filter-panel", "search"]) byId(part).hidden = now.view === "failures"; // they are of groups
   const filtered = isNew || changed(now, before, ...FILTERS);
-  if (filtered && now.view !== "failures") guarded(loadNumbers);
+  if (filtered && before !== null && now.view !== "failures") guarded(loadNumbers); // at first when the panel opens
   if (now.view === "failures") return guarded(loadFailures);
   if (now.view === "compare") {
     if (filtered || changed(now, before, "left", "right", "offset")) guarded(loadComparison).then(() => markChosen());
