@@ -89,7 +89,7 @@ def read_object(path: Path) -> JsonObject | None:
 
 
 def _check_depth(text: str) -> None:
-    """RecursionError at a depth that is everywhere the same; Python's parser stops somewhere else in each of its versions."""
+    """RecursionError beyond a depth of our own; the parser of each Python has another."""
     if text.count("[") + text.count("{") <= _DEEPEST_READ:
         return
     depth = 0
