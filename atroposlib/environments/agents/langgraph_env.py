@@ -31,6 +31,7 @@ class LangGraphEnv(AgentEnv):
         return sum_number(index)
 
     async def run_agent(self, item: Sum, access: Access) -> str:
+        import httpx
         from langchain_core.messages import HumanMessage
         from langchain_core.tools import tool
         from langchain_openai import ChatOpenAI
@@ -47,24 +48,26 @@ class LangGraphEnv(AgentEnv):
             """Return a plus b."""
             return a + b
 
-        model = ChatOpenAI(
-            model=access.model,
-            base_url=access.openai_base_url,
-            api_key=access.key,
-            streaming=self.config.stream,
-            use_responses_api=self.config.api == "responses",
-        ).bind_tools([multiply, add])
+        async with httpx.AsyncClient() as client:  # its own would stay open after the run
+            model = ChatOpenAI(
+                model=access.model,
+                base_url=access.openai_base_url,
+                api_key=access.key,
+                http_async_client=client,
+                streaming=self.config.stream,
+                use_responses_api=self.config.api == "responses",
+            ).bind_tools([multiply, add])
 
-        async def think(state: MessagesState) -> dict:
-            return {"messages": [await model.ainvoke(state["messages"])]}
+            async def think(state: MessagesState) -> dict:
+                return {"messages": [await model.ainvoke(state["messages"])]}
 
-        graph = StateGraph(MessagesState)
-        graph.add_node("think", think)
-        graph.add_node("tools", ToolNode([multiply, add]))
-        graph.add_edge(START, "think")
-        graph.add_conditional_edges("think", tools_condition)
-        graph.add_edge("tools", "think")
-        final = await graph.compile().ainvoke({"messages": [HumanMessage(question(item))]})
+            graph = StateGraph(MessagesState)
+            graph.add_node("think", think)
+            graph.add_node("tools", ToolNode([multiply, add]))
+            graph.add_edge(START, "think")
+            graph.add_conditional_edges("think", tools_condition)
+            graph.add_edge("tools", "think")
+            final = await graph.compile().ainvoke({"messages": [HumanMessage(question(item))]})
         return str(final["messages"][-1].content)
 
     async def verify(self, item: Sum, run: AgentRun) -> float:

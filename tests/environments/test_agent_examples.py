@@ -1,0 +1,135 @@
+"""The agent programs of `environments/agents` against a scripted engine; one that is not installed skips its rows."""
+
+import importlib
+import json
+import re
+import sys
+
+import pytest
+
+from atroposlib.environments.agents.command_env import CommandEnv
+from atroposlib.environments.agents.sums import question, sum_number
+from atroposlib.testing import roll_out
+from atroposlib.type_definitions import IGNORE_INDEX
+
+NUMBERS = re.compile(r"What is (\d+) times (\d+), plus (\d+)\?")
+
+
+def call(name, **arguments):
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+
+
+def turns_of(prompt):
+    """What a model that uses both tools says to a sum, turn by turn."""
+    left, right, rest = map(int, NUMBERS.search(prompt).groups())
+    total = left * right + rest
+    last = call("final_answer", answer=total) if "final_answer" in prompt else f"It is {total}."
+    return [call("multiply", a=left, b=right), call("add", a=left * right, b=rest), last]
+
+
+def says(prompt):
+    return turns_of(prompt)[prompt.count("<|im_start|>assistant") - 1]
+
+
+def learned(tokenizer, masks):
+    from tokenizers import Tokenizer
+
+    ids = [token for token in masks if token != IGNORE_INDEX]
+    return Tokenizer.from_file(str(tokenizer / "tokenizer.json")).decode(ids, skip_special_tokens=False)
+
+
+PROGRAMS = {
+    "openai-agents, Responses": ("agents", "openai_agents_env", "OpenAIAgentsEnv", ()),
+    "openai-agents, Responses, streamed": ("agents", "openai_agents_env", "OpenAIAgentsEnv", ("stream", "true")),
+    "openai-agents, chat": ("agents", "openai_agents_env", "OpenAIAgentsEnv", ("api", "chat")),
+    "openai-agents, chat, streamed": (
+        "agents",
+        "openai_agents_env",
+        "OpenAIAgentsEnv",
+        ("api", "chat", "stream", "true"),
+    ),
+    "langgraph, chat": ("langgraph", "langgraph_env", "LangGraphEnv", ()),
+    "langgraph, chat, streamed": ("langgraph", "langgraph_env", "LangGraphEnv", ("stream", "true")),
+    "langgraph, Responses": ("langgraph", "langgraph_env", "LangGraphEnv", ("api", "responses")),
+    "langgraph, Responses, streamed": (
+        "langgraph",
+        "langgraph_env",
+        "LangGraphEnv",
+        ("api", "responses", "stream", "true"),
+    ),
+    "smolagents": ("smolagents", "smolagents_env", "SmolagentsEnv", ()),
+}
+
+
+@pytest.mark.parametrize(("package", "module", "name", "given"), PROGRAMS.values(), ids=PROGRAMS)
+def test_an_agent_of_a_library_is_one_row_in_which_each_generated_token_is_learned(
+    package, module, name, given, tmp_path
+):
+    pytest.importorskip(package)
+    env_cls = getattr(importlib.import_module(f"atroposlib.environments.agents.{module}"), name)
+    pairs = zip(given[::2], given[1::2], strict=True)
+    settings = [word for key, value in pairs for word in (f"--env.{key}", value)]
+    settings += ["--env.group_size", "2", "--env.ensure_scores_are_not_same", "false"]
+    (group,) = roll_out(env_cls, says, tmp_path, settings=settings)
+    assert group["scores"] == [1.0, 1.0]
+    wanted = "".join(
+        f"{text}<|im_end|>"
+        for text in turns_of(question(sum_number(0)) + ("final_answer" if package == "smolagents" else ""))
+    )
+    assert [learned(tmp_path / "tokenizer", masks) for masks in group["masks"]] == [wanted] * 2
+
+
+AGENT = """
+import json, os, subprocess, sys, urllib.request
+BASH = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+messages, calls = [{"role": "user", "content": sys.argv[-1]}], True
+while calls:
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "tools": [BASH]}
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    reply = urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers))
+    messages.append(json.load(reply)["choices"][0]["message"])
+    calls = messages[-1].get("tool_calls") or []
+    for call in calls:
+        command = json.loads(call["function"]["arguments"])["command"]
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": done.stdout})
+"""
+MINI = ["-m", "openai/any", "--yolo", "--exit-immediately", "-c", "mini.yaml", "-t"]
+COMMANDS = {
+    "a script": (None, lambda folder: [sys.executable, str(folder / "agent.py")]),
+    "mini-swe-agent": (
+        "minisweagent",
+        lambda _: [
+            "env",
+            "MSWEA_CONFIGURED=1",
+            "MSWEA_COST_TRACKING=ignore_errors",
+            sys.executable,
+            "-m",
+            "minisweagent.run.mini",
+            *MINI,
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("package", "command"), COMMANDS.values(), ids=COMMANDS)
+def test_a_command_line_agent_finds_its_model_by_its_environment_and_is_one_row(package, command, tmp_path):
+    if package:
+        pytest.importorskip(package)
+    (tmp_path / "agent.py").write_text(AGENT)
+    task = {"prompt": "Sum up.", "check": 'test "$(cat sum.txt)" = 42', "files": {"in.txt": "40 2"}}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(task) + "\n")
+    submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT" if package else "true"
+    turns = [call("bash", command=line) for line in ("cat in.txt", "echo 42 > sum.txt", submit)]
+    turns += [] if package else ["Done."]
+    settings = {"command": json.dumps(command(tmp_path)), "tasks": str(tmp_path / "tasks.jsonl"), "group_size": "1"}
+    flags = [word for key, value in settings.items() for word in (f"--env.{key}", value)]
+    flags += ["--env.ensure_scores_are_not_same", "false"]
+    (group,) = roll_out(
+        CommandEnv, lambda prompt: turns[prompt.count("<|im_start|>assistant") - 1], tmp_path, settings=flags
+    )
+    assert group["scores"] == [1.0]
+    (masks,) = group["masks"]
+    assert learned(tmp_path / "tokenizer", masks) == "".join(f"{text}<|im_end|>" for text in turns)
+    assert "40 2" in json.dumps(group["messages"])
