@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from atroposlib.sandbox.seccomp import ARCHITECTURES, filter_program
-from atroposlib.sandbox.workers import SandboxError
+from atroposlib.sandbox.workers import LONGEST_WAIT, SandboxError, time_left_s
 
 Verdict = Literal["exit", "time", "cpu", "memory", "processes", "disk", "file size", "output", "open files"]
 
@@ -48,7 +48,7 @@ _CHUNK = 2**16
 class Limits:
     """Bounds of one program; each has its word in `Verdict`."""
 
-    wall_s: float = 10.0
+    wall_s: float = 10.0  # while it waits; while it computes, as much processor time
     cpu_s: float = 10.0  # of all its processes
     memory_mb: int = 512  # of all its processes, in MiB
     processes: int = 32
@@ -332,7 +332,9 @@ class _Watch:
         while True:
             now = time.monotonic()
             if now >= deadline:
-                return "time"
+                if (left_s := self._time_left_s(now)) == 0:
+                    return "time"
+                deadline = now + left_s
             ready = {descriptor for descriptor, _ in poll.poll(max(0, min(deadline, next_look) - now) * 1000)}
             for descriptor in ready & self._sources.keys():
                 if not self._read(descriptor):
@@ -356,6 +358,20 @@ class _Watch:
                     return exceeded
                 tick = min(tick * 1.5, _LAST_TICK_S)
                 next_look = time.monotonic() + tick
+
+    def _time_left_s(self, now: float) -> float:
+        """Return how much longer a program may take whose time is over; SandboxError where it never got its share."""
+        limit_s, lasted_s = self._limits.wall_s, now - self._begun
+        first = self._first_process()
+        has_begun = first is not None and bool(self.channel)
+        usage = usage_of(first) if first is not None else ResourceUse(0, 0, 0.0, True)
+        left_s = time_left_s(limit_s, lasted_s, usage.cpu_s, is_runnable=usage.is_runnable or not has_begun)
+        if left_s == 0 and usage.cpu_s < limit_s and (usage.is_runnable or not has_begun):
+            raise SandboxError(
+                f"the machine is too busy: a program had {usage.cpu_s:.1f} s of a processor in {lasted_s:.0f} s, "
+                f"{LONGEST_WAIT} times its limit; run fewer at once"
+            )
+        return left_s
 
     def _read(self, descriptor: int) -> bool:
         """Read what is there; False at the end."""
@@ -438,18 +454,20 @@ class ResourceUse:
     processes: int
     memory: int  # bytes; pages that forks share count for each
     cpu_s: float
+    is_runnable: bool  # one of them computes, or would if it had a processor
 
 
 def usage_of(first: int) -> ResourceUse:
     """Return what a sandbox uses. `first` is its first process, which is not among those counted."""
     processes = list(_descendants(first))
-    memory, ticks = 0, 0
+    memory, ticks, is_runnable = 0, 0, False
     for process in (first, *processes):
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+            is_runnable |= fields[0] == b"R"
             ticks += sum(map(int, fields[11:15]))  # its own time and that of children it waited for
             memory += _kilobytes(process, "status", (b"RssAnon:", b"RssShmem:")) * 1024
-    return ResourceUse(len(processes), memory, ticks / os.sysconf("SC_CLK_TCK"))
+    return ResourceUse(len(processes), memory, ticks / os.sysconf("SC_CLK_TCK"), is_runnable)
 
 
 def shared_out(first: int) -> int:

@@ -27,9 +27,11 @@ def main(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, replies = take_over_stdio()
     while (request := read_message(requests)) is not None:
-        # The default action of SIGALRM ends the process whatever Python is doing, also when nobody is left to kill it.
-        signal.setitimer(signal.ITIMER_REAL, request["timeout_s"] + GRACE_S)
+        # The default action of these ends the process whatever Python is doing, also when nobody is left to kill it.
+        signal.setitimer(signal.ITIMER_REAL, request["longest_s"] + GRACE_S)
+        signal.setitimer(signal.ITIMER_PROF, request["timeout_s"] + GRACE_S)
         reply = answer(request)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         reply |= {"id": request["id"], "retire": uses_too_much(memory_bytes)}
         write_message(replies, reply)

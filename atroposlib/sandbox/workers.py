@@ -35,6 +35,9 @@ from atroposlib.type_definitions import Json, JsonObject
 OPENING_TIMEOUT_S = 120.0
 """Seconds for importing what a function needs; on a busy machine a large package takes long."""
 
+LONGEST_WAIT = 10
+"""Times its limit after which a call ends that the machine gives no processor."""
+
 MAX_REPLY_BYTES = 16 * 2**20
 
 _WORKER = Path(__file__).with_name("worker_main.py")
@@ -64,7 +67,8 @@ class WorkerPool:
         """
         Args:
             workers: processes at the same time.
-            timeout_s: seconds per call, counted from when a worker begins it.
+            timeout_s: seconds per call, counted from when a worker begins it; of processor time while it computes, so
+                that a busy machine ends no call that a quiet one does not.
             memory_mb: address space of a worker, in MiB.
         """
         self.timeout_s = timeout_s
@@ -180,11 +184,12 @@ class Worker:
 
     def _exchange(self, call: WorkerCall, function: str, args: tuple[object, ...], timeout_s: float) -> JsonObject:
         number = secrets.token_hex(8)
-        request = json.dumps({"id": number, "function": function, "args": args, "timeout_s": timeout_s}).encode()
+        limits = {"timeout_s": timeout_s, "longest_s": LONGEST_WAIT * timeout_s}
+        request = json.dumps({"id": number, "function": function, "args": args, **limits}).encode()
         connection = self._start()
         if call.is_cancelled:  # before there was a process to kill
             raise SandboxError("the call was cancelled")
-        deadline = time.monotonic() + timeout_s
+        deadline = _Deadline(self._process.pid if self._process is not None else 0, timeout_s)
         try:
             self._send(connection, _HEAD.pack(len(request)) + request, deadline)
             (length,) = _HEAD.unpack(self._receive(connection, _HEAD.size, deadline))
@@ -206,14 +211,14 @@ class Worker:
             raise SandboxError(reply["error"])
         return reply
 
-    def _send(self, connection: socket.socket, message: bytes, deadline: float) -> None:
+    def _send(self, connection: socket.socket, message: bytes, deadline: "_Deadline") -> None:
         left = memoryview(message)
         while left:
             self._wait(connection, select.POLLOUT, deadline)
             with contextlib.suppress(BlockingIOError):
                 left = left[connection.send(left) :]
 
-    def _receive(self, connection: socket.socket, count: int, deadline: float) -> bytes:
+    def _receive(self, connection: socket.socket, count: int, deadline: "_Deadline") -> bytes:
         received = bytearray()
         while len(received) < count:
             self._wait(connection, select.POLLIN, deadline)
@@ -224,16 +229,15 @@ class Worker:
                 received += part
         return bytes(received)
 
-    def _wait(self, connection: socket.socket, event: int, deadline: float) -> None:
+    def _wait(self, connection: socket.socket, event: int, deadline: "_Deadline") -> None:
         """Return when the connection is ready; EOFError when the process is dead and has sent nothing more."""
         poll = select.poll()
         poll.register(connection, event)
         if self._pidfd is not None:  # a child that lives on would keep the connection open
             poll.register(self._pidfd, select.POLLIN)
-        left_s = deadline - time.monotonic()
-        ready = dict(poll.poll(max(0, left_s) * 1000))
-        if not ready:
-            raise TimeoutError
+        while not (ready := dict(poll.poll(1000 * deadline.wait_s()))):
+            if deadline.is_over():
+                raise TimeoutError
         if connection.fileno() not in ready:
             raise EOFError
 
@@ -296,6 +300,54 @@ class Worker:
             if hasattr(os, "pidfd_open"):  # Linux
                 self._pidfd = os.pidfd_open(self._process.pid)
             return ours
+
+
+class _Deadline:
+    """The end of a call, which a process that wants a processor and gets none puts off."""
+
+    def __init__(self, pid: int, timeout_s: float) -> None:
+        self._pid, self._timeout_s, self._begun = pid, timeout_s, time.monotonic()
+        self._used_s = _use_of(pid)[1]
+        self._at = self._begun + timeout_s
+
+    def wait_s(self) -> float:
+        """Return the seconds until it is worth asking whether the call is over."""
+        return max(0.0, self._at - time.monotonic())
+
+    def is_over(self) -> bool:
+        """Return False where the process still has a claim to processor time, which moves the deadline."""
+        is_runnable, used_s = _use_of(self._pid)
+        now = time.monotonic()
+        left_s = time_left_s(self._timeout_s, now - self._begun, used_s - self._used_s, is_runnable=is_runnable)
+        self._at = now + left_s
+        return left_s == 0
+
+
+def time_left_s(limit_s: float, lasted_s: float, used_s: float, *, is_runnable: bool) -> float:
+    """Return how much longer what has lasted for its limit may take, 0 for no longer.
+
+    What waits (for sleep, a lock, input) has had its time. What computes has a claim to as much processor time, so that
+    a busy machine ends nothing that a quiet one does not; but it lasts at most LONGEST_WAIT times its limit.
+
+    Args:
+        used_s: processor time.
+        is_runnable: it computes, or would if it had a processor.
+    """
+    if not is_runnable or used_s >= limit_s or lasted_s >= LONGEST_WAIT * limit_s:
+        return 0.0
+    return max(limit_s - used_s, _LEAST_CLAIM_S)
+
+
+_LEAST_CLAIM_S = 0.02
+
+
+def _use_of(pid: int) -> tuple[bool, float]:
+    """Return whether a process computes or would, and its processor seconds; Linux only, else it does not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return False, 0.0
+    return fields[0] == b"R", sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

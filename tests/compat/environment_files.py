@@ -93,7 +93,7 @@ def main() -> int:
     given.folder = given.folder.resolve()
     files = sorted(path for path in given.folder.rglob("*.py") if given.only in str(path) and is_environment(path))
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
-    logs = given.logs or Path(tempfile.mkdtemp(prefix="environment-files-"))
+    logs = given.logs.resolve() if given.logs else Path(tempfile.mkdtemp(prefix="environment-files-"))
     logs.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer(logs / "tokenizer")
     engine, url = start_engine(logs)

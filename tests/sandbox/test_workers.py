@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from atroposlib.sandbox.workers import SandboxError, WorkerPool, as_score
+from atroposlib.sandbox.workers import SandboxError, WorkerPool, as_score, time_left_s
 
 VICTIMS = "victims"
 
@@ -64,6 +64,21 @@ async def test_a_hanging_function_is_killed_in_time_and_the_next_call_works(pool
     pool.timeout_s = 20
     assert not is_running(worker)
     assert await pool.call(f"{VICTIMS}:double", 1) == 2
+
+
+LEFT = {
+    "it sleeps": ((2, 2.0, 0.1, False), 0),
+    "it computes and had half of its time": ((2, 2.0, 1.0, True), 1.0),
+    "it computes and had its time": ((2, 2.1, 2.0, True), 0),
+    "a moment is missing": ((2, 2.0, 1.999, True), 0.02),
+    "the machine gives it nothing": ((2, 20.0, 0.5, True), 0),
+}
+
+
+@pytest.mark.parametrize(("given", "left_s"), LEFT.values(), ids=LEFT)
+def test_a_limit_ends_what_waits_and_what_had_its_processor_time_not_what_a_busy_machine_keeps_waiting(given, left_s):
+    limit_s, lasted_s, used_s, is_runnable = given
+    assert time_left_s(limit_s, lasted_s, used_s, is_runnable=is_runnable) == left_s
 
 
 async def test_an_opening_is_done_once_in_the_life_of_a_worker_and_may_take_longer_than_a_call(pool):
