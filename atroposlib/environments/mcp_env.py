@@ -31,7 +31,7 @@ from atroposlib.environments.rows import Row, load_split
 from atroposlib.environments.tool_calling_server import shown, written
 from atroposlib.environments.tool_use.bfcl import MadeCall
 from atroposlib.environments.tool_use.mcp_session import Session, SessionPool
-from atroposlib.errors import EnvironmentFault
+from atroposlib.errors import EnvironmentFault, VerifierFault
 
 INVENTORY = [sys.executable, str(Path(__file__).parent / "tool_use" / "inventory_server.py")]
 _ARTICLES = ["lamps", "chairs", "kettles", "routers", "tripods", "ladders", "mirrors", "shelves", "fans", "stools"]
@@ -107,7 +107,14 @@ class McpWorld(World):
         answer = self.task.get("answer")
         if answer is not None and last_move(text).casefold() != answer.casefold():
             return False
-        return all([await self._call(check) == check["result"] for check in self.task.get("checks", ())])
+        return all([await self._check(check) == check["result"] for check in self.task.get("checks", ())])
+
+    async def _check(self, check: Check) -> str:
+        """Return the result of a call after the end; VerifierFault where it takes too long."""
+        assert self.session is not None
+        if (said := await self._call(check)) == self.session.late:
+            raise VerifierFault(f"{check['name']} should check the task, but gives {said}")
+        return said
 
     async def _call(self, call: MadeCall | Check) -> str:
         assert self.session is not None

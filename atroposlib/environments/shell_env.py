@@ -106,20 +106,24 @@ class ShellWorld(World):
         """Tell whether the folder is as it should be; VerifierFault where the check could not be made."""
         names = [f"{_BOX}/{name}" for name in self.task["expect"]]
         if names:
-            found = (await self._run(_UNPACK, keep=names)).files
+            outcome = await self._run(_UNPACK, keep=names)
+            if _tells_nothing(outcome):
+                raise VerifierFault(f"the files could not be looked at within the limit of {outcome.verdict}")
+            found = outcome.files
             said = {name: found.get(f"{_BOX}/{name}", b"\xff").decode(errors="replace") for name in self.task["expect"]}
             if any(said[name].rstrip() != text.rstrip() for name, text in self.task["expect"].items()):
                 return False
         if (check := self.task.get("check")) is None:
             return bool(names)
         outcome = await self._run(_CHECKING, check)
-        if outcome.exit_code == CANNOT_TELL and await self._cannot_tell(check):
-            raise VerifierFault(f"the check could not be made: {outcome.stderr[-500:].decode(errors='replace')}")
+        if _tells_nothing(outcome) and await self._cannot_tell(check):
+            said = outcome.stderr[-500:].decode(errors="replace") or f"it exceeds its limit of {outcome.verdict}"
+            raise VerifierFault(f"the check could not be made: {said}")
         return outcome.verdict == "exit" and outcome.exit_code == 0
 
     async def _cannot_tell(self, check: str) -> bool:
         self.files = self.given
-        return (await self._run(_CHECKING, check)).exit_code == CANNOT_TELL
+        return _tells_nothing(await self._run(_CHECKING, check))
 
     async def _called(self, call: ToolCall) -> Message:
         command = _command(call)
@@ -220,6 +224,10 @@ def _command(call: ToolCall) -> str | None:
 
 def _is_passable(text: Any) -> TypeGuard[str]:
     return isinstance(text, str) and "\0" not in text and not re.search("[\ud800-\udfff]", text)
+
+
+def _tells_nothing(outcome: Outcome) -> bool:
+    return outcome.exit_code == CANNOT_TELL or outcome.verdict in ("time", "cpu")
 
 
 def _said(outcome: Outcome) -> str:

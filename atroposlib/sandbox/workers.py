@@ -56,10 +56,6 @@ class SandboxError(AtroposError, RuntimeError):
     """The called code has no result: it raised, took too long, ran out of memory or died."""
 
 
-class LimitError(SandboxError):
-    """The call took more time or memory than it may."""
-
-
 class WorkerPool:
     """A few persistent workers, each started when first needed, doing one call at a time. Safe in threads and forks."""
 
@@ -198,7 +194,7 @@ class Worker:
             reply = _checked(self._receive(connection, length, deadline), number)
         except TimeoutError:
             self.stop()
-            raise LimitError(f"no result after {timeout_s:g} s") from None
+            raise SandboxError(f"no result after {timeout_s:g} s") from None
         except (EOFError, OSError):
             raise SandboxError(f"the process died ({_ending(self.stop(grace_s=2))})") from None
         except BaseException:
@@ -206,7 +202,7 @@ class Worker:
             raise
         if reply.get("out_of_memory"):
             self.stop()
-            raise LimitError(f"out of memory (limit {self._memory_mb} MiB)")
+            raise SandboxError(f"out of memory (limit {self._memory_mb} MiB)")
         if "error" in reply:
             raise SandboxError(reply["error"])
         return reply

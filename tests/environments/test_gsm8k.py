@@ -105,7 +105,7 @@ async def test_process_writes_its_groups_from_a_local_file(make_env, tmp_path):
     assert [json.loads(line)["scores"] for line in shard.read_text().splitlines()] == [[1.0, 1.0]] * 3
 
 
-FOR_EVER = r"\boxed{\int_0^1 x^{x^{x^{x}}} dx}"
+FOR_EVER = r"\boxed{(\sin x + \cos x + \tan x + \sqrt{x})^{14}}"
 
 
 async def test_an_answer_that_takes_for_ever_costs_only_itself_and_does_not_hold_up_the_loop(make_env):
@@ -121,12 +121,12 @@ async def test_an_answer_that_takes_for_ever_costs_only_itself_and_does_not_hold
     beating = asyncio.create_task(beat())
     verdicts = await env.verdicts([r"\boxed{1}", FOR_EVER, r"\boxed{2}"], item)
     beating.cancel()
-    assert [verdict.right for verdict in verdicts] == [True, False, False]
+    assert [verdict.right for verdict in verdicts] == [True, None, False]
     assert len(beats) > 5
 
 
 async def test_an_answer_that_nobody_can_judge_costs_its_siblings_nothing(make_env, problems, tmp_path):
-    right = r"\int_0^2 x^{x^{x^{x}}} dx"
+    right = r"\sqrt{x}"
     problems.write_text("".join(json.dumps({"question": f"No. {n}?", "answer": right}) + "\n" for n in range(20)))
     answers = iter([f"<think>Hm.</think> {FOR_EVER}", rf"\boxed{{{right}}}"])
     env = await make_env(

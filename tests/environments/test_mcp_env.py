@@ -10,7 +10,7 @@ from atroposlib.environments.policies import scripted
 from atroposlib.environments.rows import write_rows
 from atroposlib.environments.tool_calling_server import written
 from atroposlib.environments.tool_use.mcp_session import Session
-from atroposlib.errors import ConfigError, EnvironmentFault
+from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
 from tests.environments.test_multi_turn import make_env
 
 HTTP = [*INVENTORY, "--port", "{port}"]
@@ -110,6 +110,12 @@ async def test_a_tool_that_hangs_costs_its_call_and_its_server_is_not_used_again
     player = await played(env, [written([{"name": "wait", "arguments": {}}]), "1"], NUMBER)
     assert (player.score, player.messages[-2]["content"]) == (1.0, "Error: no result after 0.5 s")
     assert env.pool._idle == []
+
+
+async def test_a_check_that_hangs_is_no_score(env_of, odd):
+    env = await env_of(server_command=odd, tool_timeout_s=0.5)
+    with pytest.raises(VerifierFault, match=r"wait should check the task, but gives Error: no result after 0\.5 s"):
+        await played(env, ["1"], {**NUMBER, "checks": [{"name": "wait", "arguments": {}, "result": "1"}]})
 
 
 @pytest.mark.parametrize("words", [[], ["{port}"]], ids=["stdio", "streamable HTTP"])

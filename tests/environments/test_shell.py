@@ -82,6 +82,13 @@ async def test_a_check_that_could_not_be_made_is_no_score(sandbox):
         await done(sandbox, {"check": "echo no tool >&2; exit 125"}, "true")
 
 
+async def test_a_check_that_takes_too_long_is_no_score_unless_it_is_the_agent_who_made_it_so(sandbox):
+    with pytest.raises(VerifierFault, match="it exceeds its limit of time"):
+        await done(sandbox, {"check": "sleep 9"}, "true")
+    task = {"check": "sh test.sh", "files": {"test.sh": "exit 1"}}
+    assert (await done(sandbox, task, "echo 'sleep 9' > test.sh"))[0] is False
+
+
 @pytest.mark.parametrize("code", [1, 125, 126, 127, 137, 255])
 async def test_no_exit_code_of_what_the_agent_wrote_avoids_a_score(sandbox, code):
     task = {"check": "sh test.sh", "files": {"test.sh": "exit 1"}}

@@ -108,6 +108,11 @@ class Session:
             await asyncio.gather(self._task, return_exceptions=True)
         await self._end_process()
 
+    @property
+    def late(self) -> str:
+        """The result of a call that takes too long."""
+        return f"Error: no result after {self.timeout_s:g} s"
+
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Return the text of a result; one that begins with "Error" where the tool failed or took too long.
 
@@ -139,8 +144,7 @@ class Session:
                     self.is_sound = False
                     async with asyncio.timeout(self.timeout_s):  # is it the call, or the server?
                         await client.list_tools(cache_mode="bypass")
-                    late = f"no result after {self.timeout_s:g} s"
-                    answer.set_result(f"Error: {late if isinstance(error, TimeoutError) else error}")
+                    answer.set_result(self.late if isinstance(error, TimeoutError) else f"Error: {error}")
 
     def _ended(self, otherwise: str) -> EnvironmentFault:
         error = self._task.exception() if self._task and self._task.done() and not self._task.cancelled() else None

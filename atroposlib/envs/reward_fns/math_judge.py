@@ -4,10 +4,10 @@
     verdict.right, verdict.answer, verdict.reason
 
 Plain numbers, lists of them and words are compared here, exactly. Everything else goes to math-verify in a worker
-process, which is killed when it takes too long: sympy may need for ever on what a model writes. An answer that is not
-evaluated within the limits of size, time and memory is wrong where the right answer is: the right one says that a
-shorter form exists. Where the same worker cannot evaluate the right answer either (that, or the machine, is at fault),
-or fails otherwise, the response could not be judged (`right` is None); its siblings have their verdicts.
+process, which is killed when it takes too long: sympy may need for ever on what a model writes. What the text alone
+says is wrong at once: an answer of a size that is not evaluated, or an integral, a sum, a product or a limit, which
+repeats the problem, where the right answer is none. A comparison that exceeds the limits of processor time or memory,
+or fails otherwise, says nothing about the answer (`right` is None); its siblings have their verdicts.
 """
 
 import asyncio
@@ -25,16 +25,13 @@ from atroposlib.envs.reward_fns.math_answers import Quantity, clean, read_quanti
 from atroposlib.envs.reward_fns.math_size import out_of_reach
 from atroposlib.errors import VerifierFault
 from atroposlib.rollouts.failures import Unscored
-from atroposlib.sandbox.workers import LimitError, SandboxError, WorkerCall, WorkerPool
+from atroposlib.sandbox.workers import SandboxError, WorkerCall, WorkerPool
 
 if TYPE_CHECKING:
     from sympy import Basic, MatrixBase
 
-TIMEOUT_S = 5.0
-"""For one comparison by math-verify."""
-
-_PLAIN = "7919"
-"""With this a right answer is compared to see whether it can be; with itself it would not be evaluated."""
+TIMEOUT_S = 10.0
+"""For one comparison by math-verify, which takes up to four for a hard right answer."""
 
 TOLERANCE = 1e-6
 MAX_ANSWER_CHARS = 4000
@@ -68,7 +65,7 @@ class MathJudge:
         """
         Args:
             workers: processes at the same time; each is started when first needed.
-            timeout_s: seconds for one comparison.
+            timeout_s: seconds for one comparison, of processor time; see `WorkerPool`.
             memory_mb: address space of a worker, in MiB.
         """
         self.pool = WorkerPool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
@@ -85,10 +82,7 @@ class MathJudge:
         looks, calls = self._begin(replies, gold, tolerance, skip_thinking)
         for call in calls.values():
             call.future.exception()  # wait; `_verdict` reads it
-        rights = self._right_answers(calls)
-        for call in rights.values():
-            call.future.exception()
-        return [_verdict(look, calls, rights) for look in looks]
+        return [_verdict(look, calls) for look in looks]
 
     async def judge_async(
         self,
@@ -101,9 +95,7 @@ class MathJudge:
         """Judge as `judge` does, without holding up the event loop."""
         looks, calls = self._begin(replies, gold, tolerance, skip_thinking)
         await _ended(calls)
-        rights = self._right_answers(calls)
-        await _ended(rights)
-        return [_verdict(look, calls, rights) for look in looks]
+        return [_verdict(look, calls) for look in looks]
 
     def close(self) -> None:
         """End the worker processes."""
@@ -125,13 +117,6 @@ class MathJudge:
     def _ask(self, question: Question) -> WorkerCall:
         opening = (f"{__name__}:load_engine", "")
         return self.pool.submit(f"{__name__}:ask_engine", question.answer, question.gold, opening=opening)
-
-    def _right_answers(self, calls: Mapping[Question, WorkerCall]) -> dict[Question, WorkerCall]:
-        """Compare each right answer that some answer was compared with until a limit with a plain number, once each."""
-        exceeded = [question for question, call in calls.items() if isinstance(call.future.exception(), LimitError)]
-        rights = {question: Question(_PLAIN, question.gold) for question in exceeded}
-        asked = {right: self._ask(right) for right in dict.fromkeys(rights.values())}
-        return {question: asked[right] for question, right in rights.items()}
 
 
 @cache
@@ -172,9 +157,7 @@ async def _ended(calls: Mapping[Question, WorkerCall]) -> None:
         raise
 
 
-def _verdict(
-    look: tuple[Verdict, Question | None], calls: Mapping[Question, WorkerCall], rights: Mapping[Question, WorkerCall]
-) -> Verdict:
+def _verdict(look: tuple[Verdict, Question | None], calls: Mapping[Question, WorkerCall]) -> Verdict:
     verdict, question = look
     if question is None:
         return verdict
@@ -182,8 +165,6 @@ def _verdict(
     if (error := future.exception()) is not None:
         if not isinstance(error, SandboxError):
             raise error
-        if question in rights and rights[question].future.exception() is None:
-            return replace(verdict, right=False, reason=f"the answer is not evaluated as the right one is: {error}")
         return replace(verdict, reason=f"math-verify failed on {question.answer[:100]!r}: {error}")
     outcome, reason = future.result()
     return replace(verdict, right=outcome, reason=reason)
@@ -284,7 +265,7 @@ def _unwrapped(text: str) -> str:
 
 
 _LABEL = re.compile(r"^\([A-J]\) *(?![ ()^_*/+-])|^[A-J][.):] +(?=\S)")
-_EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
+_EQUALS = re.compile(r"(?<![<>!:=])=(?!=)(?![^{}]*(?<!\\)\})")  # not that of \sum_{n=1}
 
 
 def _compare_labels(answer: str, gold: str) -> bool | None:
@@ -403,11 +384,14 @@ def _ask(answer: str, gold: str) -> tuple[bool | None, str, Question | None]:
     (given, unit), (right, right_unit) = _without_unit(answer), _without_unit(gold)
     if unit and right_unit and unit != right_unit:
         return False, "the units differ", None
+    if (left := _UNEVALUATED.search(given)) is not None and not _UNEVALUATED.search(right):
+        return False, f"the answer is not evaluated: {left[0]}", None
     if (size := out_of_reach(given)) is not None and out_of_reach(right) is None:
         return False, f"the answer is not evaluated: {size}", None
     return None, "not judged", Question(given, right)
 
 
+_UNEVALUATED = re.compile(r"\\(?:i+nt|oint|sum|prod|coprod|lim)(?![A-Za-z])")
 _UNIT_AT_END = re.compile(
     r"\\(?:text|textrm|mathrm|mbox) *\{ *(?P<macro>[^{}]*)\} *(?:\^ *\{? *(?P<power>[23]) *\}?)? *$"
     r"|(?<=[ })])(?P<bare>[a-z]{2,}(?:\^[23])?)$|(?P<degrees>\^\\circ) *$"

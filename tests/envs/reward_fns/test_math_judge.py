@@ -19,6 +19,7 @@ from atroposlib.envs.reward_fns.math_answers import (
 from atroposlib.envs.reward_fns.math_judge import MathJudge, first_look, scores
 from atroposlib.envs.reward_fns.math_size import out_of_reach
 from atroposlib.errors import VerifierFault
+from atroposlib.rollouts.failures import Unscored
 
 PLACES = [  # reply, gold, right
     (r"<think>\boxed{1}</think> \boxed{2}", "2", True),
@@ -350,7 +351,7 @@ def test_every_answer_of_the_table_gets_the_right_verdict(judge):
     assert not wrong
 
 
-FOR_EVER = r"\boxed{\int_0^1 x^{x^{x^{x}}} dx}"
+FOR_EVER = r"\boxed{(\sin x + \cos x + \tan x + \sqrt{x})^{14}}"
 
 TOO_LARGE = [
     r"9^{9^{9^{9^{9}}}}",
@@ -414,13 +415,28 @@ def test_an_answer_that_takes_for_ever_costs_only_itself_in_threads(hasty):
         groups = [threads.submit(hasty.judge, replies, "42") for _ in range(2)]
     for group in groups:
         verdicts = group.result()
-        assert scores(verdicts, right=2.0, wrong=-1.0) == [2.0, -1.0, -1.0]
-        assert "not evaluated as the right one is: no result after 1 s" in verdicts[1].reason
+        right, unscored, wrong = scores(verdicts, right=2.0, wrong=-1.0)
+        assert (right, wrong) == (2.0, -1.0)
+        assert isinstance(unscored, Unscored)
+        assert "no result after 1 s" in str(unscored.fault)
 
 
-def test_an_answer_that_takes_for_ever_is_unjudged_where_the_right_one_does_too(hasty):
-    (unscored,) = scores(hasty.judge([FOR_EVER], r"\int_0^2 x^{x^{x^{x}}} dx"))
-    assert "no result after 1 s" in str(unscored.fault)
+OPERATORS = [
+    r"\int_0^{\infty} e^{-x^2} dx",
+    r"\iint 1 dx dy",
+    r"2\sum_{n=1}^{10} n",
+    r"\lim_{x \to 0} \frac{\sin x}{x}",
+    r"\prod_{k=2}^{9} k",
+]
+
+
+@pytest.mark.parametrize("answer", OPERATORS)
+def test_a_problem_that_is_repeated_in_place_of_its_value_is_wrong_at_once_unless_that_is_the_right_answer(answer):
+    verdict, question = first_look(rf"\boxed{{{answer}}}", r"\frac{\sqrt{\pi}}{2}")
+    assert (verdict.right, question) == (False, None)
+    assert "the answer is not evaluated: \\" in verdict.reason
+    assert first_look(rf"\boxed{{{answer} = \frac{{3}}{{7}}}}", r"\frac{3}{7}")[0].right
+    assert first_look(rf"\boxed{{1 + {answer}}}", rf"{answer} + 1")[1] is not None
 
 
 async def test_the_event_loop_runs_while_answers_are_judged_and_a_blocking_judgement_in_it_ends_too(hasty):
@@ -433,9 +449,9 @@ async def test_the_event_loop_runs_while_answers_are_judged_and_a_blocking_judge
             beats += 1
 
     beating = asyncio.create_task(beat())
-    assert [verdict.right for verdict in await hasty.judge_async([FOR_EVER], "42")] == [False]
+    assert [verdict.right for verdict in await hasty.judge_async([FOR_EVER], "42")] == [None]
     assert beats > 5
-    assert [verdict.right for verdict in hasty.judge([FOR_EVER, "#### 42"], "42")] == [False, True]
+    assert [verdict.right for verdict in hasty.judge([FOR_EVER, "#### 42"], "42")] == [None, True]
     beating.cancel()
 
 
