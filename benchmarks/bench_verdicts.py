@@ -1,4 +1,4 @@
-"""Count how many made replies IFEval's and DROP's checkers in lm-eval and ours judge alike; no engine is asked.
+"""Count how many made replies lm-eval's IFEval, DROP and TriviaQA and ours judge alike; no engine is asked.
 
     python -m benchmarks.bench_verdicts VENV/bin/python
 
@@ -8,13 +8,14 @@ VENV is an environment of its own with `pip install 'lm-eval[api]==0.4.13' langd
 import argparse
 import json
 import random
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from atroposlib.environments.constraints import all_hold
-from atroposlib.environments.eval_environments.kinds import F1, benchmarks, f1
+from atroposlib.environments.eval_environments.kinds import F1, Aliases, benchmarks, f1
 from benchmarks.bench_lm_eval import Row, run
 
 FRAGMENTS = (
@@ -128,7 +129,11 @@ from lm_eval.tasks.drop.utils import get_answers, process_results
 from lm_eval.tasks.ifeval import instructions_util, utils
 whole = instructions_util.nltk.word_tokenize
 instructions_util.nltk.word_tokenize = lambda text: whole(text, preserve_line=True)  # NLTK's data is not there
-given, found = json.load(open(sys.argv[1])), {"ifeval": [], "drop": []}
+from lm_eval.api.metrics import exact_match_hf_evaluate
+given, found = json.load(open(sys.argv[1])), {"ifeval": [], "drop": [], "triviaqa": []}
+for names, text in given["triviaqa"]:  # as lm-eval's task has it
+    alike = [exact_match_hf_evaluate([text], [name], ignore_case=True, ignore_punctuation=True) for name in names]
+    found["triviaqa"].append(max(float(each["exact_match"]) for each in alike))
 for name, arguments, text in given["ifeval"]:
     example = utils.InputExample(0, [name], "", [arguments])
     found["ifeval"].append(utils.test_instruction_following_strict(example, text).follow_all_instructions)
@@ -161,11 +166,17 @@ def made_replies(items: int) -> dict[str, list[Any]]:
         row = {"passage": "p", "question": "q?", "query_id": "1", "answer": first, "validated_answers": known}
         drop.append((row, rng.choice([phrase(), " ".join(first["spans"]) or first["number"] or "3 May 1990"])))
     ifeval = [(name, given, text) for name, ways in INSTRUCTIONS.items() for given in ways for text in texts]
-    return {"ifeval": ifeval, "drop": drop}
+    trivia: list[tuple[list[str], str]] = []
+    for _ in range(4 * items):
+        names = [phrase() for _ in range(rng.randint(1, 3))]
+        said = rng.choice(names)
+        change = rng.choice((str.upper, str.title, "the {}".format, '"{}"'.format, "{}!".format, str))
+        trivia.append((names, rng.choice((change(said), phrase(), f"{said} {phrase()}"))))
+    return {"ifeval": ifeval, "drop": drop, "triviaqa": trivia}
 
 
 def verdicts(python: str, items: int) -> None:
-    """Print how many made replies both sides score alike, with the checkers of lm-eval's IFEval and DROP."""
+    """Print how many made replies both sides score alike, with lm-eval's checkers."""
     made = made_replies(items)
     with tempfile.TemporaryDirectory() as folder:
         given, found = Path(folder) / "given.json", Path(folder) / "found.json"
@@ -179,6 +190,12 @@ def verdicts(python: str, items: int) -> None:
     for (row, text), grade in zip(made["drop"], theirs["drop"], strict=True):
         ours = max((f1(text, spans) for spans in kind.item(row)["answers"]), default=0.0)
         counts.setdefault("drop", []).append(abs(ours - grade) < 1e-9)
+    trivia = Aliases(benchmarks()["triviaqa"], "0")
+    for (names, text), grade in zip(made["triviaqa"], theirs["triviaqa"], strict=True):
+        ours = trivia.grade(text, {"answers": names})
+        counts.setdefault("triviaqa", []).append(ours == grade)
+        if ours != grade and sum(not same for same in counts["triviaqa"]) <= 8:
+            print(f"triviaqa, {names}: {text!r} scores {ours:.0f} here, {grade:.0f} there", file=sys.stderr)
     for name, alike in counts.items():
         print(f"| {name} | {sum(alike)} of {len(alike)} |")
 

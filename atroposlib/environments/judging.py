@@ -93,7 +93,7 @@ class Judge:
 
     async def verdict(self, prompt: str, verdicts: Mapping[str, float]) -> float:
         """Return what the judge's verdict is worth, and count it; VerifierFault when it is none of `verdicts`."""
-        said = await self.ask(prompt)
+        said = (await self.ask(prompt)).replace("_", " ")
         if said not in verdicts:
             self.counts["unread"] += 1
             raise VerifierFault(f"the judge gave no verdict that can be read, but {said[:100]!r}")

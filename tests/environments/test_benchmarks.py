@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import os
+import re
 import signal
 from typing import Any
 
@@ -13,7 +14,7 @@ from atroposlib.environments.eval_environments.aime24_hermes_example import AIME
 from atroposlib.environments.eval_environments.benchmark import BenchmarkEnv, load_class, of_table
 from atroposlib.environments.eval_environments.expression_distance import Tree, distance_score, edit_distance
 from atroposlib.environments.eval_environments.judgemark_eval import JudgeMarkEvalEnv
-from atroposlib.environments.eval_environments.kinds import F1, Kind, benchmarks, f1, plain
+from atroposlib.environments.eval_environments.kinds import F1, Aliases, Kind, benchmarks, f1, plain
 from atroposlib.environments.eval_environments.results import compare, table
 from atroposlib.environments.judging import Grader, PairJudge
 from atroposlib.environments.rlaif_server import RLAIFConfig, RLAIFEnv
@@ -59,6 +60,7 @@ ROWS = {  # a row as the set has it, and another right reply
     "bbh": ({"input": "q?", "target": "(B)"}, "<answer>b</answer>"),
     "drop": ({"passage": "p", "question": "q?", "answers_spans": {"spans": ["the tower"]}}, "Tower."),
     "ifeval": ({"prompt": "q", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"n": None}]}, "no commas"),
+    "triviaqa": ({"question": "q", "answer": {"aliases": ["AC/DC", "The Band"], "value": "AC/DC"}}, "Ac-Dc."),
     "simpleqa": ({"problem": "q?", "answer": "Paris"}, "Paris"),
     "hle": ({"question": "q?", "answer": "Paris"}, "Paris"),
     "phybench": ({"content": "q?", "answer": "$$v = 2 g h$$", "tag": "MECHANICS"}, "\\boxed{v = 2 h g}"),
@@ -131,6 +133,58 @@ IN_WORDS = {  # target, reply, grade
 @pytest.mark.parametrize(("target", "said", "grade"), IN_WORDS.values(), ids=IN_WORDS)
 def test_words_are_compared_without_losing_signs_points_and_brackets(target, said, grade):
     assert Kind(benchmarks()["bbh"], "0").grade(said, {"answer": target}) == grade
+
+
+OF_TRIVIAQA = {  # names of the right answer, reply, grade; as TriviaQA's script, but for names of articles or marks
+    "another name": (["Sunset Blvd", "Sunset Boulevard"], "The sunset boulevard.", 1.0),
+    "a mark between words": (["AC/DC"], "AC DC", 1.0),
+    "a mark lost": (["AC/DC"], "ACDC", 0.0),
+    "quotes of print": (["Rosie\u2019s"], "rosie's", 1.0),
+    "an underscore": (["Val_Kilmer"], "Val Kilmer", 1.0),
+    "two answers": (["Paris", "Lutetia"], "Paris, London", 0.0),
+    "two names": (["Paris", "Lutetia"], "Paris Lutetia", 0.0),
+    "a sentence": (["Paris"], "It is Paris", 0.0),
+    "the answer and its negation": (["Paris"], "not Paris", 0.0),
+    "in tags, after a sentence": (["Paris"], "It is that. <answer>Paris</answer>", 1.0),
+    "an article, where the name is more": (["The The"], "the", 0.0),
+    "the name of articles": (["The The"], '"the  The"', 1.0),
+    "marks, where the name is words": (["Paris"], "?!", 0.0),
+    "another mark": (["!!!"], "?", 0.0),
+    "a name of marks": (["!!!"], "!!!", 1.0),
+}
+
+
+@pytest.mark.parametrize(("names", "said", "grade"), OF_TRIVIAQA.values(), ids=OF_TRIVIAQA)
+def test_triviaqa_takes_each_name_of_the_answer_and_nothing_with_it(names, said, grade):
+    kind = Aliases(benchmarks()["triviaqa"], "0")
+    item = kind.item({"question": "q", "answer": {"aliases": names, "value": names[0]}})
+    assert kind.grade(said, item) == grade
+
+
+async def test_simpleqa_counts_what_is_correct_incorrect_and_not_attempted_and_leaves_out_what_nobody_read(make_env):
+    said = {
+        "a": "\\boxed{correct}",
+        "b": "so \\boxed{INCORRECT}",
+        "c": "\\boxed{\\text{NOT_ATTEMPTED}}",
+        "d": "A",
+        "": "?",
+    }
+    rows = [{"problem": f"{letter}?", "answer": "Paris"} for letter in (*said, *"aa")]
+
+    def script(prompt: str) -> str:
+        judged = re.search(r"Answer to judge: (\w)", prompt)
+        asked = re.findall(r"(\w?)\?", prompt)
+        return said[judged[1]] if judged else asked[-1]
+
+    env = await make_env("simpleqa", rows, script=script)
+    for _ in range(2):  # counts are of one evaluation
+        await env.evaluate()
+    metrics = {name.removeprefix("eval/"): value for name, value in env.eval_metrics.items()}
+    assert (metrics["failed"], metrics["judge/unread"], metrics["mean@1"]) == (1, 1, 0.5)
+    shares = [metrics[name] for name in ("correct", "incorrect", "not_attempted")]
+    assert shares == [3 / 6, 1 / 6, 2 / 6]
+    assert metrics["correct_given_attempted"] == 3 / 4
+    assert metrics["f_score"] == pytest.approx(2 / (1 / (3 / 6) + 1 / (3 / 4)))
 
 
 NO_DATE = {"day": "", "month": "", "year": ""}

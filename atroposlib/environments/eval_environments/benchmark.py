@@ -207,6 +207,8 @@ class BenchmarkEnv(RowsEnv):
                 measured[f"mean_{sample['task']}"] = sum(sample["grades"]) / len(sample["grades"])
             for name, value in measured.items():
                 found.setdefault(name, []).append(value)
+        if isinstance(self.kind, Judged):
+            found |= {name: [rate] for name, rate in self.kind.rates(self.judge).items()}
         judged = {f"judge/{name.replace(' ', '_')}": float(count) for name, count in self.judge.counts.items()}
         means = {f"eval/{name}": sum(values) / len(values) for name, values in found.items()}
         count = min(len(sample["grades"]) for sample in samples)
@@ -220,6 +222,7 @@ class BenchmarkEnv(RowsEnv):
     # -- log-likelihood ----------------------------------------------------------------------------------------------
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.judge.counts.clear()
         if self.config.scoring == "generate":
             await super().evaluate(*args, **kwargs)
             return

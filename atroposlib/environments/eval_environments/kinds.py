@@ -29,6 +29,7 @@ _GRID = re.compile(r"\[\s*\[[\d\s,]*\](?:\s*,\s*\[[\d\s,]*\])*\s*\]")
 _ARTICLES = ("a", "an", "the")
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _BEFORE = "".join(mark for mark in string.punctuation if mark not in "+-.")
+_MARKS = re.compile(f"[{re.escape(string.punctuation)}\u2018\u2019\u00b4]+")
 _MOST_CHOICES = 4
 """Of those that come from columns of good and bad replies."""
 
@@ -167,6 +168,25 @@ class Math(Kind):
         return f"\\boxed{{{item['answer']}}}"
 
 
+class Aliases(Kind):
+    """Words, equal to one of the names that the right answer has; TriviaQA."""
+
+    def item(self, row: Row) -> Item:
+        answer = row["answer"]
+        known = [str(name) for column in ("aliases", "normalized_aliases") for name in answer.get(column) or ()]
+        names = list(dict.fromkeys(name for name in known or [str(answer["value"])] if name.strip()))
+        if not names:
+            raise ValueError("its answer has no name")
+        return {"question": self.table.text(self.table.question, row), "answers": names}
+
+    def gold(self, item: Item) -> str:
+        return f"<answer>{item['answers'][0]}</answer>"
+
+    def grade(self, said: str, item: Item) -> float:
+        given = final_answer(said) or said
+        return float(bare(given) in map(bare, item["answers"]))
+
+
 class F1(Kind):
     """Words, of which a share may be right; each reader of a row may have given several spans."""
 
@@ -244,7 +264,7 @@ class Grid(Kind):
 
 
 class Judged(Kind):
-    """A right answer is known, and a model compares the reply with it."""
+    """A model judges the reply."""
 
     ask = ""
     judge: ClassVar[type[Judge]] = Grader
@@ -252,9 +272,31 @@ class Judged(Kind):
     def gold(self, item: Item) -> str | None:
         return item["answer"]
 
+    def rates(self, judge: Judge) -> dict[str, float]:
+        """Return numbers of a whole evaluation, from the judge's verdicts."""
+        return {}
+
     async def judged(self, judge: Any, said: str, item: Item) -> float:
         """Return the grade that a judge of this kind gives; `Unscored` when it cannot be read."""
         return await judge.grade(item["question"], said, item["answer"])
+
+
+class Facts(Judged):
+    """A right answer is known, and a model compares the reply with it: correct, incorrect or not attempted."""
+
+    def rates(self, judge: Judge) -> dict[str, float]:
+        """Return the shares of judged replies, and `f_score`: the harmonic mean of correct, of all and of attempted.
+
+        Source: SimpleQA, arXiv:2411.04368.
+        """
+        names = ("correct", "incorrect", "not attempted")
+        right, wrong, _ = (judge.counts[name] for name in names)
+        if not (every := sum(judge.counts[name] for name in names)):
+            return {}
+        shares = {name.replace(" ", "_"): judge.counts[name] / every for name in names}
+        attempted = right / (right + wrong) if right + wrong else 0.0
+        f_score = 2 * right / (right + wrong + every)
+        return {**shares, "correct_given_attempted": attempted, "f_score": f_score}
 
 
 class Mixed(Judged):
@@ -362,8 +404,9 @@ class Scores(Kind):
 
 
 KINDS: dict[str, type[Kind]] = {
-    "choice": Choice, "math": Math, "words": Kind, "f1": F1, "constraints": Constraints, "grid": Grid,
-    "judged": Judged, "mixed": Mixed, "against": Against, "rated": Rated, "refusal": Refusal, "scores": Scores,
+    "choice": Choice, "math": Math, "words": Kind, "aliases": Aliases, "f1": F1, "grid": Grid,
+    "constraints": Constraints, "judged": Facts, "mixed": Mixed, "against": Against, "rated": Rated, "refusal": Refusal,
+    "scores": Scores,
 }  # fmt: skip
 
 
@@ -401,6 +444,19 @@ def plain(text: str) -> str:
     marks = "".join(text.lower().split()).strip('"').removesuffix(".")
     letter = re.fullmatch(r"[(\[]?([a-z])[)\].:]*", marks)
     return letter[1] if letter else marks
+
+
+def bare(text: str) -> str:
+    """Return a text in small letters, without articles, with a space for each run of marks; of only those, they stay.
+
+    Source: the normalisation of TriviaQA's evaluation, arXiv:1705.03551, but for such texts, which it makes empty.
+
+    >>> bare("The AC/DC\u2019s"), bare("The The"), bare("!!!")
+    ('ac dc s', 'the the', '!!!')
+    """
+    every = _MARKS.sub(" ", text.lower()).split()
+    words = [word for word in every if word not in _ARTICLES]
+    return " ".join(words or every or text.split())
 
 
 def _plain_word(word: str) -> str:
