@@ -43,7 +43,7 @@ def test_the_wheel_brings_the_settings_of_its_commands_and_what_they_name(site, 
     code = (
         "from importlib.resources import files\n"
         "from pathlib import Path\n"
-        "from atroposlib.launch.load import load_config\n"
+        "from atroposlib.launch.config import load_config\n"
         "for path in sorted((Path(str(files('atroposlib'))) / 'configs').glob('*.yaml')):\n"
         "    print(path.name, load_config(path).environment.script)\n"
     )

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from atroposlib.cli.boundary import command, run
 from atroposlib.errors import ConfigError
+from atroposlib.launch.config import load_config
 from atroposlib.launch.datagen import EXIT_WORK_REMAINS, Stopped, run_datagen
-from atroposlib.launch.load import load_config
 from atroposlib.launch.preflight import not_checked, preflight
 from atroposlib.lock_files import keep_earlier
 from atroposlib.paths import expand_path

@@ -20,8 +20,7 @@ import aiohttp
 from atroposlib.errors import LaunchError
 from atroposlib.json_lines import read_object
 from atroposlib.launch.config import DatagenConfig, ExportConfig
-from atroposlib.launch.model_checks import Model
-from atroposlib.launch.plan import Plan, groups_missing, link_rollouts, make_plan, rollout_folders
+from atroposlib.launch.plan import Model, Plan, groups_missing, link_rollouts, make_plan, rollout_folders
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
 from atroposlib.launch.services import Service, Supervised, describe_exit, log_tail
 from atroposlib.lock_files import end_leftovers, run_lock

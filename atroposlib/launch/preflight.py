@@ -19,27 +19,27 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
+from atroposlib.data.tokenizers import cached_file
 from atroposlib.envs.server_handling.discovery import GPUS_PER_NODE
-from atroposlib.errors import AtroposError, LaunchError
+from atroposlib.errors import AtroposError, LaunchError, ModelError
 from atroposlib.json_lines import read_object
 from atroposlib.launch.config import DatagenConfig, EngineConfig
-from atroposlib.launch.engine_plan import engine_urls
-from atroposlib.launch.model_checks import (
-    DEFAULT_TOKEN_LENGTH,
+from atroposlib.launch.plan import (
+    DEFAULT_CONTEXT,
     Model,
-    model_context,
-    model_facts,
-    model_problems,
-    vocabulary,
+    engine_urls,
+    environment_flags,
+    environment_yaml,
+    has_recorded,
 )
-from atroposlib.launch.plan import environment_flags, environment_yaml, has_recorded
 from atroposlib.paths import writable_dir
 from atroposlib.status.runs import RUN_FILE, read_status
-from atroposlib.type_definitions import JsonObject
+from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
 SETTINGS_FILE = "settings.json"
+DEFAULT_TOKEN_LENGTH = 2048  # of BaseEnvConfig
 _BYTES_PER_TOKEN = 40  # id, mask and log-probability as JSON text, and the message text
 
 
@@ -346,3 +346,87 @@ def _installed_choices(variable: str) -> list[str]:
             if [target.id for target in node.targets if isinstance(target, ast.Name)] == [variable]:
                 return [str(item.value) for item in node.value.elts if isinstance(item, ast.Constant)]
     return []
+
+
+def model_problems(config: DatagenConfig, model: Model) -> list[str]:
+    """Sentences about lengths, and about a tokenizer that is not the model's."""
+    facts = model_facts(model)
+    context = config.engine.context or (DEFAULT_CONTEXT if config.engine.kind == "embedded" else model_context(facts))
+    return [*_length_problems(config, context), *_tokenizer_problems(model, facts)]
+
+
+def model_facts(model: Model) -> JsonObject:
+    """Its config.json; {} when that is not on this machine."""
+    return _json_file(model.path, "config.json")
+
+
+def model_context(facts: Mapping[str, Json]) -> int | None:
+    """Tokens that a model takes, by its config.json; None when it does not say.
+
+    >>> model_context({"max_position_embeddings": 4096, "rope_scaling": {"type": "yarn", "factor": 40}})
+    163840
+    >>> model_context({"max_position_embeddings": 163840, "rope_scaling": {"type": "yarn", "factor": 40,
+    ...     "original_max_position_embeddings": 4096}})
+    163840
+    """
+    text: Mapping[str, Json] = facts.get("text_config") or facts
+    length = text.get("max_position_embeddings") or text.get("max_sequence_length") or text.get("n_positions")
+    if not isinstance(length, int):
+        return None
+    scaling = text.get("rope_scaling") or {}
+    already_scaled = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
+    return length if already_scaled else int(length * (scaling.get("factor") or 1))
+
+
+def _length_problems(config: DatagenConfig, context: int | None) -> list[str]:
+    """An answer as long as allowed must fit the context together with the longest prompt."""
+    answer, prompt = config.environment.env.get("max_token_length", DEFAULT_TOKEN_LENGTH), config.max_prompt_tokens
+    if context is None or not isinstance(answer, int) or answer + prompt <= context:
+        return []
+    return [
+        f"environment.env.max_token_length is {answer} and max_prompt_tokens is {prompt}, together more than the "
+        f"context of {context} tokens; lower one of them or raise engine.context"
+    ]
+
+
+def _tokenizer_problems(model: Model, facts: Mapping[str, Json]) -> list[str]:
+    """Ids beyond the model's vocabulary kill an engine; ids that mean another text spoil the data silently."""
+    words = vocabulary(model.tokenizer)
+    rows = (facts.get("text_config") or facts).get("vocab_size")
+    if not words:
+        return []
+    highest = max(words.values())
+    if isinstance(rows, int) and highest >= rows:
+        return [
+            f"the tokenizer {model.tokenizer} has ids up to {highest}, but the model {model.path} only has {rows}; "
+            "use the model's own tokenizer"
+        ]
+    own = vocabulary(model.own_tokenizer) if model.own_tokenizer != model.tokenizer else {}
+    other = [token for token, number in own.items() if words.get(token) != number]
+    if not other:
+        return []
+    return [
+        f"the tokenizer {model.tokenizer} is not that of the model {model.path}: {len(other)} of {len(own)} tokens, "
+        f"e.g. {other[0]!r}, have another id; use the model's own tokenizer"
+    ]
+
+
+def vocabulary(tokenizer: str) -> dict[str, int]:
+    """Token to id, added tokens included; {} when the files are not here."""
+    content = _json_file(tokenizer, "tokenizer.json")
+    vocab = (content.get("model") or {}).get("vocab") or {}
+    added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+    return {**vocab, **added} if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab)} | added
+
+
+def _json_file(name: str, file: str) -> JsonObject:
+    """A file of a model folder or of a hub model in the local cache; {} when it is not there."""
+    path: Path | None = Path(name, file)
+    if not path.is_file():
+        path = cached_file(name, file)
+    if path is None:
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged ({error}); fetch {name} again") from None

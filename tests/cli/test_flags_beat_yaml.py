@@ -23,10 +23,8 @@ from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.recipe import build, parser_of
 from atroposlib.example_trainer.run_config import _DECIDED, RunConfig
 from atroposlib.example_trainer.run_plan import environment_settings, trainer_settings
-from atroposlib.launch.config import DatagenConfig
-from atroposlib.launch.load import load_config
-from atroposlib.launch.model_checks import Model
-from atroposlib.launch.plan import environment_flags, environment_yaml
+from atroposlib.launch.config import DatagenConfig, load_config
+from atroposlib.launch.plan import Model, environment_flags, environment_yaml
 from atroposlib.rollouts.locations import RunFiles
 
 VALUES = [

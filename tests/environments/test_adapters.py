@@ -18,7 +18,7 @@ from atroposlib.environments.check import check
 from atroposlib.envs.base import ServerBaseline
 from atroposlib.envs.cli import main as run_environment
 from atroposlib.errors import ConfigError, EnvironmentFault
-from atroposlib.launch.load import load_config
+from atroposlib.launch.config import load_config
 from atroposlib.testing import ScriptedEngine, write_tokenizer
 from atroposlib.type_definitions import IGNORE_INDEX
 

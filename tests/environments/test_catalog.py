@@ -18,7 +18,7 @@ from atroposlib.envs import catalog
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.cli import MODES
 from atroposlib.errors import ConfigError, DataError
-from atroposlib.launch.load import load_config
+from atroposlib.launch.config import load_config
 
 OURS = {
     name: f"{entry.module}:{entry.attribute}"

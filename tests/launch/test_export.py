@@ -7,8 +7,7 @@ import pytest
 from atroposlib.errors import LaunchError
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.datagen import export_all, run_datagen
-from atroposlib.launch.model_checks import Model
-from atroposlib.launch.plan import link_rollouts
+from atroposlib.launch.plan import Model, link_rollouts
 
 
 def test_a_member_that_recorded_nothing_does_not_stop_the_export_of_the_others(tmp_path):

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError, PathError
-from atroposlib.launch.load import load_config
+from atroposlib.launch.config import load_config
 
 GOOD = """
 name: t

@@ -2,9 +2,7 @@ import yaml
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.launch.config import DatagenConfig
-from atroposlib.launch.engine_plan import engine_command, plan_engines
-from atroposlib.launch.model_checks import Model
-from atroposlib.launch.plan import environment_yaml
+from atroposlib.launch.plan import Model, engine_command, environment_yaml, plan_engines
 from atroposlib.launch.services import free_ports
 
 MODEL = Model("m", "/models/m", "/models/m/tokenizer", "/models/m/tokenizer")

@@ -7,7 +7,7 @@ from string import Template
 
 import yaml
 
-from atroposlib.launch.load import load_config
+from atroposlib.launch.config import load_config
 
 ROOT = Path(__file__).parents[2]
 JOB = yaml.safe_load((ROOT / "skypilot" / "datagen.yaml").read_text())
