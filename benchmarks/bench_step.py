@@ -36,8 +36,8 @@ import torch
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.data import TrainingRow
+from atroposlib.example_trainer.exports import model_folder
 from atroposlib.example_trainer.learner import Learner
-from atroposlib.example_trainer.model_folder import model_folder
 from atroposlib.example_trainer.policy import pick_device, pick_dtype
 
 PARTS = ("forward", "backward", "optimizer")

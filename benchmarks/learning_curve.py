@@ -32,8 +32,8 @@ import yaml
 
 from atroposlib.environments.countdown_env import Countdown, make_problem, prompt, right_answer
 from atroposlib.errors import AtroposError, LaunchError
+from atroposlib.example_trainer.config import RunConfig
 from atroposlib.example_trainer.recipe import check, read_recipe, require_torch
-from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.example_trainer.run_plan import engine_command
 from atroposlib.launch.services import free_ports
 from atroposlib.status.training import EVALUATIONS, read_evaluations, read_training

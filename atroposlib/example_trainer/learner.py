@@ -26,9 +26,8 @@ from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.data import TrainingRow
 from atroposlib.example_trainer.layout import MicroBatch, collate, micro_batches
-from atroposlib.example_trainer.losses.controllers import KLController, TauController
 from atroposlib.example_trainer.losses.policy import clip_counts, ratio
-from atroposlib.example_trainer.objective import StepPlan, micro_loss, plan
+from atroposlib.example_trainer.objective import KLController, StepPlan, TauController, micro_loss, plan
 from atroposlib.example_trainer.policy import Policy, shares_prompts
 from atroposlib.type_definitions import JsonObject
 

@@ -25,8 +25,14 @@ import torch
 from atroposlib.errors import ConfigError
 from atroposlib.example_trainer import checkpoint as checkpoints
 from atroposlib.example_trainer.config import TrainingConfig
-from atroposlib.example_trainer.data import TrainingRow, rows_of
-from atroposlib.example_trainer.feed import BatchFeed, generate_times, names_other_weights, staleness
+from atroposlib.example_trainer.data import (
+    BatchFeed,
+    TrainingRow,
+    generate_times,
+    names_other_weights,
+    rows_of,
+    staleness,
+)
 from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.weight_sync import WeightSync, make_sync, names_versions
 from atroposlib.json_lines import one_line

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from atroposlib.data.tokenizers import plain_chat_ids
 from atroposlib.errors import ConfigError, ModelError
 from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.exports import model_folder
 from atroposlib.example_trainer.layout import MicroBatch
-from atroposlib.example_trainer.model_folder import model_folder
 from atroposlib.example_trainer.token_scores import (
     CausalModel,
     TokenScores,

@@ -18,8 +18,8 @@ from pathlib import Path
 import aiohttp
 
 from atroposlib.errors import AtroposError, ConfigError, LaunchError
+from atroposlib.example_trainer.config import RunConfig
 from atroposlib.example_trainer.recipe import build, parser_of, require_torch
-from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan, make_plan
 from atroposlib.launch.config import RestartConfig
 from atroposlib.launch.services import Service, Supervised, describe_exit

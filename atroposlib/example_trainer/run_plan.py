@@ -9,14 +9,12 @@ from pathlib import Path
 import aiohttp
 import yaml
 
+from atroposlib.environments.rows import is_file
 from atroposlib.envs.catalog import file_of
 from atroposlib.errors import ConfigError
-from atroposlib.example_trainer.config import TrainingConfig
-from atroposlib.example_trainer.exports import ADAPTER_NAME, exports_folder, first_link
-from atroposlib.example_trainer.mixture import is_local
-from atroposlib.example_trainer.model_folder import local_folder, model_folder
+from atroposlib.example_trainer.config import RunConfig, TrainingConfig
+from atroposlib.example_trainer.exports import ADAPTER_NAME, exports_folder, first_link, local_folder, model_folder
 from atroposlib.example_trainer.recipe import ENVIRONMENT
-from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.launch.services import Probe, Service, answers, at_once, environment, free_ports, trajectory_api
 from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.status.runs import PROGRESS_FILE
@@ -35,7 +33,7 @@ def engine_services(
     if config.engine == "external":
         return []
     url, exports = f"http://127.0.0.1:{port}", exports_folder(save_path)
-    starter = [sys.executable, "-m", "atroposlib.example_trainer.engine_start", weight_sync_of(config), str(exports)]
+    starter = [sys.executable, "-m", "atroposlib.example_trainer.exports", weight_sync_of(config), str(exports)]
     ready = "/health" if config.engine == "vllm" else "/health_generate"
     return [
         Service(
@@ -278,7 +276,7 @@ def _script(config: RunConfig) -> Path:
 def _require_files(config: RunConfig) -> None:
     """ConfigError when a file of problems or a template is not there; what the hub has shows when it is loaded."""
     for source in config.datasets:
-        if is_local(source):
+        if is_file(source.id):
             _existing(source.id, "data set", "a file of JSON lines")
     if config.chat_template:
         _existing(config.chat_template, "chat_template", "a Jinja file")

@@ -149,7 +149,7 @@ class VLLMSync:
         """Save and reload."""
         for url, reply in self._engines.get("/version").items():
             require_pausing(url, str(reply.get("version")))
-        written = save_folder(policy, self._folder, version)
+        written = save_folder(policy.save_merged, self._folder, version)
         self._engines.each(partial(_reload, pause=self._pause, weights=str(written.resolve()), version=str(version)))
         keep_newest(self._folder, FOLDERS)
 
@@ -293,7 +293,7 @@ class SGLangSync:
     def _push(self, policy: Policy, version: int) -> None:
         body = {"weight_version": str(version), "flush_cache": False}
         if not self._from_gpu:
-            target = save_folder(policy, self._folder, version)
+            target = save_folder(policy.save_merged, self._folder, version)
             self._engines.each(
                 partial(self._update, path=_FROM_DISK, body=body | {"model_path": str(target.resolve())})
             )
@@ -303,7 +303,7 @@ class SGLangSync:
         weights = self._shared.message(policy)
         self._engines.each(partial(self._hand_over, weights=weights, body=body))
         if version % self._interval == 0:
-            save_folder(policy, self._folder, version)
+            save_folder(policy.save_merged, self._folder, version)
             keep_newest(self._folder, FOLDERS)
 
     def _hand_over(self, engine: Engine, weights: str, body: JsonObject) -> None:
@@ -361,7 +361,7 @@ class RestartSync:
 
     def push(self, policy: Policy, version: int) -> None:
         """Save, end our engine, start it from the new weights, wait until it is healthy."""
-        target = save_folder(policy, self._folder, version)
+        target = save_folder(policy.save_merged, self._folder, version)
         self.close()
         if self._is_healthy():
             raise WeightSyncError(

@@ -19,9 +19,8 @@ from atroposlib.data.policy import TargetStep, load_policy
 from atroposlib.environments.intern_bootcamp.intern_bootcamp_env import InternBootcampEnv
 from atroposlib.envs.cli import MODES, Mode, main, namespaces, resolve
 from atroposlib.errors import AtroposError, ConfigError
-from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.config import _DECIDED, RunConfig, TrainingConfig
 from atroposlib.example_trainer.recipe import build, parser_of
-from atroposlib.example_trainer.run_config import _DECIDED, RunConfig
 from atroposlib.example_trainer.run_plan import environment_settings, trainer_settings
 from atroposlib.launch.config import DatagenConfig, load_config
 from atroposlib.launch.plan import Model, environment_flags, environment_yaml

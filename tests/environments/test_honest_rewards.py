@@ -9,8 +9,7 @@ from atroposlib.environments.letter_counting_environment.letter_counting_environ
 from atroposlib.environments.policies import measure
 from atroposlib.environments.rows import write_rows
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.example_trainer.dataset_env import DatasetEnv
-from atroposlib.example_trainer.mixture import Source
+from atroposlib.example_trainer.dataset_env import DatasetEnv, Source
 from tests.fakes import FakeServer, FakeTokenizer
 
 CASES = {

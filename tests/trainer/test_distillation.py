@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from atroposlib.environments.check import trajectory_api
 from atroposlib.errors import DataError
-from atroposlib.example_trainer.data import rows_of
-from atroposlib.example_trainer.feed import registration
+from atroposlib.example_trainer.data import registration, rows_of
 from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.loop import train
 from atroposlib.example_trainer.losses.policy import teacher_kl

@@ -5,8 +5,8 @@ from tiny_model import make_config, make_group
 
 from atroposlib.api.client import Batch
 from atroposlib.errors import ApiError
-from atroposlib.example_trainer import feed as feeds
-from atroposlib.example_trainer.feed import BatchFeed, generate_times, staleness
+from atroposlib.example_trainer import data
+from atroposlib.example_trainer.data import BatchFeed, generate_times, staleness
 
 
 class ScriptedClient:
@@ -45,7 +45,7 @@ class ScriptedClient:
 @pytest.fixture
 def client(monkeypatch):
     scripted = ScriptedClient()
-    monkeypatch.setattr(feeds, "TrainerClient", lambda url: scripted)
+    monkeypatch.setattr(data, "TrainerClient", lambda url: scripted)
     return scripted
 
 
@@ -99,7 +99,7 @@ def test_a_batch_that_the_api_does_not_know_is_done(client, config):
 
 def test_a_stop_and_the_longest_wait_also_end_the_wait_for_an_api_that_is_away(client, config, monkeypatch):
     client.away = True
-    monkeypatch.setattr(feeds, "_ARRIVING_S", 0)
+    monkeypatch.setattr(data, "_ARRIVING_S", 0)
     answers = iter([False, False, True, True])
     with BatchFeed(config, trained=[]) as feed:
         assert feed.next(lambda: next(answers)) is None
@@ -112,7 +112,7 @@ def test_a_stop_and_the_longest_wait_also_end_the_wait_for_an_api_that_is_away(c
 
 def test_a_stop_also_ends_the_registration_at_an_api_that_is_away(client, config, monkeypatch):
     client.away = True
-    monkeypatch.setattr(feeds, "_ARRIVING_S", 0)
+    monkeypatch.setattr(data, "_ARRIVING_S", 0)
     answers = iter([False, True])
     with BatchFeed(config, trained=["a"]) as feed:
         feed.register(5, lambda: next(answers))
@@ -122,7 +122,7 @@ def test_a_stop_also_ends_the_registration_at_an_api_that_is_away(client, config
 
 def test_a_stop_leaves_what_an_api_that_is_away_was_not_told_to_the_next_start(client, config, monkeypatch):
     client.coming = ["a", "b"]
-    monkeypatch.setattr(feeds, "_ARRIVING_S", 0)
+    monkeypatch.setattr(data, "_ARRIVING_S", 0)
     with BatchFeed(config, trained=[]) as feed:
         for _ in range(2):
             feed.note_trained(feed.next(never))

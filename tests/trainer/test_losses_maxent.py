@@ -5,7 +5,7 @@ import torch
 
 from atroposlib.example_trainer.losses import maxent
 from atroposlib.example_trainer.losses.advantages import Groups
-from atroposlib.example_trainer.losses.controllers import (
+from atroposlib.example_trainer.objective import (
     KLController,
     TauController,
     controller_state,

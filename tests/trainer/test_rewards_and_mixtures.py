@@ -6,11 +6,13 @@ from atroposlib.errors import ConfigError, DataError
 from atroposlib.example_trainer.dataset_env import (
     DatasetEnv,
     DatasetEnvConfig,
+    Source,
     answer_tag_reward,
     canonical,
     math_rewards,
+    mix,
+    split,
 )
-from atroposlib.example_trainer.mixture import Source, mix, split
 
 REWARDS = {
     "3.0 is 3": ("<think>x</think><answer> 3.0 </answer>", "3", 1.0),

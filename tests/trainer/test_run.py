@@ -8,9 +8,9 @@ import pytest
 
 from atroposlib.errors import LaunchError
 from atroposlib.example_trainer import run
+from atroposlib.example_trainer.config import RunConfig
 from atroposlib.example_trainer.recipe import check
 from atroposlib.example_trainer.run import _record, _Running
-from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan
 from atroposlib.json_lines import read_object
 from atroposlib.launch.config import RestartConfig

@@ -12,11 +12,16 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from atroposlib.errors import ConfigError
-from atroposlib.example_trainer.config import TrainingConfig
-from atroposlib.example_trainer.engine_start import newest_flags
-from atroposlib.example_trainer.exports import CURRENT, CURRENT_ADAPTER, CURRENT_GGUF, first_link, replace_link
+from atroposlib.example_trainer.config import RunConfig, TrainingConfig
+from atroposlib.example_trainer.exports import (
+    CURRENT,
+    CURRENT_ADAPTER,
+    CURRENT_GGUF,
+    first_link,
+    newest_flags,
+    replace_link,
+)
 from atroposlib.example_trainer.recipe import build, check, read_recipe
-from atroposlib.example_trainer.run_config import RunConfig
 from atroposlib.example_trainer.run_plan import (
     TRAINER_GRACE_S,
     engine_command,
@@ -141,9 +146,9 @@ async def test_an_engine_starts_from_the_newest_weights_of_the_run(tiny_model, t
 
 
 def started_by(weight_sync, exports):
-    """Arguments of a program that `engine_start` becomes."""
+    """Arguments of a program that `exports` becomes."""
     program = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))", "own"]
-    starter = [sys.executable, "-m", "atroposlib.example_trainer.engine_start", weight_sync, str(exports), *program]
+    starter = [sys.executable, "-m", "atroposlib.example_trainer.exports", weight_sync, str(exports), *program]
     return json.loads(subprocess.run(starter, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
 

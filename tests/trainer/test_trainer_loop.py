@@ -76,7 +76,7 @@ def wait_for_steps(config, count, process):
 
 
 def register(api, config):
-    from atroposlib.example_trainer.feed import registration
+    from atroposlib.example_trainer.data import registration
 
     assert httpx.post(f"{api}/register", json=registration(config, 0)).status_code == 200
 

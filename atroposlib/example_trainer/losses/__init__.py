@@ -5,7 +5,7 @@ is trained and 0 elsewhere: prompt, tool output, padding. Log-probabilities are 
 after temperature. Every loss is minimised. No function keeps state and none needs a trainer.
 
 One step reads: `advantages` or `maxent` turn rewards into row weights, `policy` gives a loss per token and makes one
-number of it, `controllers` move beta and tau.
+number of it.
 
 Here are the choices that a config offers; they need no torch.
 """
