@@ -128,8 +128,7 @@ def _datasets_tokens(path: Path, out: Path, tokenizer: str | None) -> int:
 
 
 def _export(path: Path, out: Path, tokenizer: str | None, format: str) -> int:
-    from atroposlib.data.conversion import SftOptions
-    from atroposlib.data.sft import export_sft
+    from atroposlib.data.sft import SftOptions, export_sft
 
     options = SftOptions.model_validate({"format": format, "tokenizer": tokenizer})
     export_sft(path, out, options=options)

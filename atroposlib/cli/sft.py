@@ -6,12 +6,11 @@ import typer
 
 from atroposlib.cli.boundary import App, reading, run
 from atroposlib.data.collect import Collection, is_live_call
-from atroposlib.data.conversion import SftOptions
 from atroposlib.data.formats import Format
 from atroposlib.data.policy import load_policy, simple_policy
 from atroposlib.data.report import ExportReport
 from atroposlib.data.rollout_files import expand_input
-from atroposlib.data.sft import collect_sft, export_sft
+from atroposlib.data.sft import SftOptions, collect_sft, export_sft
 from atroposlib.errors import ConfigError
 
 app = App()

@@ -25,8 +25,7 @@ from typing import BinaryIO, Protocol, TypeAlias, cast
 
 import msgspec
 
-from atroposlib.data.compressed import zstd
-from atroposlib.data.rollout_files import read_lines
+from atroposlib.data.rollout_files import read_lines, zstd
 from atroposlib.errors import DataError, PathError
 from atroposlib.json_lines import one_line
 from atroposlib.lock_files import try_lock

@@ -6,11 +6,14 @@ ends it there, and all before is read.
 """
 
 import errno
+import gzip
 import io
 import json
 import logging
 import os
 import re
+import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -20,7 +23,6 @@ from typing import NamedTuple, Self
 
 import orjson
 
-from atroposlib.data.compressed import KINDS, DamagedError, DecompressedFile, is_compressed
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import DataError, PathError, RowError
 from atroposlib.json_lines import BYTE_ORDER_MARK
@@ -40,6 +42,8 @@ NO_GROUP = "no group"
 DAMAGED_REST = "rest of a damaged compressed file"
 _READ_BYTES = 1 << 22
 _NEWLINE = ord("\n")
+KINDS = {".zst": "zstd", ".gz": "gzip"}
+"""Names of what is read, by suffix."""
 _COMPRESSED_STARTS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
@@ -442,3 +446,63 @@ def _why_not_json(data: bytes, error: Exception) -> tuple[str, str]:
 
 def _kind(value: object) -> str:
     return "null" if value is None else f"{type(value).__name__}"
+
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+
+class DamagedError(Exception):
+    """The compressed data ends early or is of another kind."""
+
+
+def is_compressed(path: Path) -> bool:
+    """True when the file's name says so."""
+    return path.suffix in KINDS
+
+
+class DecompressedFile(io.RawIOBase):
+    """The content of `source`, a file with the suffix `suffix`: its frames, one after another. Not seekable."""
+
+    def __init__(self, source: io.RawIOBase, suffix: str) -> None:
+        self._source = source
+        self._plain = gzip.GzipFile(fileobj=source) if suffix == ".gz" else zstd.ZstdFile(source)  # type: ignore[call-overload]
+        self._damage: DamagedError | None = None
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def read(self, count: int = -1, /) -> bytes:
+        """`count` bytes; fewer only at the end, or before damage.
+
+        Raises:
+            DamagedError: of another kind than its name says, or the file ends inside a frame.
+        """
+        if count < 0:
+            return self.readall()
+        pieces: list[bytes] = []
+        while count > 0 and (piece := self._next_piece(count)):
+            pieces.append(piece)
+            count -= len(piece)
+        if not pieces and self._damage is not None:
+            raise self._damage
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        """Close the file, too."""
+        self._source.close()
+        super().close()
+
+    def _next_piece(self, count: int) -> bytes:
+        """At most `count` bytes; b"" at the end, or where damage was found."""
+        if self._damage is None:
+            try:
+                return self._plain.read1(count)
+            except EOFError:
+                self._damage = DamagedError("it ends in the middle of its data")
+            except (zstd.ZstdError, zlib.error, gzip.BadGzipFile) as error:
+                self._damage = DamagedError(str(error))
+        return b""

@@ -21,10 +21,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import orjson
 
-from atroposlib.data.compressed import is_compressed
 from atroposlib.data.lazy_group import BROKEN_TEXT, ODD, LazyGroup, hash64, parse_lazily
 from atroposlib.data.output import write_whole
-from atroposlib.data.rollout_files import Line, SpanReader, find_rollout_files, read_lines
+from atroposlib.data.rollout_files import Line, SpanReader, find_rollout_files, is_compressed, read_lines
 from atroposlib.data.set_aside import OddRow, SetAside
 from atroposlib.errors import DataError, PathError, RowError
 from atroposlib.paths import shown

@@ -3,22 +3,31 @@
 `BaseEnv` is made of this and of two parts that are handed it, `ItemRollout` (rolls out and checks items) and
 `TrainerLink` (follows a trainer). They call the hooks, which may be an author's own; the hooks that need a part
 itself are those of `BaseEnv`, which hands them on.
+
+Checkpoints are small JSON files of attributes, `<checkpoint_dir>/env_checkpoints/<registered name>/step-<step>.json`. A
+restarted environment may be registered under another name (`gsm8k_1` after `gsm8k_0`) and at a step between two
+checkpoints, so the newest one that is not ahead of the trainer counts. An empty `checkpoint_dir` is a trainer that
+keeps none: nothing is written or found.
 """
 
 import asyncio
+import json
 import logging
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel
 
-from atroposlib.envs import checkpoints, metrics
+from atroposlib.envs import metrics
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.rollouts.early_stop import EarlyStop
 from atroposlib.rollouts.groups import merge_items
 from atroposlib.rollouts.run import Run
@@ -28,6 +37,9 @@ if TYPE_CHECKING:
     from atroposlib.envs.cli import Settings
 
 logger = logging.getLogger(__name__)
+
+_STEP = re.compile(r"step-(\d+)\.json")
+_INDEX = re.compile(r"_\d+$")
 
 ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
 Trajectories = ScoredDataGroup | list[ScoredDataGroup | None] | None
@@ -249,10 +261,46 @@ class EnvHooks:
     def save_checkpoint(self, step: int, data: JsonObject | None = None) -> None:
         """Keep `data` (attribute name -> JSON value) for `load_checkpoint`; subclasses add keys, then call this."""
         if data is not None:
-            checkpoints.save(self.checkpoint_dir, self.wandb_prepend or self.label, step, data)
+            write_checkpoint(self.checkpoint_dir, self.wandb_prepend or self.label, step, data)
 
     def load_checkpoint(self) -> None:
         """Set the attributes kept by the newest checkpoint that is not ahead of `curr_step`."""
-        kept = checkpoints.load(self.checkpoint_dir, self.wandb_prepend or self.label, self.curr_step)
+        kept = read_checkpoint(self.checkpoint_dir, self.wandb_prepend or self.label, self.curr_step)
         for key, value in kept.items():
             setattr(self, key, value)
+
+
+def write_checkpoint(checkpoint_dir: str, registered_name: str, step: int, data: JsonObject) -> Path | None:
+    """Write the checkpoint of one step as a whole; its path."""
+    if not checkpoint_dir:
+        return None
+    folder = expand_path(checkpoint_dir, what="checkpoint_dir") / "env_checkpoints" / registered_name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step}.json"
+    write_text_atomic(path, json.dumps(data))
+    return path
+
+
+def read_checkpoint(checkpoint_dir: str, registered_name: str, step: int) -> JsonObject:
+    """Attributes of the checkpoint to continue with at `step`; {} where there is none."""
+    path = newest_checkpoint(checkpoint_dir, registered_name, step)
+    if path is None:
+        return {}
+    logger.info("checkpoint loaded: %s", path)
+    return json.loads(path.read_text("utf-8"))
+
+
+def newest_checkpoint(checkpoint_dir: str, registered_name: str, step: int) -> Path | None:
+    """The checkpoint to continue with at `step`: the latest one not after it, of this name or its earlier indices."""
+    if not checkpoint_dir:
+        return None
+    root = expand_path(checkpoint_dir, what="checkpoint_dir") / "env_checkpoints"
+    base = _INDEX.sub("", registered_name)
+    found = [
+        (int(match[1]), folder.name == registered_name, path.stat().st_mtime, path)
+        for folder in root.glob("*")
+        if _INDEX.sub("", folder.name) == base
+        for path in folder.glob("step-*.json")
+        if (match := _STEP.fullmatch(path.name)) and int(match[1]) <= step
+    ]
+    return max(found)[-1] if found else None

@@ -3,7 +3,8 @@
 A group is done when its line is in the file: all lines of an item are handed to the operating system in one piece, and
 what a full disk left half-written is cut off again. Groups that finish while others are being written wait for the next
 piece, so that a fast engine costs few trips to the writing thread. Files are synced to disk in the background about
-once a second.
+once a second. A finished file gets its HTML twin and, when asked for, a compressed copy in its place: the twin is
+derived, and a shard is removed only after its copy is complete and synced.
 """
 
 import asyncio
@@ -11,8 +12,10 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +23,19 @@ from pathlib import Path
 import msgspec
 import orjson
 
+from atroposlib.data.rollout_files import zstd
 from atroposlib.errors import PathError
 from atroposlib.json_lines import as_json, one_line, to_json
 from atroposlib.lock_files import take_lock
+from atroposlib.rollouts.failures import describe_error
 from atroposlib.rollouts.ledger import REJECTED, Ledger, LedgerEntry, describe, read_ledger, read_line
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.type_definitions import Item, Json, JsonObject
 
 logger = logging.getLogger(__name__)
+
+DISK_FULL_DEADLINE_S = 600.0
+DISK_FULL_RETRY_S = 2.0
 
 
 class AppendFile:
@@ -187,10 +195,6 @@ class ShardWriter:
 
 def _index_lines(entries: Sequence[LedgerEntry]) -> bytes:
     return b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
-
-
-DISK_FULL_DEADLINE_S = 600.0
-DISK_FULL_RETRY_S = 2.0
 
 
 class RolloutFiles:
@@ -395,3 +399,87 @@ def _run_id(ledger: Ledger) -> str:
     if ledger.last and ledger.last.group_id.count("/") >= 2:
         return ledger.last.group_id.rsplit("/", 2)[0].rpartition("/")[2]
     return os.urandom(4).hex()
+
+
+class Reports:
+    """Makes the twins of one run."""
+
+    def __init__(self, write_html: Callable[[str, str], None], *, compress: bool) -> None:
+        """`write_html(input, output)` renders one rollout file."""
+        self._write_html = write_html
+        self._compress = compress
+        self._running: set[asyncio.Task[None]] = set()
+
+    def add(self, path: Path) -> None:
+        """A shard is complete: report on it in the background."""
+        task = asyncio.create_task(self._report(path, is_complete=True))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def finish(self, paths: Iterable[Path]) -> None:
+        """Wait for reports in progress, then make those that are missing or older than their rollouts."""
+        await asyncio.gather(*self._running)
+        for path in paths:
+            twin = html_twin(path)
+            if path.exists() and (not twin.exists() or twin.stat().st_mtime_ns < path.stat().st_mtime_ns):
+                await self._report(path, is_complete=False)
+
+    async def _report(self, path: Path, *, is_complete: bool) -> None:
+        twin = html_twin(path)
+        try:
+            for stale in twin.parent.glob(f".{twin.name}.*"):
+                stale.unlink()  # of a process that was stopped while it made the page
+            await _in_thread(lambda: self._write_html(str(path), str(twin)))
+            if is_complete and self._compress:
+                await _in_thread(lambda: compress(path))
+        except Exception as error:
+            logger.error("report not written: file=%s error=%s", path, describe_error(error))
+
+
+async def _in_thread(call: Callable[[], object]) -> None:
+    """As `asyncio.to_thread`, but a stopping process leaves the thread behind: a report may take minutes."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def end(error: BaseException | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error else done.set_result(None)
+
+    def work() -> None:
+        problem: BaseException | None = None
+        try:
+            call()
+        except BaseException as error:
+            problem = error  # raised where the report is awaited
+        try:
+            loop.call_soon_threadsafe(end, problem)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits any more
+
+    threading.Thread(target=work, name="report", daemon=True).start()
+    await done
+
+
+def html_twin(path: Path) -> Path:
+    """Where the report on a rollout file lies.
+
+    >>> html_twin(Path("a/toy_rollouts_main_0001.jsonl.zst")).name
+    'toy_rollouts_main_0001.html'
+    """
+    plain = path.with_suffix("") if path.suffix == ".zst" else path
+    return plain.with_suffix(".html")
+
+
+def compress(path: Path) -> Path:
+    """Replace `path` by `<path>.zst`; the new file's path. Interrupted at any point, one of the two is complete."""
+    target = path.with_name(path.name + ".zst")
+    temporary = path.with_name(f".{path.name}.zst.new")
+    with path.open("rb") as plain, temporary.open("wb") as packed:
+        with zstd.ZstdFile(packed, "wb") as stream:
+            shutil.copyfileobj(plain, stream, 1 << 20)
+        packed.flush()
+        os.fsync(packed.fileno())
+    modified = path.stat().st_mtime_ns
+    os.utime(temporary, ns=(modified, modified))
+    os.replace(temporary, target)
+    path.unlink()
+    return target

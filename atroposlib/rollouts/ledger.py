@@ -17,8 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from atroposlib.data.compressed import is_compressed
-from atroposlib.data.rollout_files import DAMAGED_REST, LineNumbers, SpanReader, read_lines
+from atroposlib.data.rollout_files import DAMAGED_REST, LineNumbers, SpanReader, is_compressed, read_lines
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import PathError, RowError
 from atroposlib.json_lines import as_json

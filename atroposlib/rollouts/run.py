@@ -20,12 +20,11 @@ from atroposlib.json_lines import as_json
 from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.rollouts.concurrency import AutoConcurrency, queued, running
 from atroposlib.rollouts.failures import FailureLog, Fruitless, TaskHealth, describe_error
-from atroposlib.rollouts.files import RolloutFiles
+from atroposlib.rollouts.files import Reports, RolloutFiles, html_twin
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.locations import RunFiles, choose_run, progress_path
 from atroposlib.rollouts.pool import RolloutPool
 from atroposlib.rollouts.progress import EngineUse, Progress, ProgressDisplay
-from atroposlib.rollouts.reports import Reports, html_twin
 from atroposlib.rollouts.shared_run import Leases, SharedDraw
 from atroposlib.rollouts.sink import Sender, Sink
 from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw, Work, content_key

@@ -231,9 +231,11 @@ def charts(points: Sequence[Point], *, is_evaluation: bool = False) -> list[str]
 
 def histograms(rollouts: Sequence[str]) -> list[str]:
     """Scores and lengths of the answers at the ends of the two newest rollout files that are not compressed."""
-    from atroposlib.data.compressed import is_compressed  # this and the next load NumPy
     from atroposlib.data.lazy_group import parse_lazily
-    from atroposlib.data.rollout_files import Line
+    from atroposlib.data.rollout_files import (
+        Line,
+        is_compressed,  # this and the next load NumPy
+    )
 
     scores, lengths = [], []
     plain = [path for path in map(Path, rollouts) if path.is_file() and not is_compressed(path)]

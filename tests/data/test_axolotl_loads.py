@@ -6,8 +6,7 @@ It need not run on a GPU: the package with what its loader imports is enough.
 import pytest
 from rollout_factory import make_group, write_groups
 
-from atroposlib.data.conversion import SftOptions
-from atroposlib.data.sft import export_sft
+from atroposlib.data.sft import SftOptions, export_sft
 
 pytestmark = pytest.mark.filterwarnings("default")  # third-party packages warn about each other
 

@@ -14,8 +14,7 @@ from rollout_factory import chat_group, write_groups
 from small_tokenizer import write_tokenizer
 from transformers import AutoTokenizer
 
-from atroposlib.data.conversion import SftOptions
-from atroposlib.data.sft import export_sft
+from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.data.templates import TemplateRenderer
 
 GENERATION = (

@@ -6,9 +6,8 @@ import pytest
 from rollout_factory import make_group, write_groups
 
 from atroposlib.data import table as table_module
-from atroposlib.data.conversion import SftOptions
-from atroposlib.data.sft import export_sft
-from atroposlib.rollouts.reports import compress
+from atroposlib.data.sft import SftOptions, export_sft
+from atroposlib.rollouts.files import compress
 
 
 def questions(path):

@@ -6,10 +6,9 @@ import orjson
 import pytest
 from rollout_factory import make_group, write_groups
 
-from atroposlib.data.conversion import SftOptions
 from atroposlib.data.lazy_group import LazyGroup, cut_lists, parse_lazily, split_rows
 from atroposlib.data.rollout_files import Line
-from atroposlib.data.sft import export_sft
+from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.data.table import open_table, table_of
 from atroposlib.errors import DataError
 

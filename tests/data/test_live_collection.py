@@ -16,10 +16,9 @@ from rollout_factory import make_group, write_groups
 from atroposlib.api.server import ApiSettings, create_app
 from atroposlib.data import sft
 from atroposlib.data.collect import CollectedGroups, Collection, sole_collection
-from atroposlib.data.conversion import SftOptions
 from atroposlib.data.dpo import DpoOptions, PairRules, collect_dpo
 from atroposlib.data.policy import simple_policy
-from atroposlib.data.sft import collect_sft
+from atroposlib.data.sft import SftOptions, collect_sft
 from atroposlib.errors import ApiError, ConfigError, PathError
 from atroposlib.frontend.live_rollouts import LiveRollouts
 

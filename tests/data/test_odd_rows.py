@@ -15,9 +15,8 @@ from rollout_factory import make_group, write_groups
 
 from atroposlib.cli import data, dpo, sft
 from atroposlib.cli.boundary import run
-from atroposlib.data.compressed import zstd
 from atroposlib.data.policy import SelectionPolicy, TargetStep
-from atroposlib.data.rollout_files import find_rollout_files
+from atroposlib.data.rollout_files import find_rollout_files, zstd
 from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.data.table import table_of
 from atroposlib.errors import DataError, PathError

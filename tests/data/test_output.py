@@ -8,9 +8,8 @@ import sys
 import pytest
 from rollout_factory import make_group, write_groups
 
-from atroposlib.data.compressed import zstd
 from atroposlib.data.output import check_output, write_whole, written_whole
-from atroposlib.data.rollout_files import read_lines
+from atroposlib.data.rollout_files import read_lines, zstd
 from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.data.split_merge import merge_rollouts
 from atroposlib.errors import DataError, PathError

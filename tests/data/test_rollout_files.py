@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 from rollout_factory import make_group, write_groups
 
-from atroposlib.data.compressed import zstd
 from atroposlib.data.output import check_output
-from atroposlib.data.rollout_files import SpanReader, find_rollout_files, read_rollouts
+from atroposlib.data.rollout_files import SpanReader, find_rollout_files, read_rollouts, zstd
 from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.data.split_merge import merge_rollouts
 from atroposlib.data.table import _read_json, open_table

@@ -8,10 +8,9 @@ from small_tokenizer import write_tokenizer
 from transformers import AutoTokenizer
 
 from atroposlib.data import output as output_module
-from atroposlib.data.conversion import SftOptions
 from atroposlib.data.formats import _positions
 from atroposlib.data.policy import SelectionPolicy, simple_policy
-from atroposlib.data.sft import export_sft
+from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.errors import AtroposError, ConfigError, DataError, PathError
 
 ONE = make_group([1.0])
@@ -265,7 +264,7 @@ def test_missing_ids_are_made_from_messages_and_counted(tmp_path, tokenizer_dir,
 
 
 def test_recorded_ids_are_never_tokenised_again(tmp_path, tokenizer_dir, monkeypatch):
-    monkeypatch.setattr("atroposlib.data.conversion.Rerenderer", None)
+    monkeypatch.setattr("atroposlib.data.sft.Rerenderer", None)
     group = make_group([1.0]) | {"messages": None}
     options = SftOptions(format="tokens", tokenizer=str(tokenizer_dir))
     assert export_sft(write_groups(tmp_path / "a.jsonl", [group]), tmp_path / "o.jsonl", options=options).records == 1

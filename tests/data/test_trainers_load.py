@@ -6,9 +6,8 @@ from rollout_factory import make_group, write_groups
 from trainer_loads import CHATS, count, count_pairs
 from transformers import AutoTokenizer
 
-from atroposlib.data.conversion import SftOptions
 from atroposlib.data.dpo import DpoOptions, export_dpo
-from atroposlib.data.sft import export_sft
+from atroposlib.data.sft import SftOptions, export_sft
 
 COLUMNS = {
     "prompt-completion": {"prompt", "completion", "score"},

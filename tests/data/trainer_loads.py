@@ -22,10 +22,9 @@ from rollout_factory import CALL, TOOL, TOOLS, USER, write_groups
 from small_tokenizer import write_tokenizer
 from transformers import AutoTokenizer
 
-from atroposlib.data.conversion import SftOptions
 from atroposlib.data.dpo import DpoOptions, export_dpo
 from atroposlib.data.report import NothingKept
-from atroposlib.data.sft import export_sft
+from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.data.templates import TemplateRenderer
 
 CHATML = (  # with tools, thoughts and calls, as Qwen 3 writes them

@@ -12,9 +12,10 @@ from transformers import AutoTokenizer
 
 import atroposlib.envs.base as base_module
 from atroposlib.data.tokenizers import load_tokenizer
-from atroposlib.envs import checkpoints, metrics
+from atroposlib.envs import metrics
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.cli import resolve
+from atroposlib.envs.hooks import write_checkpoint
 from atroposlib.envs.server_handling.faults import OutOfQuota
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -227,8 +228,8 @@ def test_a_checkpoint_is_found_by_a_restarted_environment_at_a_later_step(tmp_pa
     env.checkpoint_dir, env.wandb_prepend, env.curr_step = str(tmp_path), "toy_0", 10
     env.save_checkpoint(10, {"seen": 7})
     env.save_checkpoint(20)  # nothing to keep, nothing written
-    checkpoints.save(str(tmp_path), "other_0", 10, {"seen": 99})
-    checkpoints.save(str(tmp_path), "toy_0", 30, {"seen": 99})
+    write_checkpoint(str(tmp_path), "other_0", 10, {"seen": 99})
+    write_checkpoint(str(tmp_path), "toy_0", 30, {"seen": 99})
     again = make()
     again.checkpoint_dir, again.wandb_prepend, again.curr_step = str(tmp_path), "toy_1", 15
     again.load_checkpoint()
@@ -239,7 +240,7 @@ def test_a_checkpoint_is_found_by_a_restarted_environment_at_a_later_step(tmp_pa
 
 def test_checkpoint_folders_expand_variables(tmp_path, monkeypatch):
     monkeypatch.setenv("CHECKPOINTS", str(tmp_path))
-    checkpoints.save("${CHECKPOINTS}/x", "toy_0", 1, {})
+    write_checkpoint("${CHECKPOINTS}/x", "toy_0", 1, {})
     assert (tmp_path / "x" / "env_checkpoints" / "toy_0" / "step-1.json").exists()
 
 

@@ -16,7 +16,7 @@ MODULES = [
     "atroposlib.rollouts.journal",
     "atroposlib.rollouts.early_stop",
     "atroposlib.rollouts.pacing",
-    "atroposlib.rollouts.reports",
+    "atroposlib.rollouts.files",
     "atroposlib.rollouts.trace",
     "atroposlib.utils.cli",
 ]

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from counting_env import make_group
 
-from atroposlib.data.compressed import zstd
+from atroposlib.data.rollout_files import zstd
 from atroposlib.data.table import open_table
 from atroposlib.errors import LaunchError, PathError
 from atroposlib.rollouts import files as files_module
-from atroposlib.rollouts.files import RolloutFiles
+from atroposlib.rollouts.files import RolloutFiles, compress
 from atroposlib.rollouts.groups import to_record
 from atroposlib.rollouts.locations import RunFiles, choose_run
-from atroposlib.rollouts.reports import compress
 from atroposlib.rollouts.source import Work
 
 

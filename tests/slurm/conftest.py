@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.data.compressed import zstd
+from atroposlib.data.rollout_files import zstd
 from atroposlib.lock_files import start_time
 from tests.data.small_tokenizer import write_tokenizer
 from tests.slurm.small_checkout import write_checkout

@@ -28,11 +28,10 @@ from atroposlib.errors import ConfigError, DataError
 from atroposlib.paths import writable_dir, write_text_atomic
 from atroposlib.rollouts.early_stop import RunLimits
 from atroposlib.rollouts.failures import FailureLog, TaskHealth, describe_error
-from atroposlib.rollouts.files import RolloutFiles
+from atroposlib.rollouts.files import RolloutFiles, compress
 from atroposlib.rollouts.ledger import Totals
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.progress import Progress
-from atroposlib.rollouts.reports import compress
 from atroposlib.rollouts.source import Work
 from atroposlib.rollouts.stop import StopSignals
 from atroposlib.sandbox.workers import SandboxError, WorkerPool
