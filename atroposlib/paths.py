@@ -1,4 +1,4 @@
-"""The one place where a path option becomes a `Path`.
+"""The one place where a path option becomes a `Path`, and where YAML of users is read.
 
 Users write `~/data`, `$SCRATCH/run` and `${HOME}/x` in YAML, where no shell expands them. Every path option of
 every config and command goes through `expand_path`, so no file ever lands in a folder literally called `${HOME}`.
@@ -10,7 +10,8 @@ import stat
 import tempfile
 from pathlib import Path
 
-from atroposlib.errors import PathError
+from atroposlib.errors import ConfigError, PathError
+from atroposlib.type_definitions import JsonObject
 
 _VARIABLE = re.compile(r"\$(?:\{(?P<braced>[^}]*)\}|(?P<plain>[A-Za-z_][A-Za-z0-9_]*))")
 
@@ -115,3 +116,26 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_mapping(path: Path, *, expected: str, what: str) -> JsonObject:
+    """The mapping at the top of a YAML file that a user wrote.
+
+    Args:
+        expected: what the file should hold, for the error about something else.
+        what: the file itself, e.g. `a recipe`, for the error about a path that cannot be read.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or holds something else.
+    """
+    import yaml  # few commands read any
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of {what}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {type(content).__name__}, expected {expected}")
+    return content

@@ -1,9 +1,10 @@
-"""`atropos datagen`: a supervised run from problems to datasets."""
+"""`atropos datagen`: a supervised run from problems to datasets; `atropos quickstart`: the smallest whole one."""
 
 import logging
 import os
 import shlex
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +35,18 @@ Examples:
   atropos datagen configs/intern_bootcamp_r1.yaml --set engine.tp=2 --set engine.dp=4
 
 Exit codes: 0 done, 1 failed with a sentence, 75 stopped by a signal with work left.
+"""
+QUICKSTART_HELP = """Roll out 48 problems with a small model on the CPU, score every answer, and write the right
+ones as a dataset.
+
+Everything goes to runs/quickstart in the current folder; the same command continues after a stop. Needs
+pip install 'atroposlib[local]'. It is `atropos datagen` with the settings of atroposlib/configs/quickstart.yaml.
+
+Examples:
+
+  atropos quickstart
+
+  atropos quickstart --problems 8 --run-dir /tmp/first
 """
 
 
@@ -85,6 +98,27 @@ app = command(datagen, HELP)
 
 def main() -> None:
     run(app, "atropos datagen", log_level=None)
+
+
+def quickstart(
+    check: Annotated[bool, typer.Option("--check", help="Only find what would go wrong; start nothing.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start from scratch; an earlier run is kept.")] = False,
+    problems: Annotated[int | None, typer.Option(min=1, help="Groups to record. Default: 48.")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="Default: runs/quickstart.")] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Another setting, e.g. responses=4; repeatable.", metavar="KEY=VALUE"),
+    ] = None,
+) -> None:
+    config = Path(str(files("atroposlib"))) / "configs" / "quickstart.yaml"
+    datagen(config, check=check, fresh=fresh, problems=problems, run_dir=run_dir, changes=changes)
+
+
+quickstart_app = command(quickstart, QUICKSTART_HELP)
+
+
+def quickstart_main() -> None:
+    run(quickstart_app, "atropos quickstart", log_level=None)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,31 @@ from atroposlib.cli.boundary import Click, HelpGroup
 
 @dataclass(frozen=True)
 class Word:
-    """One command: `module` has `main()`, and `app` unless it reads its command line itself."""
+    """One command of a module, which has no `app` where it reads its command line itself."""
 
     module: str
     summary: str
     also: str = ""  # the name it is installed under
+    main: str = "main"
+    app: str = "app"
+
+    def run(self) -> None:
+        """Run the command."""
+        getattr(importlib.import_module(self.module), self.main)()
+
+    def typer_app(self) -> typer.Typer | None:
+        """Return the command's options and help."""
+        return getattr(importlib.import_module(self.module), self.app, None)
 
 
 SECTIONS: dict[str, dict[str, Word]] = {
     "Begin": {
-        "quickstart": Word("atroposlib.cli.quickstart", "Make a first dataset with a small model on the CPU."),
+        "quickstart": Word(
+            "atroposlib.cli.datagen",
+            "Make a first dataset with a small model on the CPU.",
+            main="quickstart_main",
+            app="quickstart_app",
+        ),
         "new": Word("atroposlib.cli.new", "Write an environment with its settings and its test."),
     },
     "Run": {
@@ -42,7 +57,12 @@ SECTIONS: dict[str, dict[str, Word]] = {
         ),
         "eval": Word("atroposlib.environments.eval_environments.command", "Run benchmarks, show and compare results."),
         "status": Word("atroposlib.cli.status", "Show the progress of a run, running or not."),
-        "runs": Word("atroposlib.cli.runs", "List the runs below a folder, with state and size."),
+        "runs": Word(
+            "atroposlib.cli.status",
+            "List the runs below a folder, with state and size.",
+            main="runs_main",
+            app="runs_app",
+        ),
         "cluster": Word(
             "atroposlib.cli.cluster", "Queue jobs on a SLURM cluster over ssh, watch them, fetch the data."
         ),
@@ -115,7 +135,7 @@ def main() -> None:
         sys.exit(2)
     del sys.argv[1]
     sys.argv[0] = f"atropos {name}"
-    importlib.import_module(word.module).main()
+    word.run()
 
 
 class _Completed(HelpGroup):
@@ -130,7 +150,7 @@ class _Completed(HelpGroup):
         from typer.core import TyperCommand
 
         is_typed = cmd_name in os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()
-        app = getattr(importlib.import_module(COMMANDS[cmd_name].module), "app", None) if is_typed else None
+        app = COMMANDS[cmd_name].typer_app() if is_typed else None
         return typer.main.get_command(app) if app else TyperCommand(cmd_name, help=COMMANDS[cmd_name].summary)
 
 

@@ -1,6 +1,7 @@
-"""`atropos status`: how far a run is, from any shell, also after a crash."""
+"""`atropos status`: how far a run is, from any shell, also after a crash; `atropos runs`: every run below a folder."""
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -9,14 +10,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 
 from atroposlib.cli.boundary import command, run
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, LaunchError
 from atroposlib.paths import expand_path
 from atroposlib.status.page import write_page
 from atroposlib.status.prometheus import serve_metrics
-from atroposlib.status.runs import read_status
-from atroposlib.status.table import print_status, render
+from atroposlib.status.runs import RunStatus, find_runs, read_status
+from atroposlib.status.table import duration, print_status, render
 
 HELP = """Show what a run has done: problems, accepted share by task, tokens, failures, restarts, files;
 of a training run its steps.
@@ -37,6 +39,16 @@ Examples:
   atropos status runs/quickstart --metrics 9400    # for Prometheus; docs/grafana.json is a dashboard
 
   xdg-open runs/quickstart/status.html    # the same with plots; a run keeps it up to date
+"""
+RUNS_HELP = """List the runs below a folder: datagen, training, environments on their own, evaluations.
+
+Examples:
+
+  atropos runs
+
+  atropos runs ~/atropos/data --running
+
+  atropos runs --json | jq '.[] | select(.state == "killed") | .run_dir'
 """
 
 
@@ -87,6 +99,69 @@ app = command(status, HELP)
 
 def main() -> None:
     run(app, "atropos status")
+
+
+def runs(
+    folder: Annotated[str, typer.Argument(help="Where to look, four folders deep.")] = ".",
+    running: Annotated[bool, typer.Option("--running", help="Only those that run now.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON array, everything that is known.")] = False,
+) -> None:
+    root = expand_path(folder, what="FOLDER")
+    if not root.is_dir():
+        raise LaunchError(f"{root} is no folder; give the one that holds your runs, such as runs or ~/atropos/data")
+    found = [run for run in find_runs(root) if run.running or not running]
+    if as_json:
+        print(json.dumps([run.as_json() for run in found], indent=1))
+        return
+    if not found:
+        print(f"no runs below {root}" + (" that run now" if running else ""))
+        return
+    table = Table("run", "kind", "state", "done", "accepted", "size", "last sign", box=None)
+    for each in sorted(found, key=lambda run: -run.updated_at):
+        accepted = f"{each.accepted_share:.0%}" if each.responses else "-"
+        since = f"{duration(max(0.0, time.time() - each.updated_at))} ago" if each.updated_at else "-"
+        table.add_row(_name(each, root), each.kind, each.state, _done(each), accepted, _size(each), since)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 240
+    console.print(table)
+
+
+def _name(status: RunStatus, root: Path) -> str:
+    """The path to give to `atropos status`."""
+    path = Path(status.outputs["progress"][0] if "progress" in status.outputs else status.run_dir)
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) or not root.is_absolute() else str(path)
+
+
+def _done(status: RunStatus) -> str:
+    if status.training:
+        return f"{status.training.step}/{status.training.of} steps"
+    if status.results:
+        return f"{len(status.results)} metrics"
+    if status.kind == "evaluate":
+        return f"{status.groups_done}/{status.problems} items" if status.problems else f"{status.responses} answers"
+    return f"{status.groups_done}/{status.problems}" if status.problems else f"{status.groups_done} groups"
+
+
+def _size(status: RunStatus) -> str:
+    """Bytes of a run's folder, or of the files of one that stands alone."""
+    if status.kind in ("datagen", "train"):
+        files = [Path(folder) / name for folder, _, names in os.walk(status.run_dir) for name in names]
+    else:
+        files = [Path(path) for paths in status.outputs.values() for path in paths]
+    total = float(sum(path.stat().st_size for path in files if path.is_file()))
+    for unit in ("B", "kB", "MB", "GB"):
+        if total < 1000:
+            return f"{total:.0f} {unit}" if unit == "B" else f"{total:.1f} {unit}"
+        total /= 1000
+    return f"{total:.1f} TB"
+
+
+runs_app = command(runs, RUNS_HELP)
+
+
+def runs_main() -> None:
+    run(runs_app, "atropos runs")
 
 
 if __name__ == "__main__":

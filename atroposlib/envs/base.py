@@ -238,7 +238,7 @@ class BaseEnv(EnvHooks):
 
     async def _run_evaluate(self) -> int:
         """The exit code."""
-        from atroposlib.envs.kept_evaluation import run_evaluate
+        from atroposlib.envs.eval import run_evaluate
 
         return await self._torn_down(run_evaluate(self, self.check_engines))
 

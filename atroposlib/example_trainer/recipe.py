@@ -21,9 +21,8 @@ from pydantic_core import ErrorDetails
 
 from atroposlib.errors import ConfigError
 from atroposlib.example_trainer.config import RecipeSettings
-from atroposlib.paths import expand_path
+from atroposlib.paths import expand_path, read_mapping
 from atroposlib.type_definitions import Json, JsonObject
-from atroposlib.yaml_files import read_mapping
 
 ConfigT = TypeVar("ConfigT", bound=RecipeSettings)
 

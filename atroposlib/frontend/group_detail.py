@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 from atroposlib.data.chats import shared_prompt
 from atroposlib.data.tokenizers import load_tokenizer, tokenizer_folder
 from atroposlib.errors import AtroposError
+from atroposlib.paths import read_mapping
 from atroposlib.type_definitions import IGNORE_INDEX, Json, JsonObject
-from atroposlib.yaml_files import read_mapping
 
 logger = logging.getLogger(__name__)
 

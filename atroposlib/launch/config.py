@@ -15,9 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 
 from atroposlib.envs.catalog import adapted, file_of
 from atroposlib.errors import ConfigError
-from atroposlib.paths import expand_path
+from atroposlib.paths import expand_path, read_mapping
 from atroposlib.type_definitions import Json, JsonObject
-from atroposlib.yaml_files import read_mapping
 
 
 class Section(BaseModel):

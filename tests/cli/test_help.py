@@ -18,9 +18,9 @@ from atroposlib.cli import main
 from atroposlib.cli.boundary import HelpGroup, command
 from atroposlib.environments.intern_bootcamp import quarantine
 
-APPS = {
-    name: app for name, word in main.COMMANDS.items() if (app := getattr(import_module(word.module), "app", None))
-} | {"quarantine": command(quarantine.main)}
+APPS = {name: app for name, word in main.COMMANDS.items() if (app := word.typer_app())} | {
+    "quarantine": command(quarantine.main)
+}
 
 
 def commands_below(words: tuple[str, ...], app) -> list[tuple[tuple[str, ...], object]]:

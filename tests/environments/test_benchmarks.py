@@ -21,7 +21,7 @@ from atroposlib.environments.rlaif_server import RLAIFConfig, RLAIFEnv
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.cli import main as run_environment
 from atroposlib.envs.cli import resolve
-from atroposlib.envs.kept_evaluation import kept_responses
+from atroposlib.envs.eval import kept_responses
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, DataError, EnvironmentFault, VerifierFault
 from atroposlib.rollouts.failures import is_scored

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from evaluating_env import QUESTIONS
 
-from atroposlib.envs.eval import EvalBase
-from atroposlib.envs.kept_evaluation import kept_responses
+from atroposlib.envs.eval import EvalBase, kept_responses
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EnvironmentFault, LaunchError

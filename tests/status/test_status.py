@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from atroposlib.charts import HEIGHT, WIDTH, Series, histogram, line_chart
 from atroposlib.cli.boundary import command
-from atroposlib.cli.runs import runs as runs_command
 from atroposlib.cli.status import HELP
+from atroposlib.cli.status import runs as runs_command
 from atroposlib.cli.status import status as status_command
 from atroposlib.envs.eval import evaluate_log
 from atroposlib.errors import LaunchError
