@@ -47,7 +47,6 @@ class Response:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def json(self) -> Json:
-        """The body, decoded."""
         return msgspec.json.decode(self.body)
 
     def sentence(self) -> str:
@@ -222,7 +221,6 @@ class Batch:
 
     @property
     def sequences(self) -> int:
-        """Sequences in the batch."""
         return sum(len(group["tokens"]) for group in self.groups)
 
 
@@ -359,7 +357,6 @@ class TrainerClient(RepeatingClient):
         return Batch(data["batch"], data.get("batch_id")) if data["batch"] else None
 
     async def ack(self, batch_id: str, *, deadline_s: float | None = None) -> None:
-        """Confirm a leased batch."""
         await self.request("POST", "/batch/ack", body=orjson.dumps({"batch_id": batch_id}), deadline_s=deadline_s)
 
     async def status(self, *, deadline_s: float | None = None) -> JsonObject:

@@ -124,7 +124,6 @@ def join_groups(groups: Sequence[bytes]) -> bytes:
 
 
 def join_batch(groups: Sequence[bytes], batch_id: str | None) -> bytes:
-    """Return a batch from stored groups."""
     return _encode({"batch": [msgspec.Raw(group) for group in groups], "batch_id": batch_id})
 
 

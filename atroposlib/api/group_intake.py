@@ -86,7 +86,6 @@ class GroupIntake:
             return None
 
     def forget(self) -> None:
-        """The run was reset."""
         self._latest = None
         self._retries = RetryFinder([])
 

@@ -35,24 +35,20 @@ class Metrics:
         self.registry.register(_Gauges(read))
 
     def group_stored(self, group: Group) -> None:
-        """A group is on disk."""
         env = _env_label(group)
         self._groups_in.labels(env).inc()
         self._sequences_in.labels(env).inc(group.sequences)
         self._bytes_in.inc(group.size)
 
     def batch_sent(self, groups: Sequence[Group]) -> None:
-        """A batch left for a trainer."""
         self._batches_out.inc()
         for group in groups:
             self._groups_out.labels(_env_label(group)).inc()
 
     def request_done(self, route: str, status: int, seconds: float) -> None:
-        """A request was answered."""
         self._requests.labels(route, str(status)).observe(seconds)
 
     def exposition(self) -> bytes:
-        """The Prometheus text format."""
         return generate_latest(self.registry)
 
 
@@ -68,7 +64,6 @@ class _Gauges(Collector):
 
 
 def gauge(name: str, text: str, value: float) -> Metric:
-    """Return a gauge of one value."""
     return GaugeMetricFamily(name, text, value=value)
 
 

@@ -75,7 +75,6 @@ class GroupPool:
         return self._groups[max(self._groups)] if self._groups else None
 
     def sequences_by_env(self) -> dict[EnvId, int]:
-        """Waiting sequences of each environment."""
         total: dict[EnvId, int] = {}
         for (env_id, size), numbers in self.classes.items():
             total[env_id] = total.get(env_id, 0) + size * len(numbers)

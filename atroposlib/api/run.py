@@ -56,13 +56,11 @@ class RunState:
     acked: list[str] = field(default_factory=list)
 
     def to_json(self) -> bytes:
-        """The stored form."""
         registration = None if self.registration is None else self.registration.model_dump()
         return msgspec.json.encode({**_fields(self), "registration": registration})
 
     @classmethod
     def from_json(cls, text: bytes) -> "RunState":
-        """The inverse of `to_json`."""
         data = msgspec.json.decode(text)
         registration = data.pop("registration")
         envs = [EnvRecord(**env) for env in data.pop("envs")]
@@ -106,11 +104,9 @@ class Liveness:
         self._spoken = set(self._last)
 
     def registered(self, env_id: int) -> None:
-        """The environment is new."""
         self._last[env_id] = time.monotonic()
 
     def touch(self, env_id: int) -> None:
-        """The environment just spoke."""
         self._last[env_id] = time.monotonic()
         self._spoken.add(env_id)
 
@@ -127,7 +123,6 @@ class Liveness:
         return time.monotonic() - self._last[env_id]
 
     def forget_all(self) -> None:
-        """After a reset."""
         self._last.clear()
         self._spoken.clear()
 
@@ -158,7 +153,6 @@ class LiveRun:
             self.offered.setdefault(env_id, set()).add(size)
 
     def reset(self) -> None:
-        """Forget the run."""
         self.run = RunState()
         self.queue = TrajectoryQueue()
         self.liveness.forget_all()

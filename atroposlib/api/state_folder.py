@@ -129,7 +129,6 @@ class StateFolder:
         return True
 
     def close(self) -> None:
-        """Close all files."""
         self.db.close()
         if self.log is not None:
             self.log.close()
@@ -291,12 +290,10 @@ class DeliveryLog:
         return entries
 
     def clear(self) -> None:
-        """Forget all entries."""
         self._write_byte(_HEAD.size, b"\0")
         self._end = _HEAD.size
 
     def close(self) -> None:
-        """Let go of the file."""
         self._map.close()
         os.close(self._fd)
 

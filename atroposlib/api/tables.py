@@ -80,7 +80,6 @@ class Tables:
         return self._db.execute("SELECT 1 FROM group_ids WHERE group_id = ?", (group_id,)).fetchone() is not None
 
     def insert(self, groups: Sequence[NewGroup], group_ids: Iterable[str]) -> None:
-        """Store groups, and ids that were not known."""
         self._db.executemany("INSERT INTO group_ids VALUES (?)", [(group_id,) for group_id in group_ids])
         for new in groups:
             g = new.group
@@ -157,7 +156,6 @@ class Tables:
             yield Group(*values), state
 
     def delete(self, numbers: Sequence[int]) -> None:
-        """Delete groups and contents."""
         for table in ("groups", "contents"):
             self._db.executemany(f"DELETE FROM {table} WHERE number = ?", [(n,) for n in numbers])
 

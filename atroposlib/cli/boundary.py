@@ -33,12 +33,10 @@ class HelpCommand(TyperCommand):
     """One command, whose help keeps lines that are indented as they are."""
 
     def format_help(self, ctx: Click, formatter: Click) -> None:
-        """Write the help, at one width."""
         formatter.width = HELP_WIDTH
         super().format_help(ctx, formatter)
 
     def format_help_text(self, ctx: Click, formatter: Click) -> None:
-        """Write what the command does."""
         _write_help(self.help, formatter)
 
     def collect_usage_pieces(self, ctx: Click) -> list[str]:
@@ -64,12 +62,10 @@ class HelpGroup(TyperGroup):
     format_help_text = HelpCommand.format_help_text
 
     def format_help(self, ctx: Click, formatter: Click) -> None:
-        """Write the help, at one width."""
         formatter.width = HELP_WIDTH
         super().format_help(ctx, formatter)
 
     def format_commands(self, ctx: Click, formatter: Click) -> None:
-        """Write the list of commands."""
         helps = {name: getattr(self.get_command(ctx, name), "help", None) or "" for name in self.list_commands(ctx)}
         with formatter.section("Commands"):
             formatter.write_dl(

@@ -96,7 +96,6 @@ def generate(
 
 
 def main() -> None:
-    """Console script."""
     run(app, "atropos-dpo-gen")
 
 

@@ -95,7 +95,6 @@ app = command(watch)
 
 
 def main() -> None:
-    """Console script."""
     run(app, "inference-node-wandb-watcher", log_level=logging.INFO)
 
 

@@ -23,7 +23,6 @@ class Word:
     app: str = "app"
 
     def run(self) -> None:
-        """Run the command."""
         getattr(importlib.import_module(self.module), self.main)()
 
     def typer_app(self) -> typer.Typer | None:
@@ -142,7 +141,6 @@ class _Completed(HelpGroup):
     """The commands as the shell's completion asks for them: only the one that is typed is imported."""
 
     def list_commands(self, ctx: Click) -> list[str]:
-        """Return the words."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Click, cmd_name: str) -> Click:

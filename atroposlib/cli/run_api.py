@@ -139,7 +139,6 @@ app = command(serve, HELP)
 
 
 def main() -> None:
-    """The console script."""
     run(app, "run-api", log_level=logging.INFO)
 
 

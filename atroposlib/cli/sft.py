@@ -147,7 +147,6 @@ def _format(given: Format | None, save_messages: bool, tokenizer: str | None, *,
 
 
 def main() -> None:
-    """Console script."""
     run(app, "atropos-sft-gen")
 
 

@@ -84,7 +84,6 @@ def _listen(port: int) -> socket.socket:
 
 
 def main() -> None:
-    """Console script."""
     run(app, "view-run")
 
 

@@ -5,7 +5,6 @@ from atroposlib.cli.view_run import app
 
 
 def main() -> None:
-    """Console script."""
     run(app, "view-run-multimodal")
 
 

@@ -98,7 +98,6 @@ def _role(message: object) -> object:
 
 
 def assistant_turns(messages: Sequence[Message]) -> list[int]:
-    """Positions of the assistant's messages."""
     return [at for at, message in enumerate(messages) if message.get("role") in ASSISTANT_ROLES]
 
 

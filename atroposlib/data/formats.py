@@ -270,23 +270,19 @@ class Copies:
         self._seen = array("Q")
 
     def watch(self, records: Iterable[Record]) -> Iterator[Record]:
-        """`records` as they are."""
         return map(self.note, records)
 
     def note(self, record: Record) -> Record:
-        """`record` as it is."""
         said = {key: record[key] for key in record if not key.startswith(_BESIDE_THE_TEXT)}
         self._seen.append(hash64(_encoder.encode(said)))
         return record
 
     @property
     def count(self) -> int:
-        """The number of them so far."""
         return len(self._seen) - len(set(self._seen))
 
 
 def token_record(ids: list[int], labels: list[int], score: float) -> Record:
-    """One record of the `tokens` format."""
     positions = list(range(len(ids)))
     return {
         "input_ids": ids,

@@ -60,7 +60,6 @@ _SCALARS = {type(None): _NULL, bool: Shape("bool"), int: Shape("int"), float: Sh
 
 
 def columns_of(record: JsonObject) -> Columns:
-    """The columns of one record."""
     return {name: _shape_of(value, name) for name, value in record.items()}
 
 
@@ -335,7 +334,6 @@ class ParquetWriter:
         self._records.write(data + b"\n")
 
     def finish(self) -> None:
-        """Write the file."""
         schema = self._arrow.schema([(name, arrow_type(self._arrow, shape)) for name, shape in self._columns.items()])
         self._records.seek(0)
         with self._parquet.ParquetWriter(self._path, schema, compression="zstd") as file:
@@ -344,7 +342,6 @@ class ParquetWriter:
                 file.write_table(self._arrow.Table.from_pylist(rows, schema=schema))
 
     def close(self) -> None:
-        """Remove what was kept."""
         self._records.close()
 
 

@@ -37,7 +37,6 @@ class Step(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def apply(self, table: Table, keep: Array, seed: int) -> Array:
-        """[responses] of bool, a subset of `keep`."""
         raise NotImplementedError
 
 
@@ -50,7 +49,6 @@ class ScoreStep(Step):
     at_most: float | None = Field(default=None, description="Keep scores of at most this.")
 
     def apply(self, table: Table, keep: Array, seed: int) -> Array:
-        """Row by row."""
         score = table.responses["score"]
         if self.above is not None:
             keep = keep & (score > self.above)
@@ -77,7 +75,6 @@ class FinishReasonStep(Step):
     allow: list[Literal["stop", "length", "abort", "tool_calls", "unknown"]] = ["stop", "tool_calls", "unknown"]
 
     def apply(self, table: Table, keep: Array, seed: int) -> Array:
-        """Row by row."""
         codes = [FINISH_REASONS.index(reason) for reason in self.allow]
         return keep & np.isin(table.responses["finish"], codes)
 
@@ -118,7 +115,6 @@ class TaskStep(Step):
     allow: list[str] = Field(min_length=1, description='Tasks that stay; "": groups without one.')
 
     def apply(self, table: Table, keep: Array, seed: int) -> Array:
-        """Row by row."""
         return keep & np.isin(table.column("task"), _places(table.tasks, self.allow))
 
 
@@ -180,7 +176,6 @@ class TaskCapStep(Step):
     )
 
     def apply(self, table: Table, keep: Array, seed: int) -> Array:
-        """ConfigError when neither limit is set."""
         if self.count is None and self.balance is None:
             raise ConfigError("policy step task_cap needs count or balance")
         task = table.column("task")
@@ -202,7 +197,6 @@ class UniqueStep(Step):
     per: Literal["problem", "all"] = "all"
 
     def apply(self, table: Table, keep: Array, seed: int) -> Array:
-        """The earliest response of each set stays."""
         found = duplicates(table, keep, per_item=self.per == "problem")
         keep = keep & ~found
         if self.near is None:
@@ -220,7 +214,6 @@ class DecontaminateStep(Step):
     ngram: PositiveInt = Field(default=13, description="Words in a row that count as the same text.")
 
     def apply(self, table: Table, keep: Array, seed: int) -> Array:
-        """The whole group goes when its prompt matches."""
         return keep & ~contaminated(table, keep, self.against, self.ngram)[0]
 
 
@@ -232,7 +225,6 @@ class TargetStep(Step):
     allow_fewer: bool = Field(default=False, description="Keep all when fewer are left, instead of failing.")
 
     def apply(self, table: Table, keep: Array, seed: int) -> Array:
-        """DataError when fewer are left."""
         left = int(keep.sum())
         if left < self.count and not self.allow_fewer:
             raise DataError(

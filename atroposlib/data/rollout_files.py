@@ -60,12 +60,10 @@ class Line(NamedTuple):
 
     @property
     def data(self) -> bytes:
-        """The line itself."""
         return self.block[self.start : self.end]
 
     @property
     def size(self) -> int:
-        """Its bytes."""
         return (len(self.block) if self.end is None else self.end) - self.start
 
     @property
@@ -250,7 +248,6 @@ class SpanReader:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
         self._stream.close()
 
     def read(self, start: int, end: int) -> bytes:
@@ -472,7 +469,6 @@ class DecompressedFile(io.RawIOBase):
         self._damage: DamagedError | None = None
 
     def readable(self) -> bool:
-        """Yes."""
         return True
 
     def read(self, count: int = -1, /) -> bytes:
@@ -492,7 +488,6 @@ class DecompressedFile(io.RawIOBase):
         return b"".join(pieces)
 
     def close(self) -> None:
-        """Close the file, too."""
         self._source.close()
         super().close()
 

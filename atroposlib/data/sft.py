@@ -80,7 +80,6 @@ class Rerenderer:
         self._renderer = TemplateRenderer(tokenizer)
 
     def tokens(self, chosen: Chosen) -> Iterator[Record]:
-        """`tokens` records of the chosen responses."""
         conversations = [self._segments(chosen, index) for index in chosen.indices]
         for index, (ids, labels) in zip(chosen.indices, self._renderer.encode(conversations), strict=True):
             yield token_record(ids, labels, chosen.group.scores[index])

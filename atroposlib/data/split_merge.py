@@ -195,7 +195,6 @@ def chance(table: Table, group: int, seed: int) -> int:
 
 
 def lines_of(table: Table, advance: Advance) -> Iterable[tuple[int, Line]]:
-    """Row and line of every group."""
     for file, path in enumerate(table.files):
         rows = np.flatnonzero(table.groups["file"] == file).tolist()
         if not rows:  # it may not be readable at all

@@ -67,7 +67,6 @@ class Stats:
     set_aside: list[JsonObject]  # lines and responses that no dataset may use, by reason
 
     def as_json(self) -> JsonObject:
-        """Plain data."""
         return asdict(self)
 
 
@@ -129,7 +128,6 @@ def _histogram(values: Array, limits: tuple[float, float] | None = None) -> Hist
 
 
 def stats_page(stats: Stats) -> str:
-    """Return the whole page."""
     names = [field.name for field in fields(TaskStats)]
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     templates.filters["cell"] = _cell

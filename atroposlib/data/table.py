@@ -108,7 +108,6 @@ class Table:
         return bool(np.isin(responses["odd"], BROKEN_TEXT).any())
 
     def odd_responses(self) -> SetAside:
-        """The responses that no dataset may use."""
         odd = SetAside()
         for row in np.flatnonzero(self.responses["odd"]).tolist():
             odd.add(RowError(self.where(row), ODD[self.responses["odd"][row]]))
@@ -235,7 +234,6 @@ class TableBuilder:
             self._flush()
 
     def build(self) -> Table:
-        """The table of everything added."""
         self._flush()
         groups, responses = zip(*self._blocks, strict=True)
         return Table(

@@ -54,9 +54,7 @@ class Encoding(Protocol):
     """One result of `tokenizers.Tokenizer.encode_batch`."""
 
     @property
-    def ids(self) -> list[int]:
-        """The token ids."""
-        ...
+    def ids(self) -> list[int]: ...
 
 
 class Backend(Protocol):

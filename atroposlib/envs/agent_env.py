@@ -190,7 +190,6 @@ class AgentRun:
 
     @property
     def messages(self) -> list[JsonObject]:
-        """The main conversation."""
         rows = [row for row in rows_of(self.rollout) if row.role == "main"]
         return (rows[-1].messages or []) if rows else []
 

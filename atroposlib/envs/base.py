@@ -237,7 +237,6 @@ class BaseEnv(EnvHooks):
         return await self._torn_down(run_process(self))
 
     async def _run_evaluate(self) -> int:
-        """The exit code."""
         from atroposlib.envs.eval import run_evaluate
 
         return await self._torn_down(run_evaluate(self, self.check_engines))
@@ -346,5 +345,4 @@ class BaseEnv(EnvHooks):
             self.server.keep_responses(OneByOne.of_run(run.journal, self.config))
 
     def write_html(self, rollouts: str, output: str) -> None:
-        """Render one rollout file."""
         generate_html(rollouts, output)

@@ -176,7 +176,6 @@ class EnvHooks:
 
     @property
     def has_get_item(self) -> bool:
-        """True where the author defined `get_item`."""
         return type(self).get_item is not EnvHooks.get_item
 
     def load_tokenizer(self) -> Tokenizer:

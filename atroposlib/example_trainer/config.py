@@ -308,7 +308,6 @@ class TrainingConfig(
 
     @property
     def sync_urls(self) -> list[str]:
-        """Base URLs of the engines."""
         return self.engine_urls or [f"http://127.0.0.1:{self.vllm_port}"]
 
     @model_validator(mode="after")

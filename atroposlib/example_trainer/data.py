@@ -49,7 +49,6 @@ class TrainingRow:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that take loss."""
         return int(self.trained.sum())
 
 
@@ -315,7 +314,6 @@ async def _unless(is_over: Callable[[], bool], request: Coroutine[object, object
 
 
 def registration(config: TrainingConfig, step: int) -> JsonObject:
-    """Return the body of `/register`."""
     return {
         "wandb_group": config.wandb_group or "",
         "wandb_project": config.wandb_project or "",

@@ -31,7 +31,6 @@ _KEPT = 2
 
 
 def exports_folder(save_path: Path) -> Path:
-    """Where the exports of a run lie."""
     return save_path / "engine"
 
 

@@ -239,7 +239,6 @@ class KLController:
 
     @property
     def is_on(self) -> bool:
-        """True when beta moves."""
         return min(self.beta, self.target or 0, self.horizon or 0, self.step_size) > 0
 
     def update(self, kl: float, samples: int) -> float:

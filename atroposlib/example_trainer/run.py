@@ -168,7 +168,6 @@ class _Running:
         return _WORK_REMAINS
 
     def processes(self) -> list[JsonObject]:
-        """Return the running processes, as `run.json` holds them."""
         return [
             {
                 "name": s.service.name,

@@ -104,7 +104,6 @@ class Engines:
             raise errors[0]
 
     def post(self, path: str, body: JsonObject | None = None, *, optional: bool = False) -> None:
-        """`Engine.post` for every engine."""
         self.each(lambda engine: engine.post(path, body, optional=optional))
 
     def get(self, path: str) -> dict[str, JsonObject]:
@@ -146,7 +145,6 @@ class VLLMSync:
         self._pause = _PAUSE[config.sync_mode]
 
     def push(self, policy: Policy, version: int) -> None:
-        """Save and reload."""
         for url, reply in self._engines.get("/version").items():
             require_pausing(url, str(reply.get("version")))
         written = save_folder(policy.save_merged, self._folder, version)
@@ -244,7 +242,6 @@ class EmbeddedSync:
         self._exporter = GGUFExporter(resolve_model(config.model_name).gguf, config.engine_dtype)
 
     def push(self, policy: Policy, version: int) -> None:
-        """Export and reload."""
         self._folder.mkdir(parents=True, exist_ok=True)
         target = self._folder / f"weights_{version:08d}.gguf"
         self._exporter.write(policy.merged_state(), target)
@@ -286,7 +283,6 @@ class SGLangSync:
         self._shared: SharedWeights | None = None
 
     def push(self, policy: Policy, version: int) -> None:
-        """Hand over, then update."""
         self._push(policy, version)
         self._update = self._later_updates
 

@@ -43,22 +43,18 @@ class LiveRollouts:
         self._state = f"connecting to {api_url}"
 
     def start(self) -> None:
-        """Begin to collect."""
         threading.Thread(target=lambda: asyncio.run(self._run()), name="live-rollouts", daemon=True).start()
 
     def table(self) -> Table:
-        """The groups so far."""
         known, joined = list(self._tables), self._joined
         if len(joined.groups) != len(known):  # each holds one
             self._joined = joined = concatenate(known)
         return joined
 
     def group(self, row: int) -> bytes:
-        """One group as JSON."""
         return self._lines[row]
 
     def read(self, table: Table, rows: Array, *, with_ids: bool) -> Iterator[tuple[int, Line, LazyGroup]]:
-        """Group row, line and group of each of `rows`."""
         for row in rows.tolist():
             line = self._line(row, self._lines[row])
             yield row, line, parse_lazily(line)

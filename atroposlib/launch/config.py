@@ -155,7 +155,6 @@ class DatagenConfig(Section):
 
     @property
     def logs(self) -> Path:
-        """Folder of the services' logs."""
         return Path(self.log_dir) if self.log_dir else self.work_dir / "logs"
 
 

@@ -257,7 +257,6 @@ def export_all(config: DatagenConfig, model: Model) -> list[Path]:
 
 
 def _export(entry: ExportConfig, config: DatagenConfig, model: Model) -> Path:
-    """Write one dataset."""
     from atroposlib.data.policy import TargetStep, UniqueStep
     from atroposlib.data.sft import SftOptions, export_sft, simple_policy
 

@@ -229,7 +229,6 @@ def engine_urls(config: DatagenConfig, environ: Mapping[str, str]) -> list[str]:
 
 
 def engine_command(config: DatagenConfig, port: int, host: str = "127.0.0.1") -> list[str]:
-    """The engine's command line."""
     engine = config.engine
     at = ["--host", host, "--port", str(port)]
     if engine.kind == "sglang":

@@ -200,7 +200,6 @@ class Supervised:
 
 
 def describe_exit(code: int) -> str:
-    """`exit code 1` or `killed by SIGKILL`."""
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 

@@ -151,7 +151,6 @@ class RateMeter:
         return self._in_flight / max(1, self._looks) / least if least > 0 else math.inf
 
     def restart(self, now: float) -> None:
-        """Measure again."""
         self.since, self._is_marked = now, False
 
 
@@ -371,7 +370,6 @@ def running(loads: Sequence[Load]) -> int:
 
 
 def queued(loads: Sequence[Load]) -> int:
-    """Requests that wait in them."""
     return sum(load.queued or 0 for load in loads)
 
 

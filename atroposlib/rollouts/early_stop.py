@@ -33,7 +33,6 @@ class EarlyStop:
 
     @property
     def is_on(self) -> bool:
-        """True when there is any rule."""
         return self.accepted is not None or self.hopeless_rate is not None
 
     def next_round(self, accepted: int, tried: int, most: int) -> int:

@@ -79,7 +79,6 @@ class Evaluation:
             _current.reset(token)
 
     def line(self) -> str:
-        """The evaluation in one line."""
         items_s, answers_s, tokens_s = self.rates()
         parts = [f"{self.items_done}/{self.items} items"] if self.items else []
         parts += [f"{self.replies.answers} answers", f"{answers_s:.1f} answers/s", f"{tokens_s:.0f} tokens/s"]

@@ -76,7 +76,6 @@ class Unscored(float):
 
 
 def is_scored(score: float | None) -> bool:
-    """Return whether there is a score."""
     return score is not None and not isinstance(score, Unscored)
 
 
@@ -173,14 +172,12 @@ class Fruitless:
     asked_an_engine: bool = False
 
     def add(self, reason: str, *, asked_an_engine: bool) -> None:
-        """One item more."""
         self.since_s = self.since_s if self.items else time.monotonic()
         self.items += 1
         self.reasons[reason] += 1
         self.asked_an_engine |= asked_an_engine
 
     def end(self) -> None:
-        """A group was kept."""
         if self.items:
             self.items, self.asked_an_engine = 0, False
             self.reasons.clear()
@@ -224,7 +221,6 @@ class FailureLog:
             _end_last_line(path)
 
     def add(self, work: Work, error: BaseException, *, is_final: bool) -> None:
-        """Count and write one failed try."""
         self._write(work, error, {"final": is_final, "tokens": work.trace.usage["completion_tokens"]})
 
     def add_response(self, work: Work, error: BaseException, index: int | None = None) -> None:

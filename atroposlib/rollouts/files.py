@@ -69,7 +69,6 @@ class AppendFile:
         self.size += len(data)
 
     def close(self) -> None:
-        """Without syncing."""
         os.close(self.descriptor)
 
     def _cut(self) -> None:
@@ -152,7 +151,6 @@ class ShardWriter:
         return [os.dup(file.descriptor) for file in self._files_open()]
 
     def close(self) -> None:
-        """Sync and close the files."""
         sync_and_close([file.descriptor for file in self._files_open()])
 
     def _files_open(self) -> list[AppendFile]:

@@ -77,7 +77,6 @@ class Totals:
     tasks: dict[str, TaskCount] = field(default_factory=dict)
 
     def add(self, entry: LedgerEntry) -> None:
-        """Count one line."""
         self.groups += 1
         self.responses += entry.responses
         self.accepted += entry.accepted

@@ -152,7 +152,6 @@ class Progress:
         }
 
     def snapshot(self) -> JsonObject:
-        """Return the content of the progress file."""
         tasks = {
             name: self.totals.tasks.get(name, TaskCount()) for name in {*self.totals.tasks, *self.health.set_aside}
         }
@@ -252,7 +251,6 @@ class Progress:
         return f" ({'; '.join(parts)})" if parts else ""
 
     def line(self) -> str:
-        """The run in one line."""
         _, responses_s, tokens_s = self.rates()
         total = f"/{self.limits.groups}" if self.limits.groups is not None else ""
         parts = [
@@ -323,7 +321,6 @@ class ProgressDisplay:
         self._logged_at = time.monotonic()
 
     def start(self) -> None:
-        """Begin to draw."""
         if self._live:
             self._live.start()
 

@@ -123,7 +123,6 @@ class ItemSource:
         return 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
 
     async def next(self) -> Work | None:
-        """The next work, or None while there is none."""
         work = await self._next()
         self._idle_since = None if work else self._idle_since or time.monotonic()
         return work

@@ -32,7 +32,6 @@ class Dropped:
     longest: int = 0  # tokens, of the sequences for which they were
 
     def note(self, reason: str, scores: Sequence[float]) -> None:
-        """Count one group."""
         self.reasons[reason] += 1
         if len(self.scores) < 4:
             self.scores.update(map(float, scores))

@@ -107,7 +107,6 @@ class RunStatus:
 
     @property
     def history(self) -> Path:
-        """Where the run's history lies."""
         return self._beside("history")
 
     def _beside(self, what: str) -> Path:
@@ -263,7 +262,6 @@ def sum_of(members: list[RunStatus], run_dir: Path) -> RunStatus:
 
 
 def _status(run_dir: Path, run: JsonObject) -> RunStatus:
-    """The status of a run with a supervisor."""
     running = _is_running(run)
     services = [ServiceStatus(**{name: entry.get(name) for name in _SERVICE}) for entry in run.get("services", [])]
     progress = read_object(run_dir / PROGRESS_FILE) or {}
@@ -419,7 +417,6 @@ class RunRecord:
         self.services = []
 
     def begin(self, logs: Path) -> None:
-        """Note that this process runs it now."""
         self.node, self.logs, self.last_error = socket.gethostname(), str(logs), None
         self.pid, self.started = os.getpid(), start_time(os.getpid())
 
@@ -430,12 +427,10 @@ class RunRecord:
             self.save(run_dir, state)
 
     def save(self, run_dir: Path, state: str) -> None:
-        """Replace `run.json`."""
         self.state = state
         write_text_atomic(run_dir / RUN_FILE, self.to_json())
 
     def to_json(self) -> str:
-        """The text of `run.json`."""
         return json.dumps({**asdict(self), "updated_at": round(time.time(), 3)}, indent=1)
 
 

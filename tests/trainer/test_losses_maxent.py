@@ -91,10 +91,8 @@ def objective(w, posterior, reference, tau, beta):
 def test_m3_no_other_weights_reach_the_value_of_the_closed_form():
     posterior = maxent.reward_posterior(U, ONE_GROUP)
     reference = torch.log_softmax(maxent.reference_scores(REF_SUMS, COUNTS), 0)
-    value = maxent.maxent_value(posterior, reference, ONE_GROUP, tau=0.2, beta=0.04)
-    close(value, [-0.890211])
     best = objective(weights(0.2, 0.04), posterior, reference, 0.2, 0.04)
-    torch.testing.assert_close(best, value[0], atol=1e-9, rtol=0)
+    assert best.item() == pytest.approx(-0.890211, abs=1e-6)
     torch.manual_seed(0)
     others = torch.distributions.Dirichlet(torch.full((4,), 0.5, dtype=torch.float64)).sample((20_000,))
     assert (objective(others, posterior, reference, 0.2, 0.04) <= best + 1e-12).all()
@@ -106,11 +104,6 @@ def test_m4_weighted_likelihood_as_sum_and_per_token():
     logp = (t(-42, -14, -65, -13) / COUNTS)[:, None].expand(4, 50)
     assert maxent.maxent_loss(logp, mask, w, 1, nll="sum").item() == pytest.approx(27.418822, abs=1e-6)
     assert maxent.maxent_loss(logp, mask, w, 1).item() == pytest.approx(0.745142, abs=1e-6)
-
-
-def test_m4_k3_on_means_weighted_by_tokens():
-    found = maxent.weighted_sequence_k3(t(-42, -14, -65, -13) / COUNTS, REF_SUMS / COUNTS, COUNTS)
-    assert found.item() == pytest.approx(0.002273, abs=1e-6)
 
 
 M5 = {
@@ -219,14 +212,3 @@ def test_reference_tilt_is_maxent_with_the_softmax_of_utilities():
     expected = maxent.maxent_weights(posterior, reference, ONE_GROUP, tau=0.2, beta=0.1)
     found = maxent.xdr_weights(utilities, ONE_GROUP, tau=0.2, reference=reference, tilt=0.1) / 4
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
-
-
-def test_x3_semantic_entropy_scales_scattered_prompts_down():
-    entropy = maxent.semantic_entropy(t(-0.4, -0.6, -0.5, -0.9), torch.tensor([0, 0, 1, 2]))
-    assert entropy.item() == pytest.approx(0.994568, abs=1e-6)
-    assert maxent.seed_scale(entropy, 4).item() == pytest.approx(0.582266, abs=1e-6)
-
-
-def test_adaptive_tau_falls_with_the_number_of_modes():
-    assert maxent.adaptive_tau(0.2, 1) == pytest.approx(0.2 / math.log(2))
-    assert maxent.adaptive_tau(0.2, 5) < maxent.adaptive_tau(0.2, 2)

@@ -69,5 +69,4 @@ def accuracy_reward(
     ground_truth: Gold | list[Gold] | None = None,
     **kwargs: object,
 ) -> list[float]:
-    """`AccuracyReward` with its defaults."""
     return AccuracyReward().compute(completions, solution=solution, ground_truth=ground_truth, **kwargs)

@@ -77,7 +77,6 @@ class CosineScaledReward(RewardFunction):
 def cosine_scaled_reward(
     completions: Sequence[Completion], solution: Completion | list[Completion] | None = None, **kwargs: object
 ) -> list[float]:
-    """`CosineScaledReward` with its defaults."""
     return CosineScaledReward().compute(completions, solution=solution, **kwargs)
 
 

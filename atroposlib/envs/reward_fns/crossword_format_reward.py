@@ -57,5 +57,4 @@ class CrosswordFormatReward(RewardFunction):
 
 
 def crossword_format_reward(completions: Sequence[Completion], **kwargs: object) -> list[float]:
-    """`CrosswordFormatReward` with its defaults."""
     return CrosswordFormatReward().compute(completions, **kwargs)

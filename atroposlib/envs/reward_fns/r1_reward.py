@@ -169,19 +169,16 @@ class R1Reward(RewardFunction):
 
 
 def format_reasoning_reward(completions: Sequence[Completion], **kwargs: object) -> list[float]:
-    """`FormatReasoningReward` with its defaults."""
     return FormatReasoningReward().compute(completions, **kwargs)
 
 
 def accuracy_reward(
     completions: Sequence[Completion], solution: Completion | float | list[Completion | float] | None, **kwargs: object
 ) -> list[float]:
-    """`AccuracyXReward` with its defaults."""
     return AccuracyXReward().compute(completions, solution=solution, **kwargs)
 
 
 def r1_reward(
     completions: Sequence[Completion], solution: Completion | float | list[Completion | float] | None, **kwargs: object
 ) -> list[float]:
-    """`R1Reward` with its defaults."""
     return R1Reward().compute(completions, solution=solution, **kwargs)

@@ -67,5 +67,4 @@ class ReasoningStepsReward(RewardFunction):
 
 
 def reasoning_steps_reward(completions: Sequence[Completion], **kwargs: object) -> list[float]:
-    """`ReasoningStepsReward` with its defaults."""
     return ReasoningStepsReward().compute(completions, **kwargs)

@@ -123,11 +123,9 @@ class LegacyFunctionWrapper(RewardFunction):
 
     @property
     def name(self) -> str:
-        """The function's name."""
         return self._name or getattr(self.func, "__name__", type(self.func).__name__)
 
     def compute(self, completions: Sequence[Completion], **kwargs: object) -> list[float]:
-        """Return what the function gives."""
         rewards = self.func(completions, **{**self.config, **kwargs})
         return list(rewards) if isinstance(rewards, Sequence) else [rewards] * len(completions)
 

@@ -108,7 +108,6 @@ class RepetitionPenaltyReward(RewardFunction):
 def repetition_penalty_reward(
     completions: Sequence[Completion], threshold: float = 0.05, **kwargs: object
 ) -> list[float]:
-    """`RepetitionPenaltyReward` with its defaults."""
     return RepetitionPenaltyReward(threshold=threshold).compute(completions, **kwargs)
 
 

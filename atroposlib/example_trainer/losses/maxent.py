@@ -1,4 +1,4 @@
-"""Losses that spread probability over all good answers: MaxEnt-GRPO, xDr.GRPO and the baselines they are compared with.
+"""Losses that spread probability over all good answers: MaxEnt-GRPO and xDr.GRPO.
 
 Weights w are computed once per rollout batch, without gradient, from utilities u [B] (weighted sums of rewards).
 
@@ -41,15 +41,8 @@ def reference_scores(ref_logp_sums: Tensor, token_counts: Tensor, *, length_norm
 @torch.no_grad()
 def maxent_weights(posterior: Tensor, reference: Tensor, groups: Groups, *, tau: float, beta: float) -> Tensor:
     """w [B]: softmax of log q / (tau + beta) + beta / (tau + beta) l within the group; tau + beta = 0 divides by 1."""
-    return groups.softmax(_maxent_logits(posterior, reference, tau, beta))
-
-
-@torch.no_grad()
-def maxent_value(posterior: Tensor, reference: Tensor, groups: Groups, *, tau: float, beta: float) -> Tensor:
-    """[n] value of the objective at its maximum: (tau + beta) log sum exp(logits), `reference` normalised per group."""
-    logits = _maxent_logits(posterior, reference, tau, beta)
-    top = groups.max(logits)
-    return (tau + beta) * (groups.sum((logits - groups.spread(top)).exp()).log() + top)
+    scale = tau + beta if tau + beta > 0 else 1.0
+    return groups.softmax(posterior.clamp(min=1e-12).log() / scale + beta / scale * reference)
 
 
 def maxent_loss(logp: Tensor, mask: Tensor, weights: Tensor, n_groups: int, *, nll: MaxEntNLL = "token_mean") -> Tensor:
@@ -65,12 +58,6 @@ def maxent_loss(logp: Tensor, mask: Tensor, weights: Tensor, n_groups: int, *, n
     if nll == "token_mean":
         totals = totals / mask.sum(-1).clamp(min=1)
     return -(weights * totals).sum() / n_groups
-
-
-def weighted_sequence_k3(logp_means: Tensor, ref_means: Tensor, token_counts: Tensor) -> Tensor:
-    """Scalar k3 of the means per token, weighted by token counts [B]."""
-    difference = ref_means - logp_means
-    return ((difference.exp() - difference - 1) * token_counts).sum() / token_counts.sum()
 
 
 def xdr_utilities(advantages: Tensor, token_counts: Tensor, max_tokens: int) -> Tensor:
@@ -116,34 +103,6 @@ def xdr_weights(
     return torch.where(flat, 1.0, weights)  # exactly, where rounding would leave 1 - 1e-16
 
 
-def adaptive_tau(tau: float, modes: int) -> float:
-    """tau / log(1 + modes), for `modes` >= 1 distinct correct answers of the prompt."""
-    return tau / math.log1p(modes)
-
-
-@torch.no_grad()
-def semantic_entropy(logp_means: Tensor, clusters: Tensor) -> Tensor:
-    """Scalar entropy over the answer clusters of one group, each weighing the sum of exp(mean logp) of its rows.
-
-    Args:
-        logp_means: [G] log-probabilities per token.
-        clusters: [G] integer labels of equal answers.
-    """
-    found = Groups.of(clusters)
-    shares = found.sum(torch.softmax(logp_means, 0))
-    return -(shares * shares.log()).sum()
-
-
-def seed_scale(entropy: Tensor, group_size: int, alpha: float = 1.0) -> Tensor:
-    """1 / (1 + alpha / log(G) * H): scales down the prompts whose answers scatter. Source: SEED-GRPO."""
-    return 1 / (1 + alpha / math.log(group_size) * entropy)
-
-
 def weight_entropy(weights: Tensor, groups: Groups) -> Tensor:
     """[n] entropy in nats of weights that add up to 1 in each group; exp of it counts the rows that matter."""
     return groups.sum(-torch.special.xlogy(weights, weights))
-
-
-def _maxent_logits(posterior: Tensor, reference: Tensor, tau: float, beta: float) -> Tensor:
-    scale = tau + beta if tau + beta > 0 else 1.0
-    return posterior.clamp(min=1e-12).log() / scale + beta / scale * reference

@@ -33,7 +33,6 @@ _LEAST_REST = 1e-6
 
 
 def ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
-    """exp(clamp(logp - old_logp))."""
     return (logp - old_logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
