@@ -118,12 +118,13 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_mapping(path: Path, *, expected: str, what: str) -> JsonObject:
+def read_mapping(path: Path, *, expected: str, what: str, may_be_empty: bool = False) -> JsonObject:
     """The mapping at the top of a YAML file that a user wrote.
 
     Args:
         expected: what the file should hold, for the error about something else.
         what: the file itself, e.g. `a recipe`, for the error about a path that cannot be read.
+        may_be_empty: an empty file holds {}.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds something else.
@@ -133,9 +134,11 @@ def read_mapping(path: Path, *, expected: str, what: str) -> JsonObject:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of {what}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of {what}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if content is None and may_be_empty:
+        return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds {type(content).__name__}, expected {expected}")
     return content

@@ -6,6 +6,7 @@ An error becomes one sentence and an exit code.
 import errno
 import logging
 import re
+import socket
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo, OptionInfo
 
-from atroposlib.errors import AtroposError
+from atroposlib.errors import AtroposError, ConfigError
 
 Click: TypeAlias = Any
 """An object of the click that typer brings: by its version a package of that name, or a copy of its own."""
@@ -184,6 +185,25 @@ def http_url(text: str) -> str:
     if not is_http:
         raise typer.BadParameter(f"{text!r} is no address of a server; write http://HOST:PORT, or https://")
     return text
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A bound socket; ConfigError when the host has no address, or the address is taken or not ours."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {host} ({error}); choose another --host") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}"
+        ) from error
+    return listener
 
 
 @contextmanager

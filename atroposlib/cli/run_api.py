@@ -4,7 +4,6 @@ Exit codes: 0 stopped by a signal with everything on disk, 1 cannot start, 2 wro
 """
 
 import asyncio
-import errno
 import gc
 import logging
 import os
@@ -18,7 +17,7 @@ from typing import Annotated, cast
 import typer
 
 from atroposlib.api import auth
-from atroposlib.cli.boundary import command, run
+from atroposlib.cli.boundary import command, listening, run
 from atroposlib.errors import ConfigError
 from atroposlib.paths import expand_path
 
@@ -73,7 +72,7 @@ def serve(
         )
     from atroposlib.api.server import ApiSettings, create_app
 
-    listener = _listen(host, port)
+    listener = listening(host, port)
     port = listener.getsockname()[1]
     folder = None if memory else expand_path(state_dir, what="--state-dir") if state_dir else default_state_dir(port)
     settings = ApiSettings(
@@ -92,25 +91,6 @@ def serve(
     print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     logger.info("state: %s", folder or "in memory")
     _run(app, listener)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket; ConfigError when the host has no address, or the address is taken or not ours."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cannot listen on {host} ({error}); choose another --host") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}"
-        ) from error
-    return listener
 
 
 def _run(app, listener: socket.socket) -> None:

@@ -1,7 +1,6 @@
 """`view-run`: browse rollouts of files, or of a running API, in a browser."""
 
 import logging
-import socket
 import threading
 import time
 from typing import Annotated
@@ -9,9 +8,9 @@ from typing import Annotated
 import typer
 import uvicorn
 
-from atroposlib.cli.boundary import App, run
+from atroposlib.cli.boundary import App, listening, run
 from atroposlib.data.rollout_files import find_rollout_files
-from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.errors import AtroposError
 from atroposlib.frontend.group_detail import TokenTexts
 from atroposlib.frontend.live_rollouts import LiveRollouts
 from atroposlib.frontend.run_view import FileRollouts, RolloutSource, make_app
@@ -55,7 +54,8 @@ def view(
     else:
         source = LiveRollouts(api_url, batch_size=group_size * BATCH_GROUPS, max_token_len=max_token_len)
         source.start()
-    listener = _listen(port)
+    listener = listening("127.0.0.1", port)
+    listener.listen()
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     server = uvicorn.Server(uvicorn.Config(make_app(source, TokenTexts(tokenizer)), log_level="warning"))
     server.run(sockets=[listener])
@@ -69,18 +69,6 @@ def _follow(source: FileRollouts, rollouts: list[str]) -> None:
         except AtroposError as error:
             logger.warning("%s", error)
         time.sleep(_LOOK_AGAIN_S)
-
-
-def _listen(port: int) -> socket.socket:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(("127.0.0.1", port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"port {port} of 127.0.0.1 cannot be used ({error.strerror}); give another --port") from error
-    listener.listen()
-    return listener
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from atroposlib.data.lazy_group import SearchText
 from atroposlib.data.rollout_files import expand_input
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
 from atroposlib.errors import ConfigError, DataError
+from atroposlib.paths import read_mapping
 from atroposlib.type_definitions import Array
 
 
@@ -354,15 +355,10 @@ def load_policy(text: str | Path, *, seed: int | None = None, target: int | None
     Raises:
         ConfigError: not YAML, an unknown step or key, a value out of range; names file and key.
     """
-    import yaml  # only files need it
-
     path = expand_input(str(text), what="--policy")
+    content = read_mapping(path, expected="seed: and steps:", what="a policy", may_be_empty=True)
     try:
-        policy = SelectionPolicy.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
-    except OSError as error:
-        raise ConfigError(f"--policy {path} cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--policy {path} is not YAML: {' '.join(str(error).split())}") from error
+        policy = SelectionPolicy.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])

@@ -22,9 +22,9 @@ from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
 from atroposlib.errors import AtroposError, ConfigError, ModelError
-from atroposlib.paths import expand_path
-from atroposlib.rollouts.run import EXIT_WORK_REMAINS, RunOutcome
-from atroposlib.rollouts.stop import leave_soon
+from atroposlib.paths import expand_path, read_mapping
+from atroposlib.rollouts.run import RunOutcome
+from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, leave_soon
 from atroposlib.type_definitions import Json, JsonObject
 from atroposlib.utils.cli import describe_fields, merge_dicts, parse_value, refuse_unknown, split_flags
 
@@ -298,15 +298,7 @@ def _load_yaml(texts: list[str] | None) -> JsonObject:
     if len(texts) != 1:
         raise ConfigError("--config needs one file")
     path = expand_path(texts[0], what="--config")
-    try:
-        loaded = yaml.safe_load(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}") from error
-    if not isinstance(loaded, dict | None):
-        raise ConfigError(f"--config {path} holds a {type(loaded).__name__}; it must hold env:, openai: and the like")
-    return loaded or {}
+    return read_mapping(path, expected="env:, openai: and the like", what="the settings", may_be_empty=True)
 
 
 def _typed_flags(texts: Mapping[str, list[str]], models: Mapping[str, type[BaseModel]]) -> JsonObject:

@@ -46,9 +46,9 @@ from atroposlib.lock_files import take_lock
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 from atroposlib.rollouts.evaluation import PROGRESS_FILE, Evaluation, evaluate_items, shown, step_of_evaluation
 from atroposlib.rollouts.journal import ResponseJournal
-from atroposlib.rollouts.run import CHECK_S, EXIT_DONE, EXIT_WORK_REMAINS, STOP_TIMEOUT_S
+from atroposlib.rollouts.run import CHECK_S, EXIT_DONE, STOP_TIMEOUT_S
 from atroposlib.rollouts.source import Work, current_work
-from atroposlib.rollouts.stop import StopSignals
+from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, StopSignals
 from atroposlib.status.training import HISTORY_FILE
 from atroposlib.type_definitions import Item, Json, JsonObject
 from atroposlib.utils.display import display_metrics_table

@@ -18,8 +18,8 @@ from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.example_trainer.config import RunConfig, TrainingConfig
 from atroposlib.example_trainer.recipe import build, parser_of, read_recipe, require_torch
 from atroposlib.paths import expand_path
+from atroposlib.rollouts.stop import EXIT_WORK_REMAINS
 
-_WORK_REMAINS = 75
 _EXAMPLES = """\
 examples:
   atropos-grpo --model-name Qwen/Qwen3-0.6B --atropos-url http://node7:8000 \\
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"atropos-grpo: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     print(f"step {result.step}; checkpoint {result.checkpoint}")
-    raise SystemExit(0 if result.finished else _WORK_REMAINS)
+    raise SystemExit(0 if result.finished else EXIT_WORK_REMAINS)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

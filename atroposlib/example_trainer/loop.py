@@ -38,6 +38,7 @@ from atroposlib.example_trainer.weight_sync import WeightSync, make_sync, names_
 from atroposlib.json_lines import one_line
 from atroposlib.lock_files import run_lock
 from atroposlib.paths import expand_path, writable_dir
+from atroposlib.rollouts.stop import STOP_SIGNALS
 from atroposlib.type_definitions import Json, JsonObject
 
 if TYPE_CHECKING:
@@ -140,7 +141,6 @@ def _short(value: float) -> str:
 
 
 _NO_MORE: list[TrainingRow] = []
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ def _stop_flag() -> Iterator[_StopFlag]:
     def note(number: int, _frame: object) -> None:
         flag.signal = signal.Signals(number).name
 
-    earlier = {sign: signal.signal(sign, note) for sign in _STOP_SIGNALS}
+    earlier = {sign: signal.signal(sign, note) for sign in STOP_SIGNALS}
     try:
         yield flag
     finally:

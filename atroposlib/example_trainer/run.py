@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,17 +24,16 @@ from atroposlib.launch.config import RestartConfig
 from atroposlib.launch.services import Service, Supervised, describe_exit
 from atroposlib.lock_files import end_leftovers, run_lock
 from atroposlib.paths import writable_dir
+from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, STOP_SIGNALS
 from atroposlib.status.page import StatusPage, write_last_page
 from atroposlib.status.runs import RunRecord, read_status
 from atroposlib.status.training import read_training
-from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
-_WORK_REMAINS = 75
 _END = {
     0: "training finished; weights in {folder}/checkpoints/final, metrics in {folder}/metrics/metrics.jsonl",
-    _WORK_REMAINS: "stopped; the same command resumes",
+    EXIT_WORK_REMAINS: "stopped; the same command resumes",
 }
 _EXAMPLES = """\
 examples:
@@ -43,7 +41,6 @@ examples:
   atropos-grpo-run --config configs/trainer/grpo.yaml --model-name Qwen/Qwen3-0.6B --lr 2e-6
   ATROPOS_ENGINE_GPUS=0 ATROPOS_TRAINER_GPUS=1,2 atropos-grpo-run --config configs/trainer/countdown.yaml
 """
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -87,7 +84,7 @@ def run(config: RunConfig) -> int:
         record.starts += 1
         try:
             code = asyncio.run(_supervise(config, run_dir, record))
-            record.end(run_dir, {0: "done", _WORK_REMAINS: "stopped"}.get(code, "failed"))
+            record.end(run_dir, {0: "done", EXIT_WORK_REMAINS: "stopped"}.get(code, "failed"))
         except BaseException as error:
             record.end(run_dir, "failed", str(error) or type(error).__name__)
             raise
@@ -101,7 +98,7 @@ async def _supervise(config: RunConfig, run_dir: Path, record: RunRecord) -> int
     async with aiohttp.ClientSession() as session:
         plan = make_plan(config, run_dir, session)
         loop = asyncio.get_running_loop()
-        for sign in _STOP_SIGNALS:
+        for sign in STOP_SIGNALS:
             loop.add_signal_handler(sign, running.stop_requested.set)
         recording = asyncio.create_task(_record(running, run_dir, record))
         try:
@@ -120,7 +117,7 @@ async def _record(running: "_Running", run_dir: Path, record: RunRecord) -> None
     while True:
         await asyncio.sleep(0.5)
         record.elapsed_s += 0.5
-        record.services = running.processes()
+        record.services = [service.as_record() for service in running.tasks.values()]
         with contextlib.suppress(OSError, LaunchError):
             record.save(run_dir, "running")
             page.update(lambda: read_status(run_dir))
@@ -136,7 +133,7 @@ class _Running:
     def __init__(self, restarts: RestartConfig) -> None:
         self.stop_requested = asyncio.Event()
         self._restarts = restarts
-        self._tasks: dict[asyncio.Task[int], Supervised] = {}
+        self.tasks: dict[asyncio.Task[int], Supervised] = {}
 
     async def until_trained(self, plan: RunPlan) -> int:
         """Start everything in order; the trainer's exit code, or 75 when a signal came first."""
@@ -144,7 +141,7 @@ class _Running:
             started = self._start(service)
             await self._first_of(asyncio.create_task(started.ready.wait()))
             if self.stop_requested.is_set():
-                return _WORK_REMAINS
+                return EXIT_WORK_REMAINS
         trainer = self._start(plan.trainer)
         ended = await self._first_of(asyncio.create_task(trainer.ready.wait()))
         if ended is None and not self.stop_requested.is_set():
@@ -154,7 +151,7 @@ class _Running:
             if ended is None:
                 continue
             code = self._take_code(ended)
-            if ended is trainer and code in (0, _WORK_REMAINS):
+            if ended is trainer and code in (0, EXIT_WORK_REMAINS):
                 return code
             if ended is trainer:
                 logger.error("the trainer failed; the end of %s:\n%s", ended.service.log, ended.tail(5))
@@ -165,30 +162,18 @@ class _Running:
                     f"{ended.tail(20)}"
                 )
         await trainer.stop(TRAINER_GRACE_S)
-        return _WORK_REMAINS
-
-    def processes(self) -> list[JsonObject]:
-        return [
-            {
-                "name": s.service.name,
-                "pid": s.pid,
-                "started": s.started,
-                "state": s.state,
-                "restarts": s.restart_count,
-            }
-            for s in self._tasks.values()
-        ]
+        return EXIT_WORK_REMAINS
 
     async def stop_all(self) -> None:
         """End what is still running, the last started first."""
-        for task, service in reversed(self._tasks.items()):
+        for task, service in reversed(self.tasks.items()):
             await service.stop(_grace_s(service.service.name))
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def _start(self, service: Service) -> Supervised:
         supervised = Supervised(service, self._restarts)
-        self._tasks[asyncio.create_task(supervised.run())] = supervised
+        self.tasks[asyncio.create_task(supervised.run())] = supervised
         return supervised
 
     async def _first_of(self, *others: "asyncio.Task[bool]") -> Supervised | None:
@@ -198,20 +183,20 @@ class _Running:
             LaunchError: a service failed for good.
         """
         stop = asyncio.create_task(self.stop_requested.wait())
-        done, _ = await asyncio.wait({stop, *others, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({stop, *others, *self.tasks}, return_when=asyncio.FIRST_COMPLETED)
         for waiting in (stop, *others):
             waiting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await waiting
-        for task in done & set(self._tasks):
+        for task in done & set(self.tasks):
             task.result()
-            return self._tasks[task]
+            return self.tasks[task]
         return None
 
     def _take_code(self, service: Supervised) -> int:
         """Exit code of a service that has ended; it is forgotten."""
-        task = next(task for task, other in self._tasks.items() if other is service)
-        del self._tasks[task]
+        task = next(task for task, other in self.tasks.items() if other is service)
+        del self.tasks[task]
         return task.result()
 
 

@@ -25,14 +25,13 @@ from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
 from atroposlib.launch.services import Service, Supervised, describe_exit, log_tail
 from atroposlib.lock_files import end_leftovers, run_lock
 from atroposlib.paths import writable_dir, write_text_atomic
+from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, STOP_SIGNALS
 from atroposlib.status.page import StatusPage, write_last_page
 from atroposlib.status.runs import PROGRESS_FILE, RunRecord, RunStatus, read_status
 
 logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[RunStatus], None]
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-EXIT_WORK_REMAINS = 75
 
 
 class Stopped(LaunchError):
@@ -185,16 +184,7 @@ class _Run:
             self._publish()
 
     def _publish(self) -> None:
-        self._record.services = [
-            {
-                "name": service.service.name,
-                "pid": service.pid,
-                "state": service.state,
-                "restarts": service.restart_count,
-                "started": service.started,
-            }
-            for service in self._services
-        ]
+        self._record.services = [service.as_record() for service in self._services]
         with contextlib.suppress(OSError, LaunchError):  # a disk that fails must not end the run; it is tried again
             self._record.save(self._run_dir, "running")
             status = read_status(self._run_dir)
@@ -211,12 +201,12 @@ def _signals(loop: asyncio.AbstractEventLoop) -> Iterator["asyncio.Future[str]"]
         if not stop.done():
             stop.set_result(sign.name)
 
-    for sign in _STOP_SIGNALS:
+    for sign in STOP_SIGNALS:
         loop.add_signal_handler(sign, note, sign)
     try:
         yield stop
     finally:
-        for sign in _STOP_SIGNALS:
+        for sign in STOP_SIGNALS:
             loop.remove_signal_handler(sign)
 
 

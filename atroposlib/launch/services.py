@@ -26,6 +26,7 @@ from atroposlib.errors import LaunchError
 from atroposlib.json_lines import read_object
 from atroposlib.launch.config import RestartConfig
 from atroposlib.lock_files import start_time
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,16 @@ class Supervised:
         if self._process is None or self._process.returncode is not None:
             return "stopped"
         return "ready" if self.ready.is_set() else "starting"
+
+    def as_record(self) -> JsonObject:
+        """Return what `run.json` holds of it."""
+        return {
+            "name": self.service.name,
+            "pid": self.pid,
+            "state": self.state,
+            "restarts": self.restart_count,
+            "started": self.started,
+        }
 
     async def run(self) -> int:
         """Start and restart until stopped, or until a job ends by itself.

@@ -29,7 +29,7 @@ from atroposlib.rollouts.shared_run import Leases, SharedDraw
 from atroposlib.rollouts.sink import Sender, Sink
 from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw, Work, content_key
 from atroposlib.rollouts.standstill import Facts, Standstill
-from atroposlib.rollouts.stop import StopSignals
+from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, StopSignals
 from atroposlib.type_definitions import Item, JsonObject
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ RARE_COLLECTIONS = (50_000, 10, 10)
 """Python's own first threshold, 700 containers, is reached several times in every group, and a collection walks through
 every list of token ids in flight, millions of integers that hold no references."""
 
-EXIT_DONE, EXIT_WORK_REMAINS = 0, 75
+EXIT_DONE = 0
 
 
 class Pace(Protocol):

@@ -10,6 +10,7 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LEAVE_S = 3.0
+EXIT_WORK_REMAINS = 75  # the same command continues
 
 
 class StopSignals:

@@ -5,8 +5,8 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
-from atroposlib.cli import inference_node_wandb_watcher, run_api
-from atroposlib.cli.boundary import command
+from atroposlib.cli import inference_node_wandb_watcher
+from atroposlib.cli.boundary import command, listening
 from atroposlib.errors import ConfigError
 from atroposlib.example_trainer import fake_trainer
 
@@ -42,7 +42,7 @@ def test_a_host_without_an_address_is_blamed_on_the_host(monkeypatch, error):
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ConfigError, match=r"foo\.bar\.invalid .*choose another --host"):
-        run_api._listen("foo.bar.invalid", 8000)
+        listening("foo.bar.invalid", 8000)
 
 
 def test_a_taken_port_is_blamed_on_the_port():
@@ -50,9 +50,9 @@ def test_a_taken_port_is_blamed_on_the_port():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigError, match="choose another --port"):
-            run_api._listen("127.0.0.1", taken.getsockname()[1])
+            listening("127.0.0.1", taken.getsockname()[1])
 
 
 def test_an_address_of_another_machine_is_blamed_on_the_host():
     with pytest.raises(ConfigError, match="choose another --host"):
-        run_api._listen("192.0.2.1", 0)  # set aside for documentation, nobody's
+        listening("192.0.2.1", 0)  # set aside for documentation, nobody's

@@ -182,7 +182,7 @@ BAD_POLICIES = {
     "unknown key": ("steps: [{step: score, abve: 1}]", "abve"),
     "out of range": ("steps: [{step: pass_rate, min: 2}]", "less than or equal to 1"),
     "not YAML": ("steps: [", "is not YAML"),
-    "a list": ("- step: score", "top level"),
+    "a list": ("- step: score", "holds list, expected seed: and steps:"),
 }
 
 

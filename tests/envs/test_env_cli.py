@@ -112,7 +112,7 @@ BAD_YAML = {
     "an unknown setting": ("env: {group_siz: 8}", "unknown setting in env: 'group_siz'; did you mean 'group_size'?"),
     "an unknown section": ("envs: {}", "did you mean 'env'?"),
     "a wrong type": ("env: {group_size: many}", "env.group_size is 'many'"),
-    "no mapping": ("- 1", "it must hold env:, openai: and the like"),
+    "no mapping": ("- 1", "holds list, expected env:, openai: and the like"),
     "no YAML": ("env: [", "is not YAML"),
     "a list for env": ("env: [group_size]", "it must hold settings"),
     "a list of settings for env": ("env: [{group_size: 8}]", "env: in the YAML file is a list; it must hold settings"),

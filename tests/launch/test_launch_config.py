@@ -74,7 +74,7 @@ def test_what_is_not_a_mapping_is_refused_in_one_sentence(tmp_path, text):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "none.yaml")
 
 

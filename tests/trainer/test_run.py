@@ -99,9 +99,9 @@ async def test_what_a_killed_run_left_behind_is_ended_by_the_same_command(told, 
     )  # here the supervisor lives, and must not restart them
     assert await asyncio.to_thread(run.run, config) == 0
     assert (tmp_path / "saved").exists()
-    assert {start_time(service["pid"]) for service in running.processes()} == {None}
+    assert {start_time(service.pid) for service in running.tasks.values()} == {None}
     work.cancel()
-    for task in running._tasks:
+    for task in running.tasks:
         task.cancel()
 
 
@@ -119,7 +119,7 @@ async def test_a_trainer_has_its_grace_also_when_the_environment_failed(told, tm
         await running.until_trained(RunPlan([], trainer, told.service("environment", f"{waits}\nraise SystemExit(3)")))
     asked = []
     stop = Supervised.stop
-    for service in running._tasks.values():
+    for service in running.tasks.values():
         service.stop = lambda grace_s, service=service: asked.append(grace_s) or stop(service, grace_s)
     await running.stop_all()
     assert max(asked) == TRAINER_GRACE_S
