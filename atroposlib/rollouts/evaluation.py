@@ -8,6 +8,7 @@ Items are counted where the evaluation hands them to `evaluate_items`; answers a
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
@@ -66,6 +67,7 @@ class Evaluation:
     started_at: float = field(default_factory=time.time)
     replies: _Replies = field(default_factory=_Replies)
     _samples: deque[tuple[float, int, int, int]] = field(default_factory=deque)  # monotonic s, items, answers, tokens
+    _writing: threading.Lock = field(default_factory=threading.Lock)  # the newest state is written last
 
     mode = "evaluate"
 
@@ -123,9 +125,17 @@ class Evaluation:
 
     def write(self) -> None:
         """Replace the progress file; a full disk only costs the update."""
-        if self.path is not None:
-            with contextlib.suppress(OSError):
+        with self._writing, contextlib.suppress(OSError):
+            if self.path is not None:
                 write_text_atomic(self.path, orjson.dumps(self.snapshot(), option=orjson.OPT_INDENT_2).decode())
+
+    def remove(self) -> None:
+        """Remove the progress file, whose results say it all, for good: a thread may be about to write it again."""
+        with self._writing:
+            path, self.path = self.path, None
+        if path is not None:
+            path.unlink(missing_ok=True)
+            write_last_page(path.parent)
 
 
 _current: ContextVar[Evaluation | None] = ContextVar("current_evaluation", default=None)
@@ -157,9 +167,8 @@ async def shown(evaluation: Evaluation, evaluating: Awaitable[T]) -> T:
         evaluation.sample()
         evaluation.write()
         display.stop()
-        if evaluation.state == "done" and evaluation.path is not None:
-            evaluation.path.unlink(missing_ok=True)  # the results say it all
-            write_last_page(evaluation.path.parent)
+        if evaluation.state == "done":
+            evaluation.remove()
 
 
 async def _tick(evaluation: Evaluation, display: ProgressDisplay) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from atroposlib.envs.eval import EvalBase, kept_responses
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EnvironmentFault, LaunchError
+from atroposlib.paths import write_text_atomic
+from atroposlib.rollouts import evaluation
+from atroposlib.rollouts.evaluation import Evaluation, shown
 from atroposlib.status.runs import read_status
 from atroposlib.status.table import headline
 from tests.fake_engine import FakeEngine, running_engine
@@ -185,3 +189,31 @@ async def test_a_signal_ends_an_evaluation_in_order(engine, tmp_path):
     assert read_status(tmp_path).state == "stopped"
     assert b"torn down" in log
     assert b"Traceback" not in log
+
+
+@pytest.mark.parametrize(("error", "left"), [(asyncio.CancelledError, "stopped"), (ValueError, "failed"), (None, None)])
+async def test_the_last_state_is_what_stays_when_a_thread_still_writes_one_before(tmp_path, monkeypatch, error, left):
+    loop, is_begun, ends = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def write_slowly(path, text):
+        is_thread = threading.current_thread() is not threading.main_thread()
+        if is_thread and not is_begun.is_set():
+            loop.call_soon_threadsafe(is_begun.set)
+            ends.wait(0.2)
+        write_text_atomic(path, text)
+        if not is_thread and is_begun.is_set():
+            ends.set()
+
+    async def evaluate():
+        await is_begun.wait()
+        monkeypatch.setattr(evaluation, "write_last_page", lambda folder: None)
+        if error is not None:
+            raise error
+
+    path = tmp_path / "evaluate_progress.json"
+    monkeypatch.setattr(evaluation, "write_text_atomic", write_slowly)
+    running = Evaluation("e", path)
+    with contextlib.suppress(asyncio.CancelledError, ValueError):
+        await shown(running, evaluate())
+    await asyncio.to_thread(lambda: None)
+    assert (json.loads(path.read_text())["state"] if path.exists() else None) == left
