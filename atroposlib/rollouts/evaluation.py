@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from atroposlib.rollouts.progress import RATE_WINDOW_S, ProgressDisplay, file_he
 from atroposlib.rollouts.trace import Chat, Chats, EngineReply, RolloutTrace, tracing
 from atroposlib.status.page import write_last_page
 from atroposlib.status.table import duration
-from atroposlib.type_definitions import JsonObject
+from atroposlib.type_definitions import FinishReason, JsonObject
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,7 +35,9 @@ TICK_S = 1.0
 
 
 class _NoChats(Chats):
-    def note(self, ids: Iterable[int], chat: Chat, *, made_up: bool = False) -> None:
+    def note(
+        self, ids: Sequence[int], chat: Chat | None, *, ended: FinishReason | None = None, made_up: bool = False
+    ) -> None:
         """Keep nothing: an evaluation writes its own samples."""
 
 

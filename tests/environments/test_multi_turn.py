@@ -335,8 +335,7 @@ async def test_an_evaluation_tells_lost_games_from_moves_that_are_none(tmp_path)
         data_dir_to_save_evals=str(tmp_path),
         max_eval_workers=1,
     )
-    await env.setup()
-    await env.evaluate()
+    await env._run_evaluate()
     found = json.loads((tmp_path / "metrics.json").read_text())["results"]["all"]
     assert (found["eval/ended_over"], found["eval/ended_invalid"]) == (2 / 3, 1 / 3)
     assert found["eval/score"] == (13 + 0 - 1) / 3
