@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
-from atroposlib.envs import metrics
+from atroposlib.envs import hooks
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.hooks import EnvHooks, ServerConfigs, Trajectories
 from atroposlib.envs.item_rollout import ItemRollout, Trajectory
@@ -313,10 +313,10 @@ class BaseEnv(EnvHooks):
             info = await self.trainer_link.api.wandb_info()
             self.wandb_group, self.wandb_project = info["group"], info["project"]
             if self.wandb_project is None:  # no trainer yet; one that names no project says ""
-                await asyncio.sleep(metrics.PROJECT_POLL_S)
-        await metrics.start_wandb(
+                await asyncio.sleep(hooks.PROJECT_POLL_S)
+        await hooks.start_wandb(
             self.wandb_module,
-            name=metrics.run_name(self.config.wandb_name or self.label),
+            name=hooks.run_name(self.config.wandb_name or self.label),
             project=self.wandb_project or None,
             group=self.wandb_group or None,
             config=self.config.model_dump(mode="json"),

@@ -13,18 +13,22 @@ keeps none: nothing is written or found.
 import asyncio
 import json
 import logging
+import netrc
+import os
+import random
 import re
+import statistics
+import string
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
 
-from atroposlib.envs import metrics
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.paths import expand_path, write_text_atomic
@@ -40,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(\d+)\.json")
 _INDEX = re.compile(r"_\d+$")
+
+PROJECT_POLL_S = 1.0
+Metrics = dict[str, Any]
+"""Name -> number, or a table or an image of wandb's."""
 
 ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
 Trajectories = ScoredDataGroup | list[ScoredDataGroup | None] | None
@@ -207,7 +215,7 @@ class EnvHooks:
         """
         if self.config.use_wandb:
             shown = await self.create_rollout_table({} if wandb_metrics is None else wandb_metrics)
-            shown.update(metrics.completion_length_metrics(self.completion_lengths, self.max_token_len))
+            shown.update(completion_length_metrics(self.completion_lengths, self.max_token_len))
             shown["train/items_sent_to_api"] = self.items_sent_this_step
             shown["train/items_rejected"] = self.items_rejected
             shown = self.perf_stats(shown)
@@ -223,7 +231,7 @@ class EnvHooks:
 
     def perf_stats(self, metrics_dict: Metrics) -> Metrics:
         """Add the durations of rollouts and of the main loop."""
-        return metrics.perf_metrics(self._timings(), metrics_dict)
+        return perf_metrics(self._timings(), metrics_dict)
 
     def _timings(self) -> dict[str, list[float]]:
         """The lists of seconds and counts, by the name of their metrics."""
@@ -303,3 +311,58 @@ def newest_checkpoint(checkpoint_dir: str, registered_name: str, step: int) -> P
         if (match := _STEP.fullmatch(path.name)) and int(match[1]) <= step
     ]
     return max(found)[-1] if found else None
+
+
+def completion_length_metrics(lengths: Sequence[int], max_token_len: int) -> dict[str, float]:
+    """Statistics of the trained tokens per sequence; `_p95` is the share above 0.95 of `max_token_len`."""
+    if not lengths:
+        return {}
+    metrics = {
+        "train/completion_lengths": statistics.fmean(lengths),
+        "train/completion_lengths_std": statistics.pstdev(lengths),
+        "train/completion_lengths_max": max(lengths),
+        "train/completion_lengths_min": min(lengths),
+    }
+    if max_token_len > 0:
+        metrics["train/completion_lengths_p95"] = statistics.fmean(n > 0.95 * max_token_len for n in lengths)
+    return metrics
+
+
+def perf_metrics(samples: Mapping[str, list[float]], into: Metrics) -> Metrics:
+    """Add mean, std, max and min of every list with more than one sample, and empty it."""
+    from atroposlib.utils.metrics import get_std_min_max_avg
+
+    for name, values in samples.items():
+        if len(values) > 1:
+            get_std_min_max_avg(f"train_perf/{name}", values, into)
+            values.clear()
+    return into
+
+
+def run_name(prefix: str) -> str:
+    """`<prefix>-<YYYY-MM-DD>-<6 letters>`."""
+    letters = "".join(random.choices(string.ascii_lowercase, k=6))
+    return f"{prefix}-{date.today().isoformat()}-{letters}"
+
+
+async def start_wandb(
+    wandb: ModuleType, *, name: str, project: str | None, group: str | None, config: JsonObject
+) -> None:
+    """Start the run in a thread; offline, and said once, when there are no credentials."""
+    mode = os.environ.get("WANDB_MODE")
+    if mode is None and not has_credentials():
+        mode = "offline"
+        logger.warning("no wandb credentials: logging offline; `wandb sync wandb/offline-run-*` uploads it later")
+    settings = {"mode": mode} if mode else {}
+    await asyncio.to_thread(wandb.init, name=name, project=project, group=group, config=config, **settings)
+
+
+def has_credentials() -> bool:
+    """True where wandb would find an API key without asking for one."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("://")[2].partition("/")[0]
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

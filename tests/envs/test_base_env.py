@@ -12,10 +12,9 @@ from transformers import AutoTokenizer
 
 import atroposlib.envs.base as base_module
 from atroposlib.data.tokenizers import load_tokenizer
-from atroposlib.envs import metrics
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.cli import resolve
-from atroposlib.envs.hooks import write_checkpoint
+from atroposlib.envs.hooks import perf_metrics, write_checkpoint
 from atroposlib.envs.server_handling.faults import OutOfQuota
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -320,7 +319,7 @@ async def test_the_table_keeps_only_the_latest_groups(wandb):
 
 def test_one_sample_is_no_statistic_and_stays():
     samples = {"task_duration": [1.0]}
-    assert metrics.perf_metrics(samples, {}) == {}
+    assert perf_metrics(samples, {}) == {}
     assert samples == {"task_duration": [1.0]}
 
 
@@ -377,7 +376,7 @@ def test_wandb_is_a_name_of_the_module_that_is_imported_late():
 
 
 async def test_the_project_is_the_trainers_and_its_absence_is_waited_for(wandb, monkeypatch):
-    monkeypatch.setattr("atroposlib.envs.metrics.PROJECT_POLL_S", 0.001)
+    monkeypatch.setattr("atroposlib.envs.hooks.PROJECT_POLL_S", 0.001)
     answers = iter([{"group": None, "project": None}, {"group": "", "project": ""}])
 
     class Api:
