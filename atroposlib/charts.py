@@ -94,6 +94,8 @@ def histogram(title: str, values: Sequence[float]) -> str:
     if not values:
         return bar_chart(title, [], [])
     low, high = min(values), max(values)
+    if low == high:
+        return bar_chart(title, [low, low], [len(values)], f"{len(values):,}, all {short(low)}")
     width = high / _BINS - low / _BINS or 1.0  # so, since the difference of large ones is infinite
     counts = [0] * _BINS
     for value in values:
@@ -110,15 +112,17 @@ def bar_chart(title: str, edges: Sequence[float], counts: Sequence[int], note: s
     """
     if not counts:
         return _svg(title, _NOTHING)
-    scale = _Scale(edges[0], edges[-1], 0.0, axis_top(max(counts)))
+    first, last = edges[0], edges[-1]
+    room = 0.05 * max(1.0, abs(first)) if first == last else 0.0  # the bar of one value stands in the middle
+    scale = _Scale(first - 10 * room, last + 10 * room, 0.0, axis_top(max(counts)))
     bars = "".join(
-        f'<rect x="{scale.x(left):.1f}" y="{(y := scale.y(count)):.1f}" '
-        f'width="{scale.x(right) - scale.x(left) - 1:.1f}" height="{scale.y(0) - y:.1f}">'
-        f"<title>{short(left)} to {short(right)}: {count}</title></rect>"
+        f'<rect x="{scale.x(left - room):.1f}" y="{(y := scale.y(count)):.1f}" '
+        f'width="{scale.x(right + room) - scale.x(left - room) - 1:.1f}" height="{scale.y(0) - y:.1f}">'
+        f"<title>{short(left)}{'' if room else f' to {short(right)}'}: {count}</title></rect>"
         for left, right, count in zip(edges, edges[1:], counts, strict=False)
         if count
     )
-    axes = scale.axes("", short(edges[0]), short(edges[-1]))
+    axes = scale.axes("", "" if room else short(first), "" if room else short(last))
     return _svg(title, axes + bars, f"<tspan>{escape(note)}</tspan>" if note else "")
 
 

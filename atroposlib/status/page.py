@@ -203,29 +203,35 @@ def _until_now(points: Sequence[Point], status: RunStatus) -> Sequence[Point]:
 
 
 def charts(points: Sequence[Point], *, is_evaluation: bool = False) -> list[str]:
-    """Problems, tokens per second, slots in use and accepted share over time; nothing is drawn while nothing ran."""
+    """Problems, tokens per second, slots in use and accepted share over time; nothing is drawn while nothing ran.
+
+    Tokens per second are those since the point before; accepted is drawn both so and of all responses so far.
+    """
     if not points:
         return []
     pairs = list(pairwise(points))
     usual_s = sorted(b.at - a.at for a, b in pairs)[len(pairs) // 2] if pairs else 0.0
     tokens: list[tuple[float, float | None]] = [(points[0].at, None)]
-    share, busy = tokens.copy(), tokens.copy()
+    share, busy, total = tokens.copy(), tokens.copy(), tokens.copy()
     for a, b in pairs:
         seconds, responses = b.at - a.at, b.responses - a.responses
         ran = seconds <= _GAP * usual_s
         is_known = ran and b.engine_running is not None
         tokens.append((b.at, max(0, b.completion_tokens - a.completion_tokens) / seconds if ran else None))
         share.append((b.at, 100 * (b.accepted - a.accepted) / responses if ran and responses > 0 else None))
+        total.append((b.at, 100 * b.accepted / b.responses if ran and b.responses > 0 else None))
         busy.append((b.at, 100 * (b.engine_running or 0) / max(1, b.engine_slots) if is_known else None))
     done = [Series("", [(point.at, point.groups) for point in points])]
-    speed = line_chart("tokens per second", [Series("", tokens)])
+    speed = line_chart("tokens generated per second", [Series("", tokens)])
     if is_evaluation:
         return [line_chart("items done", done), speed]
     return [
         line_chart("problems recorded", done),
         speed,
         line_chart("slots in use", [Series("", busy)], unit="%", top=100),
-        line_chart("accepted", [Series("", share)], unit="%", top=100),
+        line_chart(
+            "accepted", [Series("of all so far", total), Series("since the last point", share)], unit="%", top=100
+        ),
     ]
 
 

@@ -169,9 +169,9 @@ def test_the_link_to_the_rollouts_opens_them(shown):
 NEWEST = {
     "status": {
         "problems recorded": ["60"],
-        "tokens per second": ["150"],
+        "tokens generated per second": ["150"],
         "slots in use": ["78.1%"],
-        "accepted": ["50%"],
+        "accepted": ["50%", "50%"],
     },
     "training": {
         "reward": ["0.683"],
