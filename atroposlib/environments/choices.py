@@ -7,6 +7,7 @@ from string import ascii_uppercase as LETTERS
 from typing import Any, TypedDict
 
 from atroposlib.envs.reward_fns.math_answers import final_answer
+from atroposlib.type_definitions import Json
 
 _QUESTION = ("question", "prompt", "input", "problem", "ctx", "query")
 _CHOICES = ("choices", "options", "endings", "answers")
@@ -23,7 +24,7 @@ class Choice(TypedDict):
     gold: int  # index of the right one
 
 
-def to_choice(row: Mapping[str, Any]) -> Choice:
+def to_choice(row: Mapping[str, Json]) -> Choice:
     """Return the question of a row of MMLU, MMLU-Pro, ARC, OpenBookQA, CommonsenseQA, HellaSwag, AGIEval or the like.
 
     >>> to_choice({"question": "6 * 7?", "choices": ["41", "42"], "answer": 1})

@@ -8,11 +8,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from atroposlib.errors import VerifierFault
+from atroposlib.type_definitions import Json
 
-Arguments = Mapping[str, Any]
+Arguments = Mapping[str, Json]
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from atroposlib.envs.base import APIServerConfig, ScoredDataItem
 from atroposlib.envs.reward_fns.math_answers import after_thinking
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.rollouts.trace import held_replies
+from atroposlib.type_definitions import JsonObject
 
 TOOLS = tools_of(Shop)
 
@@ -78,7 +79,7 @@ class ServiceWorld(World):
         self.log["said"].append(("customer", said))
         return Step(said)
 
-    def _ran(self, number: str, name: str, arguments: dict[str, Any] | None) -> Message:
+    def _ran(self, number: str, name: str, arguments: JsonObject | None) -> Message:
         before, changes = len(self.shop._changes), self.shop._changes
         content = run(self.shop, name, arguments)
         for change in changes[before:]:
@@ -135,7 +136,7 @@ class CustomerServiceEnv(MultiTurnEnv):
         self.broken.update((row.get("overrides") or {})["failed_rules"])
         return row, more
 
-    def sample_metrics(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+    def sample_metrics(self, samples: Sequence[JsonObject]) -> dict[str, float]:
         counts = Counter(name for sample in samples for name in sample["failed_rules"])
         return super().sample_metrics(samples) | {f"eval/failed_{name}": counts[name] / len(samples) for name in RULES}
 

@@ -1,12 +1,12 @@
 """Responses that the length limit cut off: whether they would have been right is not known."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from atroposlib.envs.server_handling.managed_server import SequenceNode
+from atroposlib.type_definitions import JsonObject
 
 
-def overrides_of(nodes: Sequence[SequenceNode], right: Sequence[bool]) -> list[dict[str, Any]] | None:
+def overrides_of(nodes: Sequence[SequenceNode], right: Sequence[bool]) -> list[JsonObject] | None:
     """[G] trainer switches that keep cut-off responses, those that are right excepted, from counting as mistakes.
 
     None when no response needs one. The score stays in the group, where files and tables show it.

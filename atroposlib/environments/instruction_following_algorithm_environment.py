@@ -14,6 +14,7 @@ from atroposlib.environments.constraints import all_hold, check_arguments, in_wo
 from atroposlib.environments.intern_bootcamp.words import WORDS
 from atroposlib.environments.rows import Row
 from atroposlib.environments.single_turn import RowsConfig, RowsEnv
+from atroposlib.type_definitions import Json, JsonObject
 
 
 class Task(TypedDict):
@@ -21,7 +22,7 @@ class Task(TypedDict):
 
     prompt: str
     instruction_id_list: list[str]
-    kwargs: list[dict[str, Any]]
+    kwargs: list[JsonObject]
     gold: str | None  # a text that keeps them
 
 
@@ -83,7 +84,7 @@ class InstructionFollowingEnv(RowsEnv):
         return item["gold"] and f"\n{item['gold']}\n\n"
 
 
-def _particular(rng: random.Random, word: str) -> dict[str, dict[str, Any]]:
+def _particular(rng: random.Random, word: str) -> dict[str, JsonObject]:
     if rng.random() < 0.5:
         times = rng.randint(2, 4)
         return {"keywords:frequency": {"keyword": word, "frequency": times, "relation": "at least"}}
@@ -119,7 +120,7 @@ _REPEATED = (
 )
 
 
-def _text(chosen: Mapping[str, Mapping[str, Any]], topic: str, rng: random.Random) -> str:
+def _text(chosen: Mapping[str, Mapping[str, Json]], topic: str, rng: random.Random) -> str:
     """Return a text that is meant to keep the constraints."""
 
     def of(name: str, key: str, default: Any) -> Any:

@@ -14,7 +14,7 @@ import asyncio
 import random
 import sys
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import ClassVar, NotRequired, TypedDict
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -32,6 +32,7 @@ from atroposlib.environments.tool_calling_server import shown, written
 from atroposlib.environments.tool_use.bfcl import MadeCall
 from atroposlib.environments.tool_use.mcp_session import Session, SessionPool
 from atroposlib.errors import EnvironmentFault, VerifierFault
+from atroposlib.type_definitions import JsonObject
 
 INVENTORY = [sys.executable, str(Path(__file__).parent / "tool_use" / "inventory_server.py")]
 _ARTICLES = ["lamps", "chairs", "kettles", "routers", "tripods", "ladders", "mirrors", "shelves", "fans", "stools"]
@@ -177,7 +178,7 @@ def to_task(row: Row) -> Task:
     """Return the task of a row; ValueError or KeyError for what is none."""
     if not row.get("checks") and not row.get("answer"):
         raise ValueError("a task needs an answer or checks")
-    kept: dict[str, Any] = {name: row[name] for name in ("answer", "before", "checks", "solution") if row.get(name)}
+    kept: JsonObject = {name: row[name] for name in ("answer", "before", "checks", "solution") if row.get(name)}
     for call in [*kept.get("before", ()), *kept.get("checks", ()), *kept.get("solution", ())]:
         if not {"name", "arguments"} <= call.keys():
             raise ValueError(f"a call needs name and arguments, this has {sorted(call)}")

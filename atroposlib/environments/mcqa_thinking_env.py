@@ -3,13 +3,12 @@
 python environments/mcqa_thinking_env.py process --env.dataset my_questions.jsonl
 """
 
-from typing import Any
-
 from pydantic import Field
 
 from atroposlib.environments.choices import LETTERS, Choice, chosen, listed, shuffled, to_choice
 from atroposlib.environments.rows import Row
 from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv
+from atroposlib.type_definitions import JsonObject
 
 
 class MCQAConfig(RowsConfig):
@@ -37,7 +36,7 @@ class MCQAThinkingEnv(RowsEnv):
     wanted = 'an object like {"question": "...", "choices": ["...", "..."], "answer": 0}'
 
     @classmethod
-    def sample_rows(cls) -> list[dict[str, Any]]:
+    def sample_rows(cls) -> list[JsonObject]:
         return [
             {"question": f"Which is {n} doubled?", "choices": [f"{3 * n}", f"{2 * n}", f"{n + 1}", f"{n}"], "answer": 1}
             for n in range(5, 85)

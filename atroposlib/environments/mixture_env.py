@@ -32,6 +32,7 @@ from atroposlib.json_lines import read_object
 from atroposlib.paths import write_text_atomic
 from atroposlib.rollouts.failures import is_scored
 from atroposlib.rollouts.run import Run
+from atroposlib.type_definitions import JsonObject
 
 RARELY = 0.05
 """Factor on the weight of a source that is too easy or too hard: it is tried now and then, as that may change."""
@@ -48,7 +49,7 @@ class Source(BaseModel):
     name: str | None = Field(None, description="Of the source in statistics; null: the environment.")
     weight: PositiveFloat = 1.0
     levels: list[PositiveInt] | None = Field(None, description="A source for each of these difficulties.")
-    env: dict[str, Any] = Field({}, description="Fields of the environment's own config.")
+    env: JsonObject = Field({}, description="Fields of the environment's own config.")
 
 
 class MixtureConfig(BaseEnvConfig):

@@ -36,6 +36,7 @@ from atroposlib.envs.server_handling.chat_prompt import render
 from atroposlib.envs.server_handling.tool_formats import find_calls
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
 from atroposlib.rollouts.groups import merge_items
+from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ End = Literal["over", "turns", "invalid", "length"]
 
 _MARKED = re.compile(r"\\boxed\{([^{}]*)\}|<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
-Message = dict[str, Any]
+Message = JsonObject
 Ask = Callable[[Sequence[Message], Sequence[Message]], Awaitable[tuple[Message, str]]]
 """From a conversation and its tools to the model's message and why that ended ("length": cut off)."""
 
@@ -88,7 +89,7 @@ class ToolCall:
 
     id: str
     name: str
-    arguments: dict[str, Any] | None  # None: they are no JSON object
+    arguments: JsonObject | None  # None: they are no JSON object
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class Player:
     in_a_row: int = 0  # of the last replies that were no move
     end: End | None = None
     nodes: Callable[[], list[Any]] = list  # of the managed server
-    noted: dict[str, Any] = field(default_factory=dict)  # by the environment, for the record
+    noted: JsonObject = field(default_factory=dict)  # by the environment, for the record
     ends: list[tuple[int, int]] = field(default_factory=list)  # of each turn: its sequence, and its end in there
 
     @property
@@ -204,7 +205,7 @@ class Player:
         elif most is not None and self.ends and self.ends[-1][1] >= most:
             self.end = "length"
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """Return what is recorded of the episode next to its tokens."""
         said = {"end": self.end, "turns": len(self.rewards), "invalid_moves": self.invalid, **self.noted}
         return said | ({"set_advantage_to_zero": True} if self.end == "length" and self.score <= 0 else {})
@@ -456,11 +457,11 @@ class MultiTurnEnv(BaseEnv):
             generation_parameters={"temperature": 0.0},
         )
 
-    def sample_metrics(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+    def sample_metrics(self, samples: Sequence[JsonObject]) -> dict[str, float]:
         """Optional: return the metrics of an evaluation's episodes; add yours to these."""
         return eval_metrics(samples)
 
-    async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> dict[str, Any] | None:
+    async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> JsonObject | None:
         """Return one episode as it was played; None: it failed."""
         try:
             async with at_once, self._managed() as managed:
@@ -533,7 +534,7 @@ def _forfeited(player: Player) -> list[float]:
     return [player.forfeit * player.config.discount**turn for turn in reversed(range(len(player.rewards)))]
 
 
-def reply_of(message: Mapping[str, Any], opening: str = "") -> Reply:
+def reply_of(message: Mapping[str, Json], opening: str = "") -> Reply:
     """Return a message of the model as worlds take it; a thought that never ends leaves no text and no calls."""
     thoughts, content = message.get("reasoning_content"), str(message.get("content") or "")
     whole = f"<think>{thoughts}</think>{content}" if thoughts else content
@@ -568,7 +569,7 @@ def message_of(text: str, tools: Sequence[Message], parser: str = "hermes", *, i
     return {"role": "assistant", "content": parsed.before + parsed.after, "tool_calls": calls}
 
 
-def _call_of(call: Mapping[str, Any]) -> ToolCall:
+def _call_of(call: Mapping[str, Json]) -> ToolCall:
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"])
@@ -577,7 +578,7 @@ def _call_of(call: Mapping[str, Any]) -> ToolCall:
     return ToolCall(str(call.get("id")), function["name"], arguments if isinstance(arguments, dict) else None)
 
 
-def eval_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def eval_metrics(samples: Sequence[Mapping[str, Json]]) -> dict[str, float]:
     """Return means over episodes: score, turns, replies that were no move, and how many ended in which way."""
     count = len(samples)
     ends = Counter(str(sample["end"]) for sample in samples)

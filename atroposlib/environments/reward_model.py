@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 from atroposlib.backoff import backoff_s
 from atroposlib.errors import EngineFault, RequestFault, VerifierFault
 from atroposlib.rollouts.failures import scored
-from atroposlib.type_definitions import Message
+from atroposlib.type_definitions import JsonObject, Message
 
 if TYPE_CHECKING:
     from atroposlib.envs.server_handling.transport import Transport
@@ -96,7 +96,7 @@ class RewardModel:
         self.counts["scored"] += 1
         return score
 
-    def _request(self, messages: Sequence[Message]) -> dict[str, Any]:
+    def _request(self, messages: Sequence[Message]) -> JsonObject:
         config = self.config
         if config.server_type == "post":
             return {"model": config.model_name, "messages": [list(messages)]}
@@ -110,7 +110,7 @@ class RewardModel:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return {"model": config.model_name, ("input_ids" if config.server_type == "sglang" else "input"): [ids]}
 
-    async def _post(self, asked: dict[str, Any]) -> Any:
+    async def _post(self, asked: JsonObject) -> Any:
         """Return the reply; wait while the server is down."""
         from atroposlib.envs.server_handling.faults import read_json
         from atroposlib.envs.server_handling.transport import Transport  # loads aiohttp

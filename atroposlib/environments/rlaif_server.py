@@ -23,6 +23,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item
 from atroposlib.envs.reward_fns.math_answers import after_thinking
 from atroposlib.errors import VerifierFault
 from atroposlib.rollouts.failures import Unscored, scored
+from atroposlib.type_definitions import JsonObject
 
 
 class RLAIFConfig(RowsConfig):
@@ -59,7 +60,7 @@ class RLAIFEnv(RowsEnv):
         self.reward_model = RewardModel(self.config.reward_model) if self.config.reward_model else None
 
     @classmethod
-    def sample_rows(cls) -> list[dict[str, Any]]:
+    def sample_rows(cls) -> list[JsonObject]:
         return [{"prompt": f"Say something about the number {n}."} for n in range(20)]
 
     @classmethod

@@ -9,12 +9,13 @@ from typing import Any, TypedDict, TypeVar
 
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.paths import expand_path
+from atroposlib.type_definitions import Json
 
 EVAL_EVERY = 10
 """Of a file without a test split, every tenth row is kept for evaluation."""
 FILES = (".jsonl", ".parquet")
 
-Row = Mapping[str, Any]
+Row = Mapping[str, Json]
 T = TypeVar("T")
 
 

@@ -5,7 +5,7 @@ python environments/sft_loader_server.py serve --env.dataset my_chats.jsonl
 No engine is asked. Groups carry the override `sft`, score 1 and no log-probabilities.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from atroposlib.environments.rows import Row, load_items, order
 from atroposlib.environments.single_turn import local_engine
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
 from atroposlib.errors import ConfigError
+from atroposlib.type_definitions import JsonObject
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -52,7 +53,7 @@ class SFTEnv(BaseEnv):
             raise ConfigError("env.dataset is not set; name a .jsonl or .parquet file of chats")
         self.chats = load_items(self.config.dataset, self.to_chat, wanted=f"rows of {self.config.dataset_format}")
 
-    def to_chat(self, row: Row) -> list[dict[str, Any]]:
+    def to_chat(self, row: Row) -> list[JsonObject]:
         """Return the messages of a row; ValueError when it does not end with an answer."""
         if self.config.dataset_format == "oai_format":
             chat = [dict(message) for message in row["messages"]]

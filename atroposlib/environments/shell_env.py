@@ -34,6 +34,7 @@ from atroposlib.environments.rows import Row, load_split
 from atroposlib.errors import VerifierFault
 from atroposlib.sandbox.programs import WORK, Limits, Outcome, inside_work
 from atroposlib.sandbox.sandbox import Sandbox
+from atroposlib.type_definitions import JsonObject
 
 CANNOT_TELL = 125
 _STATE, _BOX = "state.tar", "box"
@@ -187,7 +188,7 @@ def to_task(row: Row) -> Task:
         raise ValueError("it has neither files that are expected nor a check")
     for name in (*files, *expect):
         inside_work(name)
-    kept: dict[str, Any] = {name: row[name] for name in ("check", "solution") if row.get(name)}
+    kept: JsonObject = {name: row[name] for name in ("check", "solution") if row.get(name)}
     if wrong := [
         text for text in (*files, *expect, *files.values(), *expect.values(), *kept.values()) if not _is_passable(text)
     ]:

@@ -27,7 +27,7 @@ from atroposlib.envs.server_handling.chat_prompt import render
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault, VerifierFault
 from atroposlib.rollouts.early_stop import sample_until
 from atroposlib.rollouts.failures import Unscored, is_scored
-from atroposlib.type_definitions import Message
+from atroposlib.type_definitions import Json, JsonObject, Message
 from atroposlib.utils.eval_statistics import Answers, answer_metrics
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class SingleTurnEnv(BaseEnv):
             nodes = managed.get_state()["nodes"]
         grades = [grade for _, grade in answers]
         self.count(self.item_task(item), grades)
-        group: dict[str, Any] = {
+        group: JsonObject = {
             "tokens": [node.tokens for node in nodes],
             "masks": [node.masked_tokens for node in nodes],
             "inference_logprobs": [node.logprobs for node in nodes],
@@ -247,7 +247,7 @@ class SingleTurnEnv(BaseEnv):
             generation_parameters=self._eval_sampling(),
         )
 
-    async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> dict[str, Any] | None:
+    async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> JsonObject | None:
         """Return one answered problem: task, messages, responses, grades and which answers were right; None: failed."""
         try:
             messages = await self.messages(item)
@@ -278,7 +278,7 @@ class SingleTurnEnv(BaseEnv):
             "right_answers": self.right_answers(item),
         }
 
-    def _eval_sampling(self) -> dict[str, Any]:
+    def _eval_sampling(self) -> JsonObject:
         config = self.config
         temperature = config.eval_temperature
         if temperature is None:
@@ -286,7 +286,7 @@ class SingleTurnEnv(BaseEnv):
         given = {} if config.eval_top_p is None else {"top_p": config.eval_top_p}
         return {"n": config.eval_samples, "temperature": temperature, **given}
 
-    def _metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def _metrics(self, samples: Sequence[Mapping[str, Json]]) -> dict[str, float]:
         answers = [Answers(sample["grades"], sample["right"], sample["right_answers"]) for sample in samples]
         metrics = {f"eval/{name}": value for name, value in answer_metrics(answers).items()}
         shares = [sum(grade >= 1 for grade in sample["grades"]) / len(sample["grades"]) for sample in samples]
@@ -341,7 +341,7 @@ class RowsEnv(SingleTurnEnv):
         raise NotImplementedError(f"{cls.__name__} must define to_item(row)")
 
     @classmethod
-    def sample_rows(cls) -> list[dict[str, Any]]:
+    def sample_rows(cls) -> list[JsonObject]:
         """Optional: rows such as a data set has, 20 or more, for checks of the environment; none where it can make."""
         return []
 

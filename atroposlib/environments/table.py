@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from atroposlib.environments.adapters.framework import FrameworkEnv
 from atroposlib.environments.check import rates_of
@@ -22,6 +22,7 @@ from atroposlib.envs.cli import main as run_environment
 from atroposlib.errors import DataError
 from atroposlib.paths import write_text_atomic
 from atroposlib.testing import roll_out, write_tokenizer
+from atroposlib.type_definitions import JsonObject
 
 FOLDER = Path(__file__).parent
 MEASURED, README = FOLDER / "measured.json", FOLDER / "README.md"
@@ -148,7 +149,7 @@ def _played(env_cls: type[SingleTurnEnv | MultiTurnEnv], folder: Path, engine: s
 def _showing_an_episode(env_cls: type[MultiTurnEnv]) -> type[MultiTurnEnv]:
     """Return the environment with an episode of right replies in front of each of an evaluation."""
 
-    shown: list[dict[str, Any]] = []
+    shown: list[JsonObject] = []
 
     async def setup(self: MultiTurnEnv) -> None:
         await env_cls.setup(self)

@@ -29,6 +29,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.envs.server_handling.tool_arguments import WrittenCall, dumped
 from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import ConfigError
+from atroposlib.type_definitions import JsonObject
 
 NO_CALL = "No function fits."
 MOST_RESULT = 8000
@@ -130,7 +131,7 @@ class SingleToolCallingEnv(MultiTurnRowsEnv):
     def item_task(self, item: ToolProblem) -> str:
         return f"{self.label}/{item['set']}"
 
-    def sample_metrics(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+    def sample_metrics(self, samples: Sequence[JsonObject]) -> dict[str, float]:
         of_sets = {name: [one for one in samples if one["item"]["set"] == name] for name in self.config.sets}
         scores = {f"eval/score_{name}": eval_metrics(found)["eval/score"] for name, found in of_sets.items() if found}
         return super().sample_metrics(samples) | scores

@@ -46,6 +46,7 @@ from atroposlib.environments.tool_use.office import Office, Wish, make_office, m
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.errors import ConfigError, DataError, EnvironmentFault
 from atroposlib.sandbox.workers import SandboxError, WorkerPool
+from atroposlib.type_definitions import JsonObject
 
 _BOXES = "atroposlib.environments.tool_use.boxes"
 _MORE = "You may use more tools from now on. Can you do it now?"
@@ -248,8 +249,8 @@ class MultiTurnToolCallingEnv(MultiTurnRowsEnv):
     def item_task(self, item: Task) -> str:
         return f"{self.label}/{_set_of(item)}"
 
-    def sample_metrics(self, samples: Sequence[dict[str, Any]]) -> dict[str, float]:
-        of_sets: dict[str, list[dict[str, Any]]] = {}
+    def sample_metrics(self, samples: Sequence[JsonObject]) -> dict[str, float]:
+        of_sets: dict[str, list[JsonObject]] = {}
         for sample in samples:
             of_sets.setdefault(_set_of(sample["item"]), []).append(sample)
         scores = {f"eval/score_{name}": eval_metrics(found)["eval/score"] for name, found in of_sets.items()}
@@ -290,7 +291,7 @@ def read_tasks(dataset: str, name: SetName = "base") -> list[Task]:
         raise DataError(f"{folder / file} has a row that is no episode of BFCL v4: {error!r}") from error
 
 
-def _task(row: dict[str, Any], answers: list[list[str]], tools: dict[str, list[Message]]) -> Task:
+def _task(row: JsonObject, answers: list[list[str]], tools: dict[str, list[Message]]) -> Task:
     offered = {tool["function"]["name"]: tool for name in row["involved_classes"] for tool in tools[name]}
     for name in row.get("excluded_function", ()):
         offered.pop(name, None)

@@ -14,7 +14,7 @@ from pydantic import Field, PositiveInt
 from atroposlib.environments.adapters.framework import FrameworkConfig, FrameworkEnv
 from atroposlib.envs.base import ScoredDataItem
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
-from atroposlib.type_definitions import Item
+from atroposlib.type_definitions import Item, JsonObject
 
 
 class EpisodeConfig(FrameworkConfig):
@@ -36,7 +36,7 @@ class Step:
 class Episode(Protocol):
     """One run of an environment. Called from one thread at a time; may block, or be coroutines."""
 
-    def begin(self) -> list[dict[str, Any]] | Awaitable[list[dict[str, Any]]]:
+    def begin(self) -> list[JsonObject] | Awaitable[list[JsonObject]]:
         """The first messages."""
         ...
 
@@ -56,7 +56,7 @@ class Episode(Protocol):
 class Conversation:
     """The side of one player: what it was told, what it replied with which tokens."""
 
-    def __init__(self, config: "EpisodeConfig", managed: Any, messages: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, config: "EpisodeConfig", managed: Any, messages: Sequence[JsonObject]) -> None:
         system = [{"role": "system", "content": config.system}] if config.system else []
         self.config, self.managed, self.messages = config, managed, [*system, *messages]
 

@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from openai.types.chat import ChatCompletionMessage
 
@@ -22,8 +21,9 @@ from atroposlib.envs.server_handling.fan_out import contained
 from atroposlib.errors import ConfigError
 from atroposlib.rollouts.failures import Unscored
 from atroposlib.testing import write_tokenizer
+from atroposlib.type_definitions import JsonObject
 
-Message = dict[str, Any]
+Message = JsonObject
 NOWHERE = "http://127.0.0.1:1/v1"
 """Address of the engine that is never asked."""
 

@@ -13,7 +13,7 @@ from atroposlib.environments.rows import read_rows
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.eval import evaluate_items
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
-from atroposlib.type_definitions import Item
+from atroposlib.type_definitions import Item, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class FrameworkConfig(BaseEnvConfig):
     """Which environment of the framework, and which items of it."""
 
     id: str = Field("", description="Name of the environment, as its framework knows it.")
-    arguments: dict[str, Any] = Field({}, description="Keyword arguments for making it.")
+    arguments: JsonObject = Field({}, description="Keyword arguments for making it.")
     items: PositiveInt | None = Field(None, description="Number of items (seeds, rows); null: as many as there are.")
     seed: int = Field(0, description="Added to the number of an item to make its seed.")
     eval_items: PositiveInt = Field(64, description="Items of an evaluation, each rolled out group_size times.")
@@ -41,7 +41,7 @@ class RowsConfig(FrameworkConfig):
 
     rows: str = Field("", description="Items in the form of the framework: a .jsonl or .parquet file, or a hub name.")
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[JsonObject]:
         """Return the rows; ConfigError or DataError where there are none."""
         if not self.rows:
             raise ConfigError("env.rows is empty; give a .jsonl file of items")
@@ -81,7 +81,7 @@ class FrameworkEnv(BaseEnv):
         numbers = range(first, min(first + config.eval_items, self.found or first + config.eval_items))
         at_once = asyncio.Semaphore(config.max_eval_workers)
 
-        async def one(number: int) -> dict[str, Any] | None:
+        async def one(number: int) -> JsonObject | None:
             try:
                 async with at_once:
                     groups, _ = await self.collect_trajectories({"index": number, "id": config.id})

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from atroposlib.environments.adapters.episode import EpisodeEnv, Step
 from atroposlib.environments.adapters.framework import text_of
 from atroposlib.errors import ConfigError
+from atroposlib.type_definitions import JsonObject
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 ACTIONS = {
@@ -31,7 +32,7 @@ class GymnasiumEpisode:
             f": {listed}." if listed else "."
         )
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self) -> list[JsonObject]:
         observation, _ = self.env.reset(seed=self.seed)
         return [{"role": "user", "content": f"{self._shown(observation)}\n{self.asked}"}]
 

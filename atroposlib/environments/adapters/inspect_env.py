@@ -17,7 +17,7 @@ from atroposlib.environments.adapters.framework import FrameworkConfig, Framewor
 from atroposlib.envs.agent_env import Access, AgentEnv, AgentEnvConfig, AgentRun
 from atroposlib.errors import ConfigError, VerifierFault
 from atroposlib.sandbox.workers import SandboxError, WorkerPool
-from atroposlib.type_definitions import Item
+from atroposlib.type_definitions import Item, JsonObject
 
 _MODULE = "atroposlib.environments.adapters.inspect_env"
 """Where a worker finds the functions below, also when this file is run as a script."""
@@ -27,10 +27,10 @@ class InspectConfig(FrameworkConfig, AgentEnvConfig):
     """Settings of running and scoring samples. `arguments` are those of the task."""
 
     scorer: str | None = Field(None, description="Which score counts: name, or name.key; null: the only one.")
-    grader: dict[str, Any] | None = Field(
+    grader: JsonObject | None = Field(
         None, description="Model of the role `grader`: model (as Inspect names it), base_url, api_key."
     )
-    options: dict[str, Any] = Field({}, description="Further options of inspect_ai.eval, such as message_limit.")
+    options: JsonObject = Field({}, description="Further options of inspect_ai.eval, such as message_limit.")
     workers: PositiveInt = Field(4, description="Samples that run at the same time, each in a process.")
 
 
@@ -82,7 +82,7 @@ class InspectEnv(FrameworkEnv, AgentEnv):
             await asyncio.to_thread(self.pool.close)
 
 
-def sample_ids(task: str, arguments: dict[str, Any]) -> list[Any]:
+def sample_ids(task: str, arguments: JsonObject) -> list[Any]:
     """Return the ids of the samples of a task; called in a worker."""
     from inspect_ai import eval as evaluate
 
@@ -93,7 +93,7 @@ def sample_ids(task: str, arguments: dict[str, Any]) -> list[Any]:
 
 
 def scores_of_sample(
-    task: str, arguments: dict[str, Any], sample: Any, policy: dict, grader: dict | None, folder: str, options: dict
+    task: str, arguments: JsonObject, sample: Any, policy: dict, grader: dict | None, folder: str, options: dict
 ) -> dict[str, float | None]:
     """Run one sample against the policy and return its scores by name, None for unscored; called in a worker."""
     from inspect_ai import eval as evaluate

@@ -16,9 +16,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from atroposlib.environments.adapters.framework import FrameworkEnv, RowsConfig
 from atroposlib.envs.agent_env import Access, AgentEnv, AgentEnvConfig, AgentRun
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault, VerifierFault
-from atroposlib.type_definitions import Item
+from atroposlib.type_definitions import Item, JsonObject
 
-Reply = Callable[[list[Any]], Awaitable[dict[str, Any]]]
+Reply = Callable[[list[Any]], Awaitable[JsonObject]]
 """From what was said in this rollout to the model's response."""
 
 
@@ -60,7 +60,7 @@ class NemoGymEnv(FrameworkEnv, AgentEnv):
         header = {"Authorization": f"Bearer {access.key}"}
         async with self._server() as server, httpx.AsyncClient(timeout=None, headers=header) as model:
 
-            async def reply(said: list[Any]) -> dict[str, Any]:
+            async def reply(said: list[Any]) -> JsonObject:
                 body = {**asked, "input": [*given, *said]}
                 return (await model.post(f"{access.openai_base_url}/responses", json=body)).raise_for_status().json()
 
@@ -81,10 +81,10 @@ class NemoGymEnv(FrameworkEnv, AgentEnv):
             server.cookies.update(cookies)
             return float((await _posted(server, "/verify", said, VerifierFault))["reward"])
 
-    async def _with_tools(self, server: httpx.AsyncClient, reply: Reply) -> dict[str, Any]:
+    async def _with_tools(self, server: httpx.AsyncClient, reply: Reply) -> JsonObject:
         """Return the response whose output is all that was said, results of tools among it."""
-        outputs: list[dict[str, Any]] = []
-        response: dict[str, Any] = {}
+        outputs: list[JsonObject] = []
+        response: JsonObject = {}
         for _ in range(self.config.max_turns):
             response = await reply(outputs)
             outputs += response["output"]
@@ -94,9 +94,9 @@ class NemoGymEnv(FrameworkEnv, AgentEnv):
             outputs += [_result(call["call_id"], await _called(server, call)) for call in calls]
         return {**response, "output": outputs}
 
-    async def _stepped(self, server: httpx.AsyncClient, row: dict[str, Any], reply: Reply) -> float:
+    async def _stepped(self, server: httpx.AsyncClient, row: JsonObject, reply: Reply) -> float:
         """Return the sum of the rewards until the server or the number of turns ends the episode."""
-        outputs: list[dict[str, Any]] = []
+        outputs: list[JsonObject] = []
         total = 0.0
         for _ in range(self.config.max_turns):
             response = await reply(outputs)
@@ -115,14 +115,14 @@ class NemoGymEnv(FrameworkEnv, AgentEnv):
 
 async def _posted(
     server: httpx.AsyncClient, path: str, body: Any, fault: type[RolloutFault] = EnvironmentFault
-) -> dict[str, Any]:
+) -> JsonObject:
     reply = await server.post(path, json=body)
     if reply.is_error:
         raise fault(f"POST {reply.url} answered {reply.status_code}: {reply.text[:500]}")
     return reply.json()
 
 
-async def _called(server: httpx.AsyncClient, call: dict[str, Any]) -> str:
+async def _called(server: httpx.AsyncClient, call: JsonObject) -> str:
     """Return what a tool says, as the model gets it; a refusal, too."""
     try:
         arguments = json.loads(call["arguments"])
@@ -131,11 +131,11 @@ async def _called(server: httpx.AsyncClient, call: dict[str, Any]) -> str:
     return (await server.post(f"/{quote(call['name'], safe='')}", json=arguments)).text
 
 
-def _user(text: str | None) -> list[dict[str, Any]]:
+def _user(text: str | None) -> list[JsonObject]:
     return [{"role": "user", "content": text}] if text else []
 
 
-def _result(call_id: str, output: str) -> dict[str, Any]:
+def _result(call_id: str, output: str) -> JsonObject:
     return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 

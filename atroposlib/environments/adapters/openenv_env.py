@@ -19,6 +19,7 @@ from pydantic import Field, PositiveFloat
 from atroposlib.environments.adapters.episode import EpisodeConfig, EpisodeEnv, Step
 from atroposlib.environments.adapters.framework import RowsConfig, text_of
 from atroposlib.errors import ConfigError, EnvironmentFault
+from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class OpenEnvEpisode:
         self.rewards: list[float] = []
         self.has_acted = False
 
-    async def begin(self) -> list[dict[str, Any]]:
+    async def begin(self) -> list[JsonObject]:
         deadline = asyncio.get_running_loop().time() + self.config.wait_s
         while True:
             self.socket = await self.session.ws_connect(f"{self.config.id.rstrip('/')}/ws", max_msg_size=0)
@@ -90,7 +91,7 @@ class OpenEnvEpisode:
                 await self.socket.send_json({"type": "close"})
             await self.socket.close()
 
-    async def _asked(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def _asked(self, kind: str, data: Mapping[str, Json]) -> JsonObject:
         assert self.socket is not None
         assert self.next is not None
         try:
@@ -105,7 +106,7 @@ class OpenEnvEpisode:
         except (TypeError, ConnectionError) as error:  # closed instead of an answer
             raise EnvironmentFault(f"{self.config.id} closed the session at {kind}") from error
 
-    def _seen(self, data: Mapping[str, Any]) -> str:
+    def _seen(self, data: Mapping[str, Json]) -> str:
         """Return what the model is told: turns that the observation holds, its only field, or all of it."""
         if (reward := data.get("reward")) is not None:
             self.rewards.append(float(reward))
@@ -115,7 +116,7 @@ class OpenEnvEpisode:
         return text_of(next(iter(seen.values())) if len(seen) == 1 else seen)
 
 
-def turns_in(observation: Mapping[str, Any]) -> list[dict[str, Any]]:
+def turns_in(observation: Mapping[str, Json]) -> list[JsonObject]:
     """Return the turns of a conversation that an observation has as `messages`; none where it has something else."""
     found = observation.get("messages")
     if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
@@ -124,7 +125,7 @@ def turns_in(observation: Mapping[str, Any]) -> list[dict[str, Any]]:
     return turns if all(isinstance(text, str) for turn in turns for text in turn.values()) else []
 
 
-def action_of(reply: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
+def action_of(reply: str, schema: Mapping[str, Json]) -> JsonObject | None:
     """Return the action that a reply means by the action's schema; None for none.
 
     >>> action_of('I go. {"move": "up"}', {"properties": {"move": {"type": "string"}, "n": {"type": "integer"}}})

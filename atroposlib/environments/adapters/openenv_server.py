@@ -29,6 +29,7 @@ from atroposlib.environments.multi_turn import MultiTurnEnv
 from atroposlib.environments.single_turn import SingleTurnEnv
 from atroposlib.envs.server_handling.agents.gateway import BodyLimit
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -49,20 +50,20 @@ class Said(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     text: str
-    metadata: dict[str, Any] = {}
+    metadata: JsonObject = {}
 
 
 class SaidWithCalls(Said):
     """An action where there are tools; calls may stand in the text, too."""
 
-    tool_calls: list[dict[str, Any]] = []
+    tool_calls: list[JsonObject] = []
 
 
 class Seen(BaseModel):
     """An observation."""
 
-    messages: list[dict[str, Any]] = Field([], description="New turns of the conversation, in OpenAI's chat form.")
-    tools: list[dict[str, Any]] = Field([], description="What may be called, in OpenAI's chat form.")
+    messages: list[JsonObject] = Field([], description="New turns of the conversation, in OpenAI's chat form.")
+    tools: list[JsonObject] = Field([], description="What may be called, in OpenAI's chat form.")
 
 
 class State(BaseModel):
@@ -79,7 +80,7 @@ class Session:
         self.server, self.state = server, State()
         self.episode: ExternalEpisode | None = None
 
-    async def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, message: JsonObject) -> JsonObject:
         """Return the answer to a message; ValidationError and whatever the environment raises."""
         kind, data = message.get("type"), message.get("data") or {}
         if kind == "reset":
@@ -99,7 +100,7 @@ class Session:
             return {"type": "state", "data": self.state.model_dump()}
         return failed("UNKNOWN_TYPE", f"Unknown message type: {kind}")
 
-    async def _observed(self, awaited: Any) -> dict[str, Any]:
+    async def _observed(self, awaited: Any) -> JsonObject:
         try:
             turn: Turn = await awaited
         except BaseException:
@@ -177,7 +178,7 @@ class OpenEnvServer:
             self._active -= 1
             await session.close()
 
-    async def _answer(self, session: Session, websocket: WebSocket) -> dict[str, Any] | None:
+    async def _answer(self, session: Session, websocket: WebSocket) -> JsonObject | None:
         async with asyncio.timeout(self.idle_s):
             text = await websocket.receive_text()
         try:
@@ -228,7 +229,7 @@ class OpenEnvServer:
         return JSONResponse({"detail": said}, 409)
 
 
-def failed(code: str, message: str, **more: Any) -> dict[str, Any]:
+def failed(code: str, message: str, **more: Any) -> JsonObject:
     """Return an error as OpenEnv's servers send it."""
     return {"type": "error", "data": {"message": message, "code": code, **more}}
 

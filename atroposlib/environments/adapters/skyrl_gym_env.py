@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from atroposlib.environments.adapters.episode import EpisodeConfig, EpisodeEnv, Step
 from atroposlib.environments.adapters.framework import RowsConfig
 from atroposlib.errors import ConfigError
+from atroposlib.type_definitions import JsonObject
 
 
 class SkyRLConfig(EpisodeConfig, RowsConfig):
@@ -18,10 +19,10 @@ class SkyRLConfig(EpisodeConfig, RowsConfig):
 class SkyRLEpisode:
     """One row; the score is the sum of the rewards."""
 
-    def __init__(self, env: Any, prompt: list[dict[str, Any]]) -> None:
+    def __init__(self, env: Any, prompt: list[JsonObject]) -> None:
         self.env, self.prompt, self.total = env, prompt, 0.0
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self) -> list[JsonObject]:
         messages, _ = self.env.init(self.prompt)
         return list(messages)
 

@@ -20,14 +20,14 @@ from atroposlib.envs.base import APIServerConfig, ScoredDataItem, ServerManager,
 from atroposlib.envs.server_handling.fan_out import raise_first
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
 from atroposlib.rollouts.trace import held_replies
-from atroposlib.type_definitions import Item
+from atroposlib.type_definitions import Item, JsonObject
 
 
 class TextArenaConfig(EpisodeConfig):
     """Who plays."""
 
     players: PositiveInt = Field(1, description="Players of a game; above 1 the policy plays against itself.")
-    opponent: dict[str, Any] | None = Field(
+    opponent: JsonObject | None = Field(
         None, description="Engine that plays against the policy instead: base_url, model_name, api_key."
     )
 
@@ -35,7 +35,7 @@ class TextArenaConfig(EpisodeConfig):
 class Game:
     """One game; the score of a player is its reward, 0 where the game is not over."""
 
-    def __init__(self, name: str, arguments: dict[str, Any], *, players: int, seed: int) -> None:
+    def __init__(self, name: str, arguments: JsonObject, *, players: int, seed: int) -> None:
         self.dice = random.Random(seed).getstate()
         self.shown: dict[int, str] = {}  # by player, as its last observation
         self.said: dict[int, str] = {}
@@ -68,7 +68,7 @@ class Game:
             self.game.close()
 
     @staticmethod
-    def _made(name: str, arguments: dict[str, Any], players: int, seed: int) -> Any:
+    def _made(name: str, arguments: JsonObject, players: int, seed: int) -> Any:
         import textarena
 
         game = textarena.make(name, **arguments)
@@ -88,7 +88,7 @@ class Game:
 class Solo(Game):
     """A game for one as an episode."""
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self) -> list[JsonObject]:
         player, first = self.turn()
         if player != 0:
             raise ConfigError(f"the game begins with player {player}; say with env.players how many it has")

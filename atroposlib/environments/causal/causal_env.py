@@ -18,7 +18,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, 
 from atroposlib.envs.eval import evaluate_items
 from atroposlib.envs.server_handling.sequence import SequenceNode
 from atroposlib.errors import EnvironmentFault, RolloutFault
-from atroposlib.type_definitions import Message
+from atroposlib.type_definitions import JsonObject, Message
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class CausalEnv(BaseEnv):
         """Return the means over problems that training never sees, with temperature 0; failed ones are left out."""
         at_once = asyncio.Semaphore(self.config.max_eval_workers)
 
-        async def one(item: Item) -> dict[str, Any] | None:
+        async def one(item: Item) -> JsonObject | None:
             try:
                 async with at_once:
                     played = await self._play(item, 0.0, "eval")

@@ -36,6 +36,7 @@ from atroposlib.rollouts.source import Work
 from atroposlib.rollouts.stop import StopSignals
 from atroposlib.sandbox.workers import SandboxError, WorkerPool
 from atroposlib.status.table import duration
+from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ SAY_EVERY_S = 10.0
 _WRITE_EVERY_S = 1.0
 _LAST_WRITE_S = 2.0
 _FAILURES_IN_A_ROW = 10
-Make = Callable[[str, int], Awaitable[dict[str, Any]]]
+Make = Callable[[str, int], Awaitable[JsonObject]]
 """From level and index to a record."""
 
 _AHEAD = 4
@@ -194,7 +195,7 @@ class Collection:
             DataError: nothing but failures. OSError: the disk stayed full.
         """
         order = self.levels.order(lambda level, index: self._key(level, index) in self.files.ledger.done)
-        running: deque[tuple[str, int, asyncio.Task[dict[str, Any] | SandboxError]]] = deque()
+        running: deque[tuple[str, int, asyncio.Task[JsonObject | SandboxError]]] = deque()
         writing: asyncio.Task[None] | None = None
         stop = StopSignals()
         stop.catch()
@@ -243,11 +244,11 @@ class Collection:
             self.progress.rollouts = list(self.files.files.shards().values())
             self.progress.write()
 
-    async def _record(self, level: str, record: Mapping[str, Any]) -> None:
+    async def _record(self, level: str, record: Mapping[str, Json]) -> None:
         await self.files.append([{"schema_version": 1, "env": ENV, "run": self.run_name, **record}])
         self.levels.add(level, record["demonstration"]["accepted"])
 
-    async def _tried(self, make: Make, level: str, index: int) -> dict[str, Any] | SandboxError:
+    async def _tried(self, make: Make, level: str, index: int) -> JsonObject | SandboxError:
         """Return an attempt's record, or why there is none; tried twice, as a worker may have been killed once."""
         try:
             return await make(level, index)
@@ -332,7 +333,7 @@ async def collect(
         return collection
     pool = WorkerPool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
 
-    async def make(level: str, index: int) -> dict[str, Any]:
+    async def make(level: str, index: int) -> JsonObject:
         return _record(await pool.call(function, collection.config, level, index))
 
     try:
@@ -349,18 +350,18 @@ def _compress(path: Path) -> None:
         logger.warning("not compressed: file=%s error=%s", path, error)
 
 
-def _in_this_process(function: str, config: dict[str, Any]) -> Make:
+def _in_this_process(function: str, config: JsonObject) -> Make:
     module, _, name = function.partition(":")
     made = getattr(importlib.import_module(module), name)
 
-    async def make(level: str, index: int) -> dict[str, Any]:
+    async def make(level: str, index: int) -> JsonObject:
         await asyncio.sleep(0)  # signals and progress have their turn
         return _record(made(config, level, index))
 
     return make
 
 
-def _record(made: str | dict[str, Any]) -> dict[str, Any]:
+def _record(made: str | JsonObject) -> JsonObject:
     return orjson.loads(made) if isinstance(made, str) else made
 
 

@@ -22,6 +22,7 @@ from atroposlib.environments.causal.strata import assign_splits
 from atroposlib.environments.causal.tensors import CHANNELS, Format, TensorWriter, examples
 from atroposlib.errors import DataError, RowError
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
+from atroposlib.type_definitions import Json, JsonObject
 
 
 def validate(
@@ -113,7 +114,7 @@ def prepare(
 
 
 def write_catalog(
-    folder: Path, inputs: list[str], outputs: Iterable[Path], *, counts: Mapping[str, int], settings: Mapping[str, Any]
+    folder: Path, inputs: list[str], outputs: Iterable[Path], *, counts: Mapping[str, int], settings: Mapping[str, Json]
 ) -> Path:
     """Write `catalog.json`: what was made from what, by which version, with sizes and hashes."""
     said = {
@@ -128,7 +129,7 @@ def write_catalog(
     return folder / "catalog.json"
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def _fingerprint(path: Path) -> JsonObject:
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return {"path": str(path), "bytes": path.stat().st_size, "sha256": digest}

@@ -31,7 +31,7 @@ from atroposlib.environments.causal.problem import (
 )
 from atroposlib.environments.causal.scm import DIFFICULTIES, Scm
 from atroposlib.errors import DataError
-from atroposlib.type_definitions import Array, Message
+from atroposlib.type_definitions import Array, Json, JsonObject, Message
 
 ENV = "causal"
 SCHEMA_VERSION = 1
@@ -52,7 +52,7 @@ class DemonstrationConfig(BaseModel):
     min_confidence: float = Field(default=0.1, ge=0, le=1, description="Least probability of its parent set.")
 
 
-def demonstrate(config: Mapping[str, Any], difficulty: str, index: int) -> dict[str, Any]:
+def demonstrate(config: Mapping[str, Json], difficulty: str, index: int) -> JsonObject:
     """Return the record of attempt `index` of a level; the same for the same config, wherever it is made."""
     settings = DemonstrationConfig.model_validate(config)
     problem, world, rng = make_problem(settings.problem, difficulty, index)
@@ -130,12 +130,12 @@ def demonstrate(config: Mapping[str, Any], difficulty: str, index: int) -> dict[
     }
 
 
-def demonstration_text(config: Mapping[str, Any], difficulty: str, index: int) -> str:
+def demonstration_text(config: Mapping[str, Json], difficulty: str, index: int) -> str:
     """Return `demonstrate` as JSON text, which a process can hand over without its being parsed number by number."""
     return json.dumps(demonstrate(config, difficulty, index), allow_nan=False)
 
 
-def run_name(config: Mapping[str, Any]) -> str:
+def run_name(config: Mapping[str, Json]) -> str:
     """Return the name of a set, which follows from its settings."""
     settings = DemonstrationConfig.model_validate(config).model_dump_json()
     return hashlib.blake2b(settings.encode(), digest_size=5).hexdigest()
@@ -168,7 +168,7 @@ def chat(
 class Demonstration:
     """The `demonstration` of a line, read back and checked."""
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
+    def __init__(self, said: Mapping[str, Json]) -> None:
         """
         Raises:
             DataError: something is missing, of the wrong shape, not finite, or does not follow from the rest.
@@ -181,7 +181,7 @@ class Demonstration:
             raise DataError(f"no demonstration: {type(error).__name__}: {error}") from None
         self.said = said
 
-    def _read(self, said: Mapping[str, Any]) -> None:
+    def _read(self, said: Mapping[str, Json]) -> None:
         if said["schema_version"] != SCHEMA_VERSION:
             raise DataError(f"schema_version is {said['schema_version']!r}, expected {SCHEMA_VERSION}")
         scm = Scm.from_json(said["scm"])
@@ -202,7 +202,7 @@ class Demonstration:
         for fault in self._faults(said):
             raise DataError(fault)
 
-    def _faults(self, said: Mapping[str, Any]) -> Any:
+    def _faults(self, said: Mapping[str, Json]) -> Any:
         scm, size = self.problem.scm, self.problem.scm.size
         if len(self.history) != len(self.steps) + 1:
             yield f"{len(self.history)} states of belief for {len(self.steps)} interventions, expected one more"

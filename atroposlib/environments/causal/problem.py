@@ -7,14 +7,14 @@ rollout's read alike.
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from atroposlib.environments.causal.scm import DIFFICULTIES, Rng, Scm, World, data_plan, draw_scm
 from atroposlib.errors import ConfigError
-from atroposlib.type_definitions import Array, Message
+from atroposlib.type_definitions import Array, JsonObject, Message
 
 ROWS_SHOWN = 3
 
@@ -202,12 +202,10 @@ def jaccard(found: Iterable[int], true: Iterable[int]) -> float:
     return len(ours & theirs) / len(ours | theirs) if ours | theirs else 1.0
 
 
-def expected_metrics(
-    beliefs: dict[tuple[int, ...], float], true: Iterable[int], others: Sequence[int]
-) -> dict[str, Any]:
+def expected_metrics(beliefs: dict[tuple[int, ...], float], true: Iterable[int], others: Sequence[int]) -> JsonObject:
     """Return accuracy, precision, recall and F1 of the labels of `others`, each expected over `beliefs`."""
     theirs = set(true)
-    total: dict[str, Any] = {"accuracy": 0.0, "precision": 0.0, "recall": 0.0, "f1": 0.0}
+    total: JsonObject = {"accuracy": 0.0, "precision": 0.0, "recall": 0.0, "f1": 0.0}
     for parents, weight in beliefs.items():
         hit = len(theirs & set(parents))
         wrong = len(theirs ^ set(parents))

@@ -10,7 +10,6 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from atroposlib.data.rollout_files import find_rollout_files, parse_line, read_l
 from atroposlib.data.table import Advance, ignore
 from atroposlib.environments.causal.demonstration import Demonstration
 from atroposlib.errors import DataError, RowError
+from atroposlib.type_definitions import JsonObject
 
 LEAST_MEAN_ACCURACY = 0.80
 _FEW = 30
@@ -27,7 +27,7 @@ _FEW = 30
 
 def read_demonstrations(
     paths: str | Path | Iterable[str | Path], advance: Advance = ignore
-) -> Iterator[tuple[str, dict[str, Any], Demonstration | RowError]]:
+) -> Iterator[tuple[str, JsonObject, Demonstration | RowError]]:
     """Give `file:line`, the whole record and the demonstration of every line, or why there is none.
 
     Raises:
@@ -37,7 +37,7 @@ def read_demonstrations(
         try:
             for line in read_lines(path):
                 advance(line.size)
-                record: dict[str, Any] = {}
+                record: JsonObject = {}
                 try:
                     record = dict(parse_line(line))
                     found = Demonstration(record["demonstration"])
@@ -94,7 +94,7 @@ class Report:
         values = [value for level in self._accuracy.values() for value in level]
         return float(np.mean(values)) if values else 0.0
 
-    def levels(self) -> list[dict[str, Any]]:
+    def levels(self) -> list[JsonObject]:
         """Return a row for each level, and one for all."""
         rows = []
         for level in [*sorted(self._accuracy), "all"]:
@@ -147,7 +147,7 @@ class Report:
             )
         return found
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Return all of it as plain data."""
         return {
             "demonstrations": self._names.total(),

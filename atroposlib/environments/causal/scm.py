@@ -8,12 +8,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from atroposlib.errors import ConfigError
-from atroposlib.type_definitions import Array
+from atroposlib.type_definitions import Array, JsonObject
 
 Rng = np.random.Generator
 Kind = Literal["linear", "tanh"]
@@ -127,7 +127,7 @@ class Scm:
             found = min(found, float((sign * self.target_mean(variable, values)).min()))
         return sign * found
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Return plain data, with names."""
         return {
             "variables": [f"X{index}" for index in range(self.size)],
@@ -138,7 +138,7 @@ class Scm:
         }
 
     @classmethod
-    def from_json(cls, said: dict[str, Any]) -> "Scm":
+    def from_json(cls, said: JsonObject) -> "Scm":
         """Return the model that `as_json` described.
 
         Raises:

@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -24,6 +24,7 @@ from atroposlib.environments.multi_turn import MultiTurnRowsConfig, MultiTurnRow
 from atroposlib.environments.rows import Row, load_split
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.sandbox.sandbox import Sandbox
+from atroposlib.type_definitions import JsonObject
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -142,7 +143,7 @@ def to_problem(row: Row) -> Problem:
     tests = row["tests"] if isinstance(row["tests"], list) else json.loads(row["tests"])
     if not tests or any(not isinstance(test, dict) or not wanted <= test.keys() for test in tests):
         raise ValueError(f"its tests must be a list of objects with {' and '.join(sorted(wanted))}")
-    kept: dict[str, Any] = {name: row[name] for name in ("function", "solution", "header") if row.get(name)}
+    kept: JsonObject = {name: row[name] for name in ("function", "solution", "header") if row.get(name)}
     return Problem(
         prompt=row["prompt"], tests=[Case(**{name: test[name] for name in wanted}) for test in tests], **kept
     )

@@ -15,6 +15,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 from atroposlib.errors import EnvironmentFault
 from atroposlib.sandbox.programs import Limits, Outcome
 from atroposlib.sandbox.sandbox import Sandbox
+from atroposlib.type_definitions import JsonObject
 
 Word = Literal["right", "wrong", "crash", "time", "memory", "limit"]
 """time: of the processor, or waiting; limit: any other of the sandbox, such as processes or output."""
@@ -97,12 +98,12 @@ class Examiner:
                 break
         return found
 
-    async def _results(self, program: str, function: str, calls: Sequence[str]) -> list[Verdict | dict[str, Any]]:
+    async def _results(self, program: str, function: str, calls: Sequence[str]) -> list[Verdict | JsonObject]:
         """Return for each call what the function gave, or why it gave nothing.
 
         One process makes all calls; after one that it does not survive, another makes the rest.
         """
-        found: list[Verdict | dict[str, Any]] = []
+        found: list[Verdict | JsonObject] = []
         timeouts = 0
         while len(found) < len(calls):
             rest = calls[len(found) :]
@@ -132,7 +133,7 @@ class Examiner:
                 raise EnvironmentFault(f"the check of {function} fails with its own solution: {_failed(outcome)}")
             self.recorded[trusted] = [fact["arguments"] for fact in _facts(outcome)]
         calls = self.recorded[trusted]
-        results: list[dict[str, Any]] = []
+        results: list[JsonObject] = []
         for arguments, result in zip(calls, await self._results(program, function, calls), strict=True):
             if isinstance(result, Verdict) and result.word != "crash":
                 return result
@@ -153,7 +154,7 @@ class Examiner:
         return await self.sandbox.call(["python3", "-B", *arguments], files=encoded, stdin=stdin, limits=limits)
 
 
-def _facts(outcome: Outcome) -> list[dict[str, Any]]:
+def _facts(outcome: Outcome) -> list[JsonObject]:
     """Return the objects among the lines that a program wrote; a stranger may have written them."""
     found = []
     for line in outcome.stdout.split(b"\n"):
@@ -166,7 +167,7 @@ def _facts(outcome: Outcome) -> list[dict[str, Any]]:
     return found
 
 
-def _compared(result: dict[str, Any], expected: Any) -> Verdict:
+def _compared(result: JsonObject, expected: Any) -> Verdict:
     try:
         is_right = is_same(json.loads(result["json"]), expected)
     except (TypeError, ValueError, RecursionError, KeyError, OverflowError):  # no JSON, or beyond a float

@@ -5,7 +5,9 @@ Tools do what they are told; whether a policy allows it is written down, and jud
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import TypedDict
+
+from atroposlib.type_definitions import JsonObject
 
 RETURN_DAYS = 30
 POLICY = f"""You serve the customers of a shop by chat, with tools. The shop's rules:
@@ -118,7 +120,7 @@ def against(tool: str, order: Order) -> str:
     return "" if order["status"] == "processing" else f"it is {order['status']}, not processing"
 
 
-def run(shop: Shop, name: str, arguments: dict[str, Any] | None) -> str:
+def run(shop: Shop, name: str, arguments: JsonObject | None) -> str:
     """Run a tool by name; errors are texts."""
     if name.startswith("_") or not callable(tool := getattr(shop, name, None)):
         return f"Error: there is no tool {name}"

@@ -29,7 +29,7 @@ from atroposlib.envs.reward_fns.math_answers import after_thinking
 from atroposlib.envs.reward_fns.math_judge import MathJudge, scores
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
 from atroposlib.rollouts.failures import Unscored
-from atroposlib.type_definitions import Message
+from atroposlib.type_definitions import Json, JsonObject, Message
 from atroposlib.utils.eval_statistics import standard_error
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class BenchmarkEnv(RowsEnv):
             return list(await asyncio.gather(*(self.kind.judged(self.judge, each, item) for each in said)))
         return await super().grades(replies, item)
 
-    async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> dict[str, Any] | None:
+    async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> JsonObject | None:
         if not isinstance(self.kind, Rated) or len(item["turns"]) == 1:
             return await super().evaluate_one(item, at_once)
         try:
@@ -176,7 +176,7 @@ class BenchmarkEnv(RowsEnv):
             logger.warning("conversation failed: %s", fault)
             return None
 
-    async def _conversation(self, kind: Rated, item: Item, at_once: asyncio.Semaphore) -> dict[str, Any]:
+    async def _conversation(self, kind: Rated, item: Item, at_once: asyncio.Semaphore) -> JsonObject:
         """Ask all turns, and rate each reply; the grade is the mean."""
         messages, said, ratings = self.system_turns(), list[str](), list[float]()
         for turn in item["turns"]:
@@ -197,7 +197,7 @@ class BenchmarkEnv(RowsEnv):
         sample = {"task": self.item_task(item), "item": item, "messages": messages, "responses": said}
         return {**sample, "ratings": ratings, "grades": [grade], "score": grade, "right": [None], "right_answers": None}
 
-    def _metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def _metrics(self, samples: Sequence[Mapping[str, Json]]) -> dict[str, float]:
         """Return those of every environment, what the kind measures of items, and the mean grade of each group."""
         found: dict[str, list[float]] = {}
         for sample in samples:
@@ -245,7 +245,7 @@ class BenchmarkEnv(RowsEnv):
             end_time=time.time(),
         )
 
-    async def compare(self, item: Item, at_once: asyncio.Semaphore) -> dict[str, Any] | None:
+    async def compare(self, item: Item, at_once: asyncio.Semaphore) -> JsonObject | None:
         """Return which choice is the likeliest, by sum and by character; None when a request failed."""
         try:
             pairs = await self.continuations(item)

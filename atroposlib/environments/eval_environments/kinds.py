@@ -24,6 +24,7 @@ from atroposlib.envs.reward_fns.math_answers import final_answer
 from atroposlib.envs.reward_fns.math_judge import gold_text
 from atroposlib.errors import ConfigError
 from atroposlib.rollouts.failures import is_scored, scored
+from atroposlib.type_definitions import Json, JsonObject
 
 _GRID = re.compile(r"\[\s*\[[\d\s,]*\](?:\s*,\s*\[[\d\s,]*\])*\s*\]")
 _ARTICLES = ("a", "an", "the")
@@ -127,9 +128,9 @@ class Choice(Kind):
             item["choices"] = list(map(_cleaned, item["choices"]))
         return dict(shuffled(item, self.seed) if table.shuffle else item)
 
-    def _columns(self, row: Row) -> Mapping[str, Any]:
+    def _columns(self, row: Row) -> Mapping[str, Json]:
         table, question = self.table, self.table.text(self.table.question, row)
-        made: dict[str, Any] = dict(row)
+        made: JsonObject = dict(row)
         if table.question is not None:
             kept = {name: row[name] for name in ("choices", "endings", "answerKey", "label") if name in row}
             made = {"question": question, **kept}
@@ -211,7 +212,7 @@ class F1(Kind):
         return max((f1(given, answer) for answer in item["answers"]), default=0.0)
 
 
-def _spans(answer: Mapping[str, Any]) -> list[str]:
+def _spans(answer: Mapping[str, Json]) -> list[str]:
     """Return the spans of a reader's answer in DROP: a number, spans, or a date."""
     if answer["number"] != "":
         return [str(answer["number"])]

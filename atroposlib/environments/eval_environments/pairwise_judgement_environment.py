@@ -8,7 +8,7 @@ import asyncio
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import Field, PositiveInt
@@ -20,6 +20,7 @@ from atroposlib.environments.rows import Row, Split
 from atroposlib.envs.base import Item
 from atroposlib.errors import RolloutFault
 from atroposlib.rollouts.failures import Unscored
+from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class PairwiseJudgementEnv(_OfTable):
             raise ValueError(f"{len(right)} right and {len(wrong)} wrong answers")
         return {"question": row["prompt"], "right": right, "wrong": wrong, "id": str(row["id"]), "group": TIES}
 
-    async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> dict[str, Any] | None:
+    async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> JsonObject | None:
         if "right" not in item:
             return await super().evaluate_one(item, at_once)
 
@@ -89,7 +90,7 @@ class PairwiseJudgementEnv(_OfTable):
         sample = {"task": TIES, "item": item, "messages": [], "responses": answers, "margins": list(margins)}
         return {**sample, "grades": [grade], "score": grade, "right": [None], "right_answers": None}
 
-    def _metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def _metrics(self, samples: Sequence[Mapping[str, Json]]) -> dict[str, float]:
         """Return those of every benchmark, the score of Ties, and the mean of the subsets with that score in it."""
         found = super()._metrics(samples)
         margins = {sample["item"]["id"]: Margins(*sample["margins"]) for sample in samples if "margins" in sample}

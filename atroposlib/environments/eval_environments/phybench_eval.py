@@ -6,13 +6,13 @@ python environments/eval_environments/phybench_eval.py evaluate --env.dataset my
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from atroposlib.environments.eval_environments import expression_distance
 from atroposlib.environments.eval_environments.benchmark import of_table
 from atroposlib.envs.base import Item
 from atroposlib.envs.reward_fns.math_answers import after_thinking, final_answer
 from atroposlib.sandbox.workers import SandboxError
+from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _OfTable, PHYBenchEvalConfig = of_table("phybench")
 class PHYBenchEvalEnv(_OfTable):
     """Grade 1 for the right value, else 0. `eed` is the mean score of the expression edit distance, 0 to 100."""
 
-    async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> dict[str, Any] | None:
+    async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> JsonObject | None:
         sample = await super().evaluate_one(item, at_once)
         if sample is None:
             return None
@@ -43,7 +43,7 @@ class PHYBenchEvalEnv(_OfTable):
             logger.warning("no edit distance: answer=%r right=%r reason=%s", answer[:100], right, error)
             return None
 
-    def _metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def _metrics(self, samples: Sequence[Mapping[str, Json]]) -> dict[str, float]:
         means = [sum(sample["eed"]) / len(sample["eed"]) for sample in samples if sample["eed"]]
         unknown = sum(len(sample["responses"]) - len(sample["eed"]) for sample in samples)
         found = {"eval/eed": sum(means) / len(means)} if means else {}

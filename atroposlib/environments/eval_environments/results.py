@@ -10,6 +10,7 @@ from typing import Any
 
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.paths import expand_path
+from atroposlib.type_definitions import JsonObject
 from atroposlib.utils.eval_statistics import Paired, paired_test
 
 
@@ -38,7 +39,7 @@ def compare(first: str, second: str) -> Paired:
     return paired_test([ours[key] for key in shared], [theirs[key] for key in shared])
 
 
-def _metrics(folder: str) -> dict[str, Any]:
+def _metrics(folder: str) -> JsonObject:
     return json.loads(_read(folder, "metrics.json"))
 
 

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, create_model
 
+from atroposlib.type_definitions import Json, JsonObject
+
 logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -68,7 +70,7 @@ def with_old_names(config_cls: type[Config], name: str) -> type[Config]:
     )
 
 
-def translated(given: Mapping[str, Any]) -> dict[str, Any]:
+def translated(given: Mapping[str, Json]) -> JsonObject:
     """Return settings under the names that they have here; a value under an old name wins over one under the new."""
     old = {name: value for name, value in given.items() if value is not None and value != UNSET.get(name, ...)}
     settings = {name: value for name, value in given.items() if name not in RENAMED and name not in JUDGE}

@@ -15,6 +15,7 @@ from typing import Any
 from atroposlib.envs.eval import EvalBase, eval_runner
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError
+from atroposlib.type_definitions import JsonObject
 
 
 class VerifiersEval(EvalBase):
@@ -23,7 +24,7 @@ class VerifiersEval(EvalBase):
     def __init__(
         self,
         vf_env_name: str = "primeintellect/gsm8k",
-        env_args: str | dict[str, Any] = "{}",
+        env_args: str | JsonObject = "{}",
         temperature: float = 0.0,
         max_tokens: int = 2048,
         max_eval_items: int = -1,
@@ -43,7 +44,7 @@ class VerifiersEval(EvalBase):
             ConfigError: the package is not installed.
         """
         self.vf_env_name = vf_env_name
-        self.env_args: dict[str, Any] = json.loads(env_args) if isinstance(env_args, str) else env_args
+        self.env_args: JsonObject = json.loads(env_args) if isinstance(env_args, str) else env_args
         self.max_eval_items = max_eval_items
         settings = {"temperature": temperature, "max_tokens": max_tokens, "max_concurrent": max_concurrent}
         super().__init__(**settings, **kwargs)

@@ -1,11 +1,12 @@
 """Settings of the InternBootcamp environment."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from atroposlib.environments.single_turn import SingleTurnConfig
+from atroposlib.type_definitions import Json, JsonObject
 
 RANDOM_TASK = "RandomTask"
 """`task_name` of a mixture of `task_weights`, or of all classes of a checkout."""
@@ -21,7 +22,7 @@ class InternBootcampEnvConfig(SingleTurnConfig):
         description="addition, larger_of_two, first_letter, capitals, letter_count, sorting, reasoning_gym:<dataset>, "
         "a class of internbootcamp_path, RandomTask for a mixture, or reasoning_gym for one of all its datasets.",
     )
-    task_params: dict[str, Any] = Field(
+    task_params: JsonObject = Field(
         default_factory=dict, description="Parameters of the task; of a mixture: task name to its parameters."
     )
     task_weights: dict[str, PositiveFloat] | None = Field(
@@ -61,7 +62,7 @@ class InternBootcampEnvConfig(SingleTurnConfig):
     verifier_memory_mb: PositiveInt = Field(default=2048, description="Address space of such a process, in MiB.")
 
     @classmethod
-    def reset_by(cls, flags: Mapping[str, Any]) -> dict[str, Any]:
+    def reset_by(cls, flags: Mapping[str, Json]) -> JsonObject:
         """As for every environment; another choice of tasks ends the mixture, or the one task, of the YAML file."""
         reset = super().reset_by(flags)
         if flags.keys() & {"task_name", "task_weights"}:

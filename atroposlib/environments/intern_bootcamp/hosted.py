@@ -15,6 +15,7 @@ import types
 from typing import Any, TypedDict
 
 from atroposlib.environments.intern_bootcamp.bootcamp import Grading, Identity, grade, tagged
+from atroposlib.type_definitions import JsonObject
 
 
 class Spec(TypedDict):
@@ -24,7 +25,7 @@ class Spec(TypedDict):
     name: str  # the dataset's name, or the class's
     module: str  # of the class, below internbootcamp.bootcamp; "" for a dataset
     checkout: str  # the folder that holds internbootcamp/; "" for a dataset
-    params: dict[str, Any]  # of the dataset's config, or of the class's constructor
+    params: JsonObject  # of the dataset's config, or of the class's constructor
 
 
 class Drawn(TypedDict):
@@ -86,7 +87,7 @@ LEVEL = "level"
 """Parameter of a reasoning-gym dataset: difficulty by its curriculum, from 1 on; 0 or left out: its own defaults."""
 
 
-def _at_level(name: str, level: int) -> dict[str, Any]:
+def _at_level(name: str, level: int) -> JsonObject:
     """Return the parameters of a level of a dataset's curriculum; ValueError where it has none."""
     import dataclasses
 

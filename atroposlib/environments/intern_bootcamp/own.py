@@ -7,10 +7,10 @@ the form (`demonstration`) and the score follow from those.
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
 
 from atroposlib.environments.intern_bootcamp.bootcamp import Grading, grade, tagged
 from atroposlib.environments.intern_bootcamp.words import WORDS
+from atroposlib.type_definitions import Json, JsonObject
 
 
 class OwnBootcamp(ABC):
@@ -21,22 +21,22 @@ class OwnBootcamp(ABC):
         self.rng = rng or random.Random()
 
     @abstractmethod
-    def case_generator(self) -> dict[str, Any]: ...
+    def case_generator(self) -> JsonObject: ...
 
     @abstractmethod
-    def prompt_func(self, identity: Mapping[str, Any]) -> str: ...
+    def prompt_func(self, identity: Mapping[str, Json]) -> str: ...
 
     @abstractmethod
-    def solution(self, identity: Mapping[str, Any]) -> str: ...
+    def solution(self, identity: Mapping[str, Json]) -> str: ...
 
-    def demonstration(self, identity: Mapping[str, Any]) -> str:
+    def demonstration(self, identity: Mapping[str, Json]) -> str:
         """A right reply, as short as it can be."""
         return tagged(self.solution(identity))
 
     def verify_score(
         self,
         output: str,
-        identity: Mapping[str, Any],
+        identity: Mapping[str, Json],
         format_score: float = 0.0,
         short_penalty: bool = True,
         short_threshold: int = 100,
@@ -61,16 +61,16 @@ class Addition(OwnBootcamp):
         super().__init__(rng=rng)
         self.largest = largest
 
-    def case_generator(self) -> dict[str, Any]:
+    def case_generator(self) -> JsonObject:
         return {"left": self.rng.randint(1, self.largest), "right": self.rng.randint(1, self.largest)}
 
-    def prompt_func(self, identity: Mapping[str, Any]) -> str:
+    def prompt_func(self, identity: Mapping[str, Json]) -> str:
         return f"What is {identity['left']} + {identity['right']}?"
 
-    def solution(self, identity: Mapping[str, Any]) -> str:
+    def solution(self, identity: Mapping[str, Json]) -> str:
         return str(identity["left"] + identity["right"])
 
-    def demonstration(self, identity: Mapping[str, Any]) -> str:
+    def demonstration(self, identity: Mapping[str, Json]) -> str:
         """With the equation before the answer: a small model is right far more often when it writes that first."""
         solution = self.solution(identity)
         return f"{identity['left']} + {identity['right']} = {solution}. {tagged(solution)}"
@@ -84,14 +84,14 @@ class LargerOfTwo(OwnBootcamp):
         super().__init__(rng=rng)
         self.range = range(10 ** (digits - 1), 10**digits)
 
-    def case_generator(self) -> dict[str, Any]:
+    def case_generator(self) -> JsonObject:
         left, right = self.rng.sample(self.range, 2)
         return {"left": left, "right": right}
 
-    def prompt_func(self, identity: Mapping[str, Any]) -> str:
+    def prompt_func(self, identity: Mapping[str, Json]) -> str:
         return f"Which number is larger, {identity['left']} or {identity['right']}?"
 
-    def solution(self, identity: Mapping[str, Any]) -> str:
+    def solution(self, identity: Mapping[str, Json]) -> str:
         return str(max(identity["left"], identity["right"]))
 
 
@@ -103,17 +103,17 @@ class WordBootcamp(OwnBootcamp):
         super().__init__(rng=rng)
         self.words = [word for word in WORDS if len(word) <= longest]
 
-    def case_generator(self) -> dict[str, Any]:
+    def case_generator(self) -> JsonObject:
         return {"word": self.rng.choice(self.words)}
 
 
 class FirstLetter(WordBootcamp):
     """The first letter of a word."""
 
-    def prompt_func(self, identity: Mapping[str, Any]) -> str:
+    def prompt_func(self, identity: Mapping[str, Json]) -> str:
         return f'What is the first letter of the word "{identity["word"]}"?'
 
-    def solution(self, identity: Mapping[str, Any]) -> str:
+    def solution(self, identity: Mapping[str, Json]) -> str:
         return identity["word"][0]
 
 
@@ -123,20 +123,20 @@ class Capitals(WordBootcamp):
     def __init__(self, *, longest: int = 4, rng: random.Random | None = None) -> None:
         super().__init__(longest=longest, rng=rng)
 
-    def prompt_func(self, identity: Mapping[str, Any]) -> str:
+    def prompt_func(self, identity: Mapping[str, Json]) -> str:
         return f'Write the word "{identity["word"]}" in capital letters.'
 
-    def solution(self, identity: Mapping[str, Any]) -> str:
+    def solution(self, identity: Mapping[str, Json]) -> str:
         return identity["word"].upper()
 
 
 class LetterCount(WordBootcamp):
     """Count the letters of a word."""
 
-    def prompt_func(self, identity: Mapping[str, Any]) -> str:
+    def prompt_func(self, identity: Mapping[str, Json]) -> str:
         return f'How many letters does the word "{identity["word"]}" have?'
 
-    def solution(self, identity: Mapping[str, Any]) -> str:
+    def solution(self, identity: Mapping[str, Json]) -> str:
         return str(len(identity["word"]))
 
 
@@ -148,13 +148,13 @@ class Sorting(OwnBootcamp):
         super().__init__(rng=rng)
         self.count = count
 
-    def case_generator(self) -> dict[str, Any]:
+    def case_generator(self) -> JsonObject:
         return {"numbers": self.rng.sample(range(1, 10), self.count)}
 
-    def prompt_func(self, identity: Mapping[str, Any]) -> str:
+    def prompt_func(self, identity: Mapping[str, Json]) -> str:
         return f"Sort these numbers: {', '.join(map(str, identity['numbers']))}"
 
-    def solution(self, identity: Mapping[str, Any]) -> str:
+    def solution(self, identity: Mapping[str, Json]) -> str:
         return ", ".join(map(str, sorted(identity["numbers"])))
 
 

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from atroposlib.environments.intern_bootcamp.bootcamp import Grading
 from atroposlib.environments.intern_bootcamp.bootcamp_config import (
@@ -34,13 +34,13 @@ from atroposlib.environments.intern_bootcamp.tasks import (
 from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
 from atroposlib.paths import expand_path
 from atroposlib.sandbox.workers import WorkerPool
-from atroposlib.type_definitions import Message
+from atroposlib.type_definitions import JsonObject, Message
 from atroposlib_engine.models import CATALOG
 
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "eval"]
-Problem = tuple[list[Message], dict[str, Any]]
+Problem = tuple[list[Message], JsonObject]
 
 SLOW_FAILURE_LIMIT = 3
 """Slow failures in a row after which a generator is not run any more: while it hangs, no other problem is drawn."""
@@ -94,7 +94,7 @@ class ProblemSource:
     async def problem(self, index: int, split: Split = "train") -> Problem:
         """Item number `index` of a split."""
         name = self._mixtures[split].task_of(index)
-        meta: dict[str, Any] = {"task_name": name}
+        meta: JsonObject = {"task_name": name}
         try:
             drawn = await self._draw(self.tasks[name], derive_seed(self._config.seed, split, name, index))
             messages = await self._messages(name, drawn)
@@ -103,7 +103,7 @@ class ProblemSource:
         identity = {name: drawn[name] for name in ("identity", "identity_format", "demonstration")}
         return messages, {**meta, "raw_prompt": drawn["prompt"], **identity}
 
-    async def verify(self, output: str, meta: dict[str, Any]) -> float:
+    async def verify(self, output: str, meta: JsonObject) -> float:
         """Return the verdict of the task's verifier about one output, as it gives it.
 
         Raises:
@@ -221,7 +221,7 @@ class ProblemSource:
             return checkout_classes(self._checkout)
         return [name for name in OWN_BOOTCAMPS if name not in SET_ASIDE]
 
-    def _params_of(self, name: str) -> dict[str, Any]:
+    def _params_of(self, name: str) -> JsonObject:
         params = self._config.task_params
         return params.get(name, {}) if self._config.task_name in (RANDOM_TASK, ALL_DATASETS) else params
 

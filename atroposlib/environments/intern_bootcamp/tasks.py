@@ -20,6 +20,7 @@ from atroposlib.environments.intern_bootcamp.own import OWN_BOOTCAMPS, OwnBootca
 from atroposlib.environments.intern_bootcamp.set_aside import SET_ASIDE
 from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
 from atroposlib.sandbox.workers import SandboxError, WorkerPool, as_score
+from atroposlib.type_definitions import JsonObject
 
 REASONING_GYM = "reasoning_gym:"
 WAYS_OUT = (
@@ -47,7 +48,7 @@ class Task(Protocol):
 class OwnTask:
     """One of our own bootcamps."""
 
-    def __init__(self, name: str, params: dict[str, Any]) -> None:
+    def __init__(self, name: str, params: JsonObject) -> None:
         """ConfigError when the bootcamp does not take these parameters."""
         self.name = name
         self._class = OWN_BOOTCAMPS[name]
@@ -97,7 +98,7 @@ class HostedTask:
         return await self._sandbox.call(f"{_HOSTED}:{function}", self._spec, *args, opening=opening)
 
 
-def make_task(name: str, params: dict[str, Any], sandbox: WorkerPool, checkout: str | None) -> Task:
+def make_task(name: str, params: JsonObject, sandbox: WorkerPool, checkout: str | None) -> Task:
     """The task called `name`.
 
     Raises:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from atroposlib.environments.intern_bootcamp.words import WORDS
 from atroposlib.environments.rows import Row
 from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv
+from atroposlib.type_definitions import JsonObject
 
 
 class StructuredOutputFormat(Enum):
@@ -124,7 +125,7 @@ class PydanticSchemaFollowingEnv(RowsEnv):
     def other_spelling(self, item: Task) -> str:
         return self._written(item, {field["name"]: field["value"] for field in reversed(item["fields"])}, 2)
 
-    def _written(self, item: Task, values: dict[str, Any], indent: int | None) -> str:
+    def _written(self, item: Task, values: JsonObject, indent: int | None) -> str:
         start, end = (mark.format(item["language"]) for mark in _AROUND[item["container"]])
         if item["language"] == "yaml":
             text = yaml.safe_dump(values, sort_keys=False, default_flow_style=bool(indent)).strip()

@@ -12,9 +12,11 @@ Source: https://github.com/ShishirPatil/gorilla, berkeley-function-call-leaderbo
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-Call = tuple[str, Mapping[str, Any]]
+from atroposlib.type_definitions import Json
+
+Call = tuple[str, Mapping[str, Json]]
 """Name and arguments."""
-Function = Mapping[str, Any]
+Function = Mapping[str, Json]
 """As BFCL declares it: name, description, parameters with types of Python."""
 Answer = Mapping[str, Mapping[str, Sequence[Any]]]
 """From the one name of a function to the values that each argument may have."""
@@ -63,7 +65,7 @@ def _fault(call: Call, function: Function, allowed: Mapping[str, Sequence[Any]])
     return f"{name} is not given {missing[0]}" if missing else None
 
 
-def is_right(value: Any, declared: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
+def is_right(value: Any, declared: Mapping[str, Json], allowed: Sequence[Any]) -> bool:
     """Return whether an argument of this schema has one of the allowed values, and a type that it may have."""
     kind = declared["type"]
     wanted = TYPES[kind]

@@ -15,6 +15,7 @@ from atroposlib.environments.rows import order
 from atroposlib.environments.tool_use.answers import fault_of
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.paths import expand_path
+from atroposlib.type_definitions import Json, JsonObject
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -44,16 +45,16 @@ class ToolProblem(TypedDict):
 
     id: str
     set: str
-    messages: list[dict[str, Any]]
-    functions: list[dict[str, Any]]
-    answers: list[dict[str, Any]] | None
+    messages: list[JsonObject]
+    functions: list[JsonObject]
+    answers: list[JsonObject] | None
 
 
 class MadeCall(TypedDict):
     """A call of a function: name and values, as a right solution or an episode makes it."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: JsonObject
     positional: NotRequired[list[Any]]
 
 
@@ -106,7 +107,7 @@ def _is_solvable(problem: ToolProblem) -> bool:
 def _of_set(folder: Path, name: SetName) -> list[ToolProblem]:
     file = f"BFCL_v4_{_FILES.get(name, name)}.json"
     rows = read_lines(folder / file)
-    answers: dict[str, Any] = {}
+    answers: JsonObject = {}
     others = None if name == "live_relevance" else []
     if not name.endswith("relevance"):
         answers = {row["id"]: row["ground_truth"] for row in read_lines(folder / "possible_answer" / file)}
@@ -125,7 +126,7 @@ def _of_set(folder: Path, name: SetName) -> list[ToolProblem]:
         raise DataError(f"{folder / file} has a row that is no problem of BFCL v4: {error!r}") from error
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[JsonObject]:
     """Return the JSON objects of a file, one a line; errors as of `read_problems`."""
     try:
         return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line.strip()]
@@ -135,13 +136,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         raise DataError(f"{path} has a line that is no JSON: {error}") from error
 
 
-def tool_of(function: Mapping[str, Any]) -> dict[str, Any]:
+def tool_of(function: Mapping[str, Json]) -> JsonObject:
     """Return a function of BFCL as a tool of OpenAI's chat completions."""
     said = {"name": function["name"], "description": function.get("description", "")}
     return {"type": "function", "function": {**said, "parameters": _schema(function["parameters"])}}
 
 
-def _schema(declared: Mapping[str, Any]) -> dict[str, Any]:
+def _schema(declared: Mapping[str, Json]) -> JsonObject:
     made = {key: declared[key] for key in _SCHEMA_KEYS if key in declared}
     made["type"] = _SCHEMA_TYPES.get(declared.get("type", "any"), declared.get("type", "string"))
     if "properties" in declared:
@@ -160,7 +161,7 @@ def right_calls(problem: ToolProblem) -> list[MadeCall]:
     return [{"name": name, "arguments": _first_values(allowed, needed.get(name, ()))} for name, allowed in pairs]
 
 
-def _first_values(allowed: Mapping[str, Sequence[Any]], needed: Iterable[str] = ()) -> dict[str, Any]:
+def _first_values(allowed: Mapping[str, Sequence[Any]], needed: Iterable[str] = ()) -> JsonObject:
     kept = {key: values for key, values in allowed.items() if "" not in values or key in needed}
     return {key: _one(next((value for value in values if value != ""), "")) for key, values in kept.items()}
 

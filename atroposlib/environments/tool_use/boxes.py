@@ -14,6 +14,7 @@ from typing import Any, NotRequired, TypedDict
 
 from atroposlib.environments.tool_use.bfcl import MadeCall
 from atroposlib.environments.tool_use.office import Office
+from atroposlib.type_definitions import JsonObject
 
 _SERVICES = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
 SERVICES = {
@@ -33,7 +34,7 @@ class Spec(TypedDict):
     """Data from which a box is opened."""
 
     classes: list[str]  # of SERVICES, or Office
-    start: dict[str, Any]  # by class
+    start: JsonObject  # by class
     long_context: NotRequired[bool]  # more of everything in it, as BFCL's classes add it themselves
 
 
@@ -77,7 +78,7 @@ def _played(spec: Spec, calls: Sequence[MadeCall]) -> tuple[dict[str, Any], list
     ]  # tools keep and change what they are given
 
 
-def _opened(name: str, start: dict[str, Any], is_long: bool) -> Any:
+def _opened(name: str, start: JsonObject, is_long: bool) -> Any:
     if name == "Office":
         return Office(**start)
     made = getattr(importlib.import_module(f"{_SERVICES}.{SERVICES[name]}"), name)()

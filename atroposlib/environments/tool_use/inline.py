@@ -14,6 +14,7 @@ from atroposlib.envs.server_handling.sequence import codec_of
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.tool_formats import find_calls
 from atroposlib.errors import ConfigError
+from atroposlib.type_definitions import Json
 
 CALL_END = "</tool_call>"
 MOST_CALLS = 32
@@ -60,7 +61,7 @@ class Inline:
     """Asks an engine for pieces of turns, all of one growing text."""
 
     def __init__(
-        self, managed: Any, tokenizer: Any, config: MultiTurnConfig, opening: str, sampling: Mapping[str, Any]
+        self, managed: Any, tokenizer: Any, config: MultiTurnConfig, opening: str, sampling: Mapping[str, Json]
     ) -> None:
         if config.tool_parser not in PARSERS:
             known = ", ".join(PARSERS)

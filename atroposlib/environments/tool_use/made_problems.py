@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 from atroposlib.environments.tool_use.bfcl import SetName, ToolProblem
+from atroposlib.type_definitions import JsonObject
 
 _CITIES = ["Lisbon", "Oslo", "Kyoto", "Nairobi", "Toronto", "Lima", "Prague", "Hanoi", "Cairo", "Perth", "Dublin"]
 _PEOPLE = ["Amina", "Boris", "Chen", "Dalia", "Emre", "Farah", "Goran", "Hana", "Ines", "Jonas", "Kemal", "Lucia"]
@@ -94,7 +95,7 @@ def make_problem(rng: random.Random, kind: SetName, level: int) -> ToolProblem:
     )
 
 
-def _declared(name: str) -> dict[str, Any]:
+def _declared(name: str) -> JsonObject:
     said, _, needed, optional = _FUNCTIONS[name]
     properties = {key: {"type": kind, "description": f"The {key}."} for key, (kind, _) in needed.items()}
     for key, (kind, default) in optional.items():

@@ -19,6 +19,7 @@ from typing import Any
 
 from atroposlib.errors import EnvironmentFault
 from atroposlib.sandbox.workers import clean_environment
+from atroposlib.type_definitions import JsonObject
 
 START_S = 60.0
 """For a server's start: interpreters take seconds on a busy machine."""
@@ -36,9 +37,9 @@ class Session:
 
     def __init__(self, where: Any, timeout_s: float, process: asyncio.subprocess.Process | None = None) -> None:
         self.where, self.timeout_s, self.process = where, timeout_s, process
-        self.tools: list[dict[str, Any]] = []  # in the form of OpenAI's chat completions
+        self.tools: list[JsonObject] = []  # in the form of OpenAI's chat completions
         self.is_sound = True  # every call had its result in time
-        self._asked: asyncio.Queue[tuple[str, dict[str, Any], asyncio.Future[str]] | None] = asyncio.Queue()
+        self._asked: asyncio.Queue[tuple[str, JsonObject, asyncio.Future[str]] | None] = asyncio.Queue()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
 
@@ -113,7 +114,7 @@ class Session:
         """The result of a call that takes too long."""
         return f"Error: no result after {self.timeout_s:g} s"
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call(self, name: str, arguments: JsonObject) -> str:
         """Return the text of a result; one that begins with "Error" where the tool failed or took too long.
 
         Raises:
@@ -206,7 +207,7 @@ class SessionPool:
             await self._idle.pop().__aexit__(None, None, None)
 
 
-def _tool(tool: Any) -> dict[str, Any]:
+def _tool(tool: Any) -> JsonObject:
     said = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return {"type": "function", "function": said}
 

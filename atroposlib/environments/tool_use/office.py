@@ -9,9 +9,10 @@ import inspect
 import operator
 import random
 from collections.abc import Callable, Mapping
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 from atroposlib.environments.tool_use.bfcl import MadeCall
+from atroposlib.type_definitions import JsonObject
 
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"]
 _TIMES = [f"{hour:02}:00" for hour in range(8, 19)]
@@ -115,13 +116,13 @@ def _value(tree: ast.expr) -> float:
     raise ValueError("only numbers with + - * / and parentheses can be calculated")
 
 
-def tools_of(holder: type) -> list[dict[str, Any]]:
+def tools_of(holder: type) -> list[JsonObject]:
     """Return the public methods of a class, whose arguments are texts, as tools of OpenAI's chat completions."""
     methods = inspect.getmembers(holder, inspect.isfunction)
     return [_tool(name, method) for name, method in methods if not name.startswith("_")]
 
 
-def _tool(name: str, method: Callable[..., str]) -> dict[str, Any]:
+def _tool(name: str, method: Callable[..., str]) -> JsonObject:
     keys = [key for key in inspect.signature(method).parameters if key != "self"]
     schema = {"type": "object", "properties": {key: {"type": "string"} for key in keys}, "required": keys}
     return {"type": "function", "function": {"name": name, "description": method.__doc__, "parameters": schema}}
@@ -136,7 +137,7 @@ class Wish(TypedDict):
     said: str
     calls: list[MadeCall]
     seen: int
-    tools: NotRequired[list[dict[str, Any]]]  # handed over with it
+    tools: NotRequired[list[JsonObject]]  # handed over with it
 
 
 def make_office(rng: random.Random) -> Office:
