@@ -35,7 +35,7 @@ def line_chart(
     *,
     unit: str = "",
     top: float = 0.0,
-    spread: Sequence[float | None] | None = None,
+    band: Sequence[tuple[float | None, float | None]] = (),
     over: Literal["time", "steps"] = "time",
 ) -> str:
     """Draw lines over time or steps, each with its newest value at the right edge.
@@ -43,19 +43,19 @@ def line_chart(
     Args:
         unit: behind the values of the axis, e.g. "%".
         top: the axis reaches at least this value.
-        spread: half the height of a band around the first line, for each of its points.
+        band: the bounds, low and high, of an area behind the first line, for each of its points.
         over: the horizontal axis.
     """
     lines = [Series(line.name, [(at, _finite(value)) for at, value in line.points]) for line in lines]
     values = [value for line in lines for _, value in line.points if value is not None]
     if len(values) < 2:
         return _svg(title, _NOTHING)
-    band = _band(lines[0].points, spread or [])
+    area = _area(lines[0].points, band)
     start, end = lines[0].points[0][0], lines[0].points[-1][0]
-    low, high = min(0.0, *values, *(b for _, b, _ in band)), max(top, *values, *(t for _, _, t in band))
+    low, high = min(0.0, *values, *(b for _, b, _ in area)), max(top, *values, *(t for _, _, t in area))
     scale = _Scale(start, end, -axis_top(-low) if low < 0 else 0.0, axis_top(high) if high > 0 else 0.0)
-    edge = [scale.place(at, t) for at, _, t in band] + [scale.place(at, b) for at, b, _ in reversed(band)]
-    area = f'<polygon points="{" ".join(edge)}"/>' if edge else ""
+    edge = [scale.place(at, t) for at, _, t in area] + [scale.place(at, b) for at, b, _ in reversed(area)]
+    polygon = f'<polygon points="{" ".join(edge)}"/>' if edge else ""
     paths = "".join(
         f'<polyline class="line{number}" points="{" ".join(scale.place(at, value) for at, value in part)}"/>'
         for number, line in enumerate(lines)
@@ -66,7 +66,7 @@ def line_chart(
         f'<tspan class="line{number}">{" " * 3 if number else ""}{escape(line.name)}</tspan>'
         for number, line in enumerate(lines if len(lines) > 1 else [])
     )
-    return _svg(title, scale.axes(unit, first, last) + area + paths + _ends(lines, scale, unit), legend)
+    return _svg(title, scale.axes(unit, first, last) + polygon + paths + _ends(lines, scale, unit), legend)
 
 
 def _ends(lines: Sequence[Series], scale: "_Scale", unit: str) -> str:
@@ -156,12 +156,14 @@ class _Scale:
         return f'{grid}{ends}<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 6}" class="value">{escape(last)}</text>'
 
 
-def _band(
-    points: Sequence[tuple[float, float | None]], spread: Sequence[float | None]
+def _area(
+    points: Sequence[tuple[float, float | None]], band: Sequence[tuple[float | None, float | None]]
 ) -> list[tuple[float, float, float]]:
-    """Return (at, bottom, top) where value and spread are known."""
-    pairs = ((at, value, _finite(half)) for (at, value), half in zip(points, spread, strict=False))
-    return [(at, value - half, value + half) for at, value, half in pairs if value is not None and half is not None]
+    """Return (at, bottom, top) where value and bounds are known."""
+    bounds = ((at, value, _finite(low), _finite(high)) for (at, value), (low, high) in zip(points, band, strict=False))
+    return [
+        (at, low, high) for at, value, low, high in bounds if value is not None and low is not None and high is not None
+    ]
 
 
 def _finite(value: float | None) -> float | None:

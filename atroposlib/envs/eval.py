@@ -44,7 +44,14 @@ from atroposlib.errors import EnvironmentFault
 from atroposlib.json_lines import as_json, one_line, to_json
 from atroposlib.lock_files import take_lock
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
-from atroposlib.rollouts.evaluation import PROGRESS_FILE, Evaluation, evaluate_items, shown, step_of_evaluation
+from atroposlib.rollouts.evaluation import (
+    PROGRESS_FILE,
+    Evaluation,
+    evaluate_items,
+    shown,
+    start_of_evaluation,
+    step_of_evaluation,
+)
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.run import CHECK_S, EXIT_DONE, STOP_TIMEOUT_S
 from atroposlib.rollouts.source import Work, current_work
@@ -105,7 +112,7 @@ def evaluate_log(
         eval_dir: made when missing. None writes nothing, with a warning.
         task_name: of the key `atropos|<task_name>|0` in the results.
         model_name: what was evaluated.
-        start_time: seconds since the epoch; None: now.
+        start_time: seconds since the epoch; None: when the running evaluation began, else `end_time`.
         end_time: seconds since the epoch; None: now.
         generation_parameters: as sent to the engine.
         samples: one JSON value per line.
@@ -114,8 +121,8 @@ def evaluate_log(
     if eval_dir is None:
         logger.warning("evaluation results are not written: no eval_dir is set (env.data_dir_to_save_evals)")
         return
-    start = time.time() if start_time is None else start_time
     end = time.time() if end_time is None else end_time
+    start = (start_of_evaluation() or end) if start_time is None else start_time
     if verbose:
         display_metrics_table(str(task_name), metrics, start, end)
     results = {

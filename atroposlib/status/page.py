@@ -207,7 +207,7 @@ def charts(points: Sequence[Point], *, is_evaluation: bool = False) -> list[str]
 
     Tokens per second are those since the point before; accepted is drawn both so and of all responses so far.
     """
-    if not points:
+    if not points or (is_evaluation and len(points) < 2):
         return []
     pairs = list(pairwise(points))
     usual_s = sorted(b.at - a.at for a, b in pairs)[len(pairs) // 2] if pairs else 0.0

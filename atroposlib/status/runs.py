@@ -331,7 +331,11 @@ def _evaluation(folder: Path, said: JsonObject) -> RunStatus:
         elapsed_s=float(seconds) if seconds else 0.0,
         updated_at=(folder / RESULTS_FILE).stat().st_mtime,
         results={name: value for name, value in results.items() if isinstance(value, int | float)},
-        outputs={"results": [str(folder / RESULTS_FILE)]},
+        outputs={
+            name: [str(folder / file)]
+            for name, file in (("results", RESULTS_FILE), ("samples", "samples.jsonl"))
+            if (folder / file).is_file()
+        },
     )
 
 

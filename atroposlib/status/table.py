@@ -110,7 +110,7 @@ def _facts_of_evaluation(status: RunStatus) -> list[tuple[str, str]]:
 def headline(status: RunStatus) -> str:
     """One line: state, progress, pace, ETA."""
     if status.results:
-        return f"{status.state}, {len(status.results)} metrics"
+        return f"{status.state}, {len(status.results)} metric{'s' if len(status.results) != 1 else ''}"
     if status.kind == "evaluate":
         items = f"{status.groups_done}/{status.problems} items" if status.problems else "evaluating"
         parts = [status.state, items, f"{status.responses} answers", f"{status.tokens_per_s_now:.0f} tok/s"]

@@ -84,8 +84,8 @@ class Training:
                 if any(point.get(key) is not None for point in self.points)
             ]
             if lines:
-                spread = [point.get("batch/reward_std") for point in self.points] if title == "reward" else None
-                drawn.append(line_chart(title, lines, unit=unit, spread=spread, over="steps"))
+                band = [_around(point) for point in self.points] if title == "reward" else ()
+                drawn.append(line_chart(title, lines, unit=unit, band=band, over="steps"))
         return drawn + self._evaluation_charts()
 
     def _evaluation_charts(self) -> list[str]:
@@ -98,14 +98,19 @@ class Training:
             line_chart(
                 f"evaluation: {name.removeprefix('eval/')}",
                 [Series(name, [(step, metrics.get(name)) for step, metrics in self.evaluations])],
-                spread=[
-                    (metrics.get(f"{name}_ci_high", math.nan) - metrics.get(f"{name}_ci_low", math.nan)) / 2
-                    for _, metrics in self.evaluations
+                band=[
+                    (metrics.get(f"{name}_ci_low"), metrics.get(f"{name}_ci_high")) for _, metrics in self.evaluations
                 ],
                 over="steps",
             )
             for name in sorted(largest.values(), key=lambda name: "@" not in name)[:_EVALUATION_CHARTS]
         ]
+
+
+def _around(point: Mapping[str, float]) -> tuple[float, float]:
+    """The mean reward of a step, less and plus its standard deviation; NaN where one is missing."""
+    mean, deviation = (point.get(f"batch/reward_{name}", math.nan) for name in ("mean", "std"))
+    return mean - deviation, mean + deviation
 
 
 def read_training(folder: Path, of: int, *, only_last: bool = False) -> Training:

@@ -7,7 +7,7 @@ from atroposlib.envs import eval as eval_module
 from atroposlib.envs.eval import EvalBase, eval_runner, evaluate_log
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EnvironmentFault, PathError
-from atroposlib.rollouts.evaluation import Evaluation
+from atroposlib.rollouts.evaluation import Evaluation, shown
 from tests.fakes import FakeServer
 
 
@@ -36,6 +36,16 @@ def written(folder):
     metrics = json.loads((folder / "metrics.json").read_text())
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     return metrics, samples
+
+
+async def test_an_evaluation_took_as_long_as_it_ran(tmp_path):
+    async def evaluate():
+        evaluate_log({"a": 1.0}, str(tmp_path), task_name="t", end_time=15.0)
+
+    await shown(Evaluation("e", started_at=10.0), evaluate())
+    assert (
+        json.loads((tmp_path / "metrics.json").read_text())["config_general"]["total_evaluation_time_seconds"] == "5.0"
+    )
 
 
 async def test_metrics_are_averaged_and_written_with_samples(manager, tmp_path):

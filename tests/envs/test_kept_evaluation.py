@@ -108,7 +108,7 @@ async def test_an_evaluation_killed_in_the_middle(engine, tmp_path, extra):
     assert asked == [f"question {number}" for number in range(first, QUESTIONS)]
     assert list(tmp_path.glob("evaluate.journal.*")) == []
     assert f"done: {QUESTIONS} answers".encode() in log
-    assert headline(read_status(tmp_path)) == "done, 1 metrics"
+    assert headline(read_status(tmp_path)) == "done, 1 metric"
     assert "eval/accuracy" in (tmp_path / "status.html").read_text()
 
 

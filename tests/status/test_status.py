@@ -299,7 +299,9 @@ def test_the_newest_value_of_each_line_stands_at_the_right_edge_and_none_on_anot
 
 @pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
 def test_a_value_that_is_not_finite_is_a_gap(odd):
-    drawn = line_chart("t", [Series("", [(0.0, 1.0), (1.0, odd), (2.0, 3.0)])], spread=[0.5, odd, odd])
+    drawn = line_chart(
+        "t", [Series("", [(0.0, 1.0), (1.0, odd), (2.0, 3.0)])], band=[(0.5, 1.5), (odd, 1.0), (2.0, odd)]
+    )
     assert drawn.count("<polyline") == 2
     assert "nan" not in drawn
     assert "inf" not in drawn
@@ -400,6 +402,9 @@ def test_a_training_run_shows_its_evaluations(tmp_path):
     text = page(status, [])
     assert 'aria-label="evaluation: pass@8"' in text
     assert 'href="evaluations/history.jsonl"' in text
+    area = re.search('<polygon points="(.*?)"', text.partition('aria-label="evaluation: pass@8"')[2])
+    assert area
+    assert len({point.split(",")[1] for point in area[1].split()}) == 2  # between the bounds, wherever the value lies
     assert "pass@1" not in text
 
 
@@ -416,8 +421,12 @@ def test_a_long_training_has_few_points_and_its_last(tmp_path):
 
 
 def test_an_evaluation_is_a_run(tmp_path):
-    evaluate_log({"acc": 0.5}, eval_dir=str(tmp_path), task_name="sums", start_time=1.0, end_time=4.0, verbose=False)
+    times = {"start_time": 1.0, "end_time": 4.0}
+    evaluate_log({"acc": 0.5}, str(tmp_path), task_name="sums", samples=[{"q": 1}], verbose=False, **times)
     status = read_status(tmp_path)
+    assert headline(status) == "done, 1 metric"
+    assert set(status.outputs) == {"results", "samples"}
+    assert "nothing to draw" not in page(status, [Point(4.0)])
     assert (status.name, status.kind, status.results, status.elapsed_s) == ("sums", "evaluate", {"acc": 0.5}, 3.0)
 
 
