@@ -1,5 +1,7 @@
 """`slurm/chain.sh` without SLURM: which exit code a job has when its command ends at the moment of a signal."""
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -10,10 +12,10 @@ import pytest
 CHAIN = Path(__file__).parents[2] / "slurm" / "chain.sh"
 COMMAND = """
 import os, signal, sys
-signal.signal(signal.SIGUSR1, lambda *_: os._exit(int(sys.argv[1])))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # one that comes before it is waited for is not lost
 print("ready", flush=True)
-while True:
-    signal.pause()
+signal.sigwait([signal.SIGUSR1])
+os._exit(int(sys.argv[1]))
 """
 JOB = f"""
 source {CHAIN}
@@ -29,11 +31,15 @@ run_chained "$@"
 @pytest.mark.parametrize("code", [0, 75])
 def test_a_command_that_ends_at_once_keeps_its_exit_code(code):
     command = ["bash", "-c", JOB, "job", sys.executable, "-c", COMMAND, str(code)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        assert job.stdout.readline() == "ready\n"
-        job.send_signal(signal.SIGUSR1)
-        assert job.wait(timeout=60) == code
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as job:
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "ready\n"
+            job.send_signal(signal.SIGUSR1)
+            assert job.wait(timeout=60) == code
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("settings", ["dev", "production"])
