@@ -26,9 +26,6 @@ class AccuracyReward(RewardFunction):
             tolerance: for numbers with a decimal point, relative to the right one where that is below 1.
             split_on_think_tag: judge only what follows the last `</think>`; a thought that never ends has no answer.
             max_boxed_threshold: more boxed answers than this are guessing, and wrong.
-            weight: factor on the reward.
-            name: in metrics and errors.
-            kwargs: kept in `config`.
         """
         super().__init__(weight, name, **kwargs)
         self.tolerance = tolerance
@@ -45,10 +42,8 @@ class AccuracyReward(RewardFunction):
         """1.0 or 0.0 for each completion; `Unscored` for one that could not be judged in time.
 
         Args:
-            completions: [G].
             solution: the right answer, or a list of one per completion.
             ground_truth: the same, and preferred when both are given.
-            kwargs: ignored.
 
         Raises:
             VerifierFault: neither answer is given.

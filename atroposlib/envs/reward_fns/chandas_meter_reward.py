@@ -53,9 +53,6 @@ class ChandasMeterReward(RewardFunction):
 
         Args:
             meter: a name of METERS, with or without diacritics, in any case.
-            weight: factor on the reward.
-            name: in metrics and errors.
-            kwargs: kept in `config`.
 
         Raises:
             ConfigError: an unknown metre.

@@ -32,8 +32,6 @@ class CombinedReward(RewardFunction):
             normalization: "none", "sum" (divide by the sum of weights) or "minmax" (onto 0 to 1 within the group;
                 a group of equal rewards stays as it is).
             weight: of the whole.
-            name: in metrics and errors.
-            kwargs: kept in `config`.
         """
         super().__init__(weight, name, **kwargs)
         if normalization not in NORMALIZATIONS:

@@ -38,9 +38,6 @@ class CosineScaledReward(RewardFunction):
             min_reward: lower end.
             max_reward: upper end.
             default_reward: of an empty completion, which has no direction to compare.
-            weight: factor on the reward.
-            name: in metrics and errors.
-            kwargs: kept in `config`.
         """
         super().__init__(weight, name, **kwargs)
         self.model_name = model_name or DEFAULT_MODEL
@@ -55,9 +52,7 @@ class CosineScaledReward(RewardFunction):
         """A reward for each completion.
 
         Args:
-            completions: [G].
             solution: reference text or message, or a list of one per completion.
-            kwargs: ignored.
 
         Raises:
             VerifierFault: no solution is given.

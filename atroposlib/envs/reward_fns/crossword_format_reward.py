@@ -32,9 +32,6 @@ class CrosswordFormatReward(RewardFunction):
             reward_value: for the right form.
             penalize_invalid_chars: an answer with other characters than `valid_chars` spoils the completion.
             valid_chars: letters of an answer, in any case.
-            weight: factor on the reward.
-            name: in metrics and errors.
-            kwargs: kept in `config`.
         """
         super().__init__(weight, name, **kwargs)
         self.format_patterns = list(format_patterns or [ANSWER])

@@ -26,9 +26,6 @@ class FormatReward(RewardFunction):
             preferred_tags: tag names; None: think and answer.
             require_all_tags: every tag is needed; otherwise one is enough.
             case_sensitive: `<Think>` is no `<think>`.
-            weight: factor on the reward.
-            name: in metrics and errors.
-            kwargs: kept in `config`.
         """
         super().__init__(weight, name, **kwargs)
         self.preferred_tags = list(preferred_tags or ("think", "answer"))

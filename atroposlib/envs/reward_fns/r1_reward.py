@@ -87,9 +87,6 @@ class AccuracyXReward(RewardFunction):
             exact_match: the response must be the solution and nothing else.
             case_sensitive: letters must match in case.
             reward_value: for a right response.
-            weight: factor on the reward.
-            name: in metrics and errors.
-            kwargs: kept in `config`.
         """
         super().__init__(weight, name, **kwargs)
         self.exact_match = exact_match
@@ -105,9 +102,7 @@ class AccuracyXReward(RewardFunction):
         """`reward_value` or 0.0 for each completion; `Unscored` for one that could not be judged in time.
 
         Args:
-            completions: [G].
             solution: text or message, or a list of one per completion.
-            kwargs: ignored.
 
         Raises:
             VerifierFault: no solution is given.

@@ -43,9 +43,6 @@ class ReasoningStepsReward(RewardFunction):
             min_steps: occurrences of a marker that give its whole weight.
             base_score: for a text that is more than an answer.
             pattern_weights: replaces single values of PATTERN_WEIGHTS.
-            weight: factor on the reward.
-            name: in metrics and errors.
-            kwargs: kept in `config`.
         """
         super().__init__(weight, name, **kwargs)
         self.min_words = min_words

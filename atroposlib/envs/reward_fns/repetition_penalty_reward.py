@@ -56,9 +56,6 @@ class RepetitionPenaltyReward(RewardFunction):
             paragraph_repetition_base_penalty: when a sentence of more than 3 words comes twice.
             component_weights: replaces single values of COMPONENT_WEIGHTS.
             stopwords: words that may repeat; None: STOPWORDS.
-            weight: factor on the reward.
-            name: in metrics and errors.
-            kwargs: kept in `config`.
         """
         super().__init__(weight, name, **kwargs)
         self.threshold = threshold
