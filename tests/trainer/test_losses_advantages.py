@@ -40,12 +40,6 @@ def test_l2_reinforce_pp_baseline_centres_by_group_and_whitens_over_the_batch(dd
     close(found, L2[ddof])
 
 
-def test_whitening_over_tokens_counts_a_row_once_per_token():
-    rewards, groups = t(1, 0), Groups.contiguous(2, 2)
-    by_token = adv.row_advantages("reinforce_pp", rewards, groups, token_counts=torch.tensor([1, 3]))
-    close(by_token, adv.whiten(t(1, 0, 0, 0))[:2].tolist())
-
-
 def test_l3_reinforce_pp_whitens_rewards_without_groups():
     found = adv.row_advantages("reinforce_pp", t(1, 0, 0.5, 0.25), Groups.contiguous(4, 4))
     close(found, [1.521278, -1.183216, 0.169031, -0.507093])

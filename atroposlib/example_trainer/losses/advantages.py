@@ -79,13 +79,11 @@ def row_advantages(
     *,
     eps: float = 1e-8,
     std_ddof: int = 0,
-    token_counts: Tensor | None = None,
 ) -> Tensor:
     """Dispatch by name; see the function of that name.
 
     Args:
         rewards: [B], any unit.
-        token_counts: [B] trained tokens; when given, the REINFORCE++ kinds whiten over tokens instead of rows.
 
     Returns:
         [B], no gradient.
@@ -98,9 +96,9 @@ def row_advantages(
         if kind == "rloo":
             return rloo(rewards, groups)
         if kind == "reinforce_pp":
-            return whiten(rewards, eps=eps, std_ddof=std_ddof, weights=token_counts)
+            return whiten(rewards, eps=eps, std_ddof=std_ddof)
         if kind == "reinforce_pp_baseline":
-            return whiten(centred(rewards, groups), eps=eps, std_ddof=std_ddof, weights=token_counts)
+            return whiten(centred(rewards, groups), eps=eps, std_ddof=std_ddof)
         return batch_std(rewards, groups, eps=eps, std_ddof=std_ddof)
 
 
@@ -129,21 +127,14 @@ def batch_std(rewards: Tensor, groups: Groups, *, eps: float = 1e-8, std_ddof: i
     return centred(rewards, groups) / (rewards.std(correction=std_ddof) + eps)
 
 
-def whiten(values: Tensor, *, eps: float = 1e-8, std_ddof: int = 0, weights: Tensor | None = None) -> Tensor:
+def whiten(values: Tensor, *, eps: float = 1e-8, std_ddof: int = 0) -> Tensor:
     """(x - mean) / (std + eps) over the whole batch; exactly 0 when all are equal.
-
-    Args:
-        values: [B].
-        weights: [B] counts; row i then counts as `weights[i]` equal values (verl whitens over tokens).
 
     Source: REINFORCE++, arXiv:2501.03262.
     """
     if bool((values == values[0]).all()):
         return torch.zeros_like(values)
-    counts = torch.ones_like(values) if weights is None else weights.to(values.dtype)
-    mean = (counts * values).sum() / counts.sum()
-    variance = (counts * (values - mean) ** 2).sum() / (counts.sum() - std_ddof)
-    return (values - mean) / (variance.sqrt() + eps)
+    return (values - values.mean()) / (values.std(correction=std_ddof) + eps)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
