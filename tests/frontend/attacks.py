@@ -42,6 +42,15 @@ ATTACKS = {
     "combining marks": "Z" + "\u0301" * 500,
     "unclosed thoughts": f"<think><img src=x onerror={PWNED}>",
     "a call that is none": f"<tool_call>{{<script>{PWNED}</script>",
+    "script in JSON": f'{{"a":"<!--<script>","b":"</script><script>{PWNED}//"}}',
+    "image that is a program": f"data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' onload='{PWNED}'/>",
+    "style of an attribute": f"red;background:url(javascript:{PWNED})}}*{{display:none",
+    "address with parts": f"#group=x&task=<img>&view=failures%00%22%3E%3Cscript%3E{PWNED}",
+    "percent signs": "%3Cscript%3E%ff%zz%",
+    "name of a prototype": "__proto__",
+    "name of a constructor": "constructor",
+    "name of a method": "hasOwnProperty",
+    "number that is none": "NaN",
 }
 PROTOTYPE = {
     "__proto__": {"polluted": 1},
