@@ -3,7 +3,7 @@
 A run may be shared by members (`share.member`), each with rollouts of its own, which are counted together here.
 
 Engines run on this node, or in a SLURM job of several nodes on the others, with or without a router. Their addresses
-follow the rules that environments use to find engines (`server_handling.discovery`): `NUM_TRAINING_NODES` (here 1
+follow the rules that environments use to find engines (`server_handling.server_config`): `NUM_TRAINING_NODES` (here 1
 unless set) leading nodes are left out, the others run 8 / `INFER_TP` (here tp x dp unless set) servers each from port
 9000 on. The servers there are started with `srun`.
 """
@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import yaml
 
-from atroposlib.envs.server_handling.discovery import FIRST_SLURM_PORT, slurm_base_urls
+from atroposlib.envs.server_handling.server_config import FIRST_SLURM_PORT, slurm_base_urls
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.services import Service, answers, at_once, environment, free_ports, trajectory_api
 from atroposlib.paths import writable_dir, write_text_atomic

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from atroposlib.data.tokenizers import cached_file
-from atroposlib.envs.server_handling.discovery import GPUS_PER_NODE
+from atroposlib.envs.server_handling.server_config import GPUS_PER_NODE
 from atroposlib.errors import AtroposError, LaunchError, ModelError
 from atroposlib.json_lines import read_object
 from atroposlib.launch.config import DatagenConfig, EngineConfig

@@ -22,8 +22,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from atroposlib.envs.server_handling.discovery import slurm_base_urls
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.envs.server_handling.server_config import slurm_base_urls
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.launch.services import free_ports
 

@@ -8,8 +8,7 @@ import numpy as np
 import openai
 import pytest
 
-from atroposlib.envs.server_handling import discovery, sglang_server
-from atroposlib.envs.server_handling.discovery import expand_nodelist, slurm_base_urls
+from atroposlib.envs.server_handling import server_config, sglang_server
 from atroposlib.envs.server_handling.sampling import (
     SGLANG_NAMES,
     SGLANG_SAMPLING,
@@ -25,7 +24,12 @@ from atroposlib.envs.server_handling.server_baseline import (
     ServerBaseline,
     timing_metrics,
 )
-from atroposlib.envs.server_handling.server_config import ReasoningConfig, resolve_openai_configs
+from atroposlib.envs.server_handling.server_config import (
+    ReasoningConfig,
+    expand_nodelist,
+    resolve_openai_configs,
+    slurm_base_urls,
+)
 from atroposlib.envs.server_handling.server_manager import server_configs
 from atroposlib.envs.server_handling.sglang_server import StreamReader, decode_generations
 from atroposlib.errors import ConfigError, RequestFault
@@ -195,7 +199,7 @@ def test_one_of_two_leading_bos_is_dropped():
 
 @pytest.fixture(autouse=True)
 def no_scontrol(monkeypatch):
-    monkeypatch.setattr(discovery.shutil, "which", lambda _: None)
+    monkeypatch.setattr(server_config.shutil, "which", lambda _: None)
     for name in ("SLURM_JOB_NODELIST", "NUM_TRAINING_NODES", "INFER_TP"):
         monkeypatch.delenv(name, raising=False)
 

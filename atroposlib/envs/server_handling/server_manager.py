@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, Field, PositiveInt
 
-from atroposlib.envs.server_handling.discovery import LOCAL_API_KEY, local_base_urls, slurm_base_urls
 from atroposlib.envs.server_handling.engine_identity import EngineIdentity
 from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
 from atroposlib.envs.server_handling.http_server import HttpServer
@@ -29,6 +28,7 @@ from atroposlib.envs.server_handling.server_baseline import (
     ServerBaseline,
     TokensAndLogprobs,
 )
+from atroposlib.envs.server_handling.server_config import LOCAL_API_KEY, local_base_urls, slurm_base_urls
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.errors import ConfigError, EngineFault
