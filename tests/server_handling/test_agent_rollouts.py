@@ -11,6 +11,7 @@ import pytest
 from starlette.applications import Starlette
 
 from atroposlib.envs.server_handling.agents import gateway as gateway_module
+from atroposlib.envs.server_handling.agents import record as record_module
 from atroposlib.envs.server_handling.agents import rollouts as rollouts_module
 from atroposlib.envs.server_handling.agents.gateway import Gateway
 from atroposlib.envs.server_handling.agents.record import CallLog
@@ -716,6 +717,94 @@ async def test_two_gateways_do_not_write_one_file(tmp_path):
     with pytest.raises(PathError, match="give every gateway a file of its own"):
         CallLog(tmp_path / "records.jsonl")
     log.close()
+
+
+async def test_the_record_of_a_rested_rollout_is_read_without_the_lines_of_others(tmp_path):
+    path, texts = tmp_path / "records.jsonl", [SAID, "other", "one more"]
+    log = CallLog(path)
+    rollouts, client = idle_app(log, texts, 50)
+    async with client:
+        made, other = await new_rollout(client, rollout_id="r"), await new_rollout(client, rollout_id="other")
+        for asked in (other, made, other):
+            await ask(client, asked, tools=TOOLS)
+        before = await record_of(client, made)
+        rollouts.of_id("r").last_used -= 100
+        await record_of(client, made)
+        lines = path.read_bytes().splitlines(keepends=True)
+        hidden = [line if b'"rollout":"r"' in line else b"?" * len(line) for line in lines]
+        path.write_bytes(b"".join(hidden))
+        assert hidden != lines
+        assert (await record_of(client, made))["calls"] == before["calls"]
+    log.close()
+
+
+async def test_a_deleted_rollout_is_gone_after_a_restart_and_its_name_can_be_used_again(tmp_path):
+    log = CallLog(tmp_path / "records.jsonl")
+    async with client_of("one", "two", "three", log=log) as client:
+        made, kept = [await new_rollout(client, rollout_id=name) for name in ("r", "kept")]
+        for one in (made, kept):
+            await ask(client, one)
+        before = await record_of(client, kept)
+        assert (await client.delete("/rollouts/r", headers=ADMIN)).status_code == 200
+    log.close()
+    log = CallLog(tmp_path / "records.jsonl")
+    async with client_of("again", log=log) as client:
+        assert (await client.get("/rollouts/r", headers=ADMIN)).status_code == 404
+        assert (await ask(client, made)).status_code == 401
+        assert await record_of(client, kept) == before
+        again = await new_rollout(client, rollout_id="r")
+        assert again["key"] != made["key"]
+        await ask(client, again)
+        assert len((await record_of(client, again))["calls"]) == 1
+    log.close()
+
+
+def kill():
+    raise KeyboardInterrupt
+
+
+KILLS = {  # while the file is written again: what does not happen any more
+    "none": None,
+    "before it is on the disk": (record_module.os, "fsync"),
+    "before it is in its place": (record_module.os, "replace"),
+}
+
+
+@pytest.mark.parametrize("killed_at", KILLS.values(), ids=KILLS)
+def test_a_file_written_again_without_deleted_rollouts_loses_nothing_to_a_kill(tmp_path, monkeypatch, killed_at):
+    monkeypatch.setattr(record_module, "LEFT_OUT_BYTES", 0)
+    path = tmp_path / "records.jsonl"
+    log = CallLog(path)
+    for number in range(20):
+        for name in ("big", "kept"):
+            log.append({"score": number, "rollout": name, **({"text": "x" * 1000} if name == "big" else {})})
+    if killed_at:
+        with monkeypatch.context() as killing:
+            killing.setattr(*killed_at, lambda *_: kill())
+            killing.setattr(record_module.Path, "unlink", lambda *_, **__: None)  # nothing runs behind a kill
+            with pytest.raises(KeyboardInterrupt):
+                log.forget("big")
+    else:
+        log.forget("big")
+        assert path.stat().st_size < 2000
+        log.append({"score": 20, "rollout": "kept"})
+    log.close()
+    log = CallLog(path)
+    assert [event["score"] for event in log.events()] == list(range(20 if killed_at else 21))
+    assert list(log.events()) == list(log.events("kept"))
+    log.forget("kept")
+    log.close()
+    log = CallLog(path)
+    assert (path.stat().st_size, list(log.events())) == (0, [])
+    log.close()
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path):
+    (tmp_path / "records.jsonl").write_bytes(b'{"end": "done", "rollout": "r"}\n[1]\n')
+    with pytest.raises(PathError, match="has a line at byte 32 that is no record"):
+        CallLog(tmp_path / "records.jsonl")
+    (tmp_path / "records.jsonl").write_bytes(b"")
+    CallLog(tmp_path / "records.jsonl").close()
 
 
 # -- rows -----------------------------------------------------------------------------------------------------------

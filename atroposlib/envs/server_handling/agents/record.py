@@ -6,6 +6,7 @@ are whole or cut off: a torn end is what a kill left, and nobody was told of it.
 
 import logging
 import os
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,10 +20,14 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.sequence import Call
 from atroposlib.errors import PathError
 from atroposlib.lock_files import HeldError, hold
+from atroposlib.paths import check_replaceable
 from atroposlib.rollouts.files import AppendFile
 from atroposlib.rollouts.trace import EngineReply
 
 logger = logging.getLogger(__name__)
+
+LEFT_OUT_BYTES = 64 * 1024 * 1024
+"""So much of deleted rollouts may always stay in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +57,31 @@ class Exchange:
     notes: list[str] = field(default_factory=list)  # of what was left out or overridden
 
 
+class _Head(msgspec.Struct):
+    """The part of a line that says what it is about."""
+
+    rollout: str
+    forgotten: bool = False
+
+
+@dataclass(slots=True)
+class _Lines:
+    """The lines of one rollout."""
+
+    starts: "array[int]" = field(default_factory=lambda: array("q"))  # bytes from the beginning of the file
+    size: int = 0  # bytes of all of them
+
+    def note(self, start: int, size: int) -> None:
+        """Add a line."""
+        self.starts.append(start)
+        self.size += size
+
+
 class CallLog:
-    """One file, with one process that writes it.
+    """One file, with one process that writes it. It knows where the lines of each rollout are: 8 bytes a line.
 
     Raises:
-        PathError: another process writes it.
+        PathError: another process writes it, or a line of it is none of ours.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,31 +92,92 @@ class CallLog:
             raise PathError(
                 f"{path} is written by process {error.pid}; give every gateway a file of its own"
             ) from error
-        self._path = path
-        data = path.read_bytes() if path.exists() else b""
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            logger.warning("a line that a kill cut off is dropped: file=%s bytes=%d", path, len(data) - whole)
-            with path.open("r+b") as file:
-                file.truncate(whole)
+        self._path, self._lines = path, dict[str, _Lines]()
         self._file = AppendFile(path)
+        try:
+            self._find_lines()
+        except BaseException:
+            self.close()
+            raise
 
     def append(self, event: dict[str, Any]) -> None:
         """Write one event; OSError: it is not in the file, and nobody may be told of it."""
+        start = self._file.size
         self._file.write(orjson.dumps(event, default=repr, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
+        self._lines.setdefault(event["rollout"], _Lines()).note(start, self._file.size - start)
 
     def events(self, rollout: str | None = None) -> Iterator[dict[str, Any]]:
-        """Read the file, in order; with `rollout` only what is of it."""
-        sign = b"" if rollout is None else orjson.dumps(rollout)
+        """Read what is not forgotten, in order; with `rollout` only what is of it, and nothing else of the file."""
+        wanted = self._lines.values() if rollout is None else [self._lines.get(rollout, _Lines())]
         with self._path.open("rb") as file:
-            for line in file:
-                if sign in line and ((event := orjson.loads(line))["rollout"] == rollout or rollout is None):
-                    yield event
+            for start in sorted(start for lines in wanted for start in lines.starts):
+                file.seek(start)
+                yield orjson.loads(file.readline())
+
+    def forget(self, rollout: str) -> None:
+        """Leave out a rollout from now on; OSError: it is still known.
+
+        Where more than half of the file (and `LEFT_OUT_BYTES`) is of such rollouts, it is written again without them.
+        """
+        self.append({"forgotten": True, "rollout": rollout})
+        self._lines.pop(rollout, None)
+        kept = sum(lines.size for lines in self._lines.values())
+        if self._file.size - kept > max(kept, LEFT_OUT_BYTES):
+            try:
+                self._write_again()
+            except (OSError, PathError) as error:
+                logger.warning("records of deleted rollouts stay in the file: file=%s error=%s", self._path, error)
 
     def close(self) -> None:
         """Close the file and leave it to others."""
         self._file.close()
         os.close(self._lock)
+
+    def _find_lines(self) -> None:
+        """Read the file once; what a kill left of a line is cut off."""
+        self._lines, start, decoder = {}, 0, msgspec.json.Decoder(_Head)
+        with self._path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    logger.warning("a line that a kill cut off is dropped: file=%s bytes=%d", self._path, len(line))
+                    os.truncate(self._path, start)
+                    self._file.size = start
+                    return
+                try:
+                    head = decoder.decode(line)
+                except msgspec.DecodeError as error:
+                    raise PathError(
+                        f"{self._path} has a line at byte {start} that is no record of a rollout ({error}); name "
+                        "another file, or take that line out"
+                    ) from error
+                if head.forgotten:
+                    self._lines.pop(head.rollout, None)
+                else:
+                    self._lines.setdefault(head.rollout, _Lines()).note(start, len(line))
+                start += len(line)
+
+    def _write_again(self) -> None:
+        """Replace the file, at once and whole: a kill leaves the one or the other."""
+        check_replaceable(self._path)
+        new, places = self._path.with_suffix(".new"), dict[str, _Lines]()
+        wanted = sorted((start, rollout) for rollout, lines in self._lines.items() for start in lines.starts)
+        try:
+            with self._path.open("rb") as old, new.open("wb") as file:
+                os.fchmod(file.fileno(), os.fstat(old.fileno()).st_mode)
+                for start, rollout in wanted:
+                    old.seek(start)
+                    line = old.readline()
+                    places.setdefault(rollout, _Lines()).note(file.tell(), len(line))
+                    file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            appending = AppendFile(new)
+            os.replace(new, self._path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        self._file.close()
+        self._file, self._lines = appending, places
 
 
 class FinishedRollout(msgspec.Struct):

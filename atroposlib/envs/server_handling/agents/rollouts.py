@@ -437,7 +437,9 @@ class Rollouts:
         return self._looked_at(self._by_id.get(rollout_id))
 
     def forget(self, rollout: Rollout) -> None:
-        """Its rows were taken: it is not needed any more."""
+        """Its rows were taken: it is not needed any more, nor after a restart; OSError: that cannot be written."""
+        if self._log is not None:
+            self._log.forget(rollout.id)
         self._by_id.pop(rollout.id, None)
         self._awake.pop(rollout.id, None)
         self._by_key.pop(rollout.key, None)
