@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import operator
+import re
 
 import httpx
 import pytest
@@ -10,11 +12,13 @@ from test_agent_rollouts import ADMIN, HELLO, SlowServer, Tokenizer, ask, client
 from atroposlib.envs.agent_env import GatewayService
 from atroposlib.envs.server_handling.agents import gateway as gateway_module
 from atroposlib.envs.server_handling.agents import rollouts as rollouts_module
-from atroposlib.envs.server_handling.agents.dialect import grammar_of
+from atroposlib.envs.server_handling.agents.body import BodyReader
+from atroposlib.envs.server_handling.agents.dialect import checked_messages, grammar_of
 from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.errors import RequestFault
 
 URL = "data:image/png;base64,AAAA"
 IMAGES = {
@@ -380,3 +384,109 @@ async def test_a_choice_of_a_hosted_tool_that_was_left_out_is_no_choice():
 async def test_a_gateway_with_a_token_shows_its_routes_to_nobody(path):
     async with client_of() as client:
         assert (await client.get(path)).is_error
+
+
+# -- bodies that repeat what was sent before ------------------------------------------------------------------------
+
+
+def said(*texts):
+    return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
+
+
+def dumped(messages, head="{", tail="}"):
+    return f'{head}"messages": {json.dumps(messages)}{tail}'.encode()
+
+
+THREE, FIVE = said("a", "b", "c"), said("a", "b", "c", "d", "e")
+BODIES = {  # the second body, and how many of its messages are known from the first one
+    "longer": (dumped(FIVE), 3),
+    "the same": (dumped(THREE), 3),
+    "other fields behind": (dumped(FIVE, tail=', "n": 2, "tools": []}'), 3),
+    "white space": (dumped(FIVE, tail=" \n }").replace(b"}, {", b"},\n{").replace(b"\n", b" ", 2), 3),
+    "white space before a comma": (dumped(THREE)[:-2] + b" \r\n,\t" + dumped(said("d"))[14:], 3),
+    "shorter": (dumped(THREE[:1]), 0),
+    "another first field": (dumped(FIVE, head='{"n": 2, '), 0),
+    "an edit": (dumped(said("a", "B", "c", "d", "e")), 0),
+    "an edit of the last": (dumped(said("a", "b", "C", "d", "e")), 0),
+    "a longer last": (dumped(THREE)[:-4] + b'!"}]}', 0),
+    "twice": (dumped(FIVE, tail=', "messages": [{"role": "user", "content": "z"}]}'), 0),
+    "twice, escaped": (dumped(FIVE, tail=r', "m\u0065ssages": [{"role": "user", "content": "z"}]}'), 0),
+    "twice, what is new": (dumped(FIVE, tail=f', "messages": {json.dumps(FIVE[3:])}}}'), 0),
+    "twice, by none": (dumped(THREE, tail=', "messages": []}'), 0),
+    "no list": (dumped(THREE, tail=', "messages": "x"}'), 0),
+    "inside another field": (dumped(FIVE, head='{"metadata": {', tail='}, "messages": [{"role": "user"}]}'), 0),
+    "no object": (b"[]", None),
+    "a comma too many": (dumped(THREE)[:-2] + b",]}", None),
+    "two commas": (dumped(FIVE).replace(b'"c"}, ', b'"c"},, '), None),
+    "cut off": (dumped(FIVE)[:-5], None),
+    "cut off behind what is known": (dumped(THREE)[:-2], None),
+    "a form feed": (dumped(FIVE).replace(b'"c"}, ', b'"c"}\x0c, '), None),
+}
+
+
+@pytest.mark.parametrize(("data", "known"), BODIES.values(), ids=BODIES)
+def test_a_body_that_begins_as_an_earlier_one_is_read_as_if_it_were_the_first(data, known):
+    reader = BodyReader()
+    first = reader.read(dumped(THREE))
+    reader.keep(first)
+    if known is None:
+        with pytest.raises(RequestFault) as alone:
+            BodyReader().read(data)
+        with pytest.raises(RequestFault, match=re.escape(str(alone.value))):
+            reader.read(data)
+        return
+    read = reader.read(data)
+    assert read.fields == json.loads(data)
+    messages = read.fields["messages"]
+    assert getattr(messages, "known", 0) == known
+    assert all(map(operator.is_, messages[:known], first.fields["messages"]))
+    reader.keep(read)
+    more = data.replace(b"}]", b'}, {"role": "user", "content": "more"}]', 1)
+    assert reader.read(more).fields == json.loads(more)
+
+
+def test_messages_that_were_refused_are_looked_at_again():
+    reader = BodyReader()
+    reader.read(dumped([{"content": "no role"}]))  # and not kept
+    with pytest.raises(RequestFault, match="has no role"):
+        checked_messages(reader.read(dumped([{"content": "no role"}, *THREE])).fields["messages"])
+    reader.keep(reader.read(dumped(THREE)))
+    with pytest.raises(RequestFault, match=r"messages\[3\] has no role"):
+        checked_messages(reader.read(dumped([*THREE, {"content": "no role"}])).fields["messages"])
+
+
+def parts_of(content):
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+HISTORIES = {  # what the second, third and fourth request begin with, of what was said so far
+    "as it was": (lambda chat: chat,) * 3,
+    "an edit of a question": (lambda chat: [{**chat[0], "content": "Hi"}, *chat[1:]], lambda chat: chat) * 2,
+    "an edit of an answer": (lambda chat: chat, lambda chat: [chat[0], {**chat[1], "content": "no"}, *chat[2:]]) * 2,
+    "without the first turns": (lambda chat: chat, lambda chat: chat[2:], lambda chat: chat),
+    "another order of keys": (lambda chat: [dict(reversed(one.items())) for one in chat], lambda chat: chat) * 2,
+    "parts": (lambda chat: [{**one, "content": parts_of(one["content"])} for one in chat],) * 3,
+    "a new beginning": (lambda chat: [{"role": "system", "content": "be kind"}, *chat],) * 3,
+    "a developer": (lambda chat: [*chat, {"role": "developer", "content": "be kind"}], lambda chat: chat) * 2,
+    "outer white space": (lambda chat: [{**one, "content": f" {one['content']} "} for one in chat],) * 3,
+    "numbers and truth": (
+        lambda chat: [{**one, "n": 1} for one in chat],
+        lambda chat: [{**one, "n": True} for one in chat],
+    ),
+}
+
+
+@pytest.mark.parametrize("edits", HISTORIES.values(), ids=HISTORIES)
+async def test_the_rows_of_a_conversation_do_not_depend_on_what_of_its_bodies_was_known(edits):
+    records = []
+    for is_known in (True, False):
+        async with client_of("one", "two <think>", "three", "four") as client:
+            made, chat = await new_rollout(client), [*HELLO]
+            for number, edit in enumerate((lambda chat: chat, *edits[:3])):
+                sent = edit(chat)
+                fields = {"messages": sent} if is_known else {"user": f"{number}", "messages": sent}
+                reply = await ask(client, made, **fields)
+                chat = [*sent, reply.json()["choices"][0]["message"], {"role": "user", "content": f"{number}?"}]
+            calls = [call for exchange in (await record_of(client, made))["calls"] for call in exchange["calls"]]
+            records.append((calls, [request["input_ids"] for request in client.engine.requests]))
+    assert records[0] == records[1]

@@ -6,6 +6,7 @@ arguments, the ids of its calls, or (where it has none) its thoughts differ; any
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 
 import orjson
 from pydantic import BaseModel
@@ -63,6 +64,12 @@ class Conversation:
         return Conversation((*self.turns, Turn(said, {"role": "assistant", "content": text}, ())), self.tools)
 
 
+class GrownMessages(list[Message]):
+    """Messages that never change; the first `known` are those of an earlier request, object for object."""
+
+    known: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """One request for an assistant's turn, from whichever API it came."""
@@ -92,6 +99,27 @@ class ChatRequest:
         return (choice.get("function") or choice).get("name")
 
 
+@dataclass(slots=True)
+class _Asked:
+    """The messages of an earlier request."""
+
+    turns: tuple[Turn, ...]
+    messages: GrownMessages | None = None
+    name: bytes | None = None  # of the messages; where they never change, made when it is first needed
+
+    def begins(self, messages: Messages) -> bool:
+        """Tell if the messages are the first of these, by their name."""
+        if self.messages is not None and self.name is None:
+            self.name = _name_of(self.messages)
+        size = len(self.turns)
+        return self.name is not None and size <= len(messages) and _name_of(messages[:size]) == self.name
+
+    def is_in(self, messages: Messages) -> bool:
+        """Tell it without looking into them; False: it is not known."""
+        is_shorter = self.messages is not None and len(self.turns) <= len(messages)
+        return is_shorter and isinstance(messages, GrownMessages) and all(map(is_, self.messages or (), messages))
+
+
 class Reader:
     """Takes the messages of one rollout's requests apart into turns; those that it knows it does not look at again.
 
@@ -109,7 +137,7 @@ class Reader:
     ) -> None:
         self._knows_developer, self._as_text, self._normalise = knows_developer, as_text, normalise
         self._turns: dict[bytes, Turn] = {}  # by the names of their messages
-        self._asked: list[tuple[bytes, tuple[Turn, ...]]] = []  # of the last requests, the last first
+        self._asked: list[_Asked] = []  # of the last requests, the last first
 
     def read(self, request: ChatRequest) -> Conversation:
         """The conversation of a request; RequestFault for a message that is no text."""
@@ -121,16 +149,16 @@ class Reader:
             turns = tuple(self._turn(message, shown) for message, shown in zip(said, plain, strict=True))
         else:
             turns = (*known, *(self._known_turn(message, index) for index, message in enumerate(new, len(known))))
-        if (name := _name_of(messages)) is not None:
-            self._asked = [(name, turns), *(one for one in self._asked if one[1] is not known)][:MOST_RECENT]
+        is_fixed = isinstance(messages, GrownMessages)
+        asked = _Asked(turns, messages) if is_fixed else _Asked(turns, name=_name_of(messages))
+        self._asked = [asked, *(one for one in self._asked if one.turns is not known)][:MOST_RECENT]
         return Conversation(turns, request.tools)
 
     def _known(self, messages: Messages) -> tuple[Turn, ...]:
         """The turns of the last request whose messages are the first of these: nothing is done for each."""
-        for name, turns in self._asked:
-            if len(turns) <= len(messages) and _name_of(messages[: len(turns)]) == name:
-                return turns
-        return ()
+        found = next((asked for asked in self._asked if asked.is_in(messages)), None)
+        found = found or next((asked for asked in self._asked if asked.begins(messages)), None)
+        return () if found is None else found.turns
 
     def _known_turn(self, message: Message, index: int) -> Turn:
         name = _name_of(message)

@@ -332,7 +332,7 @@ class ManagedServer(TrackedSequences):
             rest = render_after_turn(self.tokenizer, shown, len(shown) - behind - 1, chat.tools)
             if rest is not None:
                 inserted = behind_text(base, rest, codec_of(self.tokenizer))
-                return Prompt(base.full_text + rest, base.tokens + inserted, rest, base, inserted, chat, turns)
+                return Prompt(base.full_text + rest, base.followed_by(inserted), rest, base, inserted, chat, turns)
         text = self._convert_messages_to_prompt(chat.shown, chat.tools)
         prompt = self._text_prompt(text, ends_turns=True)
         return replace(prompt, chat=chat)
@@ -348,7 +348,7 @@ class ManagedServer(TrackedSequences):
         rest = text if base is None else text[len(base.full_text) :]
         if base is not None and not (ends_turns and base.tail and without_repeated(base.tail, rest) == rest):
             inserted = behind_text(base, rest, codec)
-            return Prompt(text, base.tokens + inserted, rest, base, inserted)
+            return Prompt(text, base.followed_by(inserted), rest, base, inserted)
         ids = drop_doubled_bos(codec.encode(text, add_special_tokens=True), self.tokenizer.bos_token_id)
         return Prompt(text, ids, text)
 

@@ -192,6 +192,17 @@ def unknown_key(key: str, known: Collection[str], engine: str) -> str:
     return f"{engine} does not know the sampling parameter {key!r}; {hint}"
 
 
+class ExtendedIds(list[int]):
+    """Prompt ids that never change; the first `known` were sent to the engine, or written by it, in this process."""
+
+    known: int = 0
+
+
+def new_ids(ids: Sequence[int]) -> Sequence[int]:
+    """Those of a prompt that this process has not sent before."""
+    return ids[ids.known :] if isinstance(ids, ExtendedIds) else ids
+
+
 def checked_ids(ids: Sequence[int], vocabulary: int | None) -> list[int]:
     """Prompt ids that are safe to send.
 
@@ -204,13 +215,15 @@ def checked_ids(ids: Sequence[int], vocabulary: int | None) -> list[int]:
     """
     if len(ids) == 0:
         raise RequestFault("the prompt has no tokens; give at least one")
-    if min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary):
-        bad = next(i for i, token in enumerate(ids) if token < 0 or (vocabulary is not None and token >= vocabulary))
+    new = new_ids(ids)
+    if len(new) and (min(new) < 0 or (vocabulary is not None and max(new) >= vocabulary)):
+        known = len(ids) - len(new)
+        bad = next(i for i in range(known, len(ids)) if ids[i] < 0 or (vocabulary is not None and ids[i] >= vocabulary))
         raise RequestFault(
             f"prompt token {bad} is id {ids[bad]}, outside the vocabulary of {vocabulary} ids; "
             "does tokenizer_name belong to the served model?"
         )
-    return list(ids)
+    return ids if isinstance(ids, ExtendedIds) else list(ids)
 
 
 def drop_doubled_bos(ids: list[int], bos_token_id: int | None) -> list[int]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, cast
 from pydantic import BaseModel, PrivateAttr
 
 from atroposlib.envs.server_handling.conversation import MOST_RECENT, Conversation, Message, Turn, canonical, keys_of
+from atroposlib.envs.server_handling.sampling import ExtendedIds
 from atroposlib.rollouts.trace import Chat, current_trace
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, Json, JsonObject, Tokenizer
 
@@ -139,11 +140,18 @@ class Call:
     @property
     def tokens(self) -> list[int]:
         """Ids of the sequence [T]."""
-        if self.node is not None:
-            return self.node.tokens
-        if self.behind is not None:
-            return [*self.behind[1], *self.output]
-        return [token for call in self.path() for part in (call.inserted, call.output) for token in part]
+        return self.node.tokens if self.node is not None else self.followed_by([])
+
+    def followed_by(self, ids: list[int]) -> list[int]:
+        """Ids of the sequence and these; those of a long history are copied once, and checked when they are new."""
+        if self.node is None and self.behind is None:  # it may be of an earlier process, with another engine
+            return [*(token for call in self.path() for part in (call.inserted, call.output) for token in part), *ids]
+        whole = ExtendedIds(self.node.tokens if self.node is not None else self.behind[1] if self.behind else ())
+        if self.node is None:
+            whole.extend(self.output)
+        whole.known = len(whole)
+        whole.extend(ids)
+        return whole
 
     def pack(self) -> None:
         """Hold ids as int32 and log-probabilities as float64."""

@@ -14,6 +14,7 @@ import orjson
 from atroposlib.envs.server_handling.agents.record import Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Rollout
 from atroposlib.envs.server_handling.agents.settings import Asked
+from atroposlib.envs.server_handling.conversation import GrownMessages
 from atroposlib.envs.server_handling.proxy_schemas import known_options
 from atroposlib.envs.server_handling.sampling import AGENT_OPTIONS, GRAMMARS, OPTIONS, words
 from atroposlib.errors import RequestFault
@@ -37,6 +38,7 @@ class Dialect:
     events: Callable[[dict[str, Any], Body], Iterator[bytes]]  # of a reply
     error: Callable[[int, str, str], dict[str, Any]]  # status, sentence, kind
     keep_alive: bytes  # an event that says nothing
+    grows: bool = False  # the list `messages` of a request has all messages of the one before, as they are
 
 
 def sse(data: Any, event: str | None = None) -> bytes:
@@ -193,16 +195,17 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]], *, left_out: bool
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages that each have a role, and a content that is a text or a list of parts; RequestFault otherwise."""
-    checked = list(objects(messages, "messages"))
-    if not checked:
+    known = messages.known if isinstance(messages, GrownMessages) else 0
+    new = objects(messages[known:] if known else messages, "messages")
+    if not messages:
         raise RequestFault("messages must not be empty")
-    if {type(message.get("role")) for message in checked} != {str}:
-        index = next(index for index, message in enumerate(checked) if not isinstance(message.get("role"), str))
-        raise RequestFault(f"messages[{index}] has no role; give each message one, such as 'user'")
-    if not {type(message.get("content")) for message in checked} <= {str, list, type(None)}:
-        kinds = [type(message.get("content")) for message in checked]
-        index = next(index for index, kind in enumerate(kinds) if kind not in (str, list, type(None)))
-        raise RequestFault(
-            f"the content of messages[{index}] must be a text or a list of parts, not {kinds[index].__name__}"
-        )
-    return checked
+    for index, message in enumerate(new, known):
+        if not isinstance(message.get("role"), str):
+            raise RequestFault(f"messages[{index}] has no role; give each message one, such as 'user'")
+    for index, message in enumerate(new, known):
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise RequestFault(
+                f"the content of messages[{index}] must be a text or a list of parts, not {type(content).__name__}"
+            )
+    return messages

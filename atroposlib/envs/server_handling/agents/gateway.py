@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from xxhash import xxh3_128_digest
 
 from atroposlib.api.auth import is_authorized
+from atroposlib.envs.server_handling.agents.body import json_object
 from atroposlib.envs.server_handling.agents.chat import CHAT, COMPLETIONS, openai_error
 from atroposlib.envs.server_handling.agents.dialect import Body, Dialect
 from atroposlib.envs.server_handling.agents.messages import MESSAGES
@@ -133,8 +134,13 @@ class Gateway:
             try:
                 rollout = self._agents_rollout(request)
                 data = await request.body()
-                body = _object_of(data)
-                asked = dialect.parse(body, rollout)
+                if dialect.grows:
+                    read = rollout.bodies.read(data)
+                    body, asked = read.fields, dialect.parse(read.fields, rollout)
+                    rollout.bodies.keep(read)
+                else:
+                    body = json_object(data)
+                    asked = dialect.parse(body, rollout)
             except Exception as error:
                 return _failure(dialect, error)
             tries = request.headers.get("x-stainless-retry-count", "0")
@@ -177,7 +183,7 @@ class Gateway:
     async def _count_tokens(self, request: Request) -> Response:
         try:
             rollout = self._agents_rollout(request)
-            asked = MESSAGES.parse(_object_of(await request.body()), rollout)
+            asked = MESSAGES.parse(json_object(await request.body()), rollout)
             assert asked.chat is not None
             return _json({"input_tokens": len(rollout.managed.prompt_of(asked.chat).ids)})
         except Exception as error:
@@ -240,7 +246,7 @@ class Gateway:
         return None if refusal is None else _refused(CHAT, *refusal)
 
     async def _create(self, request: Request) -> Response:
-        rollout = self.rollouts.create(RolloutSettings.model_validate(_object_of(await request.body() or b"{}")))
+        rollout = self.rollouts.create(RolloutSettings.model_validate(json_object(await request.body() or b"{}")))
         return _json({**created(rollout, str(request.base_url).rstrip("/"))})
 
     async def _record(self, request: Request) -> Response:
@@ -254,7 +260,7 @@ class Gateway:
 
     async def _end(self, request: Request) -> Response:
         rollout = self._wanted(request)
-        asked = EndRequest.model_validate(_object_of(await request.body() or b"{}"))
+        asked = EndRequest.model_validate(json_object(await request.body() or b"{}"))
         await rollout.end(asked.reason, grace_s=asked.grace_s)
         return _json({"id": rollout.id, "end_reason": rollout.end_reason})
 
@@ -273,7 +279,7 @@ class Gateway:
             return refusal
         try:
             rollout = self._wanted(request)
-            asked = ScoreRequest.model_validate(_object_of(await request.body()))
+            asked = ScoreRequest.model_validate(json_object(await request.body()))
             if is_verifier:
                 rollout.refuse_if_sealed()
             rollout.add_score(asked.score, name=asked.name, call_id=asked.call_id, final=asked.final)
@@ -289,7 +295,7 @@ class Gateway:
         if (rollout := self.rollouts.of_score_key(key)) is None:
             return _refused(CHAT, 401, "no rollout has this key for scores; post to the address in AGL_EVENT_URL")
         try:
-            asked = EventRequest.model_validate(_object_of(await request.body()))
+            asked = EventRequest.model_validate(json_object(await request.body()))
             rollout.refuse_if_sealed()
             if asked.event_type == "reward":
                 rollout.add_score(RewardData.model_validate(asked.data).value, name="reward")
@@ -385,16 +391,6 @@ async def _kept_awake(dialect: Dialect, task: "asyncio.Future[bytes]", is_stream
     if not is_stream:
         raise RuntimeError(f"the reply had begun when its generation failed: {sentence}")  # cuts the connection
     yield b"event: error\ndata: " + fault + b"\n\n"
-
-
-def _object_of(data: bytes) -> dict[str, Any]:
-    try:
-        body = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise RequestFault(f"the body is no JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestFault(f"the body must be a JSON object, not {type(body).__name__}")
-    return body
 
 
 def _reason(error: BaseException) -> tuple[int, str, str]:

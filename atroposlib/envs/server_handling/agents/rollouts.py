@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from atroposlib.envs.server_handling.agents.body import BodyReader
 from atroposlib.envs.server_handling.agents.normalise import SystemPrompts, normaliser
 from atroposlib.envs.server_handling.agents.record import (
     Answer,
@@ -79,6 +80,7 @@ class Rollout:
         self.model_name = session_model or managed.server.config.model_name
         self.created = time.time() if created is None else created
         self.last_used = time.monotonic()
+        self.bodies = BodyReader()
         self.exchanges: list[Exchange] = []
         self.places = Places(self.exchanges)
         self.replies: list[EngineReply] = []
@@ -325,7 +327,7 @@ class Rollout:
             self._end(f"idle: no request for {idle_s:g} s", is_sealed=True)
         if self._log is not None and self._left is None:
             self._left = self._counts()
-            self.exchanges, self.replies = [], []
+            self.bodies, self.exchanges, self.replies = BodyReader(), [], []
             self.places = Places(self.exchanges)
             self._system_prompts = SystemPrompts()
             self.managed.reset()
