@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from atroposlib.envs.server_handling.fan_out import all_or_none
@@ -152,7 +152,7 @@ class HttpServer(APIServer):
 
     async def _post(self, url: str, body: JsonObject, request: GenerationRequest, max_tokens: int | None) -> bytes:
         deadline_s = self._deadline_s(request, max_tokens)
-        with self._counted_request():
+        with self.health or nullcontext():  # watched while a request is out
             return await self.transport.post(url, body, deadline_s=deadline_s, headers=request.headers)
 
     async def _stream(
@@ -164,25 +164,12 @@ class HttpServer(APIServer):
         on_event: Callable[[bytes], None],
     ) -> None:
         deadline_s = self._deadline_s(request, max_tokens)
-        with self._counted_request():
+        with self.health or nullcontext():  # watched while a request is out
             await self.transport.stream(url, body, on_event, deadline_s=deadline_s, headers=request.headers)
 
     def _deadline_s(self, request: GenerationRequest, max_tokens: int | None) -> float:
         timeout_s = request.timeout_s
         return generation_deadline_s(max_tokens, self.config.timeout) if timeout_s is None else timeout_s
-
-    @contextmanager
-    def _counted_request(self) -> Iterator[None]:
-        """A request is out: the endpoint's health is watched as long."""
-        if self.health is None:
-            yield
-            return
-        self.health.requests_out += 1
-        self.health.ensure_watched()
-        try:
-            yield
-        finally:
-            self.health.requests_out -= 1
 
     def _start_health_task(self) -> None:
         if not self.initialized:
@@ -218,7 +205,10 @@ HUNG_AFTER_PROBES = 6
 
 
 class EndpointHealth:
-    """Up means: `url` answers with a status below 500. `set_up` is told about every change."""
+    """Up means: `url` answers with a status below 500. `set_up` is told about every change.
+
+    While a request is out (`with health:`) it is asked now and then.
+    """
 
     def __init__(self, transport: "Transport", url: str, set_up: Callable[[bool], None]) -> None:
         self._transport = transport
@@ -228,6 +218,13 @@ class EndpointHealth:
         self._recovering: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self.requests_out = 0
+
+    def __enter__(self) -> None:
+        self.requests_out += 1
+        self.ensure_watched()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.requests_out -= 1
 
     async def confirm(self) -> bool:
         """Tell if the endpoint answers now. Concurrent callers share one probe; False starts the recovery."""

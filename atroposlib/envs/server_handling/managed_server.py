@@ -11,6 +11,7 @@ was generated is ever rendered or tokenized again.
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -43,7 +44,6 @@ from atroposlib.envs.server_handling.sequence import (
     TrackedSequences,
     behind_text,
     codec_of,
-    extending,
     find_text_base,
     grow,
     inserted_in,
@@ -218,7 +218,7 @@ class ManagedServer(TrackedSequences):
         if request.tools:
             check_tools(self._tool_parser, self.tokenizer)
         prompt = self._chat_prompt(self._reader.read(request))
-        with extending(prompt.base):
+        with prompt.base or nullcontext():
             prompt_ids, outputs = await self._generate(prompt.text, prompt.ids, request.sampling, bool(request.tools))
             if request.tools and request.wanted_tool is not None:
                 outputs = [await self._forced(request, prompt, prompt_ids, output) for output in outputs]
@@ -289,7 +289,7 @@ class ManagedServer(TrackedSequences):
     async def complete(self, text: str, sampling: Mapping[str, Json]) -> list[Reply]:
         """The choices of one text completion, tracked; faults as of `completion`."""
         prompt = self._text_prompt(text)
-        with extending(prompt.base):
+        with prompt.base or nullcontext():
             prompt_ids, outputs = await self._generate(prompt.text, prompt.ids, sampling, False)
         texts = [before_stop(each.text, sampling.get("stop")) if self._for_agents else each.text for each in outputs]
         messages: list[Message] = [{"role": "assistant", "content": text} for text in texts]
@@ -349,7 +349,7 @@ class ManagedServer(TrackedSequences):
         if base is not None and not (ends_turns and base.tail and without_repeated(base.tail, rest) == rest):
             inserted = behind_text(base, rest, codec)
             return Prompt(text, base.followed_by(inserted), rest, base, inserted)
-        ids = drop_doubled_bos(codec.encode(text, add_special_tokens=True), self.tokenizer.bos_token_id)
+        ids = drop_doubled_bos(codec.encode(text, add_special_tokens=True), codec.bos_token_id)
         return Prompt(text, ids, text)
 
     def _convert_messages_to_prompt(self, messages: Messages, tools: object = None) -> str:

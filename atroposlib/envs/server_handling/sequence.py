@@ -6,8 +6,7 @@ IGNORE_INDEX elsewhere; `logprobs[i]` is PROMPT_LOGPROB exactly where masked.
 
 import logging
 from array import array
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, cast
@@ -50,6 +49,7 @@ class Codec:
     def __init__(self, tokenizer: Encoder) -> None:
         self._tokenizer = tokenizer
         self._backend = _plain_backend(tokenizer)
+        self.bos_token_id = tokenizer.bos_token_id  # transformers looks for it for 5 us each time
         self._special: frozenset[int] | None = None
         self._decoder: Decoder = tokenizer
         if self._backend is not None:
@@ -128,6 +128,13 @@ class Call:
     is_continued: bool = False
     extensions: int = 0  # requests that are extending it now
 
+    def __enter__(self) -> None:
+        """Note that a request is out that extends this call."""
+        self.extensions += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.extensions -= 1
+
     @property
     def full_text(self) -> str:
         """Text of the sequence, without the end tokens at its very end."""
@@ -174,19 +181,6 @@ class Fork:
     def __init__(self) -> None:
         self.given: dict[Hashable, Fork] = {}
         self.replies: dict[Hashable, list[Call]] = {}
-
-
-@contextmanager
-def extending(base: Call | None) -> Iterator[None]:
-    """A request is out that extends this call."""
-    if base is None:
-        yield
-        return
-    base.extensions += 1
-    try:
-        yield
-    finally:
-        base.extensions -= 1
 
 
 @dataclass(frozen=True, slots=True)
