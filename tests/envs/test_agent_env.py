@@ -135,6 +135,18 @@ def is_running(pid):
         return False
 
 
+KILLED = STUBBORN.removesuffix("time.sleep(600)\n") + "os.kill(os.getpid(), signal.SIGKILL)\n"
+
+
+async def test_an_agent_that_somebody_kills_is_a_fault_of_its_own_and_leaves_no_process(tmp_path):
+    env = command_env(tmp_path, script=KILLED)
+    item = {**await item_of(env), "prompt": str(tmp_path / "pids")}
+    with pytest.raises(EnvironmentFault, match="exit code -9"):
+        await rolled_out(env, item)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert [is_running(pid) for pid in pids] == [False, False]
+
+
 async def test_an_agent_that_takes_too_long_ends_with_everything_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr("atroposlib.envs.agent_env.TERM_S", 0.1)
     env = command_env(tmp_path, script=STUBBORN, agent_timeout_s=1.5)

@@ -171,13 +171,69 @@ async def test_the_key_of_a_rollout_opens_no_route_of_the_environment(method, pa
     assert other.status_code == 404
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages", "messages/count_tokens"])
-async def test_an_unknown_key_is_refused_in_the_form_of_the_dialect(path):
+MODEL = [
+    (route.path.replace("model:path", "model"), min(route.methods - {"HEAD"}))
+    for route in Gateway(Rollouts(None)).model_routes()
+]
+STRANGERS = {
+    "nobody's key": lambda made: "sk-rollout-nobody",
+    "no key": lambda made: "",
+    "the key for scores": lambda made: made["score_key"],
+    "the rollout's id": lambda made: made["id"],
+    "half of the key": lambda made: made["key"][:30],
+    "the gateway's token": lambda made: "admin",
+}
+
+
+@pytest.mark.parametrize("key", STRANGERS.values(), ids=STRANGERS)
+async def test_no_route_of_the_model_opens_to_a_key_that_is_not_a_rollouts(key):
     async with client_of("ok") as client:
-        reply = await ask(client, {"key": "sk-rollout-nobody"}, path)
-    assert reply.status_code == 401
-    assert "no rollout has this key" in reply.json()["error"]["message"]
-    assert ("type" in reply.json()) == path.startswith("messages")
+        made = await new_rollout(client)
+        for path, method in MODEL:
+            url = path.format(key=key(made) or "x", model="m")
+            headers = {} if "{key}" in path else {"Authorization": f"Bearer {key(made)}"}
+            reply = await client.request(method, url, json={"model": "m", "messages": HELLO}, headers=headers)
+            if path.startswith("/v1/models") and key(made) == "admin":  # of the gateway, as a control route
+                assert reply.status_code == 200
+                continue
+            assert reply.status_code in (401, 404), (path, reply.text)
+            assert reply.json()["error"]["message"], path
+            assert ("type" in reply.json()) == ("messages" in path), path
+        record = await record_of(client, made)
+    assert (record["calls"], record["faults"], client.engine.requests) == ([], {}, [])
+
+
+BEGUN = {
+    "chat": ("chat/completions", {"messages": HELLO}),
+    "completions": ("completions", {"prompt": "p"}),
+    "responses": ("responses", {"input": "hi"}),
+    "messages": ("messages", {"messages": HELLO, "max_tokens": 9}),
+}
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "json"])
+@pytest.mark.parametrize(("path", "body"), BEGUN.values(), ids=BEGUN)
+async def test_an_engine_that_dies_after_a_reply_has_begun_is_no_whole_reply_and_no_call(
+    monkeypatch, path, body, is_stream
+):
+    for name in ("QUIET_S", "QUIET_JSON_S", "AWAKE_S"):
+        monkeypatch.setattr(gateway_module, name, 0.001)
+    server = SlowServer("ok", tokenizer=Tokenizer(), faults=[EngineFault("the engine is gone")])
+    async with client_of(server=server) as client:
+        made = await new_rollout(client)
+        asked = asyncio.create_task(ask(client, made, path, stream=is_stream, **body))
+        await asyncio.sleep(0.02)
+        server.may_answer.set()
+        reply = await asked
+        record = await record_of(client, made)
+        again = await ask(client, made, path, headers={"x-stainless-retry-count": "1"}, **body)
+    (*_, last) = [line for line in reply.text.splitlines() if line.strip()] or [""]
+    if is_stream:
+        assert "the engine is gone" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    else:
+        assert last == ""  # blanks, and then the connection is cut
+    assert (record["calls"], record["faults"]) == ([], {"engine": 1})
+    assert again.status_code == 200
 
 
 async def test_the_same_rollout_is_given_for_the_same_id():
