@@ -137,6 +137,16 @@ def run_name(path: Path) -> str:
     return shard[1] if shard else path.name.partition(".jsonl")[0]
 
 
+def html_twin(path: Path) -> Path:
+    """Where the report on a rollout file lies.
+
+    >>> html_twin(Path("a/toy_rollouts_main_0001.jsonl.zst")).name
+    'toy_rollouts_main_0001.html'
+    """
+    plain = path.with_suffix("") if path.suffix == ".zst" else path
+    return plain.with_suffix(".html")
+
+
 def _warn_of_partial_runs(found: dict[Path, Path]) -> None:
     """Say which runs have more shards than were found; by the folder and the name of the run."""
     shards: Counter[tuple[Path, str]] = Counter()

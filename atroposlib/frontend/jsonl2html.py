@@ -21,7 +21,7 @@ import markdown
 import msgspec
 
 from atroposlib.data.chats import REASONING_KEYS, part_text, shared_prompt
-from atroposlib.data.rollout_files import NO_GROUP, Line, expand_input, row_error, sound_lines
+from atroposlib.data.rollout_files import NO_GROUP, Line, expand_input, html_twin, row_error, sound_lines
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import AtroposError, RowError
 from atroposlib.json_lines import parse_anyhow
@@ -61,7 +61,7 @@ def generate_html(input_path: str | os.PathLike[str], output_path: str | os.Path
     if not source.is_file():
         logger.error("%s does not exist", source)
         sys.exit(1)
-    target = expand_path(output_path, what="output") if output_path else html_path(source)
+    target = expand_path(output_path, what="output") if output_path else html_twin(source)
     check_replaceable(target)
     part = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -75,12 +75,6 @@ def generate_html(input_path: str | os.PathLike[str], output_path: str | os.Path
     finally:
         part.unlink(missing_ok=True)
     return target
-
-
-def html_path(source: Path) -> Path:
-    """Where the page of a rollout file goes: `x.jsonl` and `x.jsonl.zst` become `x.html`."""
-    stem = source.name.removesuffix(".zst")
-    return source.with_name(stem.removesuffix(Path(stem).suffix) + ".html")
 
 
 def create_html_for_group(group: Mapping[str, Json], index: int) -> str:

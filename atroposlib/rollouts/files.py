@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import orjson
 
-from atroposlib.data.rollout_files import zstd
+from atroposlib.data.rollout_files import html_twin, zstd
 from atroposlib.errors import PathError
 from atroposlib.json_lines import as_json, one_line, to_json
 from atroposlib.lock_files import take_lock
@@ -455,16 +455,6 @@ async def _in_thread(call: Callable[[], object]) -> None:
 
     threading.Thread(target=work, name="report", daemon=True).start()
     await done
-
-
-def html_twin(path: Path) -> Path:
-    """Where the report on a rollout file lies.
-
-    >>> html_twin(Path("a/toy_rollouts_main_0001.jsonl.zst")).name
-    'toy_rollouts_main_0001.html'
-    """
-    plain = path.with_suffix("") if path.suffix == ".zst" else path
-    return plain.with_suffix(".html")
 
 
 def compress(path: Path) -> Path:

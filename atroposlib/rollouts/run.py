@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never, Protocol
 
+from atroposlib.data.rollout_files import html_twin
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.json_lines import as_json
 from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.rollouts.concurrency import AutoConcurrency, queued, running
 from atroposlib.rollouts.failures import FailureLog, Fruitless, TaskHealth, describe_error
-from atroposlib.rollouts.files import Reports, RolloutFiles, html_twin
+from atroposlib.rollouts.files import Reports, RolloutFiles
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.locations import RunFiles, choose_run, progress_path
 from atroposlib.rollouts.pool import RolloutPool

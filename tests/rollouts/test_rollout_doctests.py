@@ -16,7 +16,7 @@ MODULES = [
     "atroposlib.rollouts.journal",
     "atroposlib.rollouts.early_stop",
     "atroposlib.rollouts.pacing",
-    "atroposlib.rollouts.files",
+    "atroposlib.data.rollout_files",
     "atroposlib.rollouts.trace",
     "atroposlib.utils.cli",
 ]
