@@ -12,8 +12,15 @@ from atroposlib.type_definitions import Json
 _QUESTION = ("question", "prompt", "input", "problem", "ctx", "query")
 _CHOICES = ("choices", "options", "endings", "answers")
 _GOLD = ("answer_index", "answer", "answerKey", "label", "gold", "target")
-_STATED = re.compile(r"(?i)\b(?:answer|choice|option)\b(?: is)?\s*(?::\s*)?[*_($\[]*([A-Z])\b(?![a-z'])")
-_ALONE = re.compile(r"[*_($\[]*([A-Za-z])[*_)$\]]*(?:[.:)][ \n].*)?", re.DOTALL)
+_OPENS, _CLOSES = r"[*_($\[`]*", r"[*_)$\]`]*"
+_STATED = re.compile(rf"(?i)\b(?:answer|choice|option)\b(?: is)?\s*(?::\s*)?{_OPENS}([A-Z])\b(?![a-z'])")
+_ALONE = re.compile(rf"{_OPENS}([A-Za-z]){_CLOSES}(?:[.:)](?:[ \n].*)?)?", re.DOTALL)
+_ANOTHER = re.compile(
+    rf"{_CLOSES}\s*(?:,|/|&|\bor\b|\band\b)\s*(?:or\b|and\b)?\s*{_OPENS}([A-Z])(?={_CLOSES}\s*(?:[.,;!?/&\n]|$|or\b|and\b))"
+)
+"""Behind a letter: a second one in a list, as in `A or B`."""
+_LIST = re.compile(rf"{_OPENS}[A-Z](?={_CLOSES}\s*(?:,|/|&|or\b|and\b))")
+_MACRO = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
 
 
 class Choice(TypedDict):
@@ -59,25 +66,32 @@ def listed(choices: Sequence[str]) -> str:
 
 
 def chosen(said: str, choices: Sequence[str]) -> int | None:
-    """Return which choice a reply takes: the last one that it marks, states or consists of; None when it takes none.
+    """Return which choice a reply takes: the last one that it marks, states or consists of; None for none or several.
 
     >>> chosen("B looks good, but the best answer is: C", ["x", "y", "z"])
     2
     """
-    marked = final_answer(said)
-    stated = _STATED.findall(said)
-    for text in (marked, stated[-1] if stated else None, said.strip()):
-        if text is not None and (index := _named(text, choices)) is not None:
+    said = _MACRO.sub(r"\1", said)
+    marked = (final_answer(said) or "").strip()
+    if (index := _named(marked, choices)) is not None:
+        return index
+    if (first := _LIST.match(marked)) is not None and _ANOTHER.match(marked, first.end()):
+        return None
+    *_, stated = (None, *_STATED.finditer(said))
+    if stated is not None:
+        other = _ANOTHER.match(said, stated.end())
+        is_one = other is None or LETTERS.index(other[1]) >= len(choices)
+        if is_one and (index := _named(stated[1], choices)) is not None:
             return index
-    return None
+    return _named(said, choices)
 
 
 def _named(text: str, choices: Sequence[str]) -> int | None:
-    plain = [" ".join(choice.lower().split()) for choice in choices]
+    plain = [" ".join(_MACRO.sub(r"\1", choice).lower().split()) for choice in choices]
     wanted = " ".join(text.lower().split()).strip(" .")
     if plain.count(wanted) == 1:
         return plain.index(wanted)
-    letter = _ALONE.fullmatch(text.strip())
+    letter = _ALONE.fullmatch(text.strip().strip("`").strip())
     index = LETTERS.index(letter[1].upper()) if letter else len(choices)
     return index if index < len(choices) else None
 

@@ -132,6 +132,8 @@ def _played(env_cls: type[SingleTurnEnv | MultiTurnEnv], folder: Path, engine: s
     flags = env_cls.check_flags(folder)
     if "--env.eval_dataset" in flags:  # all rows, as the model has seen none of them
         flags[flags.index("--env.eval_dataset") + 1] = flags[flags.index("--env.dataset") + 1]
+    if "--env.eval_games" in flags:
+        flags[flags.index("--env.eval_games") + 1] = str(wanted)
     if "--env.datasets" in flags:
         flags += ["--env.test_split_size", "0.8"]
     played = env_cls if issubclass(env_cls, SingleTurnEnv) else _showing_an_episode(env_cls)

@@ -50,7 +50,21 @@ REPLIES = {
     "\\boxed{B}": 1,
     "<answer>B</answer>": 1,
     "Answer: A. No: the answer is B": 1,
+    "B.": 1,
+    "`B`": 1,
+    "```\nB\n```": 1,
+    "\\boxed{\\textbf{(B)}}": 1,
+    "So <answer>\\text{green}</answer>": 1,
+    "The answer is B, I think.": 1,
+    "The answer is B. A is wrong.": 1,
+    "The answer is B and A is wrong.": 1,
     "A or B": None,
+    "The best answer is: A or B": None,
+    "The best answer is: A, B, C, D": None,
+    "Answer: **A**/**B**": None,
+    "The answer is B and C.": None,
+    "The answer is B. <answer>A or B</answer>": None,
+    "The answer is not B": None,
     "Answer: E": None,
     "Because I say so": None,
     "The answer is banana": None,
@@ -62,6 +76,11 @@ REPLIES = {
 @pytest.mark.parametrize(("reply", "expected"), REPLIES.items(), ids=REPLIES)
 def test_which_choice_a_reply_takes(reply, expected):
     assert chosen(reply, ["red", "green", "blue", "black"]) == expected
+
+
+def test_a_choice_that_names_letters_or_has_macros_is_taken_by_its_text():
+    assert chosen(r"\boxed{B and C}", ["A and B", "B and C", "5 \\text{ m}"]) == 1
+    assert chosen(r"\boxed{5 \text{ m}}", ["A and B", "B and C", "5 \\text{ m}"]) == 2
 
 
 HOLD = {  # id: arguments, a text that keeps it, one that does not
