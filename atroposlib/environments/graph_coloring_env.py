@@ -14,6 +14,7 @@ from pydantic import Field
 
 from atroposlib.environments.intern_bootcamp.bootcamp import extract_answer
 from atroposlib.environments.single_turn import THINK, SingleTurnConfig, SingleTurnEnv
+from atroposlib.environments.structured import once, read_json
 
 COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow", "black", "white")
 _MOST_COUNTED = 20_000
@@ -97,12 +98,12 @@ class GraphColoringEnv(SingleTurnEnv):
 def _read(said: str) -> dict[str, str] | None:
     """Return the colours of a reply by node, in small letters; None when it has no such form."""
     try:
-        given = json.loads(extract_answer(said) or "")
+        given = read_json(extract_answer(said) or "")
+        if not isinstance(given, dict) or not all(isinstance(colour, str) for colour in given.values()):
+            return None
+        return once([(node.strip(), colour.strip().lower()) for node, colour in given.items()])
     except (ValueError, RecursionError):
         return None
-    if not isinstance(given, dict) or not all(isinstance(colour, str) for colour in given.values()):
-        return None
-    return {node.strip(): colour.strip().lower() for node, colour in given.items()}
 
 
 if __name__ == "__main__":

@@ -1,12 +1,19 @@
 """Rewards that the check of the catalogue does not try: see `atroposlib.environments.policies`."""
 
+import re
+
 import pytest
 
+from atroposlib.environments.answer_format_environment.answer_format_environment import AnswerFormatEnv
+from atroposlib.environments.graph_coloring_env import GraphColoringEnv
 from atroposlib.environments.intern_bootcamp.intern_bootcamp_env import InternBootcampEnv
 from atroposlib.environments.intern_bootcamp.own import OWN_BOOTCAMPS
 from atroposlib.environments.intern_bootcamp.set_aside import SET_ASIDE
 from atroposlib.environments.letter_counting_environment.letter_counting_environment import LetterCountingEnv
 from atroposlib.environments.policies import measure
+from atroposlib.environments.pydantic_schema_following_environment.pydantic_schema_following_environment import (
+    PydanticSchemaFollowingEnv,
+)
 from atroposlib.environments.rows import write_rows
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.example_trainer.dataset_env import DatasetEnv, Source
@@ -51,6 +58,53 @@ async def test_only_replies_that_solve_the_problem_score(make_env, env_cls, sett
     rates = await measure(env, problems=16)
     assert rates.problems == 16
     assert rates.faults(guessing=env.guessing) == []
+
+
+def first_key(gold):
+    return re.search(r'"(\w+)":', gold)[1]
+
+
+TWICE = {  # what says two things, where the second is right
+    "a count": (LetterCountingEnv, {}, lambda gold: gold.replace("{", f'{{"{first_key(gold)}": 99, ', 1)),
+    "a count by a capital": (
+        LetterCountingEnv,
+        {},
+        lambda gold: gold.replace("{", f'{{"{first_key(gold).upper()}": 9, '),
+    ),
+    "a colour": (GraphColoringEnv, {}, lambda gold: gold.replace("{", '{"1": "red", ')),
+    "a colour by a space": (GraphColoringEnv, {}, lambda gold: gold.replace("{", '{"1 ": "red", ')),
+    **{
+        f"an answer in {form}": (AnswerFormatEnv, {"supported_formats": [form]}, change)
+        for form, change in {
+            "JSON": lambda gold: gold.replace("{", '{"answer": "7", '),
+            "YAML": lambda gold: f"answer: 7\n{gold}",
+            "TOML": lambda gold: f'answer = "7"\n{gold}',
+            "XML": lambda gold: f"<answer>7</answer>{gold}",
+            "NESTED_RESPONSE_ANSWER": lambda gold: gold.replace("<answer>", "<answer>7</answer><answer>"),
+            "LATEX_BOXED": lambda gold: f"\\boxed{{7}} or {gold}",
+        }.items()
+    },
+    **{
+        f"a field in {language}": (
+            PydanticSchemaFollowingEnv,
+            {"allowed_structured_formats": [language], "allowed_container_formats": ["none"]},
+            change,
+        )
+        for language, change in {
+            "json": lambda gold: gold.replace("{", f'{{"{first_key(gold)}": 7, '),
+            "yaml": lambda gold: f"{gold.partition(':')[0]}: 7\n{gold}",
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize(("env_cls", "settings", "change"), TWICE.values(), ids=TWICE)
+async def test_a_reply_that_says_two_things_is_wrong(make_env, env_cls, settings, change):
+    env = await make_env(env_cls, **settings)
+    for number in range(4):
+        item = await env.problem("train", number)
+        gold = env.gold(item)
+        assert await env.grades([gold, change(gold)], item) == [1.0, 0.0]
 
 
 async def test_a_task_that_rewards_a_constant_is_found(make_env):

@@ -3,13 +3,13 @@
 python environments/answer_format_environment/answer_format_environment.py process
 """
 
-import json
 import random
 import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, TypedDict
 
 import yaml
@@ -17,6 +17,7 @@ from pydantic import Field
 
 from atroposlib.environments.rows import Row
 from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv
+from atroposlib.environments.structured import read_json, read_yaml
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,6 @@ class Form:
 
     shown: str
     read: Callable[[str], Any]
-
-
-def _load_yaml(said: str) -> Any:
-    return yaml.load(said, Loader=yaml.BaseLoader)  # texts only: an answer `no` is none of `false`
 
 
 def _fields(load: Callable[[str], Any], **others: type) -> Callable[[str], Any]:
@@ -84,15 +81,18 @@ def _latex(macro: str) -> Form:
     return Form(f"\\{macro}{{{{{{answer}}}}}}", _between(f"\\{macro}{{", "}"))
 
 
+_yaml = partial(read_yaml, as_texts=True)
+
+
 class AnswerFormat(Enum):
     """The forms, by the names that configurations use."""
 
-    JSON = Form('{{"answer": "{answer}"}}', _fields(json.loads))
-    JSON_ARRAY = Form('["{answer}"]', _only(json.loads))
-    JSON_CONFIDENCE = Form('{{"answer": "{answer}", "confidence": 0.9}}', _fields(json.loads, confidence=float))
-    YAML = Form("answer: {answer}", _fields(_load_yaml))
-    YAML_LIST = Form("- {answer}", _only(_load_yaml))
-    YAML_CONFIDENCE = Form("answer: {answer}\nconfidence: 0.9", _fields(_load_yaml, confidence=float))
+    JSON = Form('{{"answer": "{answer}"}}', _fields(read_json))
+    JSON_ARRAY = Form('["{answer}"]', _only(read_json))
+    JSON_CONFIDENCE = Form('{{"answer": "{answer}", "confidence": 0.9}}', _fields(read_json, confidence=float))
+    YAML = Form("answer: {answer}", _fields(_yaml))
+    YAML_LIST = Form("- {answer}", _only(_yaml))
+    YAML_CONFIDENCE = Form("answer: {answer}\nconfidence: 0.9", _fields(_yaml, confidence=float))
     TOML = Form('answer = "{answer}"', _fields(tomllib.loads))
     TOML_CONFIDENCE = Form('answer = "{answer}"\nconfidence = 0.9', _fields(tomllib.loads, confidence=float))
     XML = _tags("answer")

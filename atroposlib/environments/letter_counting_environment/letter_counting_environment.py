@@ -14,6 +14,7 @@ from pydantic import Field
 from atroposlib.environments.intern_bootcamp.bootcamp import extract_answer
 from atroposlib.environments.intern_bootcamp.words import WORDS
 from atroposlib.environments.single_turn import THINK, SingleTurnConfig, SingleTurnEnv
+from atroposlib.environments.structured import once, read_json
 
 _WORD_LEVELS = 5
 """Texts of harder levels are random letters."""
@@ -78,12 +79,12 @@ def _read(answer: str) -> dict[str, int] | None:
     """Return the counts of an answer, by small letters; None when it has no such form."""
     text = re.sub(r"^```(?:json)?|```$", "", answer.strip()).strip()
     try:
-        given = json.loads(text)
+        given = read_json(text)
+        if not isinstance(given, dict) or not all(type(count) is int for count in given.values()):
+            return None
+        return once([(letter.lower(), count) for letter, count in given.items()])
     except (ValueError, RecursionError):
         return None
-    if not isinstance(given, dict) or not all(type(count) is int for count in given.values()):
-        return None
-    return {letter.lower(): count for letter, count in given.items()}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from atroposlib.environments.intern_bootcamp.words import WORDS
 from atroposlib.environments.rows import Row
 from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv
+from atroposlib.environments.structured import read_json, read_yaml
 from atroposlib.type_definitions import JsonObject
 
 
@@ -36,7 +37,7 @@ class OutputContainerFormat(Enum):
     MARKDOWN = "markdown"
 
 
-_LOADERS: Mapping[str, Callable[[str], Any]] = {"json": json.loads, "yaml": yaml.safe_load, "toml": tomllib.loads}
+_LOADERS: Mapping[str, Callable[[str], Any]] = {"json": read_json, "yaml": read_yaml, "toml": tomllib.loads}
 _AROUND = {"tagged": ("<{0}>", "</{0}>"), "none": ("", ""), "markdown": ("```{0}", "```")}
 KINDS = ("integer", "number", "string", "boolean", "choice", "list")
 
