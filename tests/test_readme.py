@@ -1,17 +1,22 @@
 """What the README shows is what is there."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from atroposlib.cli import new
+from atroposlib.cli.main import COMMANDS
 from atroposlib.examples import addition
 from atroposlib.testing import ScriptedEngine, write_tokenizer
 
@@ -28,6 +33,34 @@ def test_the_readme_shows_the_example_as_it_is():
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def commands_of(page):
+    """The commands that a page shows in its blocks, as words."""
+    text = page.read_text()
+    blocks = "\n".join(re.findall(r"```(?:bash|sh)?\n(.*?)```", text, re.DOTALL))
+    lines = [*blocks.splitlines(), *re.findall(r"^    (.*)", text, re.MULTILINE)]
+    shown = [line.partition("   #")[0].partition("  # ")[0].partition("   (")[0].strip() for line in lines]
+    return [shlex.split(line) for line in shown if re.match(r"(atropos|python -m|atropos-grpo-run) ", line)]
+
+
+@pytest.mark.parametrize("name", ["agents", "evaluation"])
+def test_every_command_that_a_page_shows_is_there_with_its_options_and_its_files(name):
+    commands = commands_of(ROOT / "docs" / f"{name}.md")
+    assert len(commands) >= 3
+    for words in commands:
+        assert [word for word in words if word.startswith("configs/") and not (ROOT / word).exists()] == [], words
+        if words[0] == "python":
+            assert importlib.util.find_spec(words[2]), words
+        elif words[0] == "atropos":
+            app, rest = COMMANDS[words[1]].typer_app(), words[2:]
+            assert app is not None, words
+            command = get_command(app)
+            while isinstance(command, TyperGroup):
+                command = command.commands[rest.pop(0)]
+            known = {flag for option in command.params for flag in option.opts}
+            asked = [word for word in rest if word.startswith("--") and not word.startswith("--env.")]
+            assert set(asked) <= known, words
 
 
 def test_the_example_runs_in_process_and_evaluate_as_a_user_starts_it(tmp_path):

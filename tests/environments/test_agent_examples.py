@@ -2,12 +2,15 @@
 
 import importlib
 import json
+import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
-from atroposlib.environments.agents.command_env import CommandEnv
+from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv
 from atroposlib.environments.agents.sums import question, sum_number
 from atroposlib.testing import roll_out
 from atroposlib.type_definitions import IGNORE_INDEX
@@ -133,3 +136,24 @@ def test_a_command_line_agent_finds_its_model_by_its_environment_and_is_one_row(
     (masks,) = group["masks"]
     assert learned(tmp_path / "tokenizer", masks) == "".join(f"{text}<|im_end|>" for text in turns)
     assert "40 2" in json.dumps(group["messages"])
+
+
+def test_the_environment_of_the_page_on_agents_runs_as_it_is_shown(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    program = tmp_path / "my-agent"
+    program.write_text(f"#!{sys.executable}\n{AGENT}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    shown = {"__name__": "page"}
+    exec(block, shown)
+    (group,) = roll_out(shown["MyEnv"], lambda _: "It is 7.", tmp_path)
+    assert set(group["scores"]) == {1.0}
+    assert group["messages"][0][0]["content"] == "What is 0 + 7?"
+
+
+def test_the_settings_of_the_page_on_agents_are_those_of_a_command():
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    (shown,) = re.findall(r"^    (env: \{command.*?\})$", page, re.DOTALL | re.MULTILINE)
+    settings = yaml.safe_load(shown)["env"]
+    assert CommandConfig(**settings).model_dump(include=set(settings)) == settings
