@@ -215,9 +215,10 @@ def export_dpo(
         if not count and odd and not differing:
             require_records(count, table, odd)
         if not count:
+            floor = "" if rules.above is None else f", with the better above {rules.above}"
             raise NothingKept(
                 f"no pair in {len(table.groups)} groups: no two responses to one prompt differ by more than "
-                f"{rules.min_gap}, with the better above {rules.above}; lower --minimum-score-diff-max-min"
+                f"{rules.min_gap}{floor}; lower --minimum-score-diff-max-min"
             )
     if differing:
         logger.warning("pairs left out because their prompts differ: %d", differing)

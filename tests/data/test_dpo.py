@@ -81,8 +81,10 @@ def test_responses_to_different_prompts_never_pair(tmp_path, caplog):
 
 def test_no_pair_at_all_is_said_and_nothing_is_written(tmp_path):
     rollouts = write_groups(tmp_path / "a.jsonl", [make_group([1.0, 1.0])])
-    with pytest.raises(DataError, match="no pair in 1 groups"):
+    with pytest.raises(DataError, match=r"no pair in 1 groups.* more than 0\.5, with the better above 0\.0; lower"):
         export_dpo(rollouts, tmp_path / "o.jsonl")
+    with pytest.raises(DataError, match=r"no pair in 1 groups.* more than 0\.5; lower"):
+        export_dpo(rollouts, tmp_path / "o.jsonl", rules=PairRules(above=None))
     assert {path.name for path in tmp_path.iterdir()} <= {"a.jsonl", ".a.jsonl.idx"}
 
 
