@@ -17,7 +17,7 @@ from rich.text import Text
 
 from atroposlib.cli.boundary import App, reading, run
 from atroposlib.data.chats import messages_of
-from atroposlib.data.output import check_output, write_whole
+from atroposlib.data.output import check_output, refuse_inputs, write_whole
 from atroposlib.data.policy import load_policy, select
 from atroposlib.data.report import dataset_card, require_groups
 from atroposlib.data.rollout_files import find_rollout_files, parse_line, read_lines
@@ -28,6 +28,7 @@ from atroposlib.data.table import open_table, read_group
 from atroposlib.data.tokenizers import load_tokenizer, padded_vocabulary
 from atroposlib.data.validate import Validation
 from atroposlib.errors import DataError, RowError
+from atroposlib.paths import expand_path
 
 app = App("Check, count, compare, split, merge, describe and show rollout files.")
 
@@ -234,6 +235,7 @@ def card(
       atropos data card sft.jsonl --output README.md --license mit
     """
     target = check_output(output, overwrite=overwrite) if output else None
+    refuse_inputs([target] if target else [], [expand_path(dataset, what="the dataset")])
     text = dataset_card(dataset, name=name, license_id=license_id)
     if target is None:
         print(text)

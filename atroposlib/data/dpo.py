@@ -31,7 +31,7 @@ from atroposlib.data.formats import (
     tools_column,
     trained_stretches,
 )
-from atroposlib.data.output import check_dataset, written_whole
+from atroposlib.data.output import check_dataset, refuse_inputs, written_whole
 from atroposlib.data.policy import SelectionPolicy, priorities, select
 from atroposlib.data.report import (
     ExportReport,
@@ -175,6 +175,7 @@ def export_dpo(
     target = check_dataset(output, options)
     convert = _converter(options)
     table = open_table(rollouts, advance, strict=options.strict)
+    refuse_inputs([target], table.files)
     odd = SetAside(strict=options.strict)
     odd.update(table.odd_responses())
     selection = select(table, policy)

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -232,6 +232,19 @@ def check_output(
     if not os.access(path.parent, os.W_OK):
         raise PathError(f"folder of {what} {path} cannot be written; choose another")
     return path
+
+
+def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[Path], *, what: str = "--output") -> None:
+    """PathError when one of `outputs`, which replace what is there, is one of the files that are read."""
+    read = {place for path in inputs for place in (_place(path), path.resolve())}
+    for path in outputs:
+        if _place(path) in read:
+            raise PathError(f"{what} {path} is one of the files that are read, and would be lost; use another name")
+
+
+def _place(path: Path) -> Path:
+    """Where a path lies, without looking behind it, as a link itself is replaced."""
+    return path.parent.resolve() / path.name
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from atroposlib.data.formats import (
     token_record,
 )
 from atroposlib.data.lazy_group import NOT_CONVERTED
-from atroposlib.data.output import check_dataset, written_whole
+from atroposlib.data.output import check_dataset, refuse_inputs, written_whole
 from atroposlib.data.policy import Selection, SelectionPolicy, TargetStep, select, simple_policy
 from atroposlib.data.report import ExportReport, describe_export, require_records, require_survivors, write_meta
 from atroposlib.data.set_aside import SetAside
@@ -314,6 +314,7 @@ def export_sft(
     target = check_dataset(output, options)
     converter = Conversion(options)
     table = open_table(rollouts, advance, strict=options.strict)
+    refuse_inputs([target], table.files)
     converter.set_aside.update(table.odd_responses())
     while True:
         selection = select(table, policy)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from atroposlib.data.lazy_group import hash64, parse_lazily
-from atroposlib.data.output import ROLLOUTS, JsonlWriter, check_output, written_whole
+from atroposlib.data.output import ROLLOUTS, JsonlWriter, check_output, refuse_inputs, written_whole
 from atroposlib.data.policy import pass_rates
 from atroposlib.data.report import require_groups
 from atroposlib.data.rollout_files import Line, SpanReader, check_copied, find_rollout_files, sound_lines
@@ -113,6 +113,7 @@ def split_rollouts(
     target = writable_dir(folder, what="--output-dir")
     outputs = [check_output(target / f"{name}.jsonl", what="--output-dir", overwrite=overwrite) for name in NAMES]
     table = open_table(paths, advance, strict=strict, with_doubles=True)
+    refuse_inputs(outputs, table.files, what="--output-dir")
     require_groups(table)
     odd = SetAside(strict=strict)
     parts = (assign or assign_splits)(table, shares, seed)

@@ -8,10 +8,11 @@ import sys
 import pytest
 from rollout_factory import make_group, write_groups
 
+from atroposlib.data.dpo import DpoOptions, export_dpo
 from atroposlib.data.output import check_output, write_whole, written_whole
 from atroposlib.data.rollout_files import read_lines, zstd
 from atroposlib.data.sft import SftOptions, export_sft
-from atroposlib.data.split_merge import merge_rollouts
+from atroposlib.data.split_merge import merge_rollouts, split_rollouts
 from atroposlib.errors import DataError, PathError
 from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.paths import write_text_atomic
@@ -208,3 +209,27 @@ def test_only_regular_files_are_replaced(tmp_path, rollouts, kind, make):
             write()
     assert not output.is_file()
     assert parts_in(tmp_path) == []
+
+
+READERS = {
+    "sft": lambda source, output: export_sft(source, output, options=SftOptions(overwrite=True)),
+    "sft, appending": lambda source, output: export_sft(source, output, options=SftOptions(append=True)),
+    "dpo": lambda source, output: export_dpo(source, output, options=DpoOptions(overwrite=True)),
+    "split": lambda source, output: split_rollouts(source, output.parent, shares=(0.5, 0.5, 0), overwrite=True),
+}
+
+
+@pytest.mark.parametrize("write", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("is_linked", [False, True], ids=["itself", "through a link"])
+def test_what_is_read_is_never_replaced(tmp_path, rollouts, write, is_linked):
+    source = tmp_path / "train.jsonl"
+    rollouts.rename(source)
+    before = source.read_bytes()
+    read = source
+    if is_linked:
+        read = tmp_path / "link" / "r.jsonl"
+        read.parent.mkdir()
+        read.symlink_to(source)
+    with pytest.raises(PathError, match=r"train\.jsonl is one of the files that are read, and would be lost"):
+        write(read, source)
+    assert source.read_bytes() == before
