@@ -303,9 +303,12 @@ class EarlierRollouts:
     def find(
         self, item_key: str, index: int, *, model: str, input_ids: list[int] | None, asked: Mapping[str, Json]
     ) -> EarlierResponse | None:
-        """Response `index` of the item's group, if it answers just this request."""
+        """Response `index` of those rolled out for the item, if it has a score and answers just this request."""
         record = self._record(item_key)
-        if record is None or index >= len(record["tokens"]) or not record.get("inference_logprobs"):
+        if record is None or not record.get("inference_logprobs"):
+            return None
+        unscored = {said["index"] for said in record.get("unscored") or ()}
+        if index in unscored or (index := index - sum(place < index for place in unscored)) >= len(record["tokens"]):
             return None
         if (record.get("engine") or {}).get("model") != model or sampling_of(record["sampling"]) != sampling_of(asked):
             return None

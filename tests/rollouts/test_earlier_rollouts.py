@@ -15,6 +15,7 @@ class AskingEnv(BaseEnv):
 
     name = "asking"
     turns = 1
+    unscored = None  # the row without a score
 
     def load_tokenizer(self):
         return FakeTokenizer()
@@ -39,11 +40,11 @@ class AskingEnv(BaseEnv):
             "tokens": [node.tokens for node in nodes],
             "masks": [node.masked_tokens for node in nodes],
             "inference_logprobs": [node.logprobs for node in nodes],
-            "scores": [float(i) for i in range(len(nodes))],
+            "scores": [None if i == self.unscored else float(i) for i in range(len(nodes))],
         }, []
 
 
-async def run(engine, folder, size, *, reuse=None, temperature=1.0, turns=1):
+async def run(engine, folder, size, *, reuse=None, temperature=1.0, turns=1, unscored=None):
     """Three groups of `size` responses; how many responses the engine was asked for."""
     engine.requests.clear()
     config = BaseEnvConfig(
@@ -56,7 +57,7 @@ async def run(engine, folder, size, *, reuse=None, temperature=1.0, turns=1):
     )
     server = APIServerConfig(server_type="sglang", model_name="fake", base_url=f"{engine.url}/v1")
     env = AskingEnv(config, [server])
-    env.temperature, env.turns = temperature, turns
+    env.temperature, env.turns, env.unscored = temperature, turns, unscored
     await env.process_manager()
     await env.server.close()
     return sum(body["sampling_params"].get("n", 1) for _, body in engine.requests)
@@ -87,6 +88,14 @@ async def test_only_the_missing_responses_are_generated(engine, tmp_path):
         ["stop"] * 6,
         earlier["0"]["usage"]["prompt_tokens"],
     )
+
+
+async def test_a_response_without_a_score_is_generated_again_and_the_others_keep_their_places(engine, tmp_path):
+    await run(engine, tmp_path / "a", 4, unscored=1)
+    engine.text = "something else"
+    assert await run(engine, tmp_path / "b", 4, reuse=tmp_path / "a") == 3
+    earlier, later = records(tmp_path / "a")["0"]["tokens"], records(tmp_path / "b")["0"]["tokens"]
+    assert [row in earlier for row in later] == [True, False, True, True]
 
 
 async def test_other_sampling_parameters_and_longer_conversations_start_again(engine, tmp_path):
