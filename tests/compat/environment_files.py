@@ -365,7 +365,7 @@ def start_engine(logs: Path) -> tuple[subprocess.Popen[bytes], str]:
     with (logs / "engine.log").open("w") as log:
         command = [sys.executable, __file__, "--engine", "--port", str(port), "--tokens", "40", "--context", "32768"]
         engine = subprocess.Popen(command, stdout=log, stderr=log)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300  # on a busy machine
     while True:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
