@@ -30,7 +30,7 @@ def list_benchmarks() -> None:
     from atroposlib.environments.eval_environments.kinds import benchmarks
 
     for name, row in benchmarks().items():
-        print(f"{name:<14} {row.kind:<12} {row.cls:<22} {row.dataset} {row.config or ''} {row.split}")
+        print(f"{name:<18} {row.kind:<11} {row.cls:<22} {row.dataset} {row.config or ''} {row.split}")
 
 
 @app.command(
