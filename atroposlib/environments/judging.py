@@ -113,16 +113,16 @@ class PairJudge(Judge):
         """Return 1 when `a` is better, 0 when `b` is, 0.5 for a tie or a judge that changes its mind with the order.
 
         Raises:
-            VerifierFault: neither order gave a judgement that can be read.
+            VerifierFault: an order gave no judgement that can be read; the other alone may be for a place.
         """
         first, second = await asyncio.gather(self._once(question, a, b), self._once(question, b, a))
         votes = [vote for vote in (first, None if second is None else 1 - second) if vote is not None]
         self.counts["unread"] += 2 - len(votes)
-        if not votes:
-            raise VerifierFault("the judge gave no \\boxed{A}, \\boxed{B} or \\boxed{tie} in either order")
-        self.counts["changed with the order"] += len(votes) == 2 and {*votes} == {0.0, 1.0}
+        if len(votes) < 2:
+            raise VerifierFault("the judge gave no \\boxed{A}, \\boxed{B} or \\boxed{tie} in each of both orders")
+        self.counts["changed with the order"] += {*votes} == {0.0, 1.0}
         self.counts["pairs"] += 1
-        return sum(votes) / len(votes)
+        return sum(votes) / 2
 
     async def _once(self, question: str, a: str, b: str) -> float | None:
         said = await self.ask(_PAIR.format(wanted=self.wanted, question=question, a=a, b=b))

@@ -555,9 +555,13 @@ async def test_a_pair_is_judged_in_both_orders(script, expected, counts):
 
 async def test_what_a_judge_says_that_cannot_be_read_is_counted_and_no_preference():
     judge = judge_of(PairJudge, "<think>\\boxed{A}")
-    with pytest.raises(VerifierFault, match="in either order"):
+    with pytest.raises(VerifierFault, match="in each of both orders"):
         await judge.prefer("q", "good", "bad")
     assert judge.counts["unread"] == 2
+    half = judge_of(PairJudge, lambda prompt: "\\boxed{A}" if prompt.index("good") < prompt.index("bad") else "hm")
+    with pytest.raises(VerifierFault, match="both orders"):  # it may prefer the first place
+        await half.prefer("q", "good", "bad")
+    assert (half.counts["unread"], half.counts["pairs"]) == (1, 0)
     grader = judge_of(Grader, "hm")
     assert not is_scored(await grader.grade("q", "x", "y"))
     assert await grader.grade("q", "", "y") == 0.0
