@@ -1,6 +1,7 @@
 """CPU of the agents' gateway: per call at many in flight, over many rollouts, and by the length of the history.
 
-    python benchmarks/bench_gateway.py            # a table; takes about a minute on two cores
+    python benchmarks/bench_gateway.py                 # a table; takes about a minute on two cores
+    python benchmarks/bench_gateway.py --turns 512     # only the last part of it, for longer histories
 
 The gateway is a process of its own with a scripted engine inside, so that its CPU is that of HTTP, keys, rendering,
 tokenizing, lineage, record and reply. The engine gives 200 ids a call and takes 0.5 s. Each prompt names its rollout
@@ -116,18 +117,20 @@ async def measure(pid: int, port: int, rollouts: int, turns: int) -> tuple[float
         return taken
 
 
-async def by_length(pid: int, port: int) -> list[tuple[str, float]]:
-    """Milliseconds of CPU a call in each quarter of 128 turns; 8 rollouts one after the other."""
+async def by_length(pid: int, port: int, turns: int) -> list[tuple[str, float]]:
+    """Milliseconds of CPU a call in each quarter of the turns; 1,024 of them, one rollout after the other."""
+    rollouts, size = max(1, 1024 // turns), turns // 4
     totals = [0.0] * 4
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
-        for i in range(8):
+        for i in range(rollouts):
             async with session.post("/rollouts", json={}) as reply:
                 made = await reply.json()
             marks: list = [pid, cpu_s(pid)]
-            await talk(session, f"long{i}", 128, made, marks)
+            await talk(session, f"long{i}", 4 * size, made, marks)
             for quarter in range(4):
-                totals[quarter] += marks[1 + 32 * (quarter + 1)] - marks[1 + 32 * quarter]
-    return [(f"turns {32 * q + 1} to {32 * q + 32}", total * 1000 / (8 * 32)) for q, total in enumerate(totals)]
+                totals[quarter] += marks[1 + size * (quarter + 1)] - marks[1 + size * quarter]
+    named = ((f"turns {size * q + 1} to {size * q + size}", total) for q, total in enumerate(totals))
+    return [(name, total * 1000 / (rollouts * size)) for name, total in named]
 
 
 def running(delay_s: float) -> tuple[subprocess.Popen, int]:
@@ -138,12 +141,13 @@ def running(delay_s: float) -> tuple[subprocess.Popen, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--serve", type=float)
+    parser.add_argument("--serve", type=float, help=argparse.SUPPRESS)  # this process is the gateway
+    parser.add_argument("--turns", type=int, help="Only the length of the history, of rollouts with so many turns.")
     args = parser.parse_args()
     if args.serve is not None:
         serve(args.serve)
         return
-    for rollouts, turns in ((256, 8), (1024, 4)):
+    for rollouts, turns in () if args.turns else ((256, 8), (1024, 4)):
         process, port = running(DELAY_S)
         try:
             each, seconds = asyncio.run(measure(process.pid, port, rollouts, turns))
@@ -155,7 +159,7 @@ def main() -> None:
             process.wait()
     process, port = running(0.0)
     try:
-        for name, each in asyncio.run(by_length(process.pid, port)):
+        for name, each in asyncio.run(by_length(process.pid, port, args.turns or 128)):
             print(f"one rollout, {name}: {each:.2f} ms CPU a call")
     finally:
         process.kill()
