@@ -48,7 +48,7 @@ def read_leniently(data: bytes) -> Json:
     {'scores': [None, None], 'text': '\ud83d'}
     """
     text = data.decode(errors="surrogateescape")
-    _check_depth(text)
+    check_depth(text)
     return json.loads(text, parse_constant=lambda name: None, parse_float=_finite_or_none)
 
 
@@ -73,7 +73,7 @@ def object_in(data: bytes) -> JsonObject | None:
     """The JSON object that a line or a file holds, also with NaN in it; None when it holds none."""
     try:
         text = data.decode(json.detect_encoding(data), "surrogatepass")
-        _check_depth(text)
+        check_depth(text)
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
@@ -88,7 +88,7 @@ def read_object(path: Path) -> JsonObject | None:
         return None
 
 
-def _check_depth(text: str) -> None:
+def check_depth(text: str) -> None:
     """RecursionError beyond a depth of our own; the parser of each Python has another."""
     if text.count("[") + text.count("{") <= _DEEPEST_READ:
         return

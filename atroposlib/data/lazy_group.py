@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from atroposlib.data.rollout_files import NO_GROUP, NOT_UTF8, Line, check_counts, row_error
 from atroposlib.errors import RowError
-from atroposlib.json_lines import LONE_SURROGATE, read_leniently, strict_json
+from atroposlib.json_lines import LONE_SURROGATE, check_depth, read_leniently, strict_json
 from atroposlib.type_definitions import FAILURE_CLASSES, IGNORE_INDEX
 
 _KEY = re.compile(rb"\w+")
@@ -268,7 +269,11 @@ def _decoded_without_lists(line: Line) -> LazyGroup | None:
 
 def _decoded(data: bytes) -> LazyGroup:
     """The group in strict JSON; UnicodeDecodeError also for text that is kept undecoded."""
-    if not data.isascii():
+    if sys.version_info >= (3, 14):
+        check_depth(
+            data.decode()
+        )  # up to 3.13 the decoder does; now it ends with the stack, far beyond what others read
+    elif not data.isascii():
         data.decode()
     return _decoder.decode(data)
 
