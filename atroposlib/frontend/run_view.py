@@ -450,7 +450,7 @@ def _query(request: Request, *others: str) -> tuple[Query, dict[str, str]]:
         raise HTTPException(422, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def _offset(rest: dict[str, str], rows: Array, row_of: Callable[[str], int]) -> int:
+def _offset(rest: Mapping[str, str], rows: Array, row_of: Callable[[str], int]) -> int:
     """Where a page of the list begins: at `offset`, or with the page of the group `around` if it is in the list."""
     if rest.get("around"):
         try:
