@@ -129,20 +129,21 @@ class RolloutTrace:
         self.sampling = dict(reply.sampling)
 
     def reasons_of(self, rows: Sequence[Sequence[int] | None]) -> list[FinishReason | None] | None:
-        """Return why each response ended, None for those of several generations; None: it is not known.
+        """Return why each response ended, None where that is not known; None: it is known of none.
 
-        Replies to requests that ran at the same time came in any order, so there the ids of a row tell its own, as far
-        as a managed server generated them. Generations that the engine aborted and that were tried again do not count.
+        Replies to requests that ran at the same time came in any order, and a response may be of several generations:
+        there the ids of a row tell how its last one ended, as far as a managed server generated them. Generations that
+        the engine aborted and that were tried again do not count.
 
         Args:
             rows: ids of each response; None: they are not known.
         """
+        ends: list[FinishReason | None] = [None if row is None else self.chats.end_of(row) for row in rows]
         if None in self._rows or not self._rows:
             if len(self.finish_reasons) != len(rows):
-                return None
+                return ends if any(ends) else None
             if len(set(self.finish_reasons)) == 1:
                 return [*self.finish_reasons]
-            ends: list[FinishReason | None] = [self.chats.end_of(row or ()) for row in rows]
             if Counter(ends) == Counter(self.finish_reasons):
                 return ends
             return None if self._has_several_askers else [*self.finish_reasons]
@@ -150,7 +151,7 @@ class RolloutTrace:
         for row, reason in zip(self._rows, self.finish_reasons, strict=True):
             if reason != "abort":
                 by_row.setdefault(row, []).append(reason)
-        return [reasons[0] if len(reasons := by_row.get(row, [])) == 1 else None for row in range(len(rows))]
+        return [end or (by_row[row][0] if len(by_row.get(row, ())) == 1 else None) for row, end in enumerate(ends)]
 
     def _note_asker(self) -> None:
         try:

@@ -322,6 +322,42 @@ async def test_a_whole_run_writes_rollouts_that_pass_every_check(tmp_path):
     assert list(validate(path)) == []
 
 
+class Beginner(CoroutineEnv):
+    """The first agent begins two conversations, the second one."""
+
+    starts = 0
+
+    async def run_agent(self, item, access):
+        self.starts += 1
+        async with httpx.AsyncClient(base_url=access.openai_base_url, timeout=30) as client:
+            for text in ("one", "two") if self.starts == 1 else ("three",):
+                body, headers = (
+                    {"messages": [{"role": "user", "content": text}]},
+                    {"Authorization": f"Bearer {access.key}"},
+                )
+                (await client.post("/chat/completions", json=body, headers=headers)).raise_for_status()
+
+    async def verify(self, item, run):
+        return 1.0
+
+
+class CutsTwo(FakeServer):
+    async def tokens_and_logprobs_completion(self, **kwargs):
+        self.finish_reason = "length" if "two" in FakeTokenizer().decode(kwargs["input_ids"]) else "stop"
+        return await super().tokens_and_logprobs_completion(**kwargs)
+
+
+async def test_a_row_ended_as_its_own_last_call_did_also_where_an_agent_has_several(tmp_path):
+    path = tmp_path / "o.jsonl"
+    env = make(Beginner, server=CutsTwo("yes"), data_path_to_save_groups=str(path), total_steps=1)
+    await env.process_manager()
+    record = json.loads(path.read_text())
+    ended = {
+        row[0]["content"]: reason for row, reason in zip(record["messages"], record["finish_reasons"], strict=True)
+    }
+    assert ended == {"one": "stop", "two": "length", "three": "stop"}
+
+
 STOCK = {"thing": "figs", "shelf": {"figs": 31, "hats": 12}}
 CLERKS = {
     "looks and answers": (["look: figs", "There are 31 figs."], 1.0, 2),

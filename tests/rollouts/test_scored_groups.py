@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections import UserDict
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -138,6 +139,24 @@ async def test_finish_reasons_go_with_the_ids_of_their_rows_whichever_reply_came
 async def test_finish_reasons_of_ids_that_nobody_knows_are_left_out_where_replies_came_in_any_order():
     record = await rolled_out_together(lambda rows: [[*row, 7] for row in rows])
     assert record["finish_reasons"] is None
+
+
+@pytest.mark.parametrize("place", [nullcontext, lambda: row_of_group(0)], ids=["rows not told", "rows told"])
+async def test_a_response_of_several_turns_ended_as_its_last_turn_did(place):
+    server = FakeServer("yes")
+    managed = ManagedServer(server, FakeTokenizer())
+    messages = [{"role": "user", "content": "one"}]
+    with tracing() as trace, place():
+        for reason in ("stop", "length"):
+            server.finish_reason = reason
+            reply = await managed.chat_completion(messages=messages, max_tokens=3)
+            said = {"role": "assistant", "content": reply.choices[0].message.content}
+            messages = [*messages, said, {"role": "user", "content": "two"}]
+        row = managed.get_state()["nodes"][-1].tokens
+    work = Work(item=1, key="1", task="t", trace=trace)
+    group = {"tokens": [row], "masks": [row], "scores": [1.0]}
+    record = to_record(group, work, env="e", run="r", group_id="g", part=0, parts=1)
+    assert (trace.finish_reasons, record["finish_reasons"]) == (["stop", "length"], ["length"])
 
 
 async def test_finish_reasons_of_requests_one_after_the_other_keep_their_order():

@@ -13,6 +13,7 @@ from atroposlib.envs.server_handling.agents.record import Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Rollout
 from atroposlib.envs.server_handling.sequence import Call
 from atroposlib.errors import GroupError
+from atroposlib.rollouts.trace import current_trace, finish_reason_of
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, ScoredDataGroup
 
 Role = Literal["main", "subagent", "compaction", "auxiliary", "retry"]
@@ -127,6 +128,11 @@ def group_of(
     rows = [(row, index) for row, index in rows if row.role in trained]
     if not rows:
         raise GroupError("no rollout of the group has a row to train on: nothing was generated")
+    if (trace := current_trace()) is not None:
+        for row, index in rows:
+            number, choice = row.calls[-1]
+            answer = rollouts[index].exchanges[number].answers[choice]
+            trace.chats.note(row.tokens, None, ended=finish_reason_of(answer.finish_reason))
     gains = advantages(values)
     return {
         "tokens": [row.tokens for row, _ in rows],
