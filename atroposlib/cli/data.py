@@ -99,6 +99,7 @@ def stats(
     page = check_output(html, what="--html", overwrite=overwrite) if html else None
     with reading(rollouts) as advance:
         table = open_table(rollouts, advance, strict=strict)
+    refuse_inputs([page] if page else [], table.files, what="--html")
     require_groups(table)
     retention = select(table, load_policy(policy)).steps if policy else None
     found = describe(table, accept_score=accept_score, retention=retention)

@@ -21,6 +21,7 @@ import markdown
 import msgspec
 
 from atroposlib.data.chats import REASONING_KEYS, part_text, shared_prompt
+from atroposlib.data.output import refuse_inputs
 from atroposlib.data.rollout_files import NO_GROUP, Line, expand_input, html_twin, row_error, sound_lines
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import AtroposError, RowError
@@ -63,6 +64,7 @@ def generate_html(input_path: str | os.PathLike[str], output_path: str | os.Path
         sys.exit(1)
     target = expand_path(output_path, what="output") if output_path else html_twin(source)
     check_replaceable(target)
+    refuse_inputs([target], [source], what="the page")
     part = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with part.open("w", encoding="utf-8") as stream:

@@ -8,6 +8,7 @@ import sys
 import pytest
 from rollout_factory import make_group, write_groups
 
+from atroposlib.cli.data import stats
 from atroposlib.data.dpo import DpoOptions, export_dpo
 from atroposlib.data.output import check_output, write_whole, written_whole
 from atroposlib.data.rollout_files import read_lines, zstd
@@ -215,6 +216,8 @@ READERS = {
     "sft": lambda source, output: export_sft(source, output, options=SftOptions(overwrite=True)),
     "sft, appending": lambda source, output: export_sft(source, output, options=SftOptions(append=True)),
     "dpo": lambda source, output: export_dpo(source, output, options=DpoOptions(overwrite=True)),
+    "page": lambda source, output: generate_html(source, output),
+    "statistics": lambda source, output: stats([str(source)], html=str(output), overwrite=True),
     "split": lambda source, output: split_rollouts(source, output.parent, shares=(0.5, 0.5, 0), overwrite=True),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from atroposlib.cli.boundary import reading
-from atroposlib.data.output import check_output, write_whole, written_whole
+from atroposlib.data.output import check_output, refuse_inputs, write_whole, written_whole
 from atroposlib.data.report import our_version
 from atroposlib.data.rollout_files import CUT_SHORT, find_rollout_files
 from atroposlib.data.set_aside import SetAside
@@ -30,6 +30,7 @@ def validate(
 ) -> None:
     """Check demonstrations as lines and as runs of the expert, and report on them; see `atropos data validate`."""
     page = check_output(html, what="--html", overwrite=overwrite) if html else None
+    refuse_inputs([page] if page else [], find_rollout_files(rollouts), what="--html")
     lines, report, odd = Validation(), Report(), SetAside()
     with reading(rollouts, passes=2) as advance:
         for problem in lines.problems(rollouts, advance):
@@ -91,6 +92,7 @@ def prepare(
         for stem, paths in stems.items():
             writer = TensorWriter(target, stem, format=file_format, overwrite=overwrite)
             chat_file = check_output(target / f"{stem}-chats.jsonl", what="--output-dir", overwrite=overwrite)
+            refuse_inputs([chat_file], map(Path, paths), what="--output-dir")
             kept = 0
             with written_whole(chat_file) if chats else nullcontext() as chat_writer:
                 for _, _, found in read_demonstrations(paths, advance):
