@@ -216,13 +216,21 @@ BEGUN = {
 async def test_an_engine_that_dies_after_a_reply_has_begun_is_no_whole_reply_and_no_call(
     monkeypatch, path, body, is_stream
 ):
+    begun, kept_awake = asyncio.Event(), gateway_module._kept_awake
+
+    async def noted(*given):
+        begun.set()
+        async for part in kept_awake(*given):
+            yield part
+
+    monkeypatch.setattr(gateway_module, "_kept_awake", noted)
     for name in ("QUIET_S", "QUIET_JSON_S", "AWAKE_S"):
         monkeypatch.setattr(gateway_module, name, 0.001)
     server = SlowServer("ok", tokenizer=Tokenizer(), faults=[EngineFault("the engine is gone")])
     async with client_of(server=server) as client:
         made = await new_rollout(client)
         asked = asyncio.create_task(ask(client, made, path, stream=is_stream, **body))
-        await asyncio.sleep(0.02)
+        await begun.wait()
         server.may_answer.set()
         reply = await asked
         record = await record_of(client, made)
