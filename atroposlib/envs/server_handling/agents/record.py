@@ -180,6 +180,33 @@ class CallLog:
         self._file, self._lines = appending, places
 
 
+class RolloutLog:
+    """The events of one rollout, in a call log where there is one."""
+
+    def __init__(self, log: CallLog | None, rollout: str) -> None:
+        self._log, self._rollout = log, rollout
+        self._owed: list[dict[str, Any]] = []  # could not be written yet, in order
+
+    @property
+    def is_kept(self) -> bool:
+        """Tell if there is a log."""
+        return self._log is not None
+
+    def write(self, *events: dict[str, Any]) -> None:
+        """Write events behind those that could not be; OSError: those that are left come with the next."""
+        if self._log is None:
+            return
+        self._owed += [{**event, "rollout": self._rollout} for event in events]
+        while self._owed:
+            self._log.append(self._owed[0])
+            del self._owed[0]
+
+    def exchanges(self) -> list[dict[str, Any]]:
+        """Read the exchanges from the file."""
+        events = self._log.events(self._rollout) if self._log is not None else ()
+        return [event["exchange"] for event in events if "exchange" in event]
+
+
 class FinishedRollout(msgspec.Struct):
     """A rollout with its score, as it is kept until its group is written."""
 

@@ -24,6 +24,7 @@ from atroposlib.envs.server_handling.agents.record import (
     Exchange,
     FinishedRollout,
     Places,
+    RolloutLog,
     restored,
     written,
 )
@@ -90,8 +91,7 @@ class Rollout:
         self._system_prompts = SystemPrompts()
         self.faults: Counter[str] = Counter()  # of requests that got no reply, by class
         self._running: dict[asyncio.Task[Exchange], _Running] = {}
-        self._log = log
-        self._owed: list[dict[str, Any]] = []  # events that could not be written yet, in order
+        self._log = RolloutLog(log, self.id)
         self._left: dict[str, Any] | None = None  # of the record, where the calls are in the log only
         self._ended = asyncio.Event()
         self._context = contextvars.copy_context()  # of whoever rolls out: its trace, and its journal of responses
@@ -117,7 +117,7 @@ class Rollout:
                 return await self._joined(running)
             earlier = next((one for one in reversed(self.exchanges) if one.digest == digest), None)
             if earlier is not None:
-                self._write()
+                self._log.write()
                 return earlier
         if self.end_reason is not None or self.spent():
             return self._budget_said(asked, digest)
@@ -263,18 +263,9 @@ class Rollout:
         self.last_used = time.monotonic()
         exchange.number = len(self.exchanges)
         self.exchanges.append(exchange)
-        if self._log is not None:
-            self._write({"exchange": written(exchange, self.places)})
+        if self._log.is_kept:
+            self._log.write({"exchange": written(exchange, self.places)})
         return exchange
-
-    def _write(self, *events: dict[str, Any]) -> None:
-        """Write events to the log, behind those that could not be; OSError: those that are left come with the next."""
-        if self._log is None:
-            return
-        self._owed += [{**event, "rollout": self.id} for event in events]
-        while self._owed:
-            self._log.append(self._owed[0])
-            del self._owed[0]
 
     # -- what the environment says -------------------------------------------------------------------------------
 
@@ -286,7 +277,7 @@ class Rollout:
             raise RequestFault(f"the score is {score}; a score is a finite number, and a failure has none")
         entry = {"score": score, "name": name, "call_id": call_id, "final": final, "at": time.time()}
         self.scores.append(entry)
-        self._write({"score": entry})
+        self._log.write({"score": entry})
 
     @property
     def score(self) -> float | None:
@@ -308,7 +299,7 @@ class Rollout:
         self._ended.set()
         is_new = self.end_reason is None or (is_sealed and not self.is_sealed)
         self.end_reason, self.is_sealed = self.end_reason or reason, self.is_sealed or is_sealed
-        self._write(*([{"end": reason, "sealed": is_sealed}] if is_new else []))
+        self._log.write(*([{"end": reason, "sealed": is_sealed}] if is_new else []))
 
     def end_if_idle(self, idle_s: float | None) -> bool:
         """Seal the rollout where its agent has sent nothing for so long, and free what its log has; tell if it did.
@@ -322,10 +313,10 @@ class Rollout:
         idle_s = self.settings.idle_s or idle_s
         if idle_s is None or self.is_busy or time.monotonic() - self.last_used < idle_s:
             return False
-        self._write()
+        self._log.write()
         if not self.is_sealed:
             self._end(f"idle: no request for {idle_s:g} s", is_sealed=True)
-        if self._log is not None and self._left is None:
+        if self._log.is_kept and self._left is None:
             self._left = self._counts()
             self.bodies, self.exchanges, self.replies = BodyReader(), [], []
             self.places = Places(self.exchanges)
@@ -347,6 +338,7 @@ class Rollout:
 
     def record(self) -> dict[str, Any]:
         """Everything that is known of the rollout, as JSON values."""
+        here = [written(exchange, self.places) for exchange in self.exchanges]
         return {
             "id": self.id,
             "settings": self.settings.model_dump(),
@@ -357,16 +349,11 @@ class Rollout:
             "faults": dict(self.faults),
             "running": len(self._running),
             **(self._left or self._counts()),
-            "calls": self._calls(),
+            "calls": here if self._left is None else self._log.exchanges(),
         }
 
     def _counts(self) -> dict[str, Any]:
         return {"generated_tokens": self.generated_tokens(), "differences": self.managed.lineage.differences}
-
-    def _calls(self) -> list[dict[str, Any]]:
-        if self._left is None or self._log is None:
-            return [written(exchange, self.places) for exchange in self.exchanges]
-        return [event["exchange"] for event in self._log.events(self.id) if "exchange" in event]
 
 
 def managed_for(server: Any, tokenizer: Any, settings: RolloutSettings) -> ManagedServer:
