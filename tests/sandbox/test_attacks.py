@@ -225,11 +225,12 @@ for family in (16, 17, 38, 40):
     assert lines[5:] == ["EAFNOSUPPORT"] * 4
 
 
-def still_there(token):
+def still_there(token, *, begins=b""):
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found += [path] if token.encode() in path.read_bytes() else []
+            command = path.read_bytes()
+            found += [path] if token.encode() in command and command.startswith(begins) else []
         except OSError:
             pass
     return found
@@ -262,8 +263,8 @@ def test_a_program_dies_with_a_caller_that_is_killed(user):
         f"from atroposlib.sandbox.sandbox import Sandbox as S; S().run(['sh', '-c', 'echo $$ >{token}; sleep 60; :'])"
     )
     caller = subprocess.Popen([*python, "-c", call], env=environment())
-    while not any(path.read_bytes().startswith(b"sh\0-c\0echo $$") for path in still_there(token)):
-        time.sleep(0.02)  # until the program runs
+    while not still_there(token, begins=b"sh\0-c\0echo $$"):  # until the program runs
+        time.sleep(0.02)
     caller.kill()
     caller.wait()
     deadline = time.monotonic() + 10
