@@ -142,7 +142,9 @@ def running(delay_s: float) -> tuple[subprocess.Popen, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", type=float, help=argparse.SUPPRESS)  # this process is the gateway
-    parser.add_argument("--turns", type=int, help="Only the length of the history, of rollouts with so many turns.")
+    parser.add_argument(
+        "--turns", type=int, help="Only the length of the history, of rollouts with this number of turns."
+    )
     args = parser.parse_args()
     if args.serve is not None:
         serve(args.serve)

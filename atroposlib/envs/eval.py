@@ -41,7 +41,7 @@ from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager, missing_engine, requests_out
 from atroposlib.errors import EnvironmentFault
-from atroposlib.json_lines import as_json, one_line, to_json
+from atroposlib.json_lines import as_json, one_line, read_object, to_json
 from atroposlib.lock_files import take_lock
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 from atroposlib.rollouts.evaluation import (
@@ -373,9 +373,9 @@ def kept_responses(
 def _is_other_model(folder: Path, served: Sequence[str]) -> bool:
     """Note what is served; tell if something else gave what is kept. Unknown is no difference."""
     path = folder / ENGINES_FILE
-    before = orjson.loads(path.read_bytes()) if path.exists() else None
+    before = (read_object(path) or {}).get("served")
     if served:
-        write_text_atomic(path, orjson.dumps([*served]).decode())
+        write_text_atomic(path, orjson.dumps({"served": [*served]}).decode())
     if before is None or not served or before == [*served]:
         return False
     logger.warning("evaluated from the beginning: the engines serve %s, and served %s before", served, before)

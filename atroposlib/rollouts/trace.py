@@ -138,12 +138,14 @@ class RolloutTrace:
         Args:
             rows: ids of each response; None: they are not known.
         """
+        is_told = None not in self._rows and bool(self._rows)
+        is_one_each = len(self.finish_reasons) == len(rows)
+        if not is_told and is_one_each and len(set(self.finish_reasons)) == 1:
+            return [*self.finish_reasons]
         ends: list[FinishReason | None] = [None if row is None else self.chats.end_of(row) for row in rows]
-        if None in self._rows or not self._rows:
-            if len(self.finish_reasons) != len(rows):
+        if not is_told:
+            if not is_one_each:
                 return ends if any(ends) else None
-            if len(set(self.finish_reasons)) == 1:
-                return [*self.finish_reasons]
             if Counter(ends) == Counter(self.finish_reasons):
                 return ends
             return None if self._has_several_askers else [*self.finish_reasons]

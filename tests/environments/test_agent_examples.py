@@ -23,7 +23,7 @@ def call(name, **arguments):
 
 
 def turns_of(prompt):
-    """What a model that uses both tools says to a sum, turn by turn."""
+    """The turns of a model that uses both tools, for one sum."""
     left, right, rest = map(int, NUMBERS.search(prompt).groups())
     total = left * right + rest
     last = call("final_answer", answer=total) if "final_answer" in prompt else f"It is {total}."

@@ -133,7 +133,7 @@ async def test_a_grammar_binds_the_reply_or_is_refused_where_the_engine_has_none
 
 
 async def test_a_strict_tool_is_taken_by_an_engine_that_has_grammars_and_refused_by_another(live_server, tokenizer):
-    """Whether a small model begins a call is chance; where it does, the arguments follow their schema."""
+    """Arguments of a call follow their schema, where the small model happens to begin one."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + tokenizer.chat_template
     function = {"name": "pick", "description": "Pick a number.", "parameters": SCHEMA, "strict": True}
@@ -171,7 +171,7 @@ async def test_a_generation_that_nobody_waits_for_is_aborted_at_the_engine(
 
 
 async def running(rollout: Rollout, wanted: int) -> None:
-    """Wait until the engine says that so many requests run."""
+    """Wait until the engine says that this number of requests runs."""
     engine = rollout.managed.server
     while (await engine_load(engine.transport, engine.root_url)).running != wanted:
         await asyncio.sleep(0.02)
