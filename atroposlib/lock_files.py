@@ -117,7 +117,7 @@ def run_lock(run_dir: Path, *, lost_node_s: float = LOST_NODE_S) -> Iterator[Non
                 )
             logger.info("waiting for the lock of another node: folder=%s node=%s", run_dir, node)
             time.sleep(min(2.0, lost_node_s / 10))
-        if not _is_file_at(run_dir / ".lock", stream):
+        if not is_file_at(run_dir / ".lock", stream):
             raise LaunchError(
                 f"run folder {run_dir} was set aside (--fresh) while this process waited for it; give the command again"
             )
@@ -137,10 +137,10 @@ def _lock_run(stream: IO[str]) -> bool:
         ) from error
 
 
-def _is_file_at(path: Path, stream: IO[str]) -> bool:
-    """A file that was opened keeps its content, and its lock, when its folder gets another name."""
+def is_file_at(path: Path, file: int | IO[str]) -> bool:
+    """Return True when an open file is the one at `path`; it keeps content and lock when it is renamed or removed."""
     try:
-        return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
+        return os.path.samestat(path.stat(), os.fstat(file if isinstance(file, int) else file.fileno()))
     except FileNotFoundError:
         return False
 

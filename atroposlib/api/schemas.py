@@ -218,6 +218,7 @@ class Status(BaseModel):
     buffered_groups: int = Field(description="Part groups that wait for the rest of their environment's group size.")
     leased_batches: int
     waiting_for: str | None = Field(description="Why no batch is ready, in words; null when one is.")
+    storage_full: str | None = Field(description="Why groups are answered 503 now, in words; null when they are not.")
 
 
 class EnvStatus(BaseModel):

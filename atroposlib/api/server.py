@@ -211,6 +211,7 @@ def _add_common_routes(api: FastAPI) -> None:
             "buffered_groups": sum(len(buffer) for buffer in queue.buffers.values()),
             "leased_batches": len(queue.leased),
             "waiting_for": service.waiting_for(),
+            "storage_full": service.store.why_full(),
         }
 
     @api.get("/latest_example", response_model=schemas.ScoredData)
@@ -239,8 +240,8 @@ def _add_common_routes(api: FastAPI) -> None:
         200 with `storage full` while groups are answered 503 for want of room: batches continue, it passes by itself,
         and a restart would not help. 503 with `stuck` when only a restart helps.
         """
-        if service.store.is_stuck():
-            return JSONResponse({"status": "stuck", "detail": "the writing thread has ended"}, status_code=503)
+        if (reason := service.store.why_stuck()) is not None:
+            return JSONResponse({"status": "stuck", "detail": reason}, status_code=503)
         if (reason := service.store.why_full()) is not None:
             return JSONResponse({"status": "storage full", "detail": reason})
         return JSONResponse({"status": "ok"})

@@ -101,7 +101,9 @@ class TrajectoryService:
     def waiting_for(self) -> str | None:
         """Why no batch is ready, in words; None when one is."""
         self.batches.expire_leases()
-        return waiting_for(self.run, self.queue, self._live.minimums(), self.liveness)
+        reason = waiting_for(self.run, self.queue, self._live.minimums(), self.liveness)
+        full = self.store.why_full() if reason else None
+        return f"room for groups: {full}; then {reason}" if full else reason
 
     def _gauges(self) -> Iterator[Metric]:
         queue = self.queue

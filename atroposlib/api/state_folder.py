@@ -73,6 +73,7 @@ class StateFolder:
                     opened.callback(self.log.close)
                 self.db = self._open()
                 opened.callback(self.db.close)
+                self._opened = None if self.path is None else (self.path / FILE).stat()
                 self._check_age(accept_older=accept_older)
                 opened.pop_all()
         except (sqlite3.OperationalError, OSError) as error:
@@ -94,10 +95,24 @@ class StateFolder:
                 "--accept-older"
             )
 
+    def why_lost(self) -> str | None:
+        """Say that the database is not the file that was opened: what is written to that, no start would find."""
+        if self.path is None or self._opened is None:
+            return None
+        try:
+            if os.path.samestat((self.path / FILE).stat(), self._opened):
+                return None
+            found = "is another file now"
+        except OSError as error:
+            found = f"cannot be reached ({error.strerror})"
+        return f"{self.path / FILE} {found}: put the folder back as it was, or start the server again"
+
     def no_room(self, size: int, wal: int = 0) -> str | None:
         """Say that the disk is too full for groups of this size: in the WAL, and with all of it in the database."""
         if self.path is None or self._reserve is None:
             return None
+        if lost := self.why_lost():
+            return lost
         missing_reserve = 0 if self._reserve.exists() else RESERVE_BYTES
         if free_disk_bytes(self.path) >= 2 * size + wal + ROOM_BYTES + missing_reserve:
             return None

@@ -68,6 +68,7 @@ class Store:
         self._changes = self._tables.get("changes")
         self._used = 0  # bytes of groups that are still needed
         self._refused_bytes = 0  # of the groups that met StorageFull last
+        self._refusal: str | None = None  # of the disk, when groups were to be written last; as a quota gives it
         self._dead: list[int] = []  # numbers of groups to delete
         self._unwritten: list[tuple[Change, int]] = []  # that there was no room for; in order
         self._written = 0  # how many logged changes are in the database; counts as the log's entries do
@@ -154,11 +155,15 @@ class Store:
     def why_full(self) -> str | None:
         """Say why a group that came now would meet StorageFull; None when there is room. Cheap."""
         used = self._used + max(1, self._refused_bytes)
-        return _over_limit(used, self._max_bytes) or self._folder.no_room(ROOM_BYTES)
+        return _over_limit(used, self._max_bytes) or self._folder.no_room(ROOM_BYTES) or self._refusal
 
     def is_stuck(self) -> bool:
-        """Return True when nothing can be written any more until the process starts again."""
+        """Return True when the thread has ended: nothing can be written any more until the process starts again."""
         return self._thread.ident is not None and not self._thread.is_alive()
+
+    def why_stuck(self) -> str | None:
+        """Say why only a new start helps; None when it is not needed."""
+        return "the writing thread has ended" if self.is_stuck() else self._folder.why_lost()
 
     async def close(self) -> None:
         """Return when all that was asked for is done and the files are closed; what is in memory stays usable."""
@@ -255,6 +260,8 @@ class Store:
         self._written += sum(job.change[0].logged for job in jobs if job.change is not None)
         for job, result in zip(jobs, results, strict=True):
             failed = isinstance(result, AtroposError)
+            if job.adds_bytes and not failed:
+                self._refusal = None
             _finish(job, None if failed else result, result if failed else None)
 
     def _write_with_reserve(self, job: _Job, error: Exception) -> None:
@@ -270,6 +277,7 @@ class Store:
         what = "no space left in" if "full" in str(error) else f"{FILE} cannot be written in"
         full = StorageFull(f"{what} {self._folder.path} ({error}); this passes by itself when it can be")
         if job.change is None:
+            self._refusal = str(full)
             _finish(job, None, full)
             return
         self._unwritten.append(job.change)
@@ -318,7 +326,11 @@ class Store:
             self._refused_bytes = size
             raise StorageFull(reason)
         self._refused_bytes = 0
-        self._folder.hold_reserve()
+        try:
+            self._folder.hold_reserve()
+        except StorageFull as error:
+            self._refusal = str(error)
+            raise
         self._tables.insert(adding, [group_id for group_id in seen if not self._tables.knows(group_id)])
         self._used += size
         return fresh
@@ -340,13 +352,15 @@ class Store:
             while self._jobs.empty() and self._has_spare_pages():
                 self._db.executescript(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})")
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # which shortens the file
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             logger.warning("space is not given back now: %s", error)
 
     def _has_spare_pages(self) -> bool:
         """Return True while free pages take more than the slack, or than the groups, or than is free on the disk."""
         path = self._folder.path
-        return path is not None and self._tables.free_bytes() > min(max(self._slack, self._used), free_disk_bytes(path))
+        if path is None or self._folder.why_lost():
+            return False
+        return self._tables.free_bytes() > min(max(self._slack, self._used), free_disk_bytes(path))
 
     def _close_tidily(self) -> None:
         """Give back free pages if that is quick, and end the log."""

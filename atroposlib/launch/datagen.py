@@ -20,7 +20,7 @@ import aiohttp
 from atroposlib.errors import LaunchError
 from atroposlib.json_lines import read_object
 from atroposlib.launch.config import DatagenConfig, ExportConfig
-from atroposlib.launch.plan import Model, Plan, groups_missing, link_rollouts, make_plan, rollout_folders
+from atroposlib.launch.plan import Model, Plan, groups_missing, link_rollouts, make_plan, recorded, rollout_folders
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
 from atroposlib.launch.services import Service, Supervised, describe_exit, log_tail
 from atroposlib.lock_files import end_leftovers, run_lock
@@ -211,11 +211,12 @@ def _signals(loop: asyncio.AbstractEventLoop) -> Iterator["asyncio.Future[str]"]
 
 
 def _is_complete(config: DatagenConfig) -> bool:
-    """True when the environment has said that every problem is on disk, however the last start ended."""
+    """True when the environment has said that every problem is on disk, and it is, however the last start ended."""
     if config.share.member:
         return groups_missing(config) == 0
     said = read_object(Path(config.run_dir) / PROGRESS_FILE) or {}
-    return said.get("state") == "done" and said.get("groups_done", 0) >= config.problems
+    is_done = said.get("state") == "done" and said.get("groups_done", 0) >= config.problems
+    return is_done and sum(ledger.totals.groups for ledger in recorded(config)) >= config.problems
 
 
 def _tell_if_short(config: DatagenConfig) -> None:

@@ -26,7 +26,7 @@ from atroposlib.envs.server_handling.server_config import FIRST_SLURM_PORT, slur
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.services import Service, answers, at_once, environment, free_ports, trajectory_api
 from atroposlib.paths import writable_dir, write_text_atomic
-from atroposlib.rollouts.ledger import recorded_items
+from atroposlib.rollouts.ledger import Ledger, read_recorded
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.status.runs import PROGRESS_FILE
 from atroposlib.type_definitions import JsonObject
@@ -178,15 +178,20 @@ def has_recorded(config: DatagenConfig) -> bool:
     return any(path.stat().st_size for folder in folders for kind in kinds for path in folder.glob(kind))
 
 
+def recorded(config: DatagenConfig) -> list[Ledger]:
+    """Read what the run's rollout files hold, each member's alone; nothing is changed there."""
+    found = [path for folder in rollout_folders(config) for path in folder.glob(f"*_rollouts_{config.name}_*.jsonl*")]
+    stems = {(path.parent, path.name.partition(".jsonl")[0].rpartition("_")[0]) for path in found}
+    return [
+        read_recorded(RunFiles(folder, stem, env="", run=config.name))
+        for folder, stem in sorted(stems)
+        if stem.endswith(f"_rollouts_{config.name}")
+    ]
+
+
 def groups_missing(config: DatagenConfig) -> int:
     """Problems of a shared run that no member has recorded yet; the files are only read."""
-    seats = Counter(
-        int(key) % config.problems
-        for folder in rollout_folders(config)
-        for index in folder.glob(f"*_rollouts_{config.name}.index")
-        for key in recorded_items(RunFiles(folder, index.stem, env="", run=config.name))
-        if key.isdecimal()
-    )
+    seats = Counter(int(key) % config.problems for ledger in recorded(config) for key in ledger.done if key.isdecimal())
     twice = [seat for seat, groups in seats.items() if groups > 1]
     if twice:
         logger.warning("problems recorded by two members: %s; a member was frozen while it wrote", sorted(twice))

@@ -26,7 +26,7 @@ import orjson
 from atroposlib.data.rollout_files import html_twin, zstd
 from atroposlib.errors import PathError
 from atroposlib.json_lines import as_json, one_line, to_json
-from atroposlib.lock_files import take_lock
+from atroposlib.lock_files import is_file_at, take_lock
 from atroposlib.rollouts.failures import describe_error
 from atroposlib.rollouts.ledger import REJECTED, Ledger, LedgerEntry, describe, read_ledger, read_line
 from atroposlib.rollouts.locations import RunFiles
@@ -38,13 +38,18 @@ DISK_FULL_DEADLINE_S = 600.0
 DISK_FULL_RETRY_S = 2.0
 
 
+class FileGoneError(OSError):
+    """A file that is open was removed or moved: what is written to it would not be found again."""
+
+
 class AppendFile:
     """A file that only grows, by whole pieces, with one writer. `size` is what was written in whole pieces, in bytes.
 
-    What a failed write left of a piece is cut off before the next.
+    What a failed write left of a piece is cut off before the next. Whoever renames the file sets `path`.
     """
 
     def __init__(self, path: Path, *, must_be_new: bool = False) -> None:
+        self.path = path
         new = os.O_EXCL if must_be_new else 0
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | new, 0o644)
         self.size = os.fstat(self.descriptor).st_size
@@ -54,8 +59,11 @@ class AppendFile:
         """Append all of `data` or nothing of it.
 
         Raises:
+            FileGoneError: the file is not at `path` any more; nothing was appended.
             OSError: nothing was appended, or what was cannot be cut off yet.
         """
+        if not is_file_at(self.path, self.descriptor):
+            raise FileGoneError(errno.ESTALE, f"{self.path.name} was removed or moved while it was written")
         self._cut()
         rest = memoryview(data)
         try:
@@ -246,7 +254,7 @@ class RolloutFiles:
         returned, when the item is not ours any more then (`may_write`).
 
         Raises:
-            OSError: the disk stayed full, or failed in another way.
+            OSError: the disk stayed full, or failed in another way; the file is gone.
         """
         entries = [describe(record, self._accept_score) for record in records]
         lines = [one_line(to_json(record)) + b"\n" for record in records]
@@ -281,6 +289,11 @@ class RolloutFiles:
     def read_group(self, entry: LedgerEntry) -> JsonObject:
         """One stored group, as it was written."""
         return orjson.loads(read_line(self.files.shards()[entry.shard], entry))
+
+    def missing(self) -> list[Path]:
+        """Return the files that lines were written to and that are gone."""
+        there = self.files.shards()
+        return [self.files.rollouts(shard) for shard in sorted(self.ledger.groups_in_shard) if shard not in there]
 
     async def sync(self) -> None:
         """Bring what was written since the last call to the disk itself."""
@@ -359,7 +372,7 @@ class RolloutFiles:
             try:
                 await loop.run_in_executor(self._thread, write)
             except OSError as error:
-                if loop.time() > give_up:
+                if isinstance(error, FileGoneError) or loop.time() > give_up:
                     raise
                 self.on_wait(f"{self.files.folder} cannot be written ({error.strerror}); free some space")
                 await asyncio.sleep(DISK_FULL_RETRY_S)
@@ -438,16 +451,18 @@ async def _in_thread(call: Callable[[], object]) -> None:
     """As `asyncio.to_thread`, but a stopping process leaves the thread behind: a report may take minutes."""
     loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
-    def end(error: BaseException | None) -> None:
+    def end(error: Exception | None) -> None:
         if not done.done():
             done.set_exception(error) if error else done.set_result(None)
 
     def work() -> None:
-        problem: BaseException | None = None
+        problem: Exception | None = None
         try:
             call()
-        except BaseException as error:
+        except Exception as error:
             problem = error  # raised where the report is awaited
+        except BaseException as error:  # `sys.exit` of an author's page would end the event loop there
+            problem = RuntimeError(describe_error(error))
         try:
             loop.call_soon_threadsafe(end, problem)
         except RuntimeError:

@@ -160,13 +160,13 @@ def read_ledger(files: RunFiles, *, accept_score: float, keep_unacknowledged: bo
     return ledger
 
 
-def recorded_items(files: RunFiles) -> set[str]:
-    """Keys of the items that have all their lines in files of another process; nothing is changed there."""
+def read_recorded(files: RunFiles) -> Ledger:
+    """Read the groups in files of another process, without those that were rejected; nothing is changed there."""
     ledger = Ledger()
     for entry in read_entries(files):
         if entry.shard != REJECTED:
             ledger.add(entry, acknowledged=True)
-    return ledger.done
+    return ledger
 
 
 def read_entries(files: RunFiles) -> list[LedgerEntry]:

@@ -413,8 +413,13 @@ class Run:
             await self.files.sync()
 
     def _complain_if_short(self) -> None:
-        """Raise when the API took nothing, or the items ended too early as every task was set aside; else warn."""
+        """Raise when files are gone, the API took nothing, or every task was set aside before the end; else warn."""
         total, groups = self.progress.limits.groups, self.progress.totals.groups
+        if self.files and (gone := self.files.missing()):
+            raise AtroposError(
+                f"{len(gone)} rollout files of this run were removed or moved while it ran ({gone[0]} first): put them "
+                "back, or give the same command again, which does their items again"
+            )
         self.sink.require_delivery()
         if self.sink.is_full:
             return

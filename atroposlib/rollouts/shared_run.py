@@ -28,7 +28,7 @@ from pathlib import Path
 
 from atroposlib.errors import LaunchError
 from atroposlib.paths import write_text_atomic
-from atroposlib.rollouts.ledger import recorded_items
+from atroposlib.rollouts.ledger import read_recorded
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.source import MAX_SET_ASIDE_IN_A_ROW
 from atroposlib.type_definitions import Item
@@ -343,5 +343,5 @@ def filled_seats(folders: Iterable[Path], files: RunFiles, seats: int) -> set[in
     """Seats with a group in one of the folders, whose files are named like `files`; nothing is changed there."""
     single = files.single and files.single.name
     theirs = [replace(files, folder=folder, single=folder / single if single else None) for folder in folders]
-    keys = {key for each in theirs for key in recorded_items(each)}
+    keys = {key for each in theirs for key in read_recorded(each).done}
     return {int(key) % seats for key in keys if key.isdecimal()}

@@ -167,7 +167,7 @@ class Sink:
         except OSError as error:
             raise StorageError(
                 f"{self._files.files.folder} cannot be written: {error.strerror or error}; the run stops, and the same "
-                "command continues when there is space"
+                "command continues when it can be"
             ) from error
 
     async def _send(self, records: Sequence[JsonObject]) -> None:

@@ -1,6 +1,7 @@
 """A store on a file system that fills up: a tmpfs of a few MB where mounting is permitted, else simulated errors."""
 
 import asyncio
+import errno
 import shutil
 import sqlite3
 
@@ -36,6 +37,7 @@ async def test_a_full_disk_answers_503_loses_nothing_and_continues_when_there_is
         assert (full.status_code, full.json()["status"]) == (200, "storage full")
         assert "no space left" in full.json()["detail"]
         assert "atropos_storage_full 1.0" in (await client.get("/metrics")).text
+        assert "no space left" in (await client.get("/status")).json()["storage_full"]
         taken = []
         while (batch := uids(await client.get("/batch"))) is not None:
             taken += batch
@@ -65,6 +67,49 @@ async def test_a_full_disk_after_a_restart_still_has_everything(tmp_path, monkey
     again = create_app(ApiSettings(state_dir=tmp_path / "state"))
     assert uids(await client_of(again).get("/batch")) == [1, 3]
     await again.state.service.store.close()
+
+
+async def test_a_quota_is_named_until_a_group_can_be_stored_again(tmp_path, monkeypatch):
+    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    client = await started(app)
+
+    def exceeded(*args):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", exceeded)
+        assert (await client.post("/scored_data", json=make_group(1))).status_code == 503
+    status = (await client.get("/status")).json()
+    assert "Disk quota exceeded" in status["storage_full"]
+    assert status["waiting_for"] == f"room for groups: {status['storage_full']}; then sequences: 0 of 8 are queued"
+    assert (await client.get("/health")).json() == {"status": "storage full", "detail": status["storage_full"]}
+    assert (await client.post("/scored_data", json=make_group(1))).status_code == 200
+    assert (await client.get("/status")).json()["storage_full"] is None
+    await app.state.service.store.close()
+
+
+TAKEN = {
+    "removed": lambda state: shutil.rmtree(state),
+    "moved": lambda state: state.rename(state.with_name("elsewhere")),
+    "replaced by a copy": lambda state: shutil.copytree(state.rename(state.with_name("elsewhere")), state),
+}
+
+
+@pytest.mark.parametrize("take", TAKEN.values(), ids=TAKEN)
+async def test_nothing_is_acknowledged_for_a_state_folder_that_was_taken_away(tmp_path, take):
+    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    client = await started(app)
+    assert (await client.post("/scored_data", json=make_group(1))).status_code == 200
+    take(tmp_path / "state")
+    for _ in range(2):
+        refused = await client.post("/scored_data", json=make_group(2))
+        assert refused.status_code == 503
+        assert "put the folder back as it was, or start the server again" in refused.json()["detail"]
+    health = await client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "stuck")
+    assert (await client.get("/status")).json()["storage_full"] == health.json()["detail"]
+    assert "atropos_storage_full 1.0" in (await client.get("/metrics")).text
+    await app.state.service.store.close()
 
 
 @needs_root

@@ -69,8 +69,10 @@ def test_a_full_disk_does_not_hide_why_the_run_failed(config, monkeypatch):
 
 
 @pytest.mark.parametrize("ended", ["failed", "stopped", "exporting", "done"])
-@pytest.mark.parametrize(("said", "is_whole"), [("done", True), ("running", False)])
-def test_a_run_with_all_its_groups_only_exports_however_it_ended(config, monkeypatch, ended, said, is_whole):
+@pytest.mark.parametrize(("said", "groups", "is_whole"), [("done", 4, True), ("running", 4, False), ("done", 3, False)])
+def test_a_run_with_all_its_groups_in_its_files_only_exports_however_it_ended(
+    config, monkeypatch, ended, said, groups, is_whole
+):
     started = []
 
     async def to_the_end(self, model):
@@ -82,6 +84,9 @@ def test_a_run_with_all_its_groups_only_exports_however_it_ended(config, monkeyp
     record = RunRecord(name="t", problems=4, responses=2, state=ended)
     (config.work_dir / "run.json").write_text(record.to_json())
     (config.work_dir / "progress.json").write_text(json.dumps({"state": said, "groups_done": 4}))
+    (config.work_dir / "rollouts").mkdir()
+    lines = [json.dumps({"item_key": str(number), "scores": [0.0, 1.0]}) + "\n" for number in range(groups)]
+    (config.work_dir / "rollouts" / "e_rollouts_t_0001.jsonl").write_text("".join(lines))
     run_datagen(config, lambda status: None)
     assert started == ([] if is_whole else ["services"])
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -260,6 +261,46 @@ async def test_shards_are_written_with_a_twin_each_and_compressed_when_asked(tmp
     assert [path.rpartition("/")[2] for path in progress["outputs"]["rollouts"]] == [
         n for n in names if "html" not in n
     ]
+
+
+GONE = {
+    "the file is removed": lambda folder, first: first.unlink(),
+    "the folder is removed": lambda folder, first: shutil.rmtree(folder),
+    "the folder is moved": lambda folder, first: folder.rename(folder.with_name("elsewhere")),
+    "another file is put in its place": lambda folder, first: os.replace(shutil.copy(first, folder / "copy"), first),
+    "a shard is moved when it is full": lambda folder, first: first.rename(folder.with_name("elsewhere")),
+}
+
+
+@pytest.mark.parametrize(
+    ("take_away", "per_shard"), [(take, 4 if "full" in how else 100) for how, take in GONE.items()], ids=GONE
+)
+async def test_a_run_whose_files_are_taken_away_is_no_success_and_the_same_command_does_what_is_lost(
+    tmp_path, take_away, per_shard
+):
+    class RobbedEnv(CountingEnv):
+        async def collect_trajectories(self, item):
+            if item["number"] == 15:
+                take_away(tmp_path / "out", tmp_path / "out" / "counting_rollouts_r_0001.jsonl")
+            return await super().collect_trajectories(item)
+
+    settings = {"data_path_to_save_groups": None, "rollouts_dir": str(tmp_path / "out"), "run_name": "r"}
+    settings |= {"groups_per_shard": per_shard, "max_num_workers": 1}
+    with pytest.raises(AtroposError, match="removed or moved while it"):
+        await process_env(tmp_path, RobbedEnv, **settings).process_manager()
+    await process_env(tmp_path, **settings).process_manager()
+    shards = sorted((tmp_path / "out").glob("counting_rollouts_r_*.jsonl"))
+    assert sorted(line["tokens"][0][0] for path in shards for line in rollouts(path)) == list(range(20))
+
+
+async def test_a_page_that_ends_the_program_costs_only_the_page(tmp_path, caplog):
+    class EndingPage(CountingEnv):
+        def write_html(self, rollouts, output):
+            raise SystemExit(1)
+
+    assert (await process_env(tmp_path, EndingPage).process_manager()).exit_code == 0
+    assert "report not written" in caplog.text
+    assert len(rollouts(tmp_path / "o.jsonl")) == 20
 
 
 async def test_process_without_a_place_to_write_is_refused(tmp_path):

@@ -173,6 +173,7 @@ class CallLog:
                 os.fsync(file.fileno())
             appending = AppendFile(new)
             os.replace(new, self._path)
+            appending.path = self._path
         except BaseException:
             new.unlink(missing_ok=True)
             raise
