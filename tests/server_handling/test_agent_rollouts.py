@@ -3,7 +3,11 @@
 import asyncio
 import errno
 import json
+import shutil
+import threading
+import time
 from contextlib import asynccontextmanager
+from itertools import count
 
 import httpx
 import openai
@@ -823,44 +827,119 @@ async def test_a_deleted_rollout_is_gone_after_a_restart_and_its_name_can_be_use
     log.close()
 
 
-def kill():
-    raise KeyboardInterrupt
-
-
-KILLS = {  # while the file is written again: what does not happen any more
-    "none": None,
-    "before it is on the disk": (record_module.os, "fsync"),
-    "before it is in its place": (record_module.os, "replace"),
-}
-
-
-@pytest.mark.parametrize("killed_at", KILLS.values(), ids=KILLS)
-def test_a_file_written_again_without_deleted_rollouts_loses_nothing_to_a_kill(tmp_path, monkeypatch, killed_at):
+def test_a_file_without_its_deleted_rollouts_takes_the_place_of_the_old_one_while_more_is_written(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(record_module, "LEFT_OUT_BYTES", 0)
-    path = tmp_path / "records.jsonl"
+    path, written = tmp_path / "records.jsonl", 20
     log = CallLog(path)
-    for number in range(20):
-        for name in ("big", "kept"):
-            log.append({"score": number, "rollout": name, **({"text": "x" * 1000} if name == "big" else {})})
-    if killed_at:
-        with monkeypatch.context() as killing:
-            killing.setattr(*killed_at, lambda *_: kill())
-            killing.setattr(record_module.Path, "unlink", lambda *_, **__: None)  # nothing runs behind a kill
-            with pytest.raises(KeyboardInterrupt):
-                log.forget("big")
-    else:
-        log.forget("big")
-        assert path.stat().st_size < 2000
-        log.append({"score": 20, "rollout": "kept"})
+    for number in range(written):
+        log.append({"score": number, "rollout": "kept"})
+        log.append({"text": "x" * 1000, "rollout": "big"})
+    log.forget("big")
+    until = time.monotonic() + 10
+    while path.stat().st_size > 20_000 and time.monotonic() < until:  # a thread copies it
+        log.append({"score": written, "rollout": "kept"})
+        written += 1
+        time.sleep(0.001)
+    assert path.stat().st_size < 20_000
+    for _ in range(2):
+        assert [event["score"] for event in log.events("kept")] == list(range(written))
+        assert list(log.events()) == list(log.events("kept"))
+        log.close()
+        log = CallLog(path)
     log.close()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["records.jsonl", "records.lock"]
+
+
+@pytest.mark.parametrize("failing", [None, "fsync", "replace"])
+def test_a_kill_at_any_moment_while_a_file_is_written_again_loses_and_doubles_nothing(tmp_path, monkeypatch, failing):
+    told, moments, number = {}, [], count()  # what was said to be written, by rollout
+    (tmp_path / "run").mkdir()
+    log = CallLog(tmp_path / "run" / "records.jsonl")
+
+    def append(rollout, text=""):
+        told.setdefault(rollout, []).append({"score": next(number), "rollout": rollout, "text": text})
+        log.append(told[rollout][-1])
+
+    def forget(rollout):
+        told.pop(rollout)
+        log.forget(rollout)
+
+    def as_a_kill_leaves_it(name):
+        moments.append(name)
+        left = tmp_path / f"killed{len(moments)}"
+        shutil.copytree(tmp_path / "run", left)
+        after = CallLog(left / "records.jsonl")
+        assert {rollout: list(after.events(rollout)) for rollout in told} == told
+        assert sorted(event["score"] for event in after.events()) == sorted(
+            event["score"] for events in told.values() for event in events
+        )
+        after.close()
+
+    class Inline(threading.Thread):
+        def start(self):
+            self.run()
+
+        def join(self, timeout=None):
+            pass
+
+    class Pause(threading.Event):
+        def wait(self, timeout=None):
+            as_a_kill_leaves_it("piece")
+            if len(moments) < 6:
+                append("kept")
+                append("late")
+                if len(moments) == 3:
+                    forget("soon gone")
+                    forget("again")
+                    append("again")
+            return False
+
+    def at(name):
+        real = getattr(record_module.os, name)
+
+        def step(*args):
+            as_a_kill_leaves_it(name)
+            if name == failing:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(*args)
+            as_a_kill_leaves_it(f"{name} done")
+
+        monkeypatch.setattr(record_module.os, name, step)
+
+    for rollout in ["big", "kept", "soon gone", "again"] * 5:
+        append(rollout, "x" * 1000 if rollout == "big" else "")
+    for name, value in {"LEFT_OUT_BYTES": 0, "PIECE_BYTES": 200}.items():
+        monkeypatch.setattr(record_module, name, value)
+    monkeypatch.setattr(record_module.threading, "Thread", Inline)
+    monkeypatch.setattr(record_module.threading, "Event", Pause)
+    at("fsync")
+    at("replace")
+    forget("big")
+    as_a_kill_leaves_it("copied")
+    append("kept")
+    steps = ["fsync", "fsync done", "replace", "replace done"]
+    wanted = steps[: steps.index(failing) + 1] if failing else steps
+    assert [name for name in moments if name in steps] == wanted
+    assert moments.count("piece") >= 4
+    assert (log._file.size < 5000) == (failing is None)
+    append("again")
+    as_a_kill_leaves_it("end")
+    assert {rollout: list(log.events(rollout)) for rollout in told} == told
+    log.close()
+
+
+def test_what_a_kill_left_of_a_copy_is_removed_and_no_records_are_taken_for_one(tmp_path):
+    path = tmp_path / "records.new"
     log = CallLog(path)
-    assert [event["score"] for event in log.events()] == list(range(20 if killed_at else 21))
-    assert list(log.events()) == list(log.events("kept"))
-    log.forget("kept")
+    log.append({"score": 1, "rollout": "r"})
     log.close()
+    (tmp_path / "records.new.new").write_bytes(b"half of")
     log = CallLog(path)
-    assert (path.stat().st_size, list(log.events())) == (0, [])
+    assert len(list(log.events())) == 1
     log.close()
+    assert not (tmp_path / "records.new.new").exists()
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path):

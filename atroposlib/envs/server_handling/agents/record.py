@@ -4,13 +4,17 @@ A call is written as what it adds to the call before it: ids, log-probabilities,
 are whole or cut off: a torn end is what a kill left, and nobody was told of it.
 """
 
+import heapq
 import logging
 import os
+import threading
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import orjson
@@ -28,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 LEFT_OUT_BYTES = 64 * 1024 * 1024
 """So much of deleted rollouts may always stay in a file."""
+PIECE_BYTES = 256 * 1024
+PAUSE_S = 0.002
+"""A file is copied in such pieces, with such pauses, so that the gateway goes on answering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +100,12 @@ class CallLog:
                 f"{path} is written by process {error.pid}; give every gateway a file of its own"
             ) from error
         self._path, self._lines = path, dict[str, _Lines]()
+        self._kept = 0  # bytes of all these lines
+        self._copy: _Copy | None = None  # without deleted rollouts, which shall take the place of the file
+        self._copied_from = 0  # bytes; a shorter file is not copied
         self._file = AppendFile(path)
         try:
+            _copy_of(path).unlink(missing_ok=True)  # a kill left it
             self._find_lines()
         except BaseException:
             self.close()
@@ -104,7 +115,9 @@ class CallLog:
         """Write one event; OSError: it is not in the file, and nobody may be told of it."""
         start = self._file.size
         self._file.write(orjson.dumps(event, default=repr, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
-        self._lines.setdefault(event["rollout"], _Lines()).note(start, self._file.size - start)
+        self._note(event["rollout"], start, self._file.size - start)
+        if self._copy is not None and self._copy.is_over:
+            self._replace()
 
     def events(self, rollout: str | None = None) -> Iterator[dict[str, Any]]:
         """Read what is not forgotten, in order; with `rollout` only what is of it, and nothing else of the file."""
@@ -117,25 +130,33 @@ class CallLog:
     def forget(self, rollout: str) -> None:
         """Leave out a rollout from now on; OSError: it is still known.
 
-        Where more than half of the file (and `LEFT_OUT_BYTES`) is of such rollouts, it is written again without them.
+        Where more than half of the file (and `LEFT_OUT_BYTES`) is of such rollouts, a thread copies it without them,
+        and one of the next events puts the copy in its place.
         """
         self.append({"forgotten": True, "rollout": rollout})
-        self._lines.pop(rollout, None)
-        kept = sum(lines.size for lines in self._lines.values())
-        if self._file.size - kept > max(kept, LEFT_OUT_BYTES):
-            try:
-                self._write_again()
-            except (OSError, PathError) as error:
-                logger.warning("records of deleted rollouts stay in the file: file=%s error=%s", self._path, error)
+        self._drop(rollout)
+        left_out = self._file.size - self._kept
+        if self._copy is None and left_out > max(self._kept, LEFT_OUT_BYTES) and self._file.size >= self._copied_from:
+            self._copy = _Copy(self._path, self._file, self._lines)
+            self._copy.thread.start()
 
     def close(self) -> None:
         """Close the file and leave it to others."""
+        if self._copy is not None:
+            self._copy.discard()
         self._file.close()
         os.close(self._lock)
 
+    def _note(self, rollout: str, start: int, size: int) -> None:
+        self._lines.setdefault(rollout, _Lines()).note(start, size)
+        self._kept += size
+
+    def _drop(self, rollout: str) -> None:
+        self._kept -= self._lines.pop(rollout, _Lines()).size
+
     def _find_lines(self) -> None:
         """Read the file once; what a kill left of a line is cut off."""
-        self._lines, start, decoder = {}, 0, msgspec.json.Decoder(_Head)
+        start, decoder = 0, msgspec.json.Decoder(_Head)
         with self._path.open("rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):
@@ -151,34 +172,106 @@ class CallLog:
                         "another file, or take that line out"
                     ) from error
                 if head.forgotten:
-                    self._lines.pop(head.rollout, None)
+                    self._drop(head.rollout)
                 else:
-                    self._lines.setdefault(head.rollout, _Lines()).note(start, len(line))
+                    self._note(head.rollout, start, len(line))
                 start += len(line)
 
-    def _write_again(self) -> None:
-        """Replace the file, at once and whole: a kill leaves the one or the other."""
-        check_replaceable(self._path)
-        new, places = self._path.with_suffix(".new"), dict[str, _Lines]()
-        wanted = sorted((start, rollout) for rollout, lines in self._lines.items() for start in lines.starts)
+    def _replace(self) -> None:
+        """Put the copy in the place of the file, at once and whole: a kill leaves the one or the other."""
+        assert self._copy is not None
+        copy, self._copy = self._copy, None
         try:
-            with self._path.open("rb") as old, new.open("wb") as file:
-                os.fchmod(file.fileno(), os.fstat(old.fileno()).st_mode)
-                for start, rollout in wanted:
-                    old.seek(start)
-                    line = old.readline()
-                    places.setdefault(rollout, _Lines()).note(file.tell(), len(line))
-                    file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-            appending = AppendFile(new)
-            os.replace(new, self._path)
-            appending.path = self._path
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
+            appending = copy.finished()
+        except (OSError, PathError) as error:
+            logger.warning("records of deleted rollouts stay in the file: file=%s error=%s", self._path, error)
+            self._copied_from = self._file.size + LEFT_OUT_BYTES
+            copy.discard()
+            return
         self._file.close()
-        self._file, self._lines = appending, places
+        self._file = appending
+        for rollout, lines in self._lines.items():
+            lines.starts = copy.places_of(rollout, lines.starts)
+
+
+def _copy_of(path: Path) -> Path:
+    return path.with_name(path.name + ".new")
+
+
+class _Copy:
+    """A copy of a file without its deleted rollouts, made by a thread while the file grows.
+
+    Of the lines that the file has at the start it has those of known rollouts; all that came since follows as it is,
+    deletions too, so that it says the same as the file at every moment.
+    """
+
+    def __init__(self, path: Path, file: AppendFile, lines: dict[str, _Lines]) -> None:
+        self._path, self._new, self._file = path, _copy_of(path), file
+        self._old_size = self._copied = file.size  # bytes
+        self._known = [(rollout, one.starts, len(one.starts)) for rollout, one in lines.items()]
+        self._places: dict[str, array[int]] = {}  # of these lines in the copy
+        self._moved = 0  # bytes from the place of a later line to its place in the copy
+        self._error: Exception | None = None
+        self._discarded = threading.Event()
+        self.is_over = False  # finished, or failed
+        self.thread = threading.Thread(target=self._run, name=f"copying {path.name}", daemon=True)
+
+    def finished(self) -> AppendFile:
+        """The copy in the place of the file; OSError, PathError: it is not there."""
+        if self._error is not None:
+            raise self._error
+        check_replaceable(self._path)
+        copy = AppendFile(self._new)
+        try:
+            with self._path.open("rb") as old:
+                old.seek(self._copied)
+                copy.write(old.read(self._file.size - self._copied))
+            os.replace(self._new, self._path)
+        except BaseException:
+            copy.close()
+            raise
+        copy.path = self._path
+        return copy
+
+    def places_of(self, rollout: str, starts: "array[int]") -> "array[int]":
+        """The places of a rollout's lines in the copy, by those in the file."""
+        later = bisect_left(starts, self._old_size)
+        places = self._places[rollout] if later else array("q")  # an id may have been used again
+        places.extend(start + self._moved for start in starts[later:])
+        return places
+
+    def discard(self) -> None:
+        """Stop the thread, and leave nothing of the copy."""
+        self._discarded.set()
+        self.thread.join()
+        self._new.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        try:
+            with self._path.open("rb") as old, self._new.open("wb") as new:
+                os.fchmod(new.fileno(), os.fstat(old.fileno()).st_mode)
+                self._copy_known(old, new)
+                self._moved = new.tell() - self._old_size
+                old.seek(self._copied)
+                while (rest := self._file.size - self._copied) > PIECE_BYTES and not self._discarded.wait(PAUSE_S):
+                    self._copied += new.write(old.read(min(rest, PIECE_BYTES)))
+                new.flush()
+                os.fsync(new.fileno())
+        except Exception as error:  # raised by `finished`
+            self._error = error
+        self.is_over = True
+
+    def _copy_known(self, old: BinaryIO, new: BinaryIO) -> None:
+        ordered = heapq.merge(*(zip(starts[:count], repeat(rollout)) for rollout, starts, count in self._known))
+        piece = 0  # bytes
+        for start, rollout in ordered:
+            old.seek(start)
+            self._places.setdefault(rollout, array("q")).append(new.tell())
+            piece += new.write(old.readline())
+            if piece >= PIECE_BYTES:
+                piece = 0
+                if self._discarded.wait(PAUSE_S):
+                    return
 
 
 class RolloutLog:
