@@ -59,8 +59,12 @@ def hold(path: Path, *, mode: int) -> int:
         pid = os.read(descriptor, 64).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
         raise HeldError(pid)
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+    except OSError:  # a full disk; the lock must not outlive this call
+        os.close(descriptor)
+        raise
     return descriptor
 
 

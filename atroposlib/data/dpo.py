@@ -31,7 +31,7 @@ from atroposlib.data.formats import (
     tools_column,
     trained_stretches,
 )
-from atroposlib.data.output import check_dataset, refuse_inputs, written_whole
+from atroposlib.data.output import check_dataset, refuse_inputs, sole_writer, written_whole
 from atroposlib.data.policy import SelectionPolicy, priorities, select
 from atroposlib.data.report import (
     ExportReport,
@@ -198,9 +198,12 @@ def export_dpo(
             copies=copies.count,
         )
 
-    with written_whole(
-        target, append=options.append, before_rename=lambda size: write_meta(target, report(size))
-    ) as writer:
+    with (
+        sole_writer(target, append=options.append, overwrite=options.overwrite),
+        written_whole(
+            target, append=options.append, before_rename=lambda size: write_meta(target, report(size))
+        ) as writer,
+    ):
         for chosen in table.read(keep, advance):
             first = chosen.rows[0] - chosen.indices[0]
             for better, worse in pairs[int(table.responses["group"][first])]:

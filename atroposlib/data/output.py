@@ -10,10 +10,12 @@ of a call and the definitions of tools, is JSON text: in a common type each woul
 
 import glob
 import importlib
+import logging
 import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,9 +30,11 @@ import msgspec
 from atroposlib.data.rollout_files import read_lines, zstd
 from atroposlib.errors import DataError, PathError
 from atroposlib.json_lines import one_line
-from atroposlib.lock_files import try_lock
+from atroposlib.lock_files import HeldError, hold, is_file_at, try_lock
 from atroposlib.paths import check_replaceable, expand_path
 from atroposlib.type_definitions import Json, JsonObject
+
+logger = logging.getLogger(__name__)
 
 _ALWAYS_TEXT = ("arguments", "tools")
 _FUNCTIONS = ("function", "function_call")
@@ -163,6 +167,7 @@ _HOST = os.uname().nodename
 ROLLOUTS = (".jsonl", ".jsonl.zst")
 DATASETS = (*ROLLOUTS, ".parquet")
 _OTHER_KINDS = (".parquet", ".zst", ".csv", ".tsv", ".txt", ".xlsx", ".arrow", ".gz", ".bz2", ".xz", ".zip")
+_LOOK_EVERY_S, _SAY_EVERY_S, _LONGEST_WAIT_S = 0.1, 10.0, 3600.0  # while another process writes the same output
 _encoder = msgspec.json.Encoder()
 
 
@@ -245,6 +250,58 @@ def refuse_inputs(outputs: Iterable[Path], inputs: Iterable[Path], *, what: str 
 def _place(path: Path) -> Path:
     """Where a path lies, without looking behind it, as a link itself is replaced."""
     return path.parent.resolve() / path.name
+
+
+@contextmanager
+def sole_writer(path: Path, *, append: bool | None = None, overwrite: bool = False) -> Iterator[None]:
+    """Wait until no other process writes this output, and keep others from it until the block ends.
+
+    Two that append would each begin with what is there, and the last to end would drop the rows of the other. A disk
+    that knows no locks has no such protection.
+
+    Args:
+        append, overwrite: as in `check_output`, which looks again once the others have ended.
+
+    Raises:
+        PathError: another one has written it meanwhile, or is still writing after an hour.
+    """
+    descriptor = _wait_for_lock(path)
+    try:
+        check_output(path, append=append, overwrite=overwrite)
+        yield
+    finally:
+        if descriptor is not None:
+            _lock_of(path).unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+def _wait_for_lock(path: Path) -> int | None:
+    """Return the descriptor that holds the output's lock; None where there are no locks."""
+    begun = time.monotonic()
+    said = begun - _SAY_EVERY_S
+    while True:
+        try:
+            descriptor = hold(_lock_of(path), mode=0o644)
+        except HeldError as held:
+            now = time.monotonic()
+            if now - begun > _LONGEST_WAIT_S:
+                raise PathError(
+                    f"process {held.pid} has been writing {path} for an hour; stop it, or give another output"
+                ) from None
+            if now - said >= _SAY_EVERY_S:
+                said = now
+                logger.info("waiting for process %s, which writes %s", held.pid, path)
+            time.sleep(_LOOK_EVERY_S)
+        except OSError:
+            return None
+        else:
+            if is_file_at(_lock_of(path), descriptor):
+                return descriptor
+            os.close(descriptor)  # its last holder has removed it meanwhile
 
 
 @contextmanager

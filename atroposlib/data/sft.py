@@ -30,7 +30,7 @@ from atroposlib.data.formats import (
     token_record,
 )
 from atroposlib.data.lazy_group import NOT_CONVERTED
-from atroposlib.data.output import check_dataset, refuse_inputs, written_whole
+from atroposlib.data.output import check_dataset, refuse_inputs, sole_writer, written_whole
 from atroposlib.data.policy import Selection, SelectionPolicy, TargetStep, select, simple_policy
 from atroposlib.data.report import ExportReport, describe_export, require_records, require_survivors, write_meta
 from atroposlib.data.set_aside import SetAside
@@ -366,9 +366,12 @@ def _write(
             odd=converter.set_aside,
         )
 
-    with written_whole(
-        target, append=options.append, before_rename=lambda size: write_meta(target, report(size))
-    ) as writer:
+    with (
+        sole_writer(target, append=options.append, overwrite=options.overwrite),
+        written_whole(
+            target, append=options.append, before_rename=lambda size: write_meta(target, report(size))
+        ) as writer,
+    ):
         for record in pack(records, options.pack) if options.pack else records:
             writer.write(record)
             count += 1

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from atroposlib.data.lazy_group import hash64, parse_lazily
-from atroposlib.data.output import ROLLOUTS, JsonlWriter, check_output, refuse_inputs, written_whole
+from atroposlib.data.output import ROLLOUTS, JsonlWriter, check_output, refuse_inputs, sole_writer, written_whole
 from atroposlib.data.policy import pass_rates
 from atroposlib.data.report import require_groups
 from atroposlib.data.rollout_files import Line, SpanReader, check_copied, find_rollout_files, sound_lines
@@ -57,7 +57,7 @@ def merge_rollouts(
     seen: set[int] = set()
     groups = duplicates = 0
     odd = SetAside(strict=strict)
-    with written_whole(target) as writer:
+    with sole_writer(target, overwrite=overwrite), written_whole(target) as writer:
         assert isinstance(writer, JsonlWriter)
         for path in files:
             for line in sound_lines(path, odd):
@@ -118,6 +118,8 @@ def split_rollouts(
     odd = SetAside(strict=strict)
     parts = (assign or assign_splits)(table, shares, seed)
     with ExitStack() as stack:
+        for path in outputs:
+            stack.enter_context(sole_writer(path, overwrite=overwrite))
         writers = [
             stack.enter_context(written_whole(path)) if share else None
             for path, share in zip(outputs, shares, strict=True)

@@ -1,16 +1,19 @@
 import errno
 import fcntl
 import json
+import logging
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rollout_factory import make_group, write_groups
 
 from atroposlib.cli.data import stats
 from atroposlib.data.dpo import DpoOptions, export_dpo
-from atroposlib.data.output import check_output, write_whole, written_whole
+from atroposlib.data.output import check_output, sole_writer, write_whole, written_whole
 from atroposlib.data.rollout_files import read_lines, zstd
 from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.data.split_merge import merge_rollouts, split_rollouts
@@ -70,6 +73,56 @@ def test_parts_of_other_hosts_and_of_disks_without_locks_are_left(tmp_path, aban
 @pytest.fixture
 def rollouts(tmp_path):
     return write_groups(tmp_path / "a.jsonl", [make_group([1.0])])
+
+
+class Waits(logging.Handler):
+    """Sets `seen` when a writer says that it waits for another."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = threading.Event()
+
+    def emit(self, record):
+        if "waiting for process" in record.getMessage():
+            self.seen.set()
+
+
+WRITERS = {
+    "one that appends": (lambda ins, out: export_sft(ins, out, options=SftOptions(append=True)), 2),
+    "one that replaces": (lambda ins, out: export_sft(ins, out, options=SftOptions(overwrite=True)), 1),
+    "one that may do neither": (export_sft, PathError),
+    "merging": (merge_rollouts, PathError),
+}
+
+
+@pytest.mark.parametrize(("write", "expected"), WRITERS.values(), ids=WRITERS)
+def test_of_two_writers_of_one_output_the_second_sees_what_the_first_has_written(
+    tmp_path, rollouts, caplog, write, expected
+):
+    output, waits = tmp_path / "o.jsonl", Waits()
+    logger = logging.getLogger("atroposlib.data.output")
+    logger.addHandler(waits)
+    caplog.set_level(logging.INFO, "atroposlib.data.output")
+    with ThreadPoolExecutor(1) as pool:
+        with sole_writer(output):
+            second = pool.submit(write, rollouts, output)
+            assert waits.seen.wait(30)
+            with written_whole(output) as writer:
+                writer.write({"of": "first"})
+        if expected is PathError:
+            with pytest.raises(PathError, match="exists; use"):
+                second.result(30)
+        else:
+            second.result(30)
+    logger.removeHandler(waits)
+    assert len(output.read_text().splitlines()) == (1 if expected is PathError else expected)
+    assert not [path.name for path in tmp_path.iterdir() if path.name.endswith(".lock")]
+
+
+def test_a_writer_that_never_ends_is_not_waited_for_for_ever(tmp_path, rollouts, monkeypatch):
+    monkeypatch.setattr("atroposlib.data.output._LONGEST_WAIT_S", 0.0)
+    with sole_writer(tmp_path / "o.jsonl"), pytest.raises(PathError, match=f"process {os.getpid()} has been writing"):
+        export_sft(rollouts, tmp_path / "o.jsonl")
 
 
 @pytest.mark.parametrize("name", ["o.jsonl", "o.jsonl.zst"])
