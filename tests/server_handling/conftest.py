@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from atroposlib.envs.server_handling import http_server, server_baseline
+from atroposlib.envs.server_handling import openai_server, server_baseline
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from tests.fake_engine import FakeEngine, running_engine
@@ -15,7 +15,7 @@ from tests.fakes import FakeTokenizer
 def short_pauses(monkeypatch):
     monkeypatch.setattr(server_baseline, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(server_baseline, "READY_POLL_S", 0.005)
-    monkeypatch.setattr(http_server, "PROBE_EVERY_S", 0.005)
+    monkeypatch.setattr(openai_server, "PROBE_EVERY_S", 0.005)
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ import numpy as np
 import openai
 import pytest
 
-from atroposlib.envs.server_handling.http_server import endpoint_urls
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.openai_server import OpenAIServer, endpoint_urls
 from atroposlib.envs.server_handling.openai_wire import parse_chat
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_config import ReasoningConfig

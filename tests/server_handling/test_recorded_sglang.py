@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.envs.server_handling import loads
-from atroposlib.envs.server_handling.loads import EngineLoad, engine_load
+from atroposlib.envs.server_handling import engine_info
+from atroposlib.envs.server_handling.engine_info import EngineLoad, engine_load
 from atroposlib.envs.server_handling.openai_wire import parse_chat, parse_completion
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -272,9 +272,8 @@ sglang:num_queue_reqs{model_name="m",dp_rank="2"} +Inf
 
 def test_sglang_has_every_gauge_that_is_read():
     types = recorded("metrics_names")["types"]
-    assert {types.get(name) for names in loads._GAUGES.values() for name in names if name.startswith("sglang")} == {
-        "gauge"
-    }
+    names = [name for names in engine_info._GAUGES.values() for name in names if name.startswith("sglang")]
+    assert {types.get(name) for name in names} == {"gauge"}
 
 
 async def test_an_engine_that_says_nothing_has_an_unknown_load(engine):

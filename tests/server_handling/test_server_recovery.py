@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from atroposlib.envs.server_handling import http_server, server_baseline
+from atroposlib.envs.server_handling import openai_server, server_baseline
 from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavailable
-from atroposlib.envs.server_handling.http_server import generation_deadline_s
+from atroposlib.envs.server_handling.openai_server import generation_deadline_s
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.transport import KEEPALIVE_S
 from atroposlib.errors import EngineFault, RequestFault
@@ -124,7 +124,7 @@ def test_the_deadline_grows_with_the_tokens_asked_for():
 
 async def test_the_deadline_of_a_request_follows_its_max_tokens(sglang, monkeypatch):
     seen = []
-    monkeypatch.setattr(http_server, "generation_deadline_s", lambda tokens, base: seen.append((tokens, base)) or 5.0)
+    monkeypatch.setattr(openai_server, "generation_deadline_s", lambda tokens, base: seen.append((tokens, base)) or 5.0)
 
     await sglang.tokens_and_logprobs_completion(input_ids=[1], max_tokens=77)
 
@@ -156,7 +156,7 @@ async def test_endpoints_of_other_models_are_no_refuge(engine):
 
 
 async def test_an_engine_that_hangs_is_noticed_and_its_requests_move(engine, monkeypatch):
-    monkeypatch.setattr(http_server, "WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr(openai_server, "WATCH_EVERY_S", 0.01)
     async with running_engine() as other:
         manager = manager_of(engine, other)
         engine.held = asyncio.Event()
@@ -169,10 +169,10 @@ async def test_an_engine_that_hangs_is_noticed_and_its_requests_move(engine, mon
 
 
 async def test_a_long_generation_is_not_taken_for_a_hang(engine, sglang, monkeypatch):
-    monkeypatch.setattr(http_server, "WATCH_EVERY_S", 0.005)
+    monkeypatch.setattr(openai_server, "WATCH_EVERY_S", 0.005)
     engine.held = asyncio.Event()
     task = asyncio.create_task(sglang.tokens_and_logprobs_completion(**ASK))
-    while engine.health_probes < 3 * http_server.HUNG_AFTER_PROBES:
+    while engine.health_probes < 3 * openai_server.HUNG_AFTER_PROBES:
         await asyncio.sleep(0.005)
     engine.held.set()
     await task

@@ -32,7 +32,7 @@ from atroposlib.envs.server_handling.conversation import (
     copied,
     split_thoughts,
 )
-from atroposlib.envs.server_handling.dummy_server import DummyManagedServer
+from atroposlib.envs.server_handling.openai_server import DummyManagedServer
 from atroposlib.envs.server_handling.openai_wire import Made, ManagedServerAdapter, chat_of, completion_of
 from atroposlib.envs.server_handling.sampling import TOKEN_LIMITS, drop_doubled_bos
 from atroposlib.envs.server_handling.sequence import (

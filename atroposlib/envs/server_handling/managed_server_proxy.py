@@ -19,9 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from starlette.exceptions import HTTPException
 
 from atroposlib.api.auth import TOKEN_VARIABLE, is_loopback, read_token
@@ -32,17 +34,9 @@ from atroposlib.envs.server_handling.agents.record import CallLog
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer
-from atroposlib.envs.server_handling.proxy_schemas import (
-    UNKNOWN_SESSION,
-    ChatCompletionProxyRequest,
-    RenderResponse,
-    ServersConfig,
-    SessionCreateRequest,
-    SessionCreateResponse,
-    UnknownSessionError,
-    load_config,
-)
+from atroposlib.envs.server_handling.proxy_client import UNKNOWN_SESSION, UnknownSessionError
 from atroposlib.envs.server_handling.server_baseline import Server
+from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager, count_lease, pick_server, server_at
 from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import AtroposError, ConfigError, RequestFault, RolloutFault
@@ -54,6 +48,77 @@ logger = logging.getLogger(__name__)
 DEFAULT_PORT = 9100
 SESSION_TIMEOUT_S = 3600.0
 RECORDS_FOLDER = "gateway_records"
+
+
+class ChatCompletionProxyRequest(BaseModel):
+    """OpenAI's chat request. Further fields that an engine knows, such as `top_p`, go there as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[JsonObject]
+    max_tokens: PositiveInt = 1024
+    max_completion_tokens: PositiveInt | None = None
+    temperature: float = 1.0
+    n: PositiveInt = 1
+    stop: list[str] | str | None = None
+    stream: bool = False
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
+
+
+class SessionCreateRequest(BaseModel):
+    """Settings of a session: its server, and its ways to track."""
+
+    tool_parser: str = "hermes"
+    reasoning_parser: str | None = None
+    track_tree: bool = False
+    base_url: str | None = None
+
+
+class SessionCreateResponse(BaseModel):
+    """A new session."""
+
+    uuid: str
+    model_name: str
+    tool_parser: str
+    base_url: str | None = None
+    created_at: float
+
+
+class RenderResponse(BaseModel):
+    """The prompt that a chat request would send."""
+
+    prompt_text: str
+    token_ids: list[int]
+    num_tokens: int
+
+
+class ServersConfig(BaseModel):
+    """The config file, and the body of /setup."""
+
+    model_name: str
+    tokenizer_name: str = "none"
+    servers: list[JsonObject] = Field(min_length=1)
+
+    def server_configs(self) -> list[APIServerConfig]:
+        """One per server; `server_type` is vllm unless given."""
+        shared = {"server_type": "vllm", "model_name": self.model_name, "tokenizer_name": self.tokenizer_name}
+        return [APIServerConfig(**{**shared, **server}) for server in self.servers]
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+        from atroposlib.data.tokenizers import load_tokenizer
+
+        return load_tokenizer(self.model_name if self.tokenizer_name == "none" else self.tokenizer_name)
+
+
+def load_config(path: str) -> ServersConfig:
+    """The config file; ConfigError says what is wrong with it."""
+    file = expand_path(path, what="--config")
+    try:
+        return ServersConfig.model_validate(orjson.loads(file.read_bytes()))
+    except (OSError, orjson.JSONDecodeError, ValidationError) as error:
+        raise ConfigError(f"--config {file} cannot be used: {error}") from error
 
 
 @dataclass

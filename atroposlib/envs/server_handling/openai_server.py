@@ -1,10 +1,211 @@
-"""Client of any OpenAI-style endpoint: chat and completions, no token ids."""
+"""Clients of endpoints that speak OpenAI's protocol over HTTP: chat and completions, health, deadlines.
 
-from atroposlib.envs.server_handling.http_server import HttpServer
-from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
-from atroposlib.envs.server_handling.server_config import resolve_openai_configs
+`HttpServer` is what SGLang's and vLLM's clients build on, which add their own `/generate`. `OpenAIServer` is for any
+other endpoint: it gives no token ids, so managed calls on it track made-up ones (`DummyManagedServer`).
+"""
 
-__all__ = ["APIServerConfig", "OpenAIServer", "ReasoningConfig", "resolve_openai_configs"]
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, TypeVar
+
+from atroposlib.envs.server_handling.conversation import GivenMessages, Message, copied
+from atroposlib.envs.server_handling.fan_out import all_or_none
+from atroposlib.envs.server_handling.faults import MAX_BAD_REPLIES, BadReply, EndpointUnavailable
+from atroposlib.envs.server_handling.openai_wire import (
+    Parsed,
+    join_choices,
+    parse_chat,
+    parse_completion,
+    reply_facts,
+    warm_up,
+)
+from atroposlib.envs.server_handling.sampling import GenerationRequest, max_tokens_of
+from atroposlib.envs.server_handling.sequence import SequenceNode, TrackedSequences
+from atroposlib.envs.server_handling.server_baseline import APIServer, Server, TokensAndLogprobs
+from atroposlib.envs.server_handling.server_config import (
+    OFFICIAL_OPENAI_HOST,
+    APIServerConfig,
+    ReasoningConfig,
+    resolve_openai_configs,
+)
+from atroposlib.errors import RequestFault
+from atroposlib.rollouts.trace import finish_reason_of, same_prompt
+from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, JsonObject, Tokenizer
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+    from openai.types.chat.chat_completion import ChatCompletion
+    from openai.types.completion import Completion
+
+    from atroposlib.envs.server_handling.transport import Transport
+
+__all__ = [
+    "APIServerConfig",
+    "DummyManagedServer",
+    "HttpServer",
+    "OpenAIServer",
+    "ReasoningConfig",
+    "generation_deadline_s",
+    "resolve_openai_configs",
+]
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result", "ChatCompletion", "Completion")
+
+
+class HttpServer(APIServer):
+    """One endpoint reached over HTTP."""
+
+    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
+        from atroposlib.envs.server_handling.transport import Transport  # loads aiohttp, 0.2 CPU-s
+
+        super().__init__(config, reasoning_config)
+        self.root_url, self.openai_url = endpoint_urls(config)
+        self.api_key = config.api_key or (os.environ.get("OPENAI_API_KEY") if not config.base_url else None)
+        self.transport = Transport(self.api_key)
+        self._openai: AsyncOpenAI | None = None
+        self.health: EndpointHealth | None = None
+        if config.health_check and config.base_url:
+            self.health = EndpointHealth(self.transport, self._health_url(), self._set_healthy)
+
+    @property
+    def openai(self) -> "AsyncOpenAI":
+        """The official client for this endpoint, for code that wants routes we do not wrap."""
+        if self._openai is None:
+            from openai import AsyncOpenAI
+
+            self._openai = AsyncOpenAI(
+                api_key=self.api_key or "none", base_url=self.openai_url, timeout=self.config.timeout
+            )
+        return self._openai
+
+    async def close(self) -> None:
+        """Close the connections of this event loop; the server can be used again."""
+        if self.health is not None:
+            await self.health.close()
+        await self.transport.close()
+
+    async def check_server_status_task(self, chat_completion: bool = True) -> None:
+        """Return when the endpoint is up. Health is asked on doubt only, so nothing runs while all is well."""
+        if self.health is not None:
+            await self.health.recover()
+
+    async def _chat_completion_wrapper(self, **kwargs: object) -> "ChatCompletion":
+        return await self._with_n_choices("/chat/completions", GenerationRequest(kwargs), parse_chat)
+
+    async def _completion_wrapper(self, **kwargs: object) -> "Completion":
+        return await self._with_n_choices("/completions", GenerationRequest(kwargs), parse_completion)
+
+    async def _with_n_choices(
+        self, route: str, request: GenerationRequest, parse: Callable[[bytes, str], Parsed[Result]]
+    ) -> Result:
+        """Ask for n choices, and again for those that the reply lacks or that cannot be used.
+
+        A server that gives one choice whatever n is gets n requests, from then on.
+
+        Raises:
+            RequestFault: there are not n after `MAX_BAD_REPLIES` requests, with what is wrong with the last.
+        """
+        wanted = missing = request.n
+        results: list[Result] = []
+        flaws: list[str] = []
+        for _ in range(MAX_BAD_REPLIES):
+            for reply in await self._ask_for(missing, route, request, parse, prompt_is_counted=bool(results)):
+                flaws = reply.flaws or flaws
+                missing -= len(reply.result.choices)
+                results.append(reply.result)
+            if not missing:
+                return join_choices(results)
+        reason = flaws[-1] if flaws else "it has too few choices"
+        raise RequestFault(
+            f"{self.openai_url}{route} gave {wanted - missing} choices for n={wanted}, asked {MAX_BAD_REPLIES} times; "
+            f"the last reply: {reason}"
+        )
+
+    async def _ask_for(
+        self,
+        n: int,
+        route: str,
+        request: GenerationRequest,
+        parse: Callable[[bytes, str], Parsed[Result]],
+        *,
+        prompt_is_counted: bool,
+    ) -> list[Parsed[Result]]:
+        if n == 1 or not self.config.n_kwarg_is_ignored:
+            asked = request.of(n=n) if n > 1 or "n" in request.options else request
+            reply = await self._ask_openai(route, asked, parse, first=not prompt_is_counted)
+            if reply.given > n:
+                raise BadReply(f"{self.openai_url}{route} gave {reply.given} choices for n={n}")
+            if reply.given == 1 < n:
+                logger.warning("server ignores n, asking once per choice: url=%s n=%d", self.openai_url, n)
+                self.config.n_kwarg_is_ignored = True
+            return [reply]
+        single = request.of(n=1)
+        asking = [self._ask_openai(route, single, parse, first=not prompt_is_counted and i == 0) for i in range(n)]
+        return await all_or_none(asking)
+
+    async def _ask_openai(
+        self,
+        route: str,
+        request: GenerationRequest,
+        parse: Callable[[bytes, str], Parsed[Result]],
+        *,
+        first: bool = True,
+    ) -> Parsed[Result]:
+        body, url = request.body(), self.openai_url + route
+        body |= self._cache_key(body)
+        reply = parse(await self._post(url, body, request, max_tokens_of(body)), url)
+        facts = reply_facts(reply.result, body, self.openai_url)
+        self._answered_with(facts.weight_version)
+        with nullcontext() if first else same_prompt():
+            self._record(facts)
+        return reply
+
+    def _cache_key(self, asked: Mapping[str, object]) -> JsonObject:
+        """Fields that keep the engine from using prefixes of other weights; none where it does so by itself."""
+        return {}
+
+    def _answered_with(self, weights: str | None) -> None:
+        """Note the name of the weights that gave a reply."""
+
+    async def _post(self, url: str, body: JsonObject, request: GenerationRequest, max_tokens: int | None) -> bytes:
+        deadline_s = self._deadline_s(request, max_tokens)
+        with self.health or nullcontext():  # watched while a request is out
+            return await self.transport.post(url, body, deadline_s=deadline_s, headers=request.headers)
+
+    async def _stream(
+        self,
+        url: str,
+        body: JsonObject,
+        request: GenerationRequest,
+        max_tokens: int | None,
+        on_event: Callable[[bytes], None],
+    ) -> None:
+        deadline_s = self._deadline_s(request, max_tokens)
+        with self.health or nullcontext():  # watched while a request is out
+            await self.transport.stream(url, body, on_event, deadline_s=deadline_s, headers=request.headers)
+
+    def _deadline_s(self, request: GenerationRequest, max_tokens: int | None) -> float:
+        timeout_s = request.timeout_s
+        return generation_deadline_s(max_tokens, self.config.timeout) if timeout_s is None else timeout_s
+
+    def _start_health_task(self) -> None:
+        if not self.initialized:
+            warm_up()
+        self.initialized = True
+
+    async def _confirm_up(self) -> bool:
+        return await self.health.confirm() if self.health is not None else True
+
+    def _set_healthy(self, healthy: bool) -> None:
+        self.server_healthy = healthy
+
+    def _health_url(self) -> str:
+        """Answers below 500 when the server is up, at no cost."""
+        return f"{self.openai_url}/models"
 
 
 class OpenAIServer(HttpServer):
@@ -15,3 +216,163 @@ class OpenAIServer(HttpServer):
             "OpenAI-style endpoints give no token ids, so nothing can be trained on their replies. Use an engine with "
             "server_type sglang or vllm, or set ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 for text without real tokens."
         )
+
+
+DUMMY_TOKENS = list(range(128))
+DUMMY_LOGPROB = -0.5
+
+
+class DummyManagedServer(TrackedSequences):
+    """Managed calls with real text and made-up tokens: never train on them. Sequences are never extended.
+
+    As `ManagedServer`, with `metadata["dummy_tokens"]` set on every node.
+    """
+
+    def __init__(self, server: Server, tokenizer: Tokenizer = None, track_tree: bool = False) -> None:
+        super().__init__(track_tree)
+        self.server = server
+        self.tokenizer = tokenizer
+
+    async def chat_completion(self, *, messages: GivenMessages, **kwargs: object) -> "ChatCompletion":
+        """One chat request."""
+        reply = await self.server.chat_completion(messages=messages, **kwargs)
+        said = [copied(message) for message in messages]
+        context = "\n\n".join(f"{message['role']}:{message.get('content') or ''}" for message in said)
+        for choice in reply.choices:
+            answer = choice.message.model_dump(exclude_none=True)
+            self._keep(f"{context}\n\nassistant:{choice.message.content or ''}", choice.finish_reason, [*said, answer])
+        return reply
+
+    async def completion(self, *, prompt: str, **kwargs: object) -> "Completion":
+        """One text completion."""
+        reply = await self.server.completion(prompt=prompt, **kwargs)
+        for choice in reply.choices:
+            self._keep(f"{prompt}{choice.text}", choice.finish_reason)
+        return reply
+
+    async def get_logprobs(self, **kwargs: object) -> JsonObject:
+        """Not available."""
+        raise NotImplementedError("a dummy managed server has no log-probabilities; use server_type sglang or vllm")
+
+    def _keep(self, full_text: str, finish_reason: object, messages: list[Message] | None = None) -> None:
+        node = SequenceNode(
+            full_text=full_text,
+            tokens=DUMMY_TOKENS,
+            masked_tokens=[IGNORE_INDEX, *DUMMY_TOKENS[1:]],
+            logprobs=[PROMPT_LOGPROB] + [DUMMY_LOGPROB] * (len(DUMMY_TOKENS) - 1),
+            metadata={"finish_reason": finish_reason_of(finish_reason), "dummy_tokens": True},
+            messages=messages,
+        )
+        self._store([node], made_up=True)
+
+
+def endpoint_urls(config: APIServerConfig) -> tuple[str, str]:
+    """Root and OpenAI-style address (`.../v1`) of a server; empty means the official OpenAI API."""
+    if not config.base_url:
+        base = (os.environ.get("OPENAI_BASE_URL") or f"https://{OFFICIAL_OPENAI_HOST}/v1").rstrip("/")
+        return base.removesuffix("/v1"), base
+    base = config.base_url.rstrip("/")
+    return base.removesuffix("/v1"), base
+
+
+PROBE_EVERY_S = 0.5
+PROBE_TIMEOUT_S = 30.0
+"""SGLang answers /health after 1 s, and after up to 20 s when it is busy or stuck."""
+
+WATCH_EVERY_S = 30.0
+HUNG_AFTER_PROBES = 6
+
+
+class EndpointHealth:
+    """Up means: `url` answers with a status below 500. `set_up` is told about every change.
+
+    While a request is out (`with health:`) it is asked now and then.
+    """
+
+    def __init__(self, transport: "Transport", url: str, set_up: Callable[[bool], None]) -> None:
+        self._transport = transport
+        self._url = url
+        self._set_up = set_up
+        self._probing: asyncio.Task[bool] | None = None
+        self._recovering: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self.requests_out = 0
+
+    def __enter__(self) -> None:
+        self.requests_out += 1
+        self.ensure_watched()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.requests_out -= 1
+
+    async def confirm(self) -> bool:
+        """Tell if the endpoint answers now. Concurrent callers share one probe; False starts the recovery."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self.probe())
+        up = await asyncio.shield(self._probing)
+        if not up:
+            self._mark_down()
+        return up
+
+    async def probe(self) -> bool:
+        """Ask once."""
+        try:
+            status, _ = await self._transport.get(self._url, timeout_s=PROBE_TIMEOUT_S)
+        except EndpointUnavailable:
+            return False
+        return status < 500
+
+    def ensure_watched(self) -> None:
+        """Probe now and then while requests are out, so that a hung engine is noticed before their deadline."""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch())
+
+    async def recover(self) -> None:
+        """Return when the endpoint is up again; `set_up` is told, also when nobody asks any more."""
+        try:
+            while not await self.probe():
+                await asyncio.sleep(PROBE_EVERY_S)
+            logger.warning("server is back: url=%s", self._url)
+        finally:
+            self._set_up(True)  # after a cancellation (`close`, another event loop) the next request finds out
+
+    async def close(self) -> None:
+        """Stop asking."""
+        tasks: list[asyncio.Task[object]] = [
+            task for task in (self._probing, self._recovering, self._watching) if task is not None
+        ]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _mark_down(self) -> None:
+        if self._recovering is None or self._recovering.done():
+            logger.warning("server is down; its requests wait: url=%s", self._url)
+            self._set_up(False)
+            self._recovering = asyncio.create_task(self.recover())
+
+    async def _watch(self) -> None:
+        failed = 0
+        while self.requests_out > 0:
+            await asyncio.sleep(WATCH_EVERY_S)
+            failed = 0 if await self.probe() else failed + 1
+            if failed >= HUNG_AFTER_PROBES:
+                logger.error(
+                    "server hangs, its connections are closed: url=%s requests=%d", self._url, self.requests_out
+                )
+                self._mark_down()
+                await self._transport.close()
+                return
+
+
+SLOWEST_TOKENS_PER_S = 4.0
+ASSUMED_MAX_TOKENS = 32768
+
+
+def generation_deadline_s(max_tokens: int | None, base_s: float) -> float:
+    """Seconds to wait for a generation of at most `max_tokens` tokens.
+
+    Generous on purpose: a healthy engine under full load stays above `SLOWEST_TOKENS_PER_S` per sequence, and a
+    deadline that strikes early starts the same work again. `base_s` covers queueing.
+    """
+    return base_s + (max_tokens if max_tokens is not None else ASSUMED_MAX_TOKENS) / SLOWEST_TOKENS_PER_S

@@ -13,7 +13,6 @@ import aiohttp
 
 from atroposlib.api.auth import TOKEN_VARIABLE
 from atroposlib.envs.server_handling.conversation import GivenMessages, copied
-from atroposlib.envs.server_handling.proxy_schemas import UNKNOWN_SESSION
 from atroposlib.envs.server_handling.sequence import SequenceNode, State, note_chats
 from atroposlib.errors import EngineFault, KilledFault, RequestFault, RolloutFault
 from atroposlib.type_definitions import JsonObject
@@ -28,6 +27,13 @@ GENERATION_TIMEOUT_S = 6 * 3600
 """A reply may hold tens of thousands of tokens; the proxy's own engine client has the tighter deadline."""
 
 CONTROL_TIMEOUT_S = 30
+
+UNKNOWN_SESSION = "unknown_session_error"
+"""The type of the error that says a session is gone: the proxy was restarted, or the session deleted or unused."""
+
+
+class UnknownSessionError(LookupError):
+    """No session has this id: never created, deleted, or expired."""
 
 
 class ProxyManagedServer:

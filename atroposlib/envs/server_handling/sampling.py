@@ -5,12 +5,16 @@ caught here and become a `RequestFault` that says what is wrong.
 """
 
 import difflib
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from atroposlib.errors import RequestFault
 from atroposlib.type_definitions import Json, JsonObject
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,20 @@ def unknown_key(key: str, known: Collection[str], engine: str) -> str:
     near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
     return f"{engine} does not know the sampling parameter {key!r}; {hint}"
+
+
+def known_options(given: JsonObject, allowed: frozenset[str] = OPTIONS | {"split"}) -> JsonObject:
+    """`given` without what is not allowed: OpenAI's clients send much that is meant for OpenAI only."""
+    unknown = given.keys() - allowed
+    for key in unknown:
+        _note_ignored(key)
+    return {key: value for key, value in given.items() if key not in unknown}
+
+
+@lru_cache(maxsize=1000)
+def _note_ignored(key: str) -> None:
+    """Once for each key."""
+    logger.warning("request field ignored, no engine knows it: %s", key)
 
 
 class ExtendedIds(list[int]):

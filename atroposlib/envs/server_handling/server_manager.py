@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, Field, PositiveInt
 
-from atroposlib.envs.server_handling.engine_identity import EngineIdentity
+from atroposlib.envs.server_handling.engine_info import EngineIdentity, EngineLoad, engine_load
 from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
-from atroposlib.envs.server_handling.http_server import HttpServer
-from atroposlib.envs.server_handling.loads import EngineLoad, engine_load
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.one_by_one import OneByOne
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.openai_server import HttpServer, OpenAIServer
 from atroposlib.envs.server_handling.openai_wire import join_choices
 from atroposlib.envs.server_handling.sampling import GenerationRequest
 from atroposlib.envs.server_handling.server_baseline import (

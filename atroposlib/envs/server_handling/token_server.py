@@ -5,7 +5,7 @@ from collections.abc import Sequence, Sized
 
 import orjson
 
-from atroposlib.envs.server_handling.engine_identity import (
+from atroposlib.envs.server_handling.engine_info import (
     EngineIdentity,
     ask_identity,
     ask_ids,
@@ -13,7 +13,7 @@ from atroposlib.envs.server_handling.engine_identity import (
     refuse_foreign,
 )
 from atroposlib.envs.server_handling.faults import EndpointUnavailable
-from atroposlib.envs.server_handling.http_server import HttpServer
+from atroposlib.envs.server_handling.openai_server import HttpServer
 from atroposlib.envs.server_handling.sampling import GenerationRequest, checked_ids, drop_doubled_bos, new_ids
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ReasoningConfig
 from atroposlib.errors import AtroposError, ConfigError, RequestFault

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from atroposlib.data.tokenizers import plain_chat_ids
 from atroposlib.envs.server_handling.faults import BadReply, fault_of_status, read_json
-from atroposlib.envs.server_handling.http_server import generation_deadline_s
+from atroposlib.envs.server_handling.openai_server import generation_deadline_s
 from atroposlib.envs.server_handling.openai_wire import Made, chat_of, completion_of
 from atroposlib.envs.server_handling.sampling import GenerationRequest, max_tokens_of
 from atroposlib.envs.server_handling.server_baseline import APIServer, TokensAndLogprobs

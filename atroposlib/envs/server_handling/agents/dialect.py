@@ -15,8 +15,7 @@ from atroposlib.envs.server_handling.agents.record import Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Rollout
 from atroposlib.envs.server_handling.agents.settings import Asked
 from atroposlib.envs.server_handling.conversation import GrownMessages
-from atroposlib.envs.server_handling.proxy_schemas import known_options
-from atroposlib.envs.server_handling.sampling import AGENT_OPTIONS, GRAMMARS, OPTIONS, words
+from atroposlib.envs.server_handling.sampling import AGENT_OPTIONS, GRAMMARS, OPTIONS, known_options, words
 from atroposlib.errors import RequestFault
 
 _SESSION_OPTIONS = OPTIONS - words("prompt input_ids extra_body extra_headers timeout") | {"split"}

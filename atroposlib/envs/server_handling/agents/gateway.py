@@ -28,7 +28,7 @@ from atroposlib.envs.server_handling.agents.messages import MESSAGES
 from atroposlib.envs.server_handling.agents.responses import RESPONSES
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, SealedError
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
-from atroposlib.envs.server_handling.proxy_schemas import UNKNOWN_SESSION, UnknownSessionError
+from atroposlib.envs.server_handling.proxy_client import UNKNOWN_SESSION, UnknownSessionError
 from atroposlib.errors import AtroposError, ConfigError, KilledFault, RequestFault, RolloutFault
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import pytest
 
 from atroposlib.data import tokenizers
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
-from atroposlib.envs.server_handling.engine_identity import (
+from atroposlib.envs.server_handling.engine_info import (
     EngineIdentity,
     ask_identity,
     is_foreign,
