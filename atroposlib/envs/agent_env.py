@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from atroposlib.envs.server_handling.sampling import words
 from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, KilledFault, RolloutFault, VerifierFault
 from atroposlib.rollouts.trace import EngineReply, row_of_group
+from atroposlib.sandbox.keeper import KEEPER
 from atroposlib.type_definitions import FinishReason, Item, JsonObject, ScoredDataGroup
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TERM_S = 5.0
+KEEPER_S = 30.0
 OUTPUT_BYTES = 20_000
 CLEAN_UP_S = 30.0
 INSIDE = "/work"
@@ -360,14 +363,22 @@ def _is_spent(rollout: Rollout) -> bool:
 
 
 async def run_command(command: Command, folder: Path, variables: Mapping[str, str]) -> tuple[int, str]:
-    """Run a program to its end; exit code, and the end of what it printed. Its process group ends with it.
+    """Run a program to its end; exit code, and the end of what it printed. Whatever it started ends with it.
+
+    On Linux that is every process below it, and they end with this process, too; elsewhere those of its group.
 
     Args:
         folder: its working folder.
         variables: its environment, below the command's own; of this process only what names programs and languages.
+
+    Raises:
+        OSError: it cannot be started.
     """
-    with tempfile.TemporaryFile() as printed:
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as refused:
+        is_kept = sys.platform == "linux"
+        keeper = [sys.executable, "-I", "-S", KEEPER, str(os.getpid()), str(TERM_S), str(refused.fileno())]
         process = await asyncio.create_subprocess_exec(
+            *(keeper if is_kept else ()),
             *command.arguments,
             stdin=asyncio.subprocess.PIPE,
             stdout=printed,
@@ -375,13 +386,16 @@ async def run_command(command: Command, folder: Path, variables: Mapping[str, st
             cwd=folder,
             env={**_plain_variables(), **variables, **command.variables},
             start_new_session=True,
+            pass_fds=(refused.fileno(),) if is_kept else (),
         )
         try:
             await process.communicate(command.stdin)
         finally:
-            await _end_group(process)
+            await (_end_kept(process) if is_kept else _end_group(process))
             if command.clean_up:
                 await _clean_up(command, folder)
+        if number := refused.seek(0) or refused.read():
+            raise OSError(int(number), os.strerror(int(number)), command.arguments[0])
         printed.seek(max(0, printed.seek(0, os.SEEK_END) - OUTPUT_BYTES))
         return process.returncode or 0, printed.read().decode("utf-8", "replace")
 
@@ -398,6 +412,18 @@ async def _clean_up(command: Command, folder: Path) -> None:
 
 def _plain_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ") if name in os.environ}
+
+
+async def _end_kept(process: asyncio.subprocess.Process) -> None:
+    """Let a keeper end its program and all below it, and wait until it has."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), TERM_S + KEEPER_S)
+    except TimeoutError:
+        logger.warning("the keeper of an agent, process %d, does not end: its agent may run on", process.pid)
+        process.kill()
 
 
 async def _end_group(process: asyncio.subprocess.Process) -> None:

@@ -4,6 +4,9 @@
 `sandbox.Sandbox` is for programs that nobody trusts; `python -m atroposlib.sandbox` shows whether this machine can hold
 one. Where a layer is missing, nothing is run.
 
+`keeper` is for programs that run as this user, such as agents: whatever they start ends with them.
+
 workers      worker_main: the child
+keeper       run by its path, as the parent of one program
 sandbox      programs: one program in bubblewrap, watched    seccomp: its filter    host: which layers hold here
 """

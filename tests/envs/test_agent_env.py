@@ -2,7 +2,10 @@
 
 import json
 import os
+import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
@@ -12,7 +15,7 @@ from fakes import FakeServer, FakeTokenizer
 from atroposlib.data.validate import validate
 from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv
 from atroposlib.environments.agents.stock_env import StockEnv
-from atroposlib.envs.agent_env import INSIDE, Access, AgentEnv, AgentEnvConfig, in_container
+from atroposlib.envs.agent_env import INSIDE, Access, AgentEnv, AgentEnvConfig, Command, in_container, run_command
 from atroposlib.envs.base import ServerBaseline
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, GroupError, RequestFault, VerifierFault
 from atroposlib.type_definitions import IGNORE_INDEX
@@ -155,6 +158,78 @@ async def test_an_agent_that_takes_too_long_ends_with_everything_it_started(tmp_
         await rolled_out(env, item)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert [is_running(pid) for pid in pids] == [False, False]
+
+
+DETACHED = """
+import http.client, os, sys, time, urllib.parse
+def ask():
+    url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+    body = '{{"messages": [{{"role": "user", "content": "more"}}]}}'
+    headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
+    try:
+        connection = http.client.HTTPConnection(url.netloc)
+        connection.request("POST", url.path + "/chat/completions", body, headers)
+        connection.getresponse().read()
+    except OSError:
+        pass
+if os.fork():
+    ask()
+    while not os.path.exists(sys.argv[-1]):
+        time.sleep(0.01)
+    {end}
+os.setsid()
+if os.fork():
+    os._exit(0)
+with open(sys.argv[-1] + ".part", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(sys.argv[-1] + ".part", sys.argv[-1])
+while True:
+    ask()
+"""
+ENDS = {
+    "by itself": ("os._exit(0)", None),
+    "with a failure": ("os._exit(3)", "exit code 3"),
+    "killed": ("os.kill(os.getpid(), 9)", "exit code -9"),
+    "too late": ("time.sleep(600)", "agent_timeout_s"),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+@pytest.mark.parametrize(("end", "fault"), ENDS.values(), ids=ENDS)
+async def test_what_an_agent_detached_from_itself_ends_with_it(tmp_path, monkeypatch, end, fault):
+    monkeypatch.setattr("atroposlib.envs.agent_env.TERM_S", 0.1)
+    env = command_env(tmp_path, "true", DETACHED.format(end=end), agent_timeout_s=3, max_calls=None)
+    with pytest.raises(EnvironmentFault, match=fault) if fault else nullcontext():
+        await rolled_out(env, {**await item_of(env), "prompt": str(tmp_path / "pid")})
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+CALLER = """
+import asyncio, pathlib, sys
+from atroposlib.envs.agent_env import Command, run_command
+command = Command([sys.executable, "-c", sys.argv[1], sys.argv[2]])
+variables = {"OPENAI_BASE_URL": "http://127.0.0.1:1/v1", "OPENAI_API_KEY": "k"}
+asyncio.run(run_command(command, pathlib.Path("/"), variables))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of a parent's death")
+def test_what_an_agent_detached_from_itself_ends_with_a_caller_that_is_killed(tmp_path):
+    script = DETACHED.format(end="time.sleep(600)")
+    with subprocess.Popen([sys.executable, "-c", CALLER, script, str(tmp_path / "pid")]) as caller:
+        until = time.monotonic() + 30
+        while not (tmp_path / "pid").exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        caller.kill()
+    while is_running(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+async def test_a_program_that_cannot_be_started_is_an_error_and_no_exit_code(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        await run_command(Command(["no-such-program"]), tmp_path, {})
 
 
 DOCKER = """#!/usr/bin/env python3

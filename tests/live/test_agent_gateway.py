@@ -42,11 +42,16 @@ async def rollout_of(
     await service.start()
     rollout = service.rollouts.create(RolloutSettings.of(**settings))
     headers = {"Authorization": f"Bearer {rollout.key}"}
-    async with asyncio.timeout(300), httpx.AsyncClient(base_url=service.url, headers=headers, timeout=300) as client:
-        yield rollout, client
-    await rollout.end()
-    await service.stop()
-    await manager.close()
+    try:
+        async with (
+            asyncio.timeout(300),
+            httpx.AsyncClient(base_url=service.url, headers=headers, timeout=300) as client,
+        ):
+            yield rollout, client
+    finally:
+        await rollout.end()
+        await service.stop()
+        await manager.close()
 
 
 def user(text: str) -> dict[str, str]:
@@ -148,6 +153,69 @@ async def test_a_strict_tool_is_taken_by_an_engine_that_has_grammars_and_refused
     (call,) = rollout.exchanges[0].calls
     arguments = call.text.partition('"arguments": ')[2].partition("}")
     assert call.finish_reason == "length" or not arguments[0] or follows("".join(arguments[:2]), "stop", OBJECTS)
+
+
+def chat_function(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": SCHEMA, "strict": True}}
+
+
+FORCED = {
+    "chat": ("chat/completions", {"messages": [user(FIRST)]}, chat_function),
+    "responses": (
+        "responses",
+        {"input": [user(FIRST)]},
+        lambda name: {"type": "function", **chat_function(name)["function"]},
+    ),
+    "messages": (
+        "messages",
+        {"messages": [user(FIRST)], "max_tokens": 800},
+        lambda name: {"name": name, "input_schema": SCHEMA, "strict": True},
+    ),
+}
+CHOICES = {
+    ("chat", "named"): {"type": "function", "function": {"name": "pick"}},
+    ("responses", "named"): {"type": "function", "name": "pick"},
+    ("messages", "named"): {"type": "tool", "name": "pick"},
+    ("messages", "required"): {"type": "any"},
+}
+
+
+def called(api: str, reply: Any) -> list[tuple[str, Any]]:
+    """Names and arguments of the calls of a reply."""
+    if api == "chat":
+        calls = [call["function"] for call in reply["choices"][0]["message"].get("tool_calls", [])]
+        return [(call["name"], json.loads(call["arguments"])) for call in calls]
+    if api == "responses":
+        calls = [item for item in reply["output"] if item["type"] == "function_call"]
+        return [(call["name"], json.loads(call["arguments"])) for call in calls]
+    return [(part["name"], part["input"]) for part in reply["content"] if part["type"] == "tool_use"]
+
+
+@pytest.mark.parametrize("wanted", ["named", "required"])
+@pytest.mark.parametrize("api", FORCED)
+async def test_a_strict_tool_that_must_be_called_is_called_by_its_schema_whatever_the_weights(
+    live_server, tokenizer, api, wanted
+):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + tokenizer.chat_template
+    path, body, function = FORCED[api]
+    body = {**body, "tools": [function("pick"), function("choose")], "tool_choice": CHOICES.get((api, wanted), wanted)}
+    for seed in range(20):
+        sampling = {"max_tokens": 800, "seed": seed}
+        async with rollout_of(live_server, tokenizer, grammars=True, sampling=sampling) as (rollout, client):
+            reply = await client.post(f"/v1/{path}", json=body)
+            if live_server.kind == "embedded":
+                assert reply.status_code == 400
+                assert "is not supported by the embedded engine" in reply.text
+                return
+            assert reply.status_code == 200, reply.text
+            calls = called(api, reply.json())
+            assert calls, rollout.exchanges[0].calls[0].text[:300]
+            assert {name for name, _ in calls} <= ({"pick"} if wanted == "named" else {"pick", "choose"})
+            assert all(arguments in ({"n": 3}, {"n": 7}) for _, arguments in calls)
+            (call,) = rollout.exchanges[0].calls
+            assert call.inserted is not None
+            assert len(calls) == 1 or wanted == "required"
 
 
 @pytest.mark.parametrize(("how", "is_stream"), [("its client goes away", True), ("its rollout ends", False)])

@@ -4,12 +4,16 @@ import re
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from typing import Literal
 
 from atroposlib.envs.server_handling.conversation import Conversation
 from atroposlib.type_definitions import JsonObject, Tokenizer
 
 TURN_MARK = "ATROPOSxTURNxMARK"
 """Stands in for a whole assistant turn while the template runs."""
+
+Thoughts = Literal["opened", "allowed", "none"]
+"""Of an answer: the prompt has opened them, the model may open them, or it has none."""
 
 MOST_SHAPES = 4096
 
@@ -56,6 +60,13 @@ def opened_thought(tokenizer: Tokenizer, chat: Conversation, prompt: str) -> str
         )
         opening = _THOUGHT_OPENS.search(asked.removeprefix(question))
     return opening[0] if opening else ""
+
+
+def thoughts_before_answer(tokenizer: Tokenizer, chat: Conversation, prompt: str) -> Thoughts:
+    """Tell if thoughts come before the answer to a conversation, whose prompt is given, by the chat template."""
+    if opened_thought(tokenizer, chat, prompt):
+        return "opened"
+    return "allowed" if "<think>" in str(getattr(tokenizer, "chat_template", None)) else "none"
 
 
 def render_keeping_thoughts(tokenizer: object, messages: Sequence[JsonObject], tools: object = None) -> str:

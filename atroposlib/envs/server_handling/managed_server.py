@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from atroposlib.envs.server_handling.chat_prompt import (
+    Thoughts,
     knows_developer,
     opened_thought,
     render,
     render_after_turn,
     render_keeping_thoughts,
+    thoughts_before_answer,
 )
 from atroposlib.envs.server_handling.conversation import (
     ChatRequest,
@@ -285,6 +287,11 @@ class ManagedServer(TrackedSequences):
     def prompt_of(self, request: ChatRequest) -> Prompt:
         """The prompt that a request would send; nothing is generated or tracked."""
         return self._chat_prompt(self._reader.read(request))
+
+    def thoughts_before(self, request: ChatRequest) -> Thoughts:
+        """Tell if thoughts come before the answer to a request."""
+        prompt = self.prompt_of(request)
+        return "none" if prompt.chat is None else thoughts_before_answer(self.tokenizer, prompt.chat, prompt.text)
 
     async def complete(self, text: str, sampling: Mapping[str, Json]) -> list[Reply]:
         """The choices of one text completion, tracked; faults as of `completion`."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from atroposlib.envs.server_handling.chat_prompt import Thoughts
 from atroposlib.envs.server_handling.tool_arguments import (
     Tools,
     WrittenCall,
@@ -24,6 +25,9 @@ from atroposlib.envs.server_handling.tool_arguments import (
 )
 from atroposlib.errors import ConfigError
 from atroposlib.type_definitions import Json, JsonObject
+
+MOST_BLANKS = 16
+"""In one place of the arguments that a grammar binds; a model that may writes blanks without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,36 @@ class ToolFormat:
         ]
         trigger = self.opening(None).partition("\n")[0]
         return {"type": "structural_tag", "structures": tags, "triggers": [trigger]}
+
+    def forced_calls(self, schemas: Mapping[str, Json], wanted: str, thoughts: Thoughts) -> JsonObject | None:
+        """Return XGrammar's structural tag of a reply that is calls: one of `wanted`; where that is "", of any tools.
+
+        They begin at once, or behind thoughts where there are any. None: the format has no grammar.
+
+        Source: `format` of structural tags, https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
+        """
+        if self.opening is None or self.closing is None:
+            return None
+        tags = [
+            {
+                "type": "tag",
+                "begin": self.opening(name),
+                "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_BLANKS},
+                "end": self.closing,
+            }
+            for name, schema in schemas.items()
+            if wanted in ("", name)
+        ]
+        calls: JsonObject = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
+        calls["stop_after_first"] = bool(wanted)
+        begin = {"opened": "", "allowed": "<think>", "none": None}[thoughts]
+        if begin is None:
+            return {"type": "structural_tag", "format": calls}
+        thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>"}
+        nothing = {"type": "const_string", "value": ""}
+        first = thought if thoughts == "opened" else {"type": "or", "elements": [nothing, thought]}
+        blanks = {"type": "regex", "pattern": r"\s{0,2}"}
+        return {"type": "structural_tag", "format": {"type": "sequence", "elements": [first, blanks, calls]}}
 
 
 def tool_format(name: str) -> ToolFormat:

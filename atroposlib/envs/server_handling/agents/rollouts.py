@@ -176,7 +176,12 @@ class Rollout:
         return sum(answer.completion_tokens for exchange in self.exchanges for answer in exchange.answers)
 
     async def _generate(self, asked: Asked, running: _Running) -> Exchange:
-        used, notes = counted_sampling(self.settings, asked, default_max_tokens=1024 if self.is_session else None)
+        used, notes = counted_sampling(
+            self.settings,
+            asked,
+            default_max_tokens=1024 if self.is_session else None,
+            thoughts_before=self.managed.thoughts_before,
+        )
         started = time.time()
         try:
             if not await self._reserve(running, used):

@@ -1,12 +1,13 @@
 """Settings of a rollout, its budgets among them; and the sampling parameters of a request that count under them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from atroposlib.envs.server_handling.chat_prompt import Thoughts
 from atroposlib.envs.server_handling.managed_server import ChatRequest
 from atroposlib.envs.server_handling.sampling import GRAMMARS, words
 from atroposlib.envs.server_handling.tool_formats import tool_format
@@ -78,12 +79,17 @@ class Asked:
 
 
 def counted_sampling(
-    settings: RolloutSettings, request: Asked, *, default_max_tokens: int | None = None
+    settings: RolloutSettings,
+    request: Asked,
+    *,
+    default_max_tokens: int | None = None,
+    thoughts_before: Callable[[ChatRequest], Thoughts] = lambda _: "none",
 ) -> tuple[dict[str, Any], list[str]]:
     """The parameters that count, and what was overridden.
 
     Args:
         default_max_tokens: where neither settings nor request say one; None: the engine's.
+        thoughts_before: tells if thoughts come before the answer; asked where a grammar must leave room for them.
 
     Raises:
         RequestFault: a grammar for the reply, and tools that it would forbid.
@@ -99,7 +105,7 @@ def counted_sampling(
         used.setdefault("max_tokens", default_max_tokens)
     notes = []
     if is_bound and not settings.sampling.keys() & GRAMMARS.keys():
-        notes = _bind(settings, request, used)
+        notes = _bind(settings, request, used, thoughts_before)
     if limit := settings.sampling.get("max_tokens"):
         used["max_tokens"] = min(used.get("max_tokens") or limit, limit)
     given = [key for key in asked if key in _SHAPES and asked[key] != used.get(key)]
@@ -109,16 +115,24 @@ def counted_sampling(
     return used, notes
 
 
-def _bind(settings: RolloutSettings, request: Asked, used: dict[str, Any]) -> list[str]:
+def _bind(
+    settings: RolloutSettings, request: Asked, used: dict[str, Any], thoughts_before: Callable[[ChatRequest], Thoughts]
+) -> list[str]:
     """Keep the calls of strict tools to their schemas; notes of what cannot be kept."""
-    tools = request.chat is not None and bool(request.chat.tools) and request.chat.tool_choice != "none"
-    if tools and (grammar := used.keys() & GRAMMARS.keys()):
+    chat = request.chat
+    if chat is None or not chat.tools or chat.tool_choice == "none":
+        return []
+    if grammar := used.keys() & GRAMMARS.keys():
         raise RequestFault(
             f"a reply that follows a grammar ({', '.join(grammar)}) can call no tool; leave out either of them"
         )
-    if not tools or not request.strict:
+    if not request.strict:
         return []
-    tag = tool_format(settings.tool_parser).strict_calls(request.strict)
+    calls, wanted = tool_format(settings.tool_parser), chat.wanted_tool
+    if wanted is None:
+        tag = calls.strict_calls(request.strict)
+    else:  # a tag that a trigger begins would not bind a model that need not write the trigger
+        tag = calls.forced_calls(request.strict, wanted, thoughts_before(chat))
     if tag is None:
         return [f"strict was not used: there is no grammar for calls as {settings.tool_parser} has them"]
     used["structural_tag"] = orjson.dumps(tag).decode()
