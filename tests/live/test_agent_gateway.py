@@ -209,13 +209,10 @@ async def test_a_strict_tool_that_must_be_called_is_called_by_its_schema_whateve
                 assert "is not supported by the embedded engine" in reply.text
                 return
             assert reply.status_code == 200, reply.text
-            calls = called(api, reply.json())
-            assert calls, rollout.exchanges[0].calls[0].text[:300]
-            assert {name for name, _ in calls} <= ({"pick"} if wanted == "named" else {"pick", "choose"})
-            assert all(arguments in ({"n": 3}, {"n": 7}) for _, arguments in calls)
-            (call,) = rollout.exchanges[0].calls
-            assert call.inserted is not None
-            assert len(calls) == 1 or wanted == "required"
+            text = rollout.exchanges[0].calls[0].text
+            ((name, arguments),) = called(api, reply.json()) or [("", text)]
+            assert name in (["pick"] if wanted == "named" else ["pick", "choose"]), text
+            assert arguments in ({"n": 3}, {"n": 7})
 
 
 @pytest.mark.parametrize(("how", "is_stream"), [("its client goes away", True), ("its rollout ends", False)])

@@ -6,6 +6,7 @@ import operator
 import re
 
 import httpx
+import jinja2
 import pytest
 from test_agent_rollouts import ADMIN, HELLO, SlowServer, Tokenizer, ask, client_of, new_rollout, record_of
 
@@ -16,9 +17,12 @@ from atroposlib.envs.server_handling.agents.body import BodyReader
 from atroposlib.envs.server_handling.agents.dialect import checked_messages, grammar_of
 from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
+from atroposlib.envs.server_handling.conversation import ChatRequest
 from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.tool_formats import MOST_BLANKS, tool_format
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import RequestFault
+from tests.fakes import FakeServer
 
 URL = "data:image/png;base64,AAAA"
 IMAGES = {
@@ -148,6 +152,99 @@ async def test_strict_tools_bind_the_arguments_where_grammars_do(path, tools, se
         for name, schema in (("f", SCHEMA), ("g", {"type": "object"}))
     ]
     assert json.loads(tag) == {"type": "structural_tag", "structures": structures, "triggers": ["<tool_call>"]}
+
+
+def call_of(name, schema):
+    content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_BLANKS}
+    begin = '<tool_call>\n{"name": "' + name + '", "arguments": '
+    return {"type": "tag", "begin": begin, "content": content, "end": "}\n</tool_call>"}
+
+
+MUST_CALL = {
+    "chat/completions": ("required", {"type": "function", "function": {"name": "f"}}),
+    "responses": ("required", {"type": "function", "name": "f"}),
+    "messages": ({"type": "any"}, {"type": "tool", "name": "f"}),
+}
+
+
+@pytest.mark.parametrize("is_named", [False, True], ids=["required", "named"])
+@pytest.mark.parametrize(("path", "choices"), MUST_CALL.items(), ids=MUST_CALL)
+async def test_a_strict_tool_that_must_be_called_binds_the_reply_from_its_first_token(path, choices, is_named):
+    async with client_of('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>') as client:
+        made = await new_rollout(client, grammars=True)
+        reply = await ask(client, made, path, **ASK[path], tools=STRICT_TOOLS[path], tool_choice=choices[is_named])
+    assert reply.status_code == 200, reply.text
+    (request,) = client.engine.requests
+    f, g = call_of("f", SCHEMA), call_of("g", {"type": "object"})
+    wanted = {"type": "or", "elements": [f] if is_named else [f, g]}
+    assert json.loads(request["structural_tag"]) == {"type": "structural_tag", "format": wanted}
+
+
+THOUGHTS = {
+    "opened": [{"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"}],
+    "allowed": [
+        {
+            "type": "or",
+            "elements": [
+                {"type": "const_string", "value": ""},
+                {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"},
+            ],
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize(("thoughts", "before"), THOUGHTS.items(), ids=THOUGHTS)
+def test_a_call_that_must_be_made_leaves_room_for_thoughts_before_it(thoughts, before):
+    tag = tool_format("hermes").forced_calls({"f": SCHEMA}, "f", thoughts)
+    blanks = {"type": "regex", "pattern": r"\s{0,2}"}
+    elements = [*before, blanks, {"type": "or", "elements": [call_of("f", SCHEMA)]}]
+    assert tag == {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+
+
+TEMPLATES = {
+    "opened": "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}",
+    "allowed": "{% for m in messages %}{{ m.content.split('</think>')[-1] }}<think>{% endfor %}.",
+    "none": "{% for m in messages %}{{ m.content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize(("thoughts", "template"), TEMPLATES.items(), ids=TEMPLATES)
+def test_the_chat_template_says_if_thoughts_come_before_an_answer(thoughts, template):
+    class Templated(Tokenizer):
+        chat_template = template
+
+        def apply_chat_template(self, conversation, tokenize=True, add_generation_prompt=False, tools=None):
+            rendered = jinja2.Template(template, keep_trailing_newline=True)
+            return rendered.render(messages=conversation, add_generation_prompt=add_generation_prompt)
+
+    managed = managed_for(FakeServer(["a"]), Templated(), RolloutSettings())
+    assert managed.thoughts_before(ChatRequest([{"role": "user", "content": "hi"}])) == thoughts
+
+
+FOLLOW = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+FOLLOWS = {
+    "a call": ("none", FOLLOW % '{"a": 3}', True),
+    "a call after words": ("none", "Well. " + FOLLOW % '{"a": 3}', False),
+    "words": ("none", "Well.", False),
+    "other arguments": ("none", FOLLOW % '{"a": "x"}', False),
+    "two calls": ("none", "\n".join([FOLLOW % '{"a": 3}'] * 2), False),
+    "another tool": ("none", (FOLLOW % "{}").replace('"f"', '"g"'), False),
+    "a thought first": ("allowed", "<think>\nf?\n</think>\n\n" + FOLLOW % '{"a": 3}', True),
+    "no thought": ("allowed", FOLLOW % '{"a": 3}', True),
+    "an opened thought": ("opened", "f?\n</think>\n\n" + FOLLOW % '{"a": 3}', True),
+    "in an opened thought": ("opened", FOLLOW % '{"a": 3}', False),
+}
+
+
+@pytest.mark.parametrize(("thoughts", "text", "is_taken"), FOLLOWS.values(), ids=FOLLOWS)
+def test_xgrammar_takes_a_call_that_must_be_made_and_nothing_else(thoughts, text, is_taken):
+    xgrammar = pytest.importorskip("xgrammar", reason="the grammars of SGLang and vLLM are not installed")
+    tag = json.dumps(tool_format("hermes").forced_calls({"f": SCHEMA}, "f", thoughts))
+    letters = xgrammar.TokenizerInfo([chr(code) for code in range(256)])
+    grammar = xgrammar.GrammarCompiler(letters).compile_grammar(xgrammar.Grammar.from_structural_tag(tag))
+    matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True)
+    assert (matcher.accept_string(text) and matcher.is_terminated()) == is_taken
 
 
 async def test_a_grammar_that_would_forbid_the_tools_is_refused():

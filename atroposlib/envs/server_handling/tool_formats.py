@@ -63,9 +63,10 @@ class ToolFormat:
         return {"type": "structural_tag", "structures": tags, "triggers": [trigger]}
 
     def forced_calls(self, schemas: Mapping[str, Json], wanted: str, thoughts: Thoughts) -> JsonObject | None:
-        """Return XGrammar's structural tag of a reply that is calls: one of `wanted`; where that is "", of any tools.
+        """Return XGrammar's structural tag of a reply that is one call: of `wanted`, or where that is "" of any tool.
 
-        They begin at once, or behind thoughts where there are any. None: the format has no grammar.
+        It begins at once, or behind thoughts where there are any. None: the format has no grammar. One call, as a model
+        that may write another one need not end before its limit, and a cut reply calls nothing.
 
         Source: `format` of structural tags, https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
         """
@@ -81,16 +82,15 @@ class ToolFormat:
             for name, schema in schemas.items()
             if wanted in ("", name)
         ]
-        calls: JsonObject = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
-        calls["stop_after_first"] = bool(wanted)
+        call: JsonObject = {"type": "or", "elements": tags}
         begin = {"opened": "", "allowed": "<think>", "none": None}[thoughts]
         if begin is None:
-            return {"type": "structural_tag", "format": calls}
+            return {"type": "structural_tag", "format": call}
         thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>"}
         nothing = {"type": "const_string", "value": ""}
         first = thought if thoughts == "opened" else {"type": "or", "elements": [nothing, thought]}
         blanks = {"type": "regex", "pattern": r"\s{0,2}"}
-        return {"type": "structural_tag", "format": {"type": "sequence", "elements": [first, blanks, calls]}}
+        return {"type": "structural_tag", "format": {"type": "sequence", "elements": [first, blanks, call]}}
 
 
 def tool_format(name: str) -> ToolFormat:
