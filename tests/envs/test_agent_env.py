@@ -18,6 +18,8 @@ from atroposlib.environments.agents.stock_env import StockEnv
 from atroposlib.envs.agent_env import INSIDE, Access, AgentEnv, AgentEnvConfig, Command, in_container, run_command
 from atroposlib.envs.base import ServerBaseline
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, GroupError, RequestFault, VerifierFault
+from atroposlib.sandbox.host import require_host
+from atroposlib.sandbox.workers import SandboxError
 from atroposlib.type_definitions import IGNORE_INDEX
 
 SCRIPT = """
@@ -93,7 +95,13 @@ def command_env(tmp_path, check="grep -q maybe answer.txt", script=SCRIPT, **set
     agent, tasks = tmp_path / "agent.py", tmp_path / "tasks.jsonl"
     agent.write_text(script)
     tasks.write_text(json.dumps({"prompt": "hi", "check": check, "files": {"notes/a.txt": "given"}}) + "\n")
-    settings = {"command": [sys.executable, str(agent)], "tasks": str(tasks), "group_size": 1, **settings}
+    settings = {
+        "command": [sys.executable, str(agent)],
+        "tasks": str(tasks),
+        "group_size": 1,
+        "check_in": "host",
+        **settings,
+    }
     return make(CommandEnv, ("no", "maybe"), config_cls=CommandConfig, **settings)
 
 
@@ -120,6 +128,78 @@ async def test_a_failed_check_is_score_0_and_one_that_cannot_be_made_is_none(tmp
         await rolled_out(env, await item_of(env))
     env = command_env(tmp_path, check="test ! -e answer.txt || exit 125")  # which the agent writes
     assert (await rolled_out(env, await item_of(env)))["scores"] == [0.0]
+
+
+@pytest.fixture
+def boxed(tmp_path):
+    """Runs an agent that does nothing but a script, and gives the score of a check in the sandbox."""
+    try:
+        require_host()
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+    async def score(check, script="", *, check_files=None, **settings):
+        shell = {"command": ["sh", "-c", ASK + "\n" + script, sys.executable, "-c", SCRIPT]}
+        env = command_env(tmp_path, check, **{"check_in": "sandbox", **shell, **settings})
+        group = await rolled_out(env, {**await item_of(env), "check_files": check_files or {}})
+        return group["scores"]
+
+    return score
+
+
+ASK = '"$0" "$@"'
+FORGED = "import os; os._exit(0)"
+PLANT = f"""for name in json.py sitecustomize.py usercustomize.py sh python3
+do echo '{FORGED}' > $name; chmod +x $name; done
+mkdir -p .home/.local/bin && cp sh .home/.local/bin/sh"""
+EXAM = {"tests/exam.py": "import json, sys\nsys.exit(open('answer.txt').read() != 'right')"}
+CHECKS = {
+    "sees what the agent left": ("grep -q maybe answer.txt && grep -q given notes/a.txt", "", {}, 1.0),
+    "fails": ("exit 1", "", {}, 0.0),
+    "takes no module of the agent": ("python3 -c 'import json, sys; sys.exit(1)'", PLANT, {}, 0.0),
+    "takes no program of the agent": ("sh -c 'exit 1'", PLANT, {}, 0.0),
+    "has files of its own": ("python3 tests/exam.py", "printf right > answer.txt; mkdir tests", EXAM, 1.0),
+    "has files that no agent replaces": (
+        "python3 tests/exam.py",
+        f"mkdir tests; echo '{FORGED}' > tests/exam.py; chmod 0 tests",
+        EXAM,
+        0.0,
+    ),
+    "has files behind no link of the agent": (
+        "python3 tests/exam.py",
+        f"mkdir own; echo '{FORGED}' > own/exam.py; chmod 500 own; ln -s own tests",
+        EXAM,
+        0.0,
+    ),
+    "has files in no file of the agent": ("python3 tests/exam.py", "echo > tests", EXAM, 0.0),
+    "reaches nothing of this machine": ("test ! -e /etc/passwd && test -z $HOSTNAME", "", {}, 1.0),
+    "finds links that lead out of the folder empty": ("cat out", "ln -s /etc/passwd out", {}, 0.0),
+    "reads what the agent forbade": ("cat own/a", "mkdir own; echo > own/a; chmod 0 own/a own", {}, 1.0),
+    "waits for no pipe of the agent": ("test ! -e pipe", "mkfifo pipe", {}, 1.0),
+    "fails for a folder without measure": ("true", "truncate -s 99G big", {}, 0.0),
+    "fails for what the agent makes last too long": ("test ! -e long || sleep 600", "echo > long", {}, 0.0),
+}
+
+
+@pytest.mark.parametrize(("check", "script", "files", "score"), CHECKS.values(), ids=CHECKS)
+async def test_a_check_in_a_sandbox(boxed, check, script, files, score):
+    assert await boxed(check, script, check_files=files, check_timeout_s=1) == [score]
+
+
+@pytest.mark.parametrize("check_in", ["sandbox", "host"])
+@pytest.mark.parametrize(("check", "said"), [("no-such-program", "not found"), ("sleep 600", "time|check_timeout_s")])
+async def test_a_check_that_cannot_be_made_at_all_is_no_score(boxed, check, said, check_in):
+    with pytest.raises(VerifierFault, match=said):
+        await boxed(check, check_timeout_s=0.5, check_in=check_in)
+
+
+async def test_without_a_sandbox_a_check_is_refused_with_a_way_out(tmp_path, monkeypatch):
+    def nowhere(**_):
+        raise SandboxError("no untrusted program can be held here: bubblewrap is missing")
+
+    monkeypatch.setattr("atroposlib.environments.agents.command_env.Sandbox", nowhere)
+    with pytest.raises(ConfigError, match=r"bubblewrap is missing.*env\.check_in=host"):
+        await command_env(tmp_path, check_in="sandbox").setup()
 
 
 STUBBORN = """

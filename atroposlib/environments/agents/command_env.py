@@ -2,27 +2,48 @@
 
     python command_env.py process --env.command '["claude", "--bare", "-p"]' --env.tasks tasks.jsonl ...
 
-Each line of `tasks` is `{"prompt": ..., "check": ...}`: `check` is a shell command that runs in the agent's folder when
-the agent has ended; the score is 1.0 where it exits with 0. Files of the task can be given as `"files": {name: text}`.
-With `image` the agent runs in a container, which sees its folder alone; the check runs outside when it has ended.
+Each line of `tasks` is `{"prompt": ..., "check": ...}`: `check` is a shell command that runs in a copy of the agent's
+folder when the agent has ended; the score is 1.0 where it exits with 0. Files of the task can be given as
+`"files": {name: text}`, and those of the check, which no agent sees or replaces, as `"check_files"`.
+With `image` the agent runs in a container, which sees its folder alone.
 
-There is no score where the check exits with 125, as of `git bisect`, and does so in a folder of the task's files alone.
+The check runs in a sandbox without network, where it sees that copy, /usr and the interpreter. Python takes no module
+from the folder unless the check says so (PYTHONPATH=.): what a check starts from there, the agent has written.
+
+There is no score where the check exits with 125, as of `git bisect`, 126 or 127 (its program is missing), or exceeds a
+limit, and does so in a folder of the task's files alone, too: what an agent does never avoids a score.
 """
 
 import asyncio
+import contextlib
+import io
 import json
+import logging
+import os
+import tarfile
 import tempfile
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Literal, NotRequired, TypedDict
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from atroposlib.envs.agent_env import Access, AgentEnv, AgentEnvConfig, AgentRun, Command, in_container, run_command
 from atroposlib.errors import ConfigError, VerifierFault
 from atroposlib.paths import expand_path
+from atroposlib.sandbox.programs import Limits, inside_work
+from atroposlib.sandbox.sandbox import Sandbox
+from atroposlib.sandbox.workers import SandboxError
 
-CANNOT_TELL = 125
-"""Exit code of a check that could not be made; from the agent's folder it says nothing, as the agent may cause it."""
+logger = logging.getLogger(__name__)
+
+CANNOT_TELL = (None, 125, 126, 127)
+"""Exit codes of a check that could not be made; from the agent's folder they say nothing, as the agent may cause it."""
+_FOLDER = "folder.tar"
+_CHECKING = (
+    f"mkdir box && tar -C box -xf {_FOLDER} && rm {_FOLDER} && cd box || exit 125; "
+    'unset OMP_NUM_THREADS OPENBLAS_NUM_THREADS; PYTHONSAFEPATH=1 exec sh -c "$1"'
+)
 
 
 class Task(TypedDict):
@@ -31,6 +52,7 @@ class Task(TypedDict):
     prompt: str
     check: str
     files: NotRequired[dict[str, str]]
+    check_files: NotRequired[dict[str, str]]
     image: NotRequired[str]
 
 
@@ -38,14 +60,24 @@ class CommandConfig(AgentEnvConfig):
     """The agent and its tasks."""
 
     command: list[str] = Field([], description="Program and arguments of the agent; the prompt becomes the last one.")
-    tasks: str = Field("", description="JSONL file of tasks: prompt, check, files, image.")
+    tasks: str = Field("", description="JSONL file of tasks: prompt, check, files, check_files, image.")
     image: str = Field("", description="Image of the container that the agent runs in, unless its task names one.")
     container: Literal["docker", "podman", "apptainer"] = Field("docker", description="Program that runs containers.")
     container_network: str = Field(
         "", description="Network of docker's or podman's containers, in which env.gateway_host can be reached."
     )
     container_options: list[str] = Field([], description="More options of docker run, podman run or apptainer exec.")
-    check_timeout_s: float = Field(60, description="Seconds a check may take.")
+    check_timeout_s: PositiveFloat = Field(60, description="Seconds a check may take.")
+    check_in: Literal["sandbox", "host"] = Field(
+        "sandbox",
+        description="sandbox: a check runs in bubblewrap. host: as the user of this run, with its files and network, "
+        "in reach of programs that the agent wrote.",
+    )
+    check_readable: list[str] = Field(
+        [], description="Folders that a check in the sandbox can read, such as a virtual environment's."
+    )
+    check_memory_mb: PositiveInt = Field(1024, description="MiB of memory of a check in the sandbox.")
+    check_disk_mb: PositiveInt = Field(256, description="MiB of an agent's folder; a larger one fails its check.")
 
 
 class CommandEnv(AgentEnv):
@@ -54,6 +86,8 @@ class CommandEnv(AgentEnv):
     name = "command_agent"
     env_config_cls = CommandConfig
     config: CommandConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    sandbox: Sandbox | None = None
 
     async def setup(self) -> None:
         if not self.config.command:
@@ -67,11 +101,27 @@ class CommandEnv(AgentEnv):
                 "env.gateway_host an address of this machine in it ('host' and 127.0.0.1: this machine's own)"
             )
 
+        if self.config.check_in == "sandbox" and self.sandbox is None:
+            readable = [expand_path(folder, what="env.check_readable") for folder in self.config.check_readable]
+            try:
+                self.sandbox = Sandbox(at_once=os.cpu_count() or 1, readable=readable)
+            except SandboxError as error:
+                raise ConfigError(
+                    f"checks run in a sandbox: {error}. env.check_in=host runs them on this machine as the user of "
+                    "this run, where a check that starts what an agent wrote gives it all that this user may do"
+                ) from error
+
+    async def teardown(self) -> None:
+        await super().teardown()
+        if self.sandbox is not None:
+            await asyncio.to_thread(self.sandbox.close)
+            self.sandbox = None
+
     async def get_item(self, index: int) -> Task | None:
         return self.tasks[index] if index < len(self.tasks) else None
 
     async def run_agent(self, item: Task, access: Access) -> Command:
-        write_files(item, access.folder)
+        write_files(item.get("files", {}), access.folder)
         config, arguments = self.config, [*self.config.command, item["prompt"]]
         if not (image := item.get("image") or config.image):
             return Command(arguments)
@@ -79,22 +129,86 @@ class CommandEnv(AgentEnv):
         return in_container(arguments, access, image=image, program=config.container, network=network, options=options)
 
     async def verify(self, item: Task, run: AgentRun) -> float:
-        async with asyncio.timeout(self.config.check_timeout_s):
-            code, said = await run_command(Command(["sh", "-c", item["check"]]), run.folder, {})
-            if code == CANNOT_TELL and await self._cannot_tell(item):
-                raise VerifierFault(f"the check could not be made: {said[-500:]}")
+        code, said = await self._check(item, run.folder)
+        if code in CANNOT_TELL:
+            with tempfile.TemporaryDirectory() as folder:
+                write_files(item.get("files", {}), Path(folder))
+                again, said_again = await self._check(item, Path(folder))
+            if again in CANNOT_TELL:
+                raise VerifierFault(f"the check could not be made: {said_again[-500:]}")
+            logger.info("a check failed by what its agent left: %s", said[-500:])
         return float(code == 0)
 
-    async def _cannot_tell(self, item: Task) -> bool:
-        with tempfile.TemporaryDirectory() as folder:
-            write_files(item, Path(folder))
-            code, _ = await run_command(Command(["sh", "-c", item["check"]]), Path(folder), {})
-        return code == CANNOT_TELL
+    async def _check(self, item: Task, folder: Path) -> tuple[int | None, str]:
+        """The exit code of the check in a folder, and the end of what it printed; None: a limit ended it."""
+        timeout_s, disk_mb = self.config.check_timeout_s, self.config.check_disk_mb
+        check_files = {inside_work(name): text for name, text in item.get("check_files", {}).items()}
+        if self.sandbox is None:
+            write_files(check_files, folder)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await run_command(Command(["sh", "-c", item["check"]]), folder, {})
+            except TimeoutError:
+                return None, f"more than {timeout_s:g} s (env.check_timeout_s)"
+        packed = await asyncio.to_thread(packed_folder, folder, check_files, disk_mb * 2**20)
+        if packed is None:
+            return None, f"the folder has more than {disk_mb} MiB (env.check_disk_mb)"
+        limits = Limits(
+            wall_s=timeout_s,
+            cpu_s=timeout_s * (os.cpu_count() or 1),
+            memory_mb=self.config.check_memory_mb,
+            processes=256,
+            disk_mb=3 * disk_mb,
+            inodes=2**20,
+            file_mb=2 * disk_mb,
+            output_bytes=16 * 2**20,
+            open_files=1024,
+        )
+        command = ["sh", "-c", _CHECKING, "sh", item["check"]]
+        outcome = await self.sandbox.call(command, files={_FOLDER: packed}, limits=limits)
+        said = (outcome.stdout + outcome.stderr)[-500:].decode("utf-8", "replace")
+        return outcome.exit_code, said if outcome.exit_code is not None else f"{said} (limit: {outcome.verdict})"
 
 
-def write_files(item: Task, folder: Path) -> None:
-    """Write the files of a task to a folder; ConfigError for one that would lie elsewhere."""
-    for name, text in item.get("files", {}).items():
+def packed_folder(folder: Path, added: Mapping[str, str], most_bytes: int) -> bytes | None:
+    """Return a tar of what an agent left, links as links; None where that is larger.
+
+    Args:
+        added: files by name that are in it in any case, in the place of what the agent has there.
+    """
+    places = {str(parent) for name in added for parent in PurePosixPath(name).parents[:-1]}
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for path in _below(folder):
+            name = path.relative_to(folder).as_posix()
+            is_hidden = any(name == one or name.startswith(f"{one}/") for one in added)
+            with contextlib.suppress(OSError):  # what cannot be read is not there
+                member = archive.gettarinfo(path, name)
+                if member is None or is_hidden or (name in places and not member.isdir()):
+                    continue
+                member.mode |= 0o700 if member.isdir() else 0o600
+                if member.isreg():
+                    if packed.tell() + member.size > most_bytes:
+                        return None
+                    with path.open("rb") as file:
+                        archive.addfile(member, file)
+                elif member.isdir() or member.issym() or member.islnk():
+                    archive.addfile(member)
+        for name, text in added.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(content := text.encode()), 0o755
+            archive.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for root, folders, files in os.walk(folder):
+        yield from (Path(root, name) for name in (*folders, *files))
+
+
+def write_files(files: Mapping[str, str], folder: Path) -> None:
+    """Write files by name to a folder; ConfigError for one that would lie elsewhere."""
+    for name, text in files.items():
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()):
             raise ConfigError(f"a file of a task is {name!r}, which is outside the agent's folder")
