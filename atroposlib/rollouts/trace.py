@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast, get_args
 
 from atroposlib.type_definitions import EngineInfo, FinishReason, Json, JsonObject, Usage
 
 _current: ContextVar["RolloutTrace | None"] = ContextVar("rollout_trace", default=None)
-_prompt_counted: ContextVar[bool] = ContextVar("prompt_counted", default=False)
 _row: ContextVar[int | None] = ContextVar("rollout_row", default=None)
 _own_row: ContextVar[int | None] = ContextVar("own_row", default=None)
 
@@ -44,12 +43,17 @@ class EngineReply:
     """The facts of one successful engine reply with one or more choices; None where the engine did not say."""
 
     finish_reasons: list[FinishReason]  # one per choice
-    prompt_tokens: int  # the prompt counts once for all choices
+    prompt_tokens: int  # the prompt counts once for all choices; 0 in a further part of a request, see `further_part`
     completion_tokens: int  # sum over the choices
     model: str | None = None
     base_url: str | None = None
     weight_version: str | None = None
     sampling: Mapping[str, Json] = field(default_factory=dict)
+
+
+def further_part(reply: EngineReply) -> EngineReply:
+    """The reply to a further part of a request, whose prompt the first part counts."""
+    return replace(reply, prompt_tokens=0)
 
 
 @dataclass(slots=True)
@@ -113,14 +117,13 @@ class RolloutTrace:
     chats: Chats = field(default_factory=Chats)
 
     def record(self, reply: EngineReply) -> None:
-        """Add one reply. Its prompt is not counted inside `same_prompt()`."""
+        """Add one reply."""
         self.replies += 1
         self._note_asker()
         self.finish_reasons.extend(reply.finish_reasons)
         self._rows.extend([_row.get()] * len(reply.finish_reasons))
         self.usage["completion_tokens"] += reply.completion_tokens
-        if not _prompt_counted.get():
-            self.usage["prompt_tokens"] += reply.prompt_tokens
+        self.usage["prompt_tokens"] += reply.prompt_tokens
         if not self.engine:
             self.engine["weight_version_start"] = reply.weight_version
         self.engine["weight_version_end"] = reply.weight_version
@@ -221,16 +224,6 @@ def held_replies() -> Iterator[list[EngineReply]]:
 def current_trace() -> RolloutTrace | None:
     """The trace of the rollout that is running here, or None."""
     return _current.get()
-
-
-@contextmanager
-def same_prompt() -> Iterator[None]:
-    """Inside: a further part of a request whose prompt another part counts."""
-    token = _prompt_counted.set(True)
-    try:
-        yield
-    finally:
-        _prompt_counted.reset(token)
 
 
 def finish_reason_of(value: object) -> FinishReason:

@@ -10,7 +10,6 @@ kill; with streams (SGLang) the tokens that were there are continued instead, an
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar
 
@@ -30,10 +29,10 @@ from atroposlib.rollouts.trace import (
     TokensAndLogprobs,
     current_trace,
     finish_reason_of,
+    further_part,
     held_replies,
     oldest_first,
     row_with_own_responses,
-    same_prompt,
 )
 from atroposlib.type_definitions import JsonObject
 
@@ -240,8 +239,8 @@ class OneByOne:
             replies = [_reply_of(draft) for draft in drafts]
             versions = oldest_first(reply.weight_version for reply in replies)  # a restart may lie between them
             for index, (reply, version) in enumerate(zip(replies, versions, strict=True)):
-                with same_prompt() if index else nullcontext():
-                    trace.record(replace(reply, weight_version=version))
+                told = replace(reply, weight_version=version)
+                trace.record(further_part(told) if index else told)
         return drafts
 
     def _recall(self, draft: Draft, model: str, request: GenerationRequest) -> None:

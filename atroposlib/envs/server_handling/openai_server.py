@@ -32,7 +32,7 @@ from atroposlib.envs.server_handling.server_config import (
     resolve_openai_configs,
 )
 from atroposlib.errors import RequestFault
-from atroposlib.rollouts.trace import finish_reason_of, same_prompt
+from atroposlib.rollouts.trace import finish_reason_of, further_part
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, JsonObject, Tokenizer
 
 if TYPE_CHECKING:
@@ -160,8 +160,7 @@ class HttpServer(APIServer):
         reply = parse(await self._post(url, body, request, max_tokens_of(body)), url)
         facts = reply_facts(reply.result, body, self.openai_url)
         self._answered_with(facts.weight_version)
-        with nullcontext() if first else same_prompt():
-            self._record(facts)
+        self._record(facts if first else further_part(facts))
         return reply
 
     def _cache_key(self, asked: Mapping[str, object]) -> JsonObject:

@@ -75,6 +75,12 @@ class GenerationRequest:
         """The same request without these options."""
         return type(self)({key: value for key, value in self.options.items() if key not in names})
 
+    def to_server(self, model: str) -> Self:
+        """The same request as the server of this model gets it: `split` is ours alone."""
+        options = {**self.options, "model": model}
+        options.pop("split", None)
+        return type(self)(options)
+
     def body(self) -> JsonObject:
         """The JSON for OpenAI's routes: `extra_body` merged in, what is not given and client options left out.
 

@@ -10,10 +10,9 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from statistics import fmean, pstdev
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from atroposlib.backoff import backoff_s
@@ -151,7 +150,6 @@ class APIServer(ABC):
     """
 
     peers: Sequence["APIServer"] = ()  # endpoints with the same model; a request may move to one of them
-    leases: Mapping[str, int] = MappingProxyType({})  # open calls and managed sessions by split
     one_by_one: "OneByOne | None" = None  # keeps every finished response of a rollout
     server_healthy: bool = True
 
@@ -160,6 +158,7 @@ class APIServer(ABC):
         self.reasoning_config = reasoning_config
         self.sem = AsyncSemWithAdaptiveWeight(config.num_max_requests_at_once)
         self.eval_sem = AsyncSemWithAdaptiveWeight(config.num_requests_for_eval)
+        self.leases = Counter[str]()  # open calls and managed sessions by split
         self.server_healthy = True
         self.initialized = False
         self.check_task: asyncio.Task[None] | None = None
@@ -253,7 +252,7 @@ class APIServer(ABC):
         self, attempt: "Callable[[APIServer, GenerationRequest], Awaitable[Result]]", request: GenerationRequest
     ) -> Result:
         """The first good result of an attempt at this server, or at a peer where this one is down."""
-        split, asked = request.split, request.without("split")
+        split = request.split
         started, tries, waits, bad_replies = time.monotonic(), 0, 0, 0
         give_up_at: float | None = None  # set by the first sign of an outage
         while True:
@@ -261,7 +260,7 @@ class APIServer(ABC):
             asked_s: float | None = None
             try:
                 async with server.slots(split):
-                    result = await attempt(server, asked.of(model=server.config.model_name))
+                    result = await attempt(server, request.to_server(server.config.model_name))
             except BadReply:
                 bad_replies += 1
                 if bad_replies >= MAX_BAD_REPLIES:

@@ -5,8 +5,8 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, Field, PositiveInt
@@ -30,7 +30,7 @@ from atroposlib.envs.server_handling.server_config import LOCAL_API_KEY, local_b
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.errors import ConfigError, EngineFault
-from atroposlib.rollouts.trace import EngineReply, current_trace, held_replies, same_prompt
+from atroposlib.rollouts.trace import EngineReply, current_trace, further_part, held_replies
 from atroposlib.type_definitions import JsonObject, Tokenizer
 
 if TYPE_CHECKING:
@@ -250,11 +250,12 @@ class ServerManager:
                 tool_parser=tool_parser or self.tool_parser or getattr(server.config, "tool_parser", None),
                 preserve_think_blocks=preserve_think_blocks,
             )
-        with _lease(server, "train"):
-            try:
-                yield managed
-            finally:
-                managed.reset()
+        count_lease(server, "train", 1)
+        try:
+            yield managed
+        finally:
+            count_lease(server, "train", -1)
+            managed.reset()
 
     async def _in_parts(self, method: Method[Reply], request: GenerationRequest) -> list[Reply]:
         """Results of the parts that `n` is split into, each on the server that is best for it."""
@@ -273,14 +274,16 @@ class ServerManager:
         finally:
             if (trace := current_trace()) is not None:  # in the order of the choices, not of the replies
                 for index, replies in enumerate(held):
-                    with same_prompt() if index else nullcontext():
-                        for reply in replies:
-                            trace.record(reply)
+                    for reply in replies:
+                        trace.record(further_part(reply) if index else reply)
 
     async def _on_best(self, method: Method[Reply], request: GenerationRequest) -> Reply:
         server = pick_server(self.servers, request.split)
-        with _lease(server, request.split):
+        count_lease(server, request.split, 1)
+        try:
             return await method(server)(**request.options)
+        finally:
+            count_lease(server, request.split, -1)
 
 
 async def _describe(server: HttpServer, tokenizer: object, name: str) -> str:
@@ -371,7 +374,7 @@ def _room(server: Server, split: str) -> float:
     """Free slots, fewer than none where requests wait; a call or session that has not asked yet counts, too."""
     if not isinstance(server, APIServer):
         return (server.eval_sem if split == "eval" else server.sem)._value
-    return min(server.room(split), server.slots(split).max_val - server.leases.get(split, 0))
+    return min(server.room(split), server.slots(split).max_val - server.leases[split])
 
 
 def _free_slots(server: Server, is_training: bool) -> float:
@@ -381,19 +384,10 @@ def _free_slots(server: Server, is_training: bool) -> float:
     return sem._value - sem.min_val() - (eval_sem.max_val - eval_sem._value)
 
 
-@contextmanager
-def _lease(server: object, split: str) -> Iterator[None]:
-    count_lease(server, split, 1)
-    try:
-        yield
-    finally:
-        count_lease(server, split, -1)
-
-
 def count_lease(server: object, split: str, change: int) -> None:
     """A call or managed session begins (1) or ends (-1): so those begun at the same time spread over the servers."""
     if isinstance(server, APIServer):
-        server.leases = {**server.leases, split: server.leases.get(split, 0) + change}
+        server.leases[split] += change
 
 
 def _build_servers(

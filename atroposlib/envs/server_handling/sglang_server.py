@@ -11,7 +11,6 @@ far (ids and log-probabilities are cumulative), so an event is parsed only when 
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import TypeVar
 
 import msgspec
@@ -35,7 +34,7 @@ from atroposlib.envs.server_handling.server_config import resolve_openai_configs
 from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.errors import EngineFault, RequestFault, RolloutFault
 from atroposlib.rollouts.journal import PIECE_S, PIECE_TOKENS, Draft
-from atroposlib.rollouts.trace import EngineReply, finish_reason_of, oldest_first, same_prompt
+from atroposlib.rollouts.trace import EngineReply, finish_reason_of, further_part, oldest_first
 from atroposlib.type_definitions import PROMPT_LOGPROB, Json, JsonObject
 
 __all__ = ["APIServerConfig", "ReasoningConfig", "SGLangServer", "resolve_openai_configs"]
@@ -191,7 +190,7 @@ class SGLangServer(TokenServer):
         url = f"{self.root_url}/generate"
         wanted = sampling.get("n", 1)
         usable: list[Generation] = []
-        given, flaw = 0, None
+        given, flaws = 0, list[str]()
         for _ in range(MAX_BAD_REPLIES):
             missing = wanted - len(usable)
             asked = body if missing == wanted else {**body, "sampling_params": {**sampling, "n": missing}}
@@ -199,13 +198,16 @@ class SGLangServer(TokenServer):
             generations = decode_generations(data)
             if len(generations) > missing:  # of which prompt?
                 raise BadReply(f"{url} gave {len(generations)} generations for n={missing}")
-            if refusal := next((fault for each in generations if (fault := each.refusal(url))), None):
-                raise refusal
-            flaw = next((flaw for each in generations if (flaw := each.flaw())), flaw)
-            good = [generation for generation in generations if generation.flaw() is None]
+            good: list[Generation] = []
+            for generation in generations:
+                if refusal := generation.refusal(url):
+                    raise refusal
+                if flaw := generation.flaw():
+                    flaws.append(flaw)
+                else:
+                    good.append(generation)
             for reply in _facts(good, request, sampling, self.root_url):
-                with same_prompt() if given else nullcontext():
-                    self._record(reply)
+                self._record(further_part(reply) if given else reply)
                 self._answered_with(reply.weight_version)
                 given += 1
             usable += good
@@ -213,7 +215,7 @@ class SGLangServer(TokenServer):
                 return usable
         raise RequestFault(
             f"{url} gave {len(usable)} generations for n={wanted}, asked {MAX_BAD_REPLIES} times; "
-            f"the last reply: {flaw or 'it has too few'}"
+            f"the last reply: {flaws[-1] if flaws else 'it has too few'}"
         )
 
     async def _body(self, prompt_ids: list[int], request: GenerationRequest) -> JsonObject:
