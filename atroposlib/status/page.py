@@ -23,6 +23,8 @@ from atroposlib.status.table import facts_of, headline
 from atroposlib.status.training import Training, last_lines
 
 REFRESH_S = 5
+MOST_OF_A_CORE, LONGEST_REFRESH_S = 0.01, 60
+"""A page that costs much CPU is drawn less often."""
 _GAP = 3  # times the usual interval
 
 _FILES_SHOWN = 6  # of one kind
@@ -137,13 +139,15 @@ class StatusPage:
         """Call it as often as you like; a full disk costs only the update."""
         if time.monotonic() < self._next_at and not last:
             return
-        self._next_at = time.monotonic() + REFRESH_S
+        began_s = time.thread_time()
         with contextlib.suppress(OSError):
             status = status_now()
             self._history = self._history or History.load(status.history)
             if self._history.add(status, time.time()):
                 self._history.save(status.history)
             write_text_atomic(status.page, page(status, self._history.points))
+        pause_s = (time.thread_time() - began_s) / MOST_OF_A_CORE
+        self._next_at = time.monotonic() + min(max(REFRESH_S, pause_s), LONGEST_REFRESH_S)
 
 
 def write_page(status: RunStatus) -> Path:

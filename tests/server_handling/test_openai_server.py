@@ -9,6 +9,7 @@ from atroposlib.envs.server_handling.openai_server import OpenAIServer, endpoint
 from atroposlib.envs.server_handling.openai_wire import parse_chat
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_config import ReasoningConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import RequestFault
 from atroposlib.rollouts.trace import tracing
 
@@ -46,6 +47,18 @@ async def test_a_server_that_ignores_n_is_noticed_once(server, engine, caplog):
     assert len(engine.requests) == 6
     assert sum("ignores n" in record.message for record in caplog.records) == 1
     assert trace.usage == {"prompt_tokens": 7, "completion_tokens": 6}
+
+
+async def test_parts_that_are_asked_for_choice_by_choice_count_their_prompt_once(server, engine):
+    engine.ignores_n = server.config.n_kwarg_is_ignored = True
+    manager = ServerManager([server.config], max_n_completions=2)
+    manager.servers = [server]
+
+    with tracing() as trace:
+        await manager.chat_completion(messages=MESSAGES, n=4)
+
+    assert len(engine.requests) == 4
+    assert trace.usage == {"prompt_tokens": 7, "completion_tokens": 8}
 
 
 async def test_one_choice_is_one_request_even_where_n_is_ignored(server, engine):

@@ -246,6 +246,24 @@ def test_a_clock_that_is_set_back_neither_stops_the_page_nor_the_history(tmp_pat
     assert [point.at for point in History.load(tmp_path / "history.json").points] == [500.0, 510.0]
 
 
+@pytest.mark.parametrize(("cpu_s", "pause_s"), [(0.01, 5), (0.2, 20), (9.0, 60)], ids=["cheap", "dear", "at most"])
+def test_a_page_is_drawn_again_when_it_has_cost_little_of_a_core(tmp_path, monkeypatch, cpu_s, pause_s):
+    make_run(tmp_path, pid=os.getpid())
+    now, spent = [0.0], [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.thread_time", lambda: spent[0])
+    keeper, drawn_at = StatusPage(), []
+
+    def status_now():
+        drawn_at.append(now[0])
+        spent[0] += cpu_s
+        return read_status(tmp_path)
+
+    for now[0] in range(2 * pause_s):
+        keeper.update(status_now)
+    assert drawn_at == [0, pause_s]
+
+
 def test_a_table_shows_what_a_task_failed_of_as_it_is(tmp_path):
     tasks = {"[b]sums": {"groups": 1, "responses": 2, "accepted": 1, "set_aside": "KeyError: '[/INST]'"}}
     shown = Console(width=200, file=io.StringIO())
