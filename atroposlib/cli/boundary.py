@@ -126,10 +126,13 @@ def run(app: typer.Typer, name: str, *, log_level: int | None = logging.WARNING)
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f" at {error.filename}" if error.filename else ""
+            print(f"{name}: no room on the disk{where} ({error.strerror}); free some and try again", file=sys.stderr)
+        elif error.filename:
+            print(f"{name}: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
+        else:
             raise
-        where = f" at {error.filename}" if error.filename else ""
-        print(f"{name}: no room on the disk{where} ({error.strerror}); free some and try again", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"{name}: stopped; nothing half-written is left", file=sys.stderr)

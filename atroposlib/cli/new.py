@@ -1,5 +1,6 @@
 """`atropos new`: files to begin with."""
 
+import importlib.util
 import keyword
 from importlib.resources import files
 from pathlib import Path
@@ -102,6 +103,9 @@ def env(
     where = where / f"{name}-env" if package else where
     if existing := [file for file in written if (where / file).exists()]:
         raise ConfigError(f"{where / existing[0]} exists; choose another name or --folder")
+    if not package and importlib.util.find_spec(name):
+        there = f"there is an installed module {name!r}"
+        raise ConfigError(f"{there}, and {name}.py would be imported in its place; choose another name, or --package")
     where.mkdir(parents=True, exist_ok=True)
     for file, text in written.items():
         (where / file).parent.mkdir(parents=True, exist_ok=True)

@@ -20,13 +20,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field, PositiveInt
 
 from atroposlib.environments.rows import Split, item_at
-from atroposlib.environments.single_turn import Part, local_engine
+from atroposlib.environments.single_turn import Part, as_number, local_engine
 from atroposlib.environments.thoughts import opening_of
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataGroup, ScoredDataItem
 from atroposlib.envs.eval import evaluate_items
@@ -36,6 +37,7 @@ from atroposlib.envs.server_handling.chat_prompt import render
 from atroposlib.envs.server_handling.tool_formats import find_calls
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
 from atroposlib.rollouts.groups import merge_items
+from atroposlib.rollouts.source import of_hook
 from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
@@ -176,6 +178,10 @@ class Player:
 
     def hear(self, observation: str | list[Message]) -> None:
         """Add to the conversation; a text is the user's."""
+        if not isinstance(observation, str | list):
+            raise TypeError(
+                f"{observation!r:.80} is no observation; begin() and Step give a text or a list of messages"
+            )
         self.messages += [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
 
     async def reply(self) -> Reply | None:
@@ -192,7 +198,11 @@ class Player:
 
     def take(self, step: Step) -> None:
         """Note what the last turn earned, and whether the episode is over for this player."""
-        self.rewards[-1] += step.reward - (self.config.invalid_penalty if step.is_invalid else 0.0)
+        if not isinstance(step, Step):
+            raise TypeError(f"step(reply) returned {step!r:.80}; it must return a Step")
+        self.rewards[-1] += as_number(step.reward, "the reward of step(reply)") - (
+            self.config.invalid_penalty if step.is_invalid else 0.0
+        )
         self.invalid += step.is_invalid
         self.in_a_row = self.in_a_row + 1 if step.is_invalid else 0
         limit, most = self.config.max_invalid, self.config.max_episode_tokens
@@ -269,7 +279,6 @@ class MultiTurnEnv(BaseEnv):
     data: ClassVar[str] = "made"  # where items come from, for the table
     extra: ClassVar[str] = ""  # of this package, which it needs
     needs: ClassVar[str] = ""  # module that the extra installs
-    opening = ""  # of a thought, where the chat template writes it
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
@@ -306,12 +315,24 @@ class MultiTurnEnv(BaseEnv):
             except ImportError as error:
                 wanted = f"pip install 'atroposlib[{self.extra}]'"
                 raise ConfigError(f"{self.label} needs the package {self.needs}; run: {wanted}") from error
-        self.opening = opening_of(render(self.tokenizer, [{"role": "user", "content": ""}]))
-        self.counts: Counter[str] = Counter()  # of episodes since the last log, by how they ended
-        self.eval_metrics: dict[str, float] = {}
+
+    @cached_property
+    def opening(self) -> str:
+        """The tag that opens a thought, where the chat template writes it into the prompt; else ""."""
+        return opening_of(render(self.tokenizer, [{"role": "user", "content": ""}]))
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """Counts of episodes by how they ended, since the last log."""
+        return Counter()
+
+    @cached_property
+    def eval_metrics(self) -> dict[str, float]:
+        """Metrics of the newest evaluation, until they are logged."""
+        return {}
 
     async def get_item(self, index: int) -> Item | None:
-        return await self.problem("train", index)
+        return await of_hook(self.problem("train", index), "problem")
 
     def system_turns(self) -> list[Message]:
         """Return the system prompt as a turn; none when it is empty."""
@@ -382,7 +403,7 @@ class MultiTurnEnv(BaseEnv):
         """
         world: World | None = None
         try:
-            world = await self.open(item)
+            world = await of_hook(self.open(item), "open")
             await self.take_turns(world, players)
         except (RolloutFault, ConfigError):
             raise
@@ -395,7 +416,7 @@ class MultiTurnEnv(BaseEnv):
 
     async def take_turns(self, world: World, players: Sequence[Player]) -> None:
         """Play a world that is not begun to its end."""
-        observation = await world.begin()
+        observation = await of_hook(world.begin(), "begin")
         end: End | None = None
         while end is None:
             player = players[world.seat]
@@ -403,13 +424,13 @@ class MultiTurnEnv(BaseEnv):
             player.hear(observation)
             reply = await player.reply()
             if reply is not None:
-                step = await world.step(reply)
+                step = await of_hook(world.step(reply), "step")
                 player.take(step)
                 observation = step.observation
             end = player.end
         for seat, player in enumerate(players):
             player.end = player.end or "over"
-            reward = await world.finish(seat, end)
+            reward = as_number(await of_hook(world.finish(seat, end), "finish"), "finish")
             if player.rewards:
                 player.rewards[-1] += reward
 

@@ -18,8 +18,9 @@ from typing import Any
 from atroposlib.environments.multi_turn import MultiTurnEnv, Player, World, message_of
 from atroposlib.environments.single_turn import Part, SingleTurnEnv
 from atroposlib.envs.reward_fns.math_answers import after_thinking
+from atroposlib.errors import RolloutFault
 from atroposlib.rollouts.early_stop import wilson_upper
-from atroposlib.rollouts.failures import is_scored
+from atroposlib.rollouts.failures import Unscored, is_scored
 
 GUESSES = ("0", "1", "2", "10", "42", "yes", "no", "True", "False", "A", "B", "C", "D", "[]", "{}", "None")
 FORMS = ("{}", "<answer>{}</answer>", "\\boxed{{{}}}")
@@ -170,8 +171,15 @@ async def best_constant(env: SingleTurnEnv, items: Sequence[Any], replies: Seque
 
 
 async def grades(env: SingleTurnEnv, replies: Sequence[str], item: Any) -> list[float]:
-    """Return the grades of replies; one that cannot be judged has none, so it counts as 0."""
-    return [grade if is_scored(grade) else 0.0 for grade in await env.grades(replies, item)]
+    """Return the grades of replies; one that cannot be judged has none, so it counts as 0.
+
+    What `grade` raises by mistake is raised here.
+    """
+    given = await env.grades(replies, item)
+    for grade in given:
+        if isinstance(grade, Unscored) and not isinstance(grade.fault, RolloutFault):
+            raise grade.fault
+    return [grade if is_scored(grade) else 0.0 for grade in given]
 
 
 def junk(seed: str) -> list[str]:

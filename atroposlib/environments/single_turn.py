@@ -7,11 +7,13 @@ pass@k, distinct@k and coverage@k with confidence intervals.
 """
 
 import asyncio
+import inspect
 import logging
 import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,9 +26,10 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, 
 from atroposlib.envs.eval import evaluate_items
 from atroposlib.envs.reward_fns.math_answers import after_thinking
 from atroposlib.envs.server_handling.chat_prompt import render
-from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault, VerifierFault
+from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
 from atroposlib.rollouts.early_stop import sample_until
-from atroposlib.rollouts.failures import Unscored, is_scored
+from atroposlib.rollouts.failures import Unscored, describe_error, is_scored
+from atroposlib.rollouts.source import of_hook
 from atroposlib.type_definitions import Json, JsonObject, Message
 from atroposlib.utils.eval_statistics import Answers, answer_metrics
 
@@ -70,7 +73,6 @@ class SingleTurnEnv(BaseEnv):
     guessing: ClassVar[float] = 0.05  # mean grade that the best constant reply may have
     extra: ClassVar[str] = ""  # of this package, which it needs
     needs: ClassVar[str] = ""  # module that the extra installs
-    opening = ""  # of a thought, where the chat template writes it
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
@@ -135,14 +137,23 @@ class SingleTurnEnv(BaseEnv):
 
     # -- a group -----------------------------------------------------------------------------------------------------
 
-    async def setup(self) -> None:
-        """Call it first in a `setup` of your own."""
-        self.opening = opening_of(render(self.tokenizer, [{"role": "user", "content": ""}]))
-        self.counts: dict[str, Counter[str]] = {}  # task -> counts of "responses" and "right" since the last log
-        self.eval_metrics: dict[str, float] = {}
+    @cached_property
+    def opening(self) -> str:
+        """The tag that opens a thought, where the chat template writes it into the prompt; else ""."""
+        return opening_of(render(self.tokenizer, [{"role": "user", "content": ""}]))
+
+    @cached_property
+    def counts(self) -> dict[str, Counter[str]]:
+        """Counts of "responses" and "right" by task, since the last log."""
+        return {}
+
+    @cached_property
+    def eval_metrics(self) -> dict[str, float]:
+        """Metrics of the newest evaluation, until they are logged."""
+        return {}
 
     async def get_item(self, index: int) -> Item | None:
-        return await self.problem("train", index)
+        return await of_hook(self.problem("train", index), "problem")
 
     async def messages(self, item: Item) -> list[Message]:
         """Return the prompt of one problem: system prompt, solved problems, question."""
@@ -150,7 +161,11 @@ class SingleTurnEnv(BaseEnv):
         for question, reply in await self.shots(item):
             turns.append({"role": "user", "content": question})
             turns.append({"role": "assistant", "content": reply})
-        turns.append({"role": "user", "content": self.question(item)})
+        question: object = self.question(item)
+        if not isinstance(question, str | list):  # a list of parts
+            closed(question)
+            raise EnvironmentFault(f"question(item) returned {question!r:.80}; it must return the problem as text")
+        turns.append({"role": "user", "content": question})
         return turns
 
     def system_turns(self) -> list[Message]:
@@ -173,7 +188,7 @@ class SingleTurnEnv(BaseEnv):
         return list(found.items())
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup, list[Item]]:
-        messages, config = await self.messages(item), self.config
+        messages, config = await of_hook(self.messages(item), "messages"), self.config
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
 
             async def ask(size: int) -> list[tuple[str, float]]:
@@ -185,7 +200,7 @@ class SingleTurnEnv(BaseEnv):
                     top_p=config.top_p,
                 )
                 texts = [text_of(choice.message, self.opening) for choice in reply.choices]
-                return list(zip(texts, await self.grades(texts, item), strict=True))
+                return list(zip(texts, await of_hook(self.grades(texts, item), "grades"), strict=True))
 
             def is_accepted(answer: tuple[str, float]) -> bool:
                 return is_scored(answer[1]) and self.reward(answer[1]) > config.accept_score
@@ -207,15 +222,26 @@ class SingleTurnEnv(BaseEnv):
         return self.sized(group), []  # pyright: ignore[reportArgumentType]  # a group may carry its task
 
     async def grades(self, replies: Sequence[str], item: Item) -> list[float]:
-        """Return the grades of whole replies, thoughts included; `Unscored` for one that nobody could judge."""
-        return [self._grade(reply, item) for reply in replies]
+        """Return the grades of whole replies, thoughts included; `Unscored` for one that nobody could judge.
 
-    def _grade(self, reply: str, item: Item) -> float:
-        said = after_thinking(reply)
+        Raises:
+            EnvironmentFault: `grade` raised by mistake for every reply that it was given.
+        """
+        said = [(after_thinking(reply) or "").strip() for reply in replies]
+        found = [self._grade(text, item) if text else 0.0 for text in said]
+        faults = [grade.fault for grade in found if isinstance(grade, Unscored)]
+        mistakes = [fault for fault in faults if not isinstance(fault, RolloutFault)]
+        if mistakes and len(mistakes) == sum(map(bool, said)):
+            raise EnvironmentFault(describe_error(mistakes[0])) from mistakes[0]
+        return found
+
+    def _grade(self, said: str, item: Item) -> float:
         try:
-            return 0.0 if said is None or not said.strip() else float(self.grade(said.strip(), item))
-        except VerifierFault as fault:
-            return Unscored(fault)
+            return as_number(self.grade(said, item), "grade")
+        except (ConfigError, EnvironmentFault):
+            raise
+        except Exception as error:
+            return Unscored(error)
 
     def count(self, task: str, grades: Sequence[float]) -> None:
         """Remember how many responses were right, for the next log."""
@@ -250,15 +276,16 @@ class SingleTurnEnv(BaseEnv):
     async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> JsonObject | None:
         """Return one answered problem: task, messages, responses, grades and which answers were right; None: failed."""
         try:
-            messages = await self.messages(item)
+            messages = await of_hook(self.messages(item), "messages")
             async with at_once:
                 reply = await self.server.chat_completion(
                     messages=messages, max_tokens=self.config.max_token_length, split="eval", **self._eval_sampling()
                 )
             texts = [text_of(choice.message, self.opening) for choice in reply.choices]
-            grades = await self.grades(texts, item)
+            grades = await of_hook(self.grades(texts, item), "grades")
             if unscored := next((grade for grade in grades if isinstance(grade, Unscored)), None):
-                raise unscored.fault
+                fault = unscored.fault
+                raise fault if isinstance(fault, RolloutFault) else EnvironmentFault(describe_error(fault)) from fault
         except RolloutFault as fault:
             logger.warning("evaluation problem failed: task=%s error=%s", self.item_task(item), fault)
             return None
@@ -306,6 +333,28 @@ class SingleTurnEnv(BaseEnv):
             metrics[f"train/percent_correct_{task}"] = found["right"] / found["responses"]
         self.counts, self.eval_metrics = {}, {}
         await super().wandb_log(metrics)
+
+
+def as_number(given: object, name: str) -> float:
+    """Return the number that an author's function of this name returned.
+
+    Raises:
+        TypeError: it returned something else.
+    """
+    try:
+        if not isinstance(given, str | bytes):
+            return float(given)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        pass
+    closed(given)
+    hint = "; it is called, not awaited: write it as `def`" if inspect.isawaitable(given) else ""
+    raise TypeError(f"{name} returned {given!r:.80}; it must return a number, such as 1.0 or 0.0{hint}")
+
+
+def closed(given: object) -> None:
+    """Close what an `async def` returned, so that Python does not warn that nobody awaited it."""
+    if inspect.iscoroutine(given):
+        given.close()
 
 
 class RowsConfig(SingleTurnConfig):

@@ -5,6 +5,7 @@ commands; unknown names are refused with the nearest known one.
 """
 
 import asyncio
+import inspect
 import logging
 import os
 import re
@@ -226,7 +227,7 @@ def resolve(env_cls: type[CliEnv], mode: Mode, arguments: Sequence[str]) -> Sett
     Raises:
         ConfigError: an unknown name, a value of the wrong kind, or a YAML file that cannot be read.
     """
-    default_env, default_servers = env_cls.config_init()
+    default_env, default_servers = defaults_of(env_cls)
     texts, extra = split_flags(arguments)
     if extra:
         raise ConfigError(f"unexpected argument {extra[0]!r}; settings are given as --env.NAME VALUE")
@@ -256,6 +257,24 @@ def resolve(env_cls: type[CliEnv], mode: Mode, arguments: Sequence[str]) -> Sett
     )
 
 
+def defaults_of(env_cls: type[CliEnv]) -> tuple[BaseEnvConfig, ServerBaseline | Sequence[APIServerConfig]]:
+    """Return what `config_init` gives: the environment's settings and its servers.
+
+    Raises:
+        ConfigError: it gives something else, or is no class method.
+    """
+    wanted = (
+        f"{env_cls.__name__}.config_init must be a @classmethod that returns (settings of the environment, servers)"
+    )
+    if inspect.isfunction(inspect.getattr_static(env_cls, "config_init")):
+        raise ConfigError(f"{wanted}; @classmethod is missing")
+    given: object = env_cls.config_init()
+    match given:
+        case [BaseModel(), _]:
+            return given[0], given[1]  # pyright: ignore[reportReturnType]
+    raise ConfigError(f"{wanted}; it returned {'None' if given is None else type(given).__name__}")
+
+
 def namespaces(env_cls: type[CliEnv], mode: Mode, env_model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     """The groups of flags of one command by their prefix; "" holds those without one."""
     return {
@@ -268,7 +287,7 @@ def namespaces(env_cls: type[CliEnv], mode: Mode, env_model: type[BaseModel]) ->
 
 def help_text(env_cls: type[CliEnv], mode: Mode) -> str:
     """Every setting of one command with its meaning and default."""
-    default_env, servers = env_cls.config_init()
+    default_env, servers = defaults_of(env_cls)
     server = servers if isinstance(servers, ServerBaseline) else next(iter(servers), ServerBaseline())
     defaults = {
         ENV_NAMESPACE: {**default_env.model_dump(), **_mode_defaults(mode, env_cls, default_env)},

@@ -54,7 +54,7 @@ from atroposlib.rollouts.evaluation import (
 )
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.run import CHECK_S, EXIT_DONE, STOP_TIMEOUT_S
-from atroposlib.rollouts.source import Work, current_work
+from atroposlib.rollouts.source import Work, current_work, of_hook
 from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, StopSignals
 from atroposlib.status.training import HISTORY_FILE
 from atroposlib.type_definitions import Item, Json, JsonObject
@@ -321,8 +321,8 @@ async def _evaluate(env: EnvHooks, check_engines: Callable[[], Awaitable[object]
 
 
 async def _set_up_and_evaluate(env: EnvHooks) -> None:
-    await env.setup()
-    await env.evaluate()
+    await of_hook(env.setup(), "setup")
+    await of_hook(env.evaluate(), "evaluate")
 
 
 async def shown_evaluation(evaluating: Awaitable[T], server: ServerManager, name: str, folder: Path | None = None) -> T:

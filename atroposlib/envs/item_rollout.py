@@ -15,8 +15,8 @@ from atroposlib.envs.server_handling.fan_out import contained, raise_first
 from atroposlib.errors import EngineFault, KilledFault
 from atroposlib.rollouts import groups as group_checks
 from atroposlib.rollouts.early_stop import sample_until
-from atroposlib.rollouts.failures import NO_GROUP, is_scored, logged
-from atroposlib.rollouts.source import current_work
+from atroposlib.rollouts.failures import NO_GROUP, is_scored, logged, place_of
+from atroposlib.rollouts.source import current_work, of_hook
 from atroposlib.rollouts.trace import current_trace, row_of_group
 from atroposlib.type_definitions import UUID, Item, JsonObject, ScoredDataGroup, ScoredDataItem, UnscoredResponse
 
@@ -45,7 +45,7 @@ class ItemRollout:
         started = asyncio.get_running_loop().time()
         durations = env.failed_task_duration
         try:
-            collected = await collect(item)
+            collected = await of_hook(collect(item), "collect_trajectories")
             result, backlog = collected if isinstance(collected, tuple) else (collected, [])
             if result:
                 result = await env.postprocess_histories(result)
@@ -97,7 +97,7 @@ class ItemRollout:
 
         async def roll_out(row: int) -> Trajectory:
             with row_of_group(row):
-                result = await contained(env.collect_trajectory(item))
+                result = await contained(of_hook(env.collect_trajectory(item), "collect_trajectory"))
             rollout, backlog = result if isinstance(result, tuple) else (result, [])
             if not isinstance(rollout, dict):
                 raise ValueError(
@@ -136,7 +136,8 @@ class ItemRollout:
     def unscored(self, fault: BaseException, index: int) -> UnscoredResponse:
         """Count one response that has no score; what is recorded of it."""
         said = group_checks.unscored_response(fault, index)
-        logger.warning("response left out: class=%s index=%d error=%s", said["failure"], index, said["error"])
+        what = f"{said['error']}{place_of(fault)}"
+        logger.warning("response left out: class=%s index=%d error=%s", said["failure"], index, what)
         work, run = current_work.get(), self._env.current_run
         if run and work:
             run.failures.add_response(work, fault, index)

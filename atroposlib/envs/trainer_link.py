@@ -13,6 +13,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.rollouts import pacing
 from atroposlib.rollouts.evaluation import Evaluation
 from atroposlib.rollouts.failures import logged
+from atroposlib.rollouts.source import of_hook
 
 if TYPE_CHECKING:
     from atroposlib.api.client import EnvClient, RegisteredEnv
@@ -200,7 +201,7 @@ class TrainerLink:
         self._evaluation = Evaluation(
             env.label, step=env.curr_step, requests_out=lambda: requests_out(env.server.servers)
         )
-        env.eval_runner = asyncio.create_task(self._evaluation.counted(env.evaluate()))
+        env.eval_runner = asyncio.create_task(self._evaluation.counted(of_hook(env.evaluate(), "evaluate")))
         env.eval_runner.add_done_callback(_log_failure)
 
     def _queue_view(self) -> pacing.QueueView:

@@ -8,6 +8,7 @@ continue; when nothing at all succeeds any more, the run stops with one sentence
 import logging
 import math
 import os
+import sysconfig
 import time
 import traceback
 from collections import Counter
@@ -44,6 +45,18 @@ def describe_error(error: BaseException) -> str:
     """One line naming the error; our own messages stand for themselves."""
     text = str(error).strip() or "no message"
     return as_json(text if isinstance(error, AtroposError) else f"{type(error).__name__}: {text}")
+
+
+_NOT_AN_AUTHORS = ("<", str(Path(__file__).parents[1]) + os.sep, sysconfig.get_path("stdlib") + os.sep)
+
+
+def place_of(error: BaseException) -> str:
+    """Return where in an author's own files an error arose (`at my_env.py:17`); "" if in none."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(f, line) for f, line in frames if not f.startswith(_NOT_AN_AUTHORS) and "site-packages" not in f]
+    return f" at {Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
 
 
 class Unscored(float):

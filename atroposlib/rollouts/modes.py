@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from atroposlib.rollouts.failures import logged
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.run import Environment, Pace, Run, RunOutcome
+from atroposlib.rollouts.source import of_hook
 
 if TYPE_CHECKING:
     from atroposlib.api.client import EnvClient
@@ -76,7 +77,7 @@ async def _serve(env: ServingEnvironment, run: Run) -> None:
         await run.report()
         return
     await run.engines.check()
-    await env.setup()
+    await of_hook(env.setup(), "setup")
     run.progress.wait_for(
         "api",
         f"a trainer at the trajectory API {env.config.rollout_server_url}: none is registered, or the API (run-api) "
@@ -167,7 +168,7 @@ async def run_process(env: Environment) -> RunOutcome:
 async def _roll_out_all(env: Environment, run: Run) -> None:
     if not run.sink.is_full:
         await run.engines.check()
-        await env.setup()
+        await of_hook(env.setup(), "setup")
         await env.setup_wandb()
         run.mark_running(run.pool.pace)
         run.pool.pace(env.trainer_link.worker_count())

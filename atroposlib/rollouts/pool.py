@@ -20,6 +20,7 @@ from atroposlib.rollouts.failures import (
     TaskHealth,
     describe_error,
     failure_class,
+    place_of,
 )
 from atroposlib.rollouts.source import ItemSource, Work, current_work
 from atroposlib.rollouts.trace import tracing
@@ -248,7 +249,8 @@ class RolloutPool:
         work.tries += 1
         is_final = kind not in RETRIED_CLASSES or work.tries >= MAX_TRIES
         self._failures.add(work, error, is_final=is_final)
-        logger.warning("rollout failed: class=%s task=%s item=%s error=%s", kind, work.task, work.key, reason)
+        place = place_of(error)
+        logger.warning("rollout failed: class=%s task=%s item=%s error=%s%s", kind, work.task, work.key, reason, place)
         logger.debug("traceback of item %s", work.key, exc_info=error)
         if not is_final:
             self._source.put_back(work)

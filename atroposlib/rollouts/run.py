@@ -434,6 +434,11 @@ class Run:
         if self.source.is_exhausted and not groups and self.sink.fruitless.items:
             why = ", ".join(f"{reason}: {count}" for reason, count in self.sink.fruitless.reasons.most_common())
             raise AtroposError(f"the items are used up, and none gave a usable group ({why}); look at what was dropped")
+        if self.source.is_exhausted and not groups:
+            hook = "get_item(0)" if self._env.has_get_item else "get_next_item()"
+            raise AtroposError(
+                f"{self._env.label} has no items: {hook} returned None; look at what setup() loads and makes"
+            )
         if total is not None:
             logger.warning(
                 "the items are used up: groups=%d asked=%d; the same command with more items adds the rest",

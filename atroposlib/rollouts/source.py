@@ -6,6 +6,7 @@ a hash of its content and how often that content came before. Items whose key is
 
 import asyncio
 import hashlib
+import inspect
 import os
 import re
 import time
@@ -13,11 +14,14 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Container, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from atroposlib.errors import EnvironmentFault
 from atroposlib.json_lines import as_json, to_json
 from atroposlib.rollouts.trace import RolloutTrace
 from atroposlib.type_definitions import Item
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -184,13 +188,13 @@ class IndexedDraw:
             index, self._index = self._index, self._index + 1  # an index whose item cannot be made is not asked again
             key = str(index)
             if key not in self._done and key not in self._late:
-                item = await self._get_item(index)
+                item = await of_hook(self._get_item(index), "get_item")
                 if item is not None:
                     return key, item
                 self._at_the_end = deque(sorted((key for key in self._late if key.isdecimal()), key=int))
         while self._at_the_end:
             key = self._at_the_end.popleft()
-            item = await self._get_item(int(key)) if key not in self._done else None
+            item = await of_hook(self._get_item(int(key)), "get_item") if key not in self._done else None
             if item is not None:
                 return key, item
         return None
@@ -206,12 +210,27 @@ class StreamDraw:
         self._seen: Counter[str] = Counter()
 
     async def __call__(self) -> tuple[str, Item] | None:
-        while (item := await self._get_next_item()) is not None:
+        while (item := await of_hook(self._get_next_item(), "get_next_item")) is not None:
             key = content_key(item, self._seen)
             if key not in self._late:
                 return key, item
             self._kept.append((key, item))
         return self._kept.popleft() if self._kept else None
+
+
+async def of_hook(given: Awaitable[T], name: str) -> T:
+    """Await what an author's hook returned.
+
+    Raises:
+        EnvironmentFault: it cannot be awaited, as `async` was forgotten, or gave a coroutine, as `await` was.
+    """
+    if not inspect.isawaitable(given):
+        raise EnvironmentFault(f"{name} returned {given!r:.80} and no coroutine; write it as `async def {name}`")
+    value = await given
+    if inspect.iscoroutine(value):
+        value.close()
+        raise EnvironmentFault(f"{name} gave {value!r:.80}: a function that it calls is `async def`; await it there")
+    return value
 
 
 def content_key(item: Item, seen: Counter[str]) -> str:

@@ -208,6 +208,10 @@ def plain_messages(messages: Messages, *, knows_developer: bool = False, offset:
     plain: list[Message | None] = []
     for index, message in enumerate(messages, offset):
         content = message.get("content")
+        if not isinstance(content, str | list | None) or not isinstance(message.get("role"), str):
+            raise RequestFault(f"messages[{index}] is {message!r:.120}; a message needs a role, and content as text")
+        if "content" not in message and message["role"] != "assistant":
+            raise RequestFault(f"messages[{index}] has no content; its keys are {', '.join(message)}")
         if isinstance(content, list):
             message = {**message, "content": joined_text(content, f"messages[{index}]")}
         if calls := message.get("tool_calls"):
