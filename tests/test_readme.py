@@ -20,7 +20,7 @@ from atroposlib.cli.main import COMMANDS
 from atroposlib.examples import addition
 from atroposlib.testing import ScriptedEngine, write_tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT, PACKAGE = Path(__file__).parents[1], "atroposlib"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -35,32 +35,70 @@ def test_links_lead_somewhere(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+NAMES = COMMANDS | {word.also: word for word in COMMANDS.values() if word.also}
+BEGINS = re.compile(rf"(atropos|python|bash|{'|'.join(word.also for word in COMMANDS.values() if word.also)}) \S")
+
+
 def commands_of(page):
-    """The commands that a page shows in its blocks, as words."""
+    """The commands that a page shows, in blocks, indented or within a sentence, as words."""
     text = page.read_text()
     blocks = "\n".join(re.findall(r"```(?:bash|sh)?\n(.*?)```", text, re.DOTALL))
-    lines = [*blocks.splitlines(), *re.findall(r"^    (.*)", text, re.MULTILINE)]
-    shown = [line.partition("   #")[0].partition("  # ")[0].partition("   (")[0].strip() for line in lines]
-    return [shlex.split(line) for line in shown if re.match(r"(atropos|python -m|atropos-grpo-run) ", line)]
+    lines = [*blocks.splitlines(), *re.findall(r"^    (.*)", text, re.MULTILINE), *re.findall(r"`([^`\n]+)`", text)]
+    shown = [re.split(r"   #|  # |   \(|  +then| #  ", line)[0].strip() for line in lines]
+    joined = [line.partition(" && ")[2] if line.startswith(("pip ", "(mkdir")) else line for line in shown]
+    return [shlex.split(line.replace("\\|", "|").rstrip("\\")) for line in joined if BEGINS.match(line)]
 
 
-@pytest.mark.parametrize("name", ["agents", "evaluation"])
-def test_every_command_that_a_page_shows_is_there_with_its_options_and_its_files(name):
-    commands = commands_of(ROOT / "docs" / f"{name}.md")
-    assert len(commands) >= 3
-    for words in commands:
-        assert [word for word in words if word.startswith("configs/") and not (ROOT / word).exists()] == [], words
-        if words[0] == "python":
-            assert importlib.util.find_spec(words[2]), words
-        elif words[0] == "atropos":
-            app, rest = COMMANDS[words[1]].typer_app(), words[2:]
-            assert app is not None, words
-            command = get_command(app)
-            while isinstance(command, TyperGroup):
-                command = command.commands[rest.pop(0)]
-            known = {flag for option in command.params for flag in option.opts}
-            asked = [word for word in rest if word.startswith("--") and not word.startswith("--env.")]
-            assert set(asked) <= known, words
+def unknown_in(words):
+    """What of a command is not there: the command itself, an option, a file of this repository."""
+    tops = ("configs/", "tests/", "benchmarks/", "examples/", "environments/", "slurm/", "docs/", "atroposlib/")
+    yield from (word for word in words if word.startswith(tops) and not any(ROOT.glob(word.split()[0].rstrip("/"))))
+    if words[0] == "python" and words[1] == "-m":
+        yield from [words[2]] if not words[2].endswith(".NAME") and importlib.util.find_spec(words[2]) is None else []
+    if words[0] in ("python", "bash"):
+        return
+    name, *rest = words[1:] if words[0] == "atropos" else words
+    if name not in NAMES:
+        yield from [] if name.startswith("-") or name in PLACEHELSEWHEREERS else [name]
+        return
+    app = NAMES[name].typer_app()
+    if app is None:  # it reads its command line itself
+        return
+    command = get_command(app)
+    while isinstance(command, TyperGroup) and rest and not rest[0].startswith("-"):
+        several, known = rest.pop(0).split("|"), command.commands
+        yield from set(several) - known.keys()
+        command = known.get(several[0], command)
+    known = {flag for option in command.params for flag in option.opts + option.secondary_opts} | {"--help"}
+    asked = {word.partition("=")[0] for word in rest if word.startswith("--") and not word.startswith("--env.")}
+    if not (command.context_settings or {}).get("ignore_unknown_options"):
+        yield from asked - known
+
+
+PLACEHELSEWHEREERS = {"COMMAND", "..."}
+ALL_PAGES = [*PAGES, *ROOT.glob("C*.md"), *sorted((ROOT / PACKAGE).rglob("README.md")), ROOT / "slurm/README.md"]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_of_the_repository_that_a_page_names_is_there(page):
+    text = page.read_text()
+    tops = {each.name for folder in (ROOT, ROOT / PACKAGE) for each in folder.iterdir()} - {"runs", "data"}
+    paths = re.findall(r"`([\w.*-]+/[\w./*-]*)`", text)
+    named = {path.rstrip("/") for path in paths if path.partition("/")[0] in tops} - ELSEWHERE
+    places = [ROOT, ROOT / PACKAGE, page.parent]
+    assert [path for path in named if not any(any(place.glob(path)) for place in places)] == []
+    if page.name == "README.md" and page.parent != ROOT:
+        modules = set(re.findall(r"`(\w+\.py)`", text)) - ELSEWHERE
+        assert [name for name in modules if not any(page.parent.rglob(name))] == []
+
+
+ELSEWHERE = {"prepare_sft_data.py", "split_dataset.py", "test_causal_env.py", "configs/trainer/data"}
+"""Files of another repository, of the tests, of a user's own."""
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_that_a_page_shows_is_there_with_its_options_and_its_files(page):
+    assert {" ".join(words): [*unknown] for words in commands_of(page) if (unknown := set(unknown_in(words)))} == {}
 
 
 def test_the_example_runs_in_process_and_evaluate_as_a_user_starts_it(tmp_path):
