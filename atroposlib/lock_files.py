@@ -24,7 +24,7 @@ LOST_NODE_S = 180.0
 
 
 class HeldError(Exception):
-    """Another process holds the lock; `pid` as it wrote it, or `unknown`."""
+    """Another process holds the lock; `pid` as it wrote it, with its node where that is another one, or `unknown`."""
 
     def __init__(self, pid: str) -> None:
         super().__init__(pid)
@@ -56,15 +56,12 @@ def hold(path: Path, *, mode: int) -> int:
         os.close(descriptor)
         raise
     if not is_ours:
-        pid = os.read(descriptor, 64).decode(errors="replace").strip() or "unknown"
+        pid, _, node = os.read(descriptor, 128).decode(errors="replace").strip().partition(" ")
         os.close(descriptor)
-        raise HeldError(pid)
-    try:
+        raise HeldError(f"{pid} on {node}" if node not in ("", socket.gethostname()) else pid or "unknown")
+    with contextlib.suppress(OSError):  # a full disk costs only the name
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-    except OSError:  # a full disk; the lock must not outlive this call
-        os.close(descriptor)
-        raise
+        os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
     return descriptor
 
 
@@ -125,9 +122,9 @@ def run_lock(run_dir: Path, *, lost_node_s: float = LOST_NODE_S) -> Iterator[Non
             raise LaunchError(
                 f"run folder {run_dir} was set aside (--fresh) while this process waited for it; give the command again"
             )
-        stream.truncate(0)
-        stream.write(f"{os.getpid()} {socket.gethostname()}")
-        stream.flush()
+        with contextlib.suppress(OSError):  # a full disk costs only the name
+            os.ftruncate(stream.fileno(), 0)
+            os.write(stream.fileno(), f"{os.getpid()} {socket.gethostname()}".encode())
         yield
 
 

@@ -77,6 +77,7 @@ class RepeatingClient:
         self._token = token or url_token or os.environ.get(TOKEN_VARIABLE)
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
+        self._unavailable: dict[str, str] = {}  # path -> what the last 5xx said, until a request there is answered
 
     async def close(self) -> None:
         """Let go of the connections."""
@@ -119,8 +120,10 @@ class RepeatingClient:
                 await patience.wait(f"{type(error).__name__}: {error}")
                 continue
             if response.status >= 500:
+                self._unavailable[path] = response.sentence()
                 await patience.wait(f"{response.status}: {response.sentence()}", _retry_after(response))
                 continue
+            self._unavailable.pop(path, None)
             if response.status >= 400 and response.code() not in expected:
                 sentence = f"{method} {self.url}{path} answered {response.status}: {response.sentence()}"
                 raise ApiError(sentence, response.status)
@@ -224,6 +227,9 @@ class Batch:
         return sum(len(group["tokens"]) for group in self.groups)
 
 
+_GROUPS_PATH = "/scored_data_list"
+
+
 class EnvClient(RepeatingClient):
     """An environment's connection to the API; registers again by itself when the run was reset."""
 
@@ -285,12 +291,17 @@ class EnvClient(RepeatingClient):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             headers = {"X-Atropos-Run": env.run_id, "Content-Type": GROUPS_TYPE} if env.run_id else {}
             response = await self.request(
-                "POST", "/scored_data_list", body=body, headers=headers, deadline_s=left, expected=("unknown_env",)
+                "POST", _GROUPS_PATH, body=body, headers=headers, deadline_s=left, expected=("unknown_env",)
             )
             if response.status < 400:
                 del waiting[:count]
             else:
                 env = await self._register_again(env, left)
+
+    @property
+    def not_taken(self) -> str | None:
+        """Why the API does not take groups now, in its words; None: it does."""
+        return self._unavailable.get(_GROUPS_PATH)
 
     async def disconnect(self, *, deadline_s: float | None = 10.0) -> None:
         """Say that this environment has ended. Unknown to the API is fine."""

@@ -169,6 +169,16 @@ class TrainerLink:
             )
         return None
 
+    def not_taken(self) -> str | None:
+        """Why the trajectory API does not take groups now; None: it does."""
+        reason = self.api.not_taken
+        url = self._env.config.rollout_server_url
+        return (
+            f"the trajectory API {url}: it takes no groups now ({reason}); they are kept and sent when it does"
+            if reason
+            else None
+        )
+
     def _limit_during_eval(self) -> int:
         config = self._env.config
         return pacing.limit_during_eval(

@@ -58,6 +58,8 @@ class Pace(Protocol):
 
     def held_back(self) -> str | None: ...
 
+    def not_taken(self) -> str | None: ...
+
 
 class Environment(Protocol):
     """An environment as a run uses it: `BaseEnv` provides it, authors override the hooks."""
@@ -371,12 +373,14 @@ class Run:
         progress = self.progress
         engines, dropped, fruitless = progress.engines, progress.dropped, self.sink.fruitless
         is_set_up = progress.state in ("running", "parked")
+        is_serving = is_set_up and progress.mode == "serve"
         return Facts(
             is_set_up=is_set_up,
             is_told=progress.is_parked,
             engine_down=self._env.engine_down(),
             patience_s=self._env.outage_timeout_s(),
-            held_back=self._env.trainer_link.held_back() if is_set_up and progress.mode == "serve" else None,
+            held_back=self._env.trainer_link.held_back() if is_serving else None,
+            not_taken=self._env.trainer_link.not_taken() if is_serving else None,
             no_items=self._no_items(),
             in_flight=progress.in_flight,
             answers=progress.unfinished_answers,

@@ -46,6 +46,7 @@ class Facts:
     engine_down: str | None = None  # no engine is up and takes requests, in a sentence
     patience_s: float = math.inf  # for which that may last
     held_back: str | None = None  # why no rollout may start, where that is the trainer's or an evaluation's doing
+    not_taken: str | None = None  # the trajectory API takes no groups, in a sentence
     no_items: str | None = None  # the environment has had nothing to roll out for some seconds
     in_flight: int = 0  # groups
     answers: int = 0  # of unfinished groups
@@ -116,6 +117,8 @@ def _is_pointless(facts: Facts) -> bool:
 def _unmoved(facts: Facts) -> str | None:
     if not facts.is_set_up:
         return "the end of setup(): it loads data, or waits for a hub that does not answer"
+    if facts.in_flight and facts.not_taken:
+        return facts.not_taken
     if facts.in_flight:
         made = (
             f"{facts.in_flight} groups are in the making, with {facts.answers} answers of {facts.tokens} tokens so far"

@@ -87,6 +87,26 @@ async def test_a_submission_waits_out_a_restart(tmp_path, caplog):
             assert (await trainer.batch()).groups[0]["tokens"][0][0] == 5
 
 
+async def test_an_environment_can_say_why_its_groups_are_not_taken_until_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("atroposlib.api.client._retry_after", lambda response: 0.0)
+    messages = [[{"role": "user", "content": "x" * 1000}]] * 4
+    with server_process(tmp_path / "state", "--max-queue-mb", "0.006") as server:
+        async with EnvClient(server.url) as env, TrainerClient(server.url) as trainer:
+            await trainer.register({**REGISTRATION, "batch_size": 4})
+            await trainer.batch()
+            await env.register(ENV)
+            await env.submit([make_group(1, messages=messages)])
+            assert env.not_taken is None
+            waiting = asyncio.create_task(env.submit([make_group(2, messages=messages)]))
+            async with asyncio.timeout(30):
+                while env.not_taken is None:
+                    await asyncio.sleep(0.01)
+            assert "of --max-queue-mb" in env.not_taken
+            await trainer.batch()
+            await waiting
+            assert env.not_taken is None
+
+
 async def test_a_refusal_is_an_error_with_the_servers_sentence(server):
     async with EnvClient(server.url) as env, TrainerClient(server.url) as trainer:
         await trainer.register(REGISTRATION)

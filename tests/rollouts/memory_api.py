@@ -16,6 +16,7 @@ class MemoryApi:
         self.received: list[dict[str, Any]] = []
         self.refused: set[int] = set()
         self.taken = 0
+        self.not_taken: str | None = None
         self.is_up = asyncio.Event()
         self.is_up.set()
         self.disconnected = self.closed = False

@@ -164,6 +164,15 @@ class GoesAway(MemoryApi):
         return await super().status_env()
 
 
+class FullApi(MemoryApi):
+    """Answers groups with 503, as an API whose disk is full does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.not_taken = "no space left in /state; groups are taken again when there is"
+        self.is_up.clear()
+
+
 class Steps(MemoryApi):
     """A trainer that makes a step at once, and then no other."""
 
@@ -178,6 +187,9 @@ STALLS: dict[str, Stall] = {
     ),
     "API gone": Stall(
         "the API stops answering", lambda f: serving(CountingEnv, GoesAway(), seconds=0.1), "the trajectory API"
+    ),
+    "full API": Stall(
+        "the disk of the API is full", lambda f: serving(CountingEnv, FullApi()), "the trajectory API http"
     ),
     "trainer": Stall("the trainer takes nothing", lambda f: serving(CountingEnv), "the trainer: 12 groups of 2 wait"),
     "too long": Stall(
