@@ -13,17 +13,17 @@ import asyncio
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import aiohttp
-import uvicorn
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
-from atroposlib.envs.server_handling.managed_server_proxy import create_app  # noqa: E402
+from atroposlib.envs.server_handling.managed_server_proxy import create_app, server_of  # noqa: E402
 from tests.rollouts.asking_env import bytes_tokenizer  # noqa: E402
 from tests.server_handling.test_managed_server_proxy import manager_of  # noqa: E402
 
@@ -61,17 +61,15 @@ def serve(delay_s: float) -> None:
     tokenizer = bytes_tokenizer()
     tokenizer.chat_template = TEMPLATE
     app = create_app(manager_of(Engine(tokenizer, delay_s)), tokenizer, "bench")
-    import socket
-
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     print(listener.getsockname()[1], flush=True)
-    config = uvicorn.Config(app, log_level="error", lifespan="off", ws="none", access_log=False, timeout_keep_alive=600)
-    uvicorn.Server(config).run(sockets=[listener])  # on the loop that the gateway's own command runs on
+    server_of(app, log_level="error", lifespan="off", ws="none", timeout_keep_alive=600).run(sockets=[listener])
 
 
 def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Seconds of CPU of a process, to the nanosecond."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 def memory_mb(pid: int) -> float:

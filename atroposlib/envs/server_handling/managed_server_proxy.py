@@ -10,14 +10,16 @@ session's nodes: token ids, masks and log-probabilities of everything the model 
 """
 
 import argparse
+import gc
 import logging
 import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from fastapi import Depends, FastAPI, Request
@@ -25,6 +27,7 @@ from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
 from atroposlib.api.auth import TOKEN_VARIABLE, is_loopback, read_token
 from atroposlib.envs.server_handling.agents.chat import openai_error
@@ -41,7 +44,11 @@ from atroposlib.envs.server_handling.server_manager import ServerManager, count_
 from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import AtroposError, ConfigError, RequestFault, RolloutFault
 from atroposlib.paths import expand_path
+from atroposlib.rollouts.run import RARE_COLLECTIONS
 from atroposlib.type_definitions import JsonObject, Tokenizer
+
+if TYPE_CHECKING:
+    import uvicorn
 
 logger = logging.getLogger(__name__)
 
@@ -421,9 +428,23 @@ def main() -> None:
     except AtroposError as error:
         raise SystemExit(f"{error}") from error
 
+    with suppress(KeyboardInterrupt):
+        server_of(app, host=args.host, port=args.port, log_level="info").run()
+
+
+def server_of(app: ASGIApp, **options: Any) -> "uvicorn.Server":
+    """The server of an application that has its process to itself: nothing of before is looked at by a collection.
+
+    Its log has no line for each request, whose path may hold the key of a rollout.
+
+    Args:
+        options: of uvicorn's configuration.
+    """
     import uvicorn
 
-    uvicorn.run(app, host=args.host, port=args.port, log_level="info")
+    gc.freeze()
+    gc.set_threshold(*RARE_COLLECTIONS)
+    return uvicorn.Server(uvicorn.Config(app, access_log=False, **options))
 
 
 def _app_from(args: argparse.Namespace, token: str | None) -> FastAPI:
