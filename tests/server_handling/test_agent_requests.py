@@ -430,12 +430,12 @@ ODD = {
     "content that is a number": ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, "must be a text"),
     "a call that is a text": (
         "chat/completions",
-        {"messages": [{"role": "assistant", "content": None, "tool_calls": ["x"]}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": ["x"]}, *HELLO]},
         "messages[0] has a tool call without the name",
     ),
     "a call without a name": (
         "chat/completions",
-        {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+        {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [CALL]}, *HELLO]},
         "messages[1] has a tool call without the name",
     ),
     "a tool without a name": ("chat/completions", NAMELESS, "must be a function with a name"),
@@ -451,6 +451,20 @@ ODD = {
     "a choice of no tool, messages": ("messages", {"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
     "an unknown choice, messages": ("messages", {"tool_choice": {"type": "maybe"}}, "tool_choice"),
     "an item without a role": ("responses", {"input": [{}]}, "input[0] has no role"),
+    "a message of nothing": (
+        "messages",
+        {"messages": [*HELLO, {"role": "user", "content": []}]},
+        "messages[1] has no content",
+    ),
+    "a system prompt without text": ("messages", {"system": [{"type": "text"}]}, "system has a part of type 'text'"),
+    **{
+        f"an answer that is begun, {path}": (
+            path,
+            {where: [*HELLO, {"role": "assistant", "content": "{"}]},
+            "the last message is the assistant's",
+        )
+        for path, where in {"messages": "messages", "chat/completions": "messages", "responses": "input"}.items()
+    },
     "stream options": ("chat/completions", {"stream": True, "stream_options": 7}, "stream_options must be an object"),
     "stream options of a text": ("completions", {"stream": True, "stream_options": 7}, "stream_options must be an"),
     "a stop that is a number": ("completions", {"stop": 3}, "stop is 3"),
@@ -466,6 +480,29 @@ async def test_what_cannot_be_understood_is_refused_before_anything_is_generated
         record = await record_of(client, made)
     assert (reply.status_code, sentence in reply.json()["error"]["message"]) == (400, True), reply.text
     assert (record["calls"], client.engine.answered) == ([], 0)
+
+
+async def test_all_reasoning_of_a_turn_is_one_thought():
+    thoughts = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in ("one", "two")]
+    answer = {"role": "assistant", "content": "a"}
+    async with client_of("b") as client:
+        made = await new_rollout(client)
+        await ask(client, made, "responses", input=[*HELLO, *thoughts, answer, *HELLO])
+        (call,) = (await record_of(client, made))["calls"]
+    assert [said.get("reasoning_content") for said, _ in call["calls"][0]["new"]] == [None, "onetwo", None, None]
+
+
+@pytest.mark.parametrize(
+    ("second", "systems"), [({"instructions": "be kind"}, ["be kind", "use metres"]), ({}, ["use metres"])]
+)
+async def test_instructions_are_those_of_the_request_and_what_was_said_before_stays(second, systems):
+    said = [{"role": "system", "content": "use metres"}, *HELLO]
+    async with client_of("a", "b") as client:
+        made = await new_rollout(client)
+        first = (await ask(client, made, "responses", instructions="be brief", input=said)).json()
+        await ask(client, made, "responses", previous_response_id=first["id"], input="more", **second)
+        last = (await record_of(client, made))["calls"][-1]["calls"][0]
+    assert [said["content"] for said, _ in last["new"] if said["role"] == "system"] == systems
 
 
 async def test_a_choice_of_a_hosted_tool_that_was_left_out_is_no_choice():

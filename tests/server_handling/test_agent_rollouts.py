@@ -254,6 +254,49 @@ async def test_the_same_rollout_is_given_for_the_same_id():
         assert (await new_rollout(client))["key"] != (await new_rollout(client))["key"]
 
 
+async def test_an_id_that_is_taken_is_not_given_for_other_settings():
+    async with client_of("ok") as client:
+        await new_rollout(client, rollout_id="r", item_id="1")
+        reply = await client.post("/rollouts", json={"rollout_id": "r", "item_id": "2"}, headers=ADMIN)
+        assert reply.status_code == 400
+        assert "is there with other settings (item_id: '1', not '2')" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("in_path", [True, False])
+async def test_a_request_with_the_keys_of_two_rollouts_is_none_of_either(in_path):
+    async with client_of("ok") as client:
+        one, other = await new_rollout(client), await new_rollout(client)
+        headers = {"x-api-key": other["key"]} | ({} if in_path else {"Authorization": f"Bearer {one['key']}"})
+        path = f"/{one['key']}/v1/chat/completions" if in_path else "/v1/chat/completions"
+        reply = await client.post(path, json={"messages": HELLO}, headers=headers)
+        assert (reply.status_code, "two rollouts" in reply.text) == (401, True)
+        assert [(await record_of(client, made))["calls"] for made in (one, other)] == [[], []]
+
+
+async def test_what_is_said_of_a_rollout_while_it_is_deleted_does_not_keep_the_gateway_from_its_next_start(tmp_path):
+    log = CallLog(tmp_path / "records.jsonl")
+    async with client_of("ok", log=log) as client:
+        made = await new_rollout(client, rollout_id="r")
+        deleted = asyncio.Event()
+
+        async def slowly():
+            yield b'{"score": '
+            await deleted.wait()
+            yield b"1}"
+
+        score = asyncio.create_task(client.post("/rollouts/r/score", content=slowly(), headers=ADMIN))
+        await asyncio.sleep(0)
+        assert (await client.delete("/rollouts/r", headers=ADMIN)).status_code == 200
+        deleted.set()
+        assert (await score).status_code == 404
+    log.append({"score": 1, "rollout": "r"})  # as an earlier version left it
+    log.close()
+    log = CallLog(tmp_path / "records.jsonl")
+    async with client_of("ok", log=log) as client:
+        assert (await new_rollout(client, rollout_id="r"))["key"] != made["key"]
+    log.close()
+
+
 # -- the dialects -------------------------------------------------------------------------------------------------
 
 SAID = f"<think>so</think>Let me.{ADD}"

@@ -203,6 +203,19 @@ async def test_thoughts_are_taken_out_and_a_turn_without_them_continues_its_sequ
     assert trained(managed) == ["<think>two and two</think>four<|im_end|>done<|im_end|>"]
 
 
+@pytest.mark.parametrize("chosen", [0, 1])
+async def test_the_ids_of_calls_tell_which_of_two_equal_calls_is_continued_also_without_thoughts(chosen):
+    thoughts = ["<think>first</think>", "<think>second</think>"]
+    server, managed = managed_of(*(thought + ADD for thought in thoughts), "done", reasoning_parser="think")
+    first = [said(await ask(managed, [USER], tools=TOOLS)) for _ in thoughts][chosen]
+    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "3"}
+
+    await ask(managed, [USER, first, result], tools=TOOLS)
+
+    assert thoughts[chosen] in seen(server)
+    assert thoughts[1 - chosen] not in seen(server)
+
+
 async def test_other_thoughts_are_an_edit():
     _, managed = managed_of("<think>two and two</think>four", "done")
     await ask(managed, [USER])

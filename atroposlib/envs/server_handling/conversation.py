@@ -290,13 +290,12 @@ def keys_of(message: Message, *, is_generated: bool = False) -> tuple[Hashable, 
     if thoughts is None:
         thoughts, text = split_thoughts(text)
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-    made = tuple(map(_call_key, calls))
-    keys: list[Hashable] = [
-        ("exact", text, thoughts, made, tuple(str(call.get("id")) for call in calls)),
-        ("loose", text.strip(), (str(thoughts or "")).strip(), made),
-    ]
-    if is_generated or not thoughts:
-        keys.append(("bare", text.strip(), made))
+    made, ids = tuple(map(_call_key, calls)), tuple(str(call.get("id")) for call in calls)
+    keys: list[Hashable] = [("exact", text, thoughts, made, ids)]
+    for same in [(*made, ids), made] if calls else [made]:  # of equal calls, those with these ids
+        keys.append(("loose", text.strip(), (str(thoughts or "")).strip(), same))
+        if is_generated or not thoughts:
+            keys.append(("bare", text.strip(), same))
     return tuple(keys)
 
 

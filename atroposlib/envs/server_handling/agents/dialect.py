@@ -192,6 +192,15 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]], *, left_out: bool
     raise RequestFault(f"tool_choice is {choice!r:.100}; it must be auto, none, required or one of the tools {names}")
 
 
+def refuse_begun_answer(messages: Sequence[Mapping[str, Any]]) -> None:
+    """RequestFault where the last message is the assistant's: its turn has ended, and nobody is to be answered."""
+    if messages[-1].get("role") == "assistant":
+        raise RequestFault(
+            "the last message is the assistant's, and the model cannot continue a turn; end with a message of the user "
+            "or a tool's result"
+        )
+
+
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages that each have a role, and a content that is a text or a list of parts; RequestFault otherwise."""
     known = messages.known if isinstance(messages, GrownMessages) else 0

@@ -23,7 +23,7 @@ from xxhash import xxh3_128_digest
 from atroposlib.api.auth import is_authorized
 from atroposlib.envs.server_handling.agents.body import json_object
 from atroposlib.envs.server_handling.agents.chat import CHAT, COMPLETIONS, openai_error
-from atroposlib.envs.server_handling.agents.dialect import Body, Dialect
+from atroposlib.envs.server_handling.agents.dialect import Body, Dialect, refuse_begun_answer
 from atroposlib.envs.server_handling.agents.messages import MESSAGES
 from atroposlib.envs.server_handling.agents.responses import RESPONSES
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, SealedError
@@ -141,6 +141,8 @@ class Gateway:
                 else:
                     body = json_object(data)
                     asked = dialect.parse(body, rollout)
+                if asked.chat is not None and not rollout.is_session:
+                    refuse_begun_answer(asked.chat.messages)
             except Exception as error:
                 return _failure(dialect, error)
             tries = request.headers.get("x-stainless-retry-count", "0")
@@ -209,16 +211,20 @@ class Gateway:
         return rollout
 
     def _rollout_of(self, request: Request) -> Rollout | None:
+        holders = self._key_holders(request)
         if (in_path := request.path_params.get("key")) is not None:
-            return self.rollouts.of_key(in_path) or (self._other(in_path) if self._other is not None else None)
-        return self._key_holder(request)
+            found = self.rollouts.of_key(in_path) or (self._other(in_path) if self._other is not None else None)
+            holders = [found, *(one for one in holders if one is not found)] if found is not None else []
+        if len(holders) > 1:
+            raise UnknownKeyError("the request has the keys of two rollouts; send that of the one it belongs to")
+        return holders[0] if holders else None
 
-    def _key_holder(self, request: Request) -> Rollout | None:
-        """The rollout whose key is in a header."""
+    def _key_holders(self, request: Request) -> list[Rollout]:
+        """The rollouts whose keys are in headers."""
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         keys = [bearer.strip() if scheme.lower() == "bearer" else ""]
         keys += [request.headers.get(name, "") for name in ("x-api-key", "x-goog-api-key")]
-        return next((found for key in keys if key and (found := self.rollouts.of_key(key)) is not None), None)
+        return [found for key in dict.fromkeys(keys) if key and (found := self.rollouts.of_key(key)) is not None]
 
     # -- the environment -----------------------------------------------------------------------------------------
 
@@ -235,7 +241,7 @@ class Gateway:
 
     def refusal(self, request: Request) -> tuple[int, str] | None:
         """Status and sentence for one who may not use a route of the environment; None for one who may."""
-        if self._key_holder(request) is not None:
+        if self._key_holders(request):
             return 403, "the key of a rollout opens the routes of its model only"
         if self._token is not None and not is_authorized(request.headers.get("authorization"), self._token):
             return 401, "this route needs the gateway's token: send it as 'Authorization: Bearer TOKEN'"
@@ -278,8 +284,9 @@ class Gateway:
         if not is_verifier and (refusal := self._refusal(request)) is not None:
             return refusal
         try:
-            rollout = self._wanted(request)
             asked = ScoreRequest.model_validate(json_object(await request.body()))
+            if rollout is None or self._wanted(request) is not rollout:  # deleted meanwhile, or there never was one
+                raise UnknownRolloutError(f"no rollout {request.path_params['id']!r}; create it with POST /rollouts")
             if is_verifier:
                 rollout.refuse_if_sealed()
             rollout.add_score(asked.score, name=asked.name, call_id=asked.call_id, final=asked.final)

@@ -43,7 +43,11 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     messages: list[Message] = []
     system = body.get("system")
     if system:
-        texts = [system] if isinstance(system, str) else [str(part.get("text")) for part in objects(system, "system")]
+        texts = (
+            [system]
+            if isinstance(system, str)
+            else [joined_text([part], "system") for part in objects(system, "system")]
+        )
         if text := "\n\n".join(text for text in texts if not text.startswith(_BILLING)):
             messages.append({"role": "system", "content": text})
     given = objects(body.get("messages"), "messages")
@@ -87,6 +91,8 @@ def _turns(message: dict[str, Any], where: str) -> list[Message]:
     blocks = objects(content, f"content of {where}")
     if role == "assistant":
         return [_answer(blocks, where)]
+    if not blocks:
+        raise RequestFault(f"{where} has no content; leave the message out")
     turns: list[Message] = []
     texts: list[str] = []
     for block in blocks:

@@ -41,7 +41,6 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     notes: list[str] = []
     messages = _history(body.get("previous_response_id"), rollout)
     if body.get("instructions"):
-        messages = [message for message in messages if message["role"] != "system"]
         messages.insert(0, {"role": "system", "content": str(body["instructions"])})
     given = body.get("input")
     if isinstance(given, str):
@@ -57,15 +56,18 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     chat = ChatRequest(messages, tools or None, choice, sampling)
     declared = _declared(objects(body.get("tools") or [], "tools"))
     strict = strict_of((name, tool) for name, _, tool in declared if tool.get("type") == "function")
-    return Asked("responses", chat, None, sampling, str(body.get("model")), notes, strict)
+    begun = bool(body.get("instructions"))
+    return Asked("responses", chat, None, sampling, str(body.get("model")), notes, strict, instructions=begun)
 
 
 def _history(previous: Any, rollout: Rollout) -> list[Message]:
+    """The messages up to and including a response, without the instructions of its request: they are for that only."""
     if previous is None:
         return []
     for exchange in reversed(rollout.exchanges):
         if name_of("resp_", rollout, exchange) == previous and exchange.calls and exchange.calls[0].chat is not None:
-            return [*(turn.said for turn in exchange.calls[0].chat.turns[:-1]), exchange.answers[0].message]
+            turns = exchange.calls[0].chat.turns[bool(exchange.asked.get("instructions")) : -1]
+            return [*(turn.said for turn in turns), exchange.answers[0].message]
     raise RequestFault(f"previous_response_id {previous!r} is no response of this rollout; send the whole input")
 
 
@@ -119,7 +121,8 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
         elif kind == "reasoning":
             parts = objects(item.get("content") or item.get("summary") or [], f"reasoning of {where}")
             if text := "".join(str(part.get("text") or "") for part in parts):
-                answer(new=True)["reasoning_content"] = text
+                message = answer(new=True)
+                message["reasoning_content"] = message.get("reasoning_content", "") + text
         elif kind in ("function_call", "custom_tool_call"):
             arguments = item.get("arguments") if kind == "function_call" else json.dumps({"input": item.get("input")})
             name = f"{item['namespace']}.{item.get('name')}" if item.get("namespace") else item.get("name")

@@ -204,7 +204,12 @@ class Rollout:
             number=len(self.exchanges),
             digest=running.digest,
             dialect=asked.dialect,
-            asked={**asked.sampling, "model": asked.model, **({"strict": [*asked.strict]} if asked.strict else {})},
+            asked={
+                **asked.sampling,
+                "model": asked.model,
+                **({"strict": [*asked.strict]} if asked.strict else {}),
+                **({"instructions": True} if asked.instructions else {}),
+            },
             used=used,
             started=started,
             ended=time.time(),
@@ -408,10 +413,14 @@ class Rollouts:
             self._replay(event)
 
     def create(self, settings: RolloutSettings) -> Rollout:
-        """A new rollout; the same one for an id that is there."""
+        """A new rollout; the same one for an id that is there. RequestFault: that has other settings."""
         self._look_at_all()
-        if settings.rollout_id in self._by_id:
-            return self._by_id[settings.rollout_id]
+        if (known := self._by_id.get(settings.rollout_id or "")) is not None:
+            before, now = known.settings.model_dump(), settings.model_dump()
+            if differing := [f"{key}: {before[key]!r}, not {now[key]!r}" for key in now if before[key] != now[key]]:
+                said = f"rollout {known.id} is there with other settings ({'; '.join(differing)})"
+                raise RequestFault(f"{said}; choose another rollout_id, or delete that rollout")
+            return known
         rollout = Rollout(settings, self._make(settings), log=self._log)
         if self._log is not None:
             made = {"id": rollout.id, "key": rollout.key, "score_key": rollout.score_key, "created": rollout.created}
@@ -432,6 +441,8 @@ class Rollouts:
 
     def forget(self, rollout: Rollout) -> None:
         """Its rows were taken: it is not needed any more, nor after a restart; OSError: that cannot be written."""
+        if self._by_id.get(rollout.id) is not rollout:  # it is forgotten, and its id may have been used again
+            return
         if self._log is not None:
             self._log.forget(rollout.id)
         self._by_id.pop(rollout.id, None)
@@ -473,7 +484,9 @@ class Rollouts:
             keys = {name: made[name] for name in ("key", "score_key", "created")}
             self._added(Rollout(settings, self._make(settings), log=self._log, **keys))
             return
-        rollout = self._by_id[event["rollout"]]
+        if (rollout := self._by_id.get(event["rollout"])) is None:
+            logger.warning("an event of rollout %s, which was deleted before, is left out", event["rollout"])
+            return
         if (exchange := event.get("exchange")) is not None:
             rollout.exchanges.append(restored(exchange, rollout.exchanges, rollout.managed))
         elif (score := event.get("score")) is not None:

@@ -76,6 +76,7 @@ class Asked:
     model: str
     notes: Sequence[str] = ()
     strict: Mapping[str, Any] | None = None  # schema of each tool's arguments, where one is strict
+    instructions: bool = False  # its first message is for this request only
 
 
 def counted_sampling(
