@@ -102,7 +102,7 @@ async def test_an_environment_can_say_why_its_groups_are_not_taken_until_they_ar
                 while env.not_taken is None:
                     await asyncio.sleep(0.01)
             assert "of --max-queue-mb" in env.not_taken
-            await trainer.batch()
+            await trainer.ack((await trainer.batch(lease_s=60)).batch_id)
             await waiting
             assert env.not_taken is None
 
