@@ -67,6 +67,7 @@ class Evaluation:
     items_done: int = 0
     last_error: str | None = None
     started_at: float = field(default_factory=time.time)
+    _began_s: float = field(default_factory=time.monotonic)
     replies: _Replies = field(default_factory=_Replies)
     _samples: deque[tuple[float, int, int, int]] = field(default_factory=deque)  # monotonic s, items, answers, tokens
     _writing: threading.Lock = field(default_factory=threading.Lock)  # the newest state is written last
@@ -121,6 +122,7 @@ class Evaluation:
             "in_flight": self.requests_out(),
             "rates": dict(zip(("groups_s", "responses_s", "tokens_s"), self.rates(), strict=True)),
             "started_at": self.started_at,
+            "elapsed_s": time.monotonic() - self._began_s,
             "updated_at": time.time(),
             "last_error": self.last_error,
         }

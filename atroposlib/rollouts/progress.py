@@ -79,7 +79,11 @@ class Progress:
     evaluating: str | None = None  # how far an evaluation is that runs next to the rollouts
     standstill: str | None = None  # what the run waits for although no counterpart is missing
     started_at: float = field(default_factory=time.time)
+    _began_s: float = field(default_factory=time.monotonic)
+    _earlier_s: float = 0.0  # that earlier processes took
+    _earlier_starts: int = 0
     _killed_tokens: int = 0  # in flight when earlier processes ended
+    _is_failing: bool = False  # the file could not be written last
     _writing: threading.Lock = field(default_factory=threading.Lock)  # what is written last was noted last
     _waits: dict[str, str] = field(default_factory=dict)  # by counterpart: "engine", "disk", "api"
     _said_at: dict[str, float] = field(default_factory=dict)  # by cause of a standstill
@@ -88,8 +92,10 @@ class Progress:
     )  # monotonic s, groups, responses, tokens, share of the run
 
     def __post_init__(self) -> None:
-        """Take over what an earlier process lost."""
+        """Take over what earlier processes lost, and their time where what they made is still there."""
         earlier = (read_object(self.path) if self.path else None) or {}
+        if self.totals.groups:
+            self._earlier_s, self._earlier_starts = earlier.get("elapsed_s", 0.0), earlier.get("starts", 0)
         self._killed_tokens = earlier.get("killed_tokens", 0) + earlier.get("in_flight_tokens", 0)
 
     def wait_for(self, kind: str, what: str | None) -> None:
@@ -180,6 +186,8 @@ class Progress:
             "unscored": self.failures.unscored,
             "unfinished": {"answers": self.unfinished_answers, "tokens": self.unfinished_tokens},
             "started_at": self.started_at,
+            "elapsed_s": self._earlier_s + time.monotonic() - self._began_s,
+            "starts": self._earlier_starts + 1,
             "updated_at": time.time(),
             "failures": self.failure_counts(),
             "tasks": {
@@ -208,8 +216,11 @@ class Progress:
             try:
                 text = orjson.dumps(as_json(self.snapshot()), option=orjson.OPT_INDENT_2).decode()
                 write_text_atomic(self.path, text)
+                self._is_failing = False
             except OSError as error:
-                logger.warning("progress not written: file=%s error=%s", self.path, error)
+                if not self._is_failing:
+                    logger.warning("progress is not written for now: file=%s error=%s", self.path, error)
+                self._is_failing = True
                 with contextlib.suppress(OSError):
                     now = time.time()
                     os.utime(self.path, (now, now))  # its time says that this process continues, which takes no space

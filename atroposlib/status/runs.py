@@ -11,6 +11,7 @@ of its own.
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -31,6 +32,7 @@ PROGRESS_FILE = "progress.json"
 RESULTS_FILE = "metrics.json"
 WASTE_CAUSES = ("retry", "kill", "truncation", "rejected")
 _ELSEWHERE_SILENT_S = 60.0
+_OLD_S = 30.0  # a progress file that lives is written once a second
 _SERVICE = ("name", "pid", "state", "restarts", "started")
 _ENDED = {"done", "stopped", "failed"}
 
@@ -307,8 +309,8 @@ def of_progress(path: Path, said: Mapping[str, Json]) -> RunStatus:
         kind=str(said.get("mode")),
         state=state if running or state in _ENDED else "killed",
         problems=said.get("groups_total") or 0,
-        elapsed_s=said.get("updated_at", 0.0) - said.get("started_at", 0.0),
-        starts=1,
+        elapsed_s=said.get("elapsed_s", max(0.0, said.get("updated_at", 0.0) - said.get("started_at", 0.0))),
+        starts=said.get("starts", 1),
         updated_at=said.get("updated_at", 0.0),
         last_error=said.get("last_error"),
         outputs=_outputs(files, [], None),
@@ -341,6 +343,9 @@ def _evaluation(folder: Path, said: JsonObject) -> RunStatus:
 
 def _counted(progress: Mapping[str, Json], running: bool) -> RunStatus:
     """Return what a progress file counts; the rest is for the caller to fill in."""
+    age_s = time.time() - progress.get("updated_at", math.inf)
+    is_old = running and age_s > _OLD_S and _is_running(progress)
+    unwritten = f"its progress file, {age_s:.0f} s old: is the disk full, or does the process hang?"
     engines = (progress.get("engines") or {}) if running else {}
     unfinished = (progress.get("unfinished") or {}) if running else {}
     return RunStatus(
@@ -356,7 +361,7 @@ def _counted(progress: Mapping[str, Json], running: bool) -> RunStatus:
         accepted=progress.get("accepted", 0),
         prompt_tokens=progress.get("prompt_tokens", 0),
         completion_tokens=progress.get("completion_tokens", 0),
-        tokens_per_s_now=progress.get("rates", {}).get("tokens_s", 0.0) if running else 0.0,
+        tokens_per_s_now=progress.get("rates", {}).get("tokens_s", 0.0) if running and not is_old else 0.0,
         in_flight=progress.get("in_flight", 0) if running else 0,
         unfinished_answers=unfinished.get("answers", 0),
         unfinished_tokens=unfinished.get("tokens", 0),
@@ -368,7 +373,7 @@ def _counted(progress: Mapping[str, Json], running: bool) -> RunStatus:
         wasted={cause: progress.get("wasted", {}).get(cause, 0) for cause in WASTE_CAUSES},
         rejected=dict(progress.get("rejected_for") or {}),
         withheld=progress.get("withheld", 0),
-        waiting_for=progress.get("waiting_for") if running else None,
+        waiting_for=unwritten if is_old else progress.get("waiting_for") if running else None,
         evaluating=progress.get("evaluating") if running else None,
         last_failure=progress.get("last_failure"),
         tasks={name: TaskStatus(**counts) for name, counts in progress.get("tasks", {}).items()},

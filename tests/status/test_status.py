@@ -6,6 +6,7 @@ import math
 import os
 import re
 import socket
+import time
 from html import unescape
 from itertools import pairwise
 from urllib.parse import unquote
@@ -22,6 +23,10 @@ from atroposlib.cli.status import status as status_command
 from atroposlib.envs.eval import evaluate_log
 from atroposlib.errors import LaunchError
 from atroposlib.lock_files import start_time
+from atroposlib.rollouts.early_stop import RunLimits
+from atroposlib.rollouts.failures import FailureLog, TaskHealth
+from atroposlib.rollouts.ledger import Totals
+from atroposlib.rollouts.progress import Progress
 from atroposlib.status.page import (
     FIRST_INTERVAL_S,
     MOST_POINTS,
@@ -370,6 +375,51 @@ def test_an_environment_on_its_own_is_a_run(tmp_path):
     assert write_page(status) == tmp_path / "sums_status_a.html"
     path.write_text(json.dumps({**PROGRESS, **said, **me, "pid": 2**22 + 1}))
     assert (read_status(tmp_path).state, read_status(tmp_path).running) == ("killed", False)
+
+
+@pytest.mark.parametrize("supervised", [True, False], ids=["datagen", "process"])
+@pytest.mark.parametrize(
+    ("age_s", "pid", "is_said"),
+    [(5.0, None, False), (95.0, None, True), (-3600.0, None, False), (95.0, 2**22 + 1, False)],
+)
+def test_a_living_run_whose_progress_is_not_written_any_more_says_so(tmp_path, supervised, age_s, pid, is_said):
+    me = {"pid": pid or os.getpid(), "started": start_time(os.getpid()), "node": socket.gethostname()}
+    said = {
+        "env": "sums",
+        "mode": "process",
+        "state": "running",
+        "updated_at": time.time() - age_s,
+        "rates": {"tokens_s": 7.0},
+    }
+    if supervised:
+        make_run(tmp_path, pid=os.getpid())
+    name = "progress.json" if supervised else "sums_progress_a.json"
+    (tmp_path / name).write_text(json.dumps({**PROGRESS, **said, **me}))
+    status = read_status(tmp_path)
+    found = (status.waiting_for or "").startswith("its progress file, 95 s old: is the disk full")
+    assert (found, status.tokens_per_s_now) == (is_said, 7.0 if status.running and not is_said else 0.0)
+
+
+def test_the_time_of_a_run_without_a_supervisor_adds_up_over_its_starts(tmp_path, monkeypatch):
+    path, clock, done = tmp_path / "e_progress_r.json", [100.0], Totals()
+
+    def progress():
+        parts = RunLimits(groups=40), done, FailureLog(None, env="e", run="r"), TaskHealth(3, 9)
+        return Progress(path, "e", "process", *parts, _began_s=clock[0])
+
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    first = progress()
+    clock[0] += 60.0
+    done.groups, done.completion_tokens = 10, 6000
+    first.write()
+    monkeypatch.setattr("time.time", lambda: 5.0)  # the clock of the day jumps
+    second = progress()
+    clock[0] += 20.0
+    second.write()
+    status = read_status(path)
+    assert (status.elapsed_s, status.starts, status.tokens_per_s, status.eta_s) == (80.0, 2, 75.0, 240.0)
+    done.groups = 0  # the rollouts were removed: another run
+    assert (progress().snapshot()["elapsed_s"], progress().snapshot()["starts"]) == (0.0, 1)
 
 
 def make_training(folder):
