@@ -14,6 +14,9 @@ from atroposlib.type_definitions import Json
 EVAL_EVERY = 10
 """Of a file without a test split, every tenth row is kept for evaluation."""
 FILES = (".jsonl", ".parquet")
+_OTHER_FILES = (".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".xlsx", ".arrow")
+
+_NO_OTHER = {"env.eval_dataset": "; null: every tenth row of such an env.dataset"}
 
 Row = Mapping[str, Json]
 T = TypeVar("T")
@@ -54,12 +57,12 @@ def load_split(
         DataError: a row is no item, or one side has none.
     """
 
-    def items(source: str, split: str) -> list[T]:
-        return load_items(source, to_item, name=name, split=split, wanted=wanted)
+    def items(source: str, split: str, setting: str = "env.dataset") -> list[T]:
+        return load_items(source, to_item, name=name, split=split, wanted=wanted, setting=setting)
 
     found = items(dataset, splits[0])
     if eval_dataset is not None:
-        loaded = Split(train=found, test=items(eval_dataset, splits[1]))
+        loaded = Split(train=found, test=items(eval_dataset, splits[1], "env.eval_dataset"))
     elif is_file(dataset):
         return tenth_kept(found, dataset)
     else:
@@ -80,23 +83,34 @@ def load_items(
     name: str | None = None,
     split: str = "train",
     wanted: str = "other columns",
+    setting: str = "env.dataset",
 ) -> list[T]:
     """Return the items of one data set; arguments and errors as for `load_split`."""
-    return [_item(row, where, to_item, wanted) for where, row in read_rows(dataset, name=name, split=split)]
+    return [
+        _item(row, where, to_item, wanted) for where, row in read_rows(dataset, name=name, split=split, setting=setting)
+    ]
 
 
-def read_rows(dataset: str, *, name: str | None = None, split: str = "train") -> Iterable[tuple[str, Row]]:
+def read_rows(
+    dataset: str, *, name: str | None = None, split: str = "train", setting: str = "env.dataset"
+) -> Iterable[tuple[str, Row]]:
     """Return the rows of a file or of a data set on the hub, each with where it stands.
+
+    Args:
+        setting: that named it, for messages.
 
     Raises:
         ConfigError: the file or a package is missing.
         DataError: the file is not what its name says.
     """
     if dataset.endswith(".jsonl"):
-        return _read_jsonl(expand_path(dataset, what="env.dataset"))
+        return _read_jsonl(expand_path(dataset, what=setting), setting)
     if dataset.endswith(".parquet"):
-        return _read_parquet(expand_path(dataset, what="env.dataset"))
-    return _fetch(dataset, name, split)
+        return _read_parquet(expand_path(dataset, what=setting), setting)
+    if dataset.endswith(_OTHER_FILES) or expand_path(dataset, what=setting).is_file():
+        kinds = "a file of rows is .jsonl (a JSON object a line, UTF-8) or .parquet"
+        raise ConfigError(f"{setting} {dataset!r} is of another kind: {kinds}; convert it")
+    return _fetch(dataset, name, split, setting)
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> str:
@@ -132,15 +146,18 @@ def _with_both(loaded: Split, dataset: str) -> Split:
 def _item(row: Row, where: str, to_item: Callable[[Row], T], wanted: str) -> T:
     try:
         return to_item(row)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except KeyError as error:
+        columns = f"it has the columns {', '.join(row)}, and no {error}" if row else "it is empty"
+        raise DataError(f"{where} is no problem ({columns}); expected {wanted}") from None
+    except (ValueError, TypeError, IndexError) as error:
         raise DataError(f"{where} is no problem ({error!r}); expected {wanted}") from None
 
 
-def _read_jsonl(path: Path) -> list[tuple[str, Row]]:
+def _read_jsonl(path: Path, setting: str) -> list[tuple[str, Row]]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # `splitlines` also ends lines inside of texts
     except OSError as error:
-        raise ConfigError(f"env.dataset {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{setting} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}; convert it") from None
     rows = []
@@ -157,30 +174,34 @@ def _read_jsonl(path: Path) -> list[tuple[str, Row]]:
     return rows
 
 
-def _read_parquet(path: Path) -> Iterable[tuple[str, Row]]:
+def _read_parquet(path: Path, setting: str) -> Iterable[tuple[str, Row]]:
     try:
         import pyarrow  # pyright: ignore[reportMissingImports]
         from pyarrow import parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError(
-            f"env.dataset {path} needs the package pyarrow; run: pip install 'atroposlib[parquet]'"
+            f"{setting} {path} needs the package pyarrow; run: pip install 'atroposlib[parquet]'"
         ) from None
     try:
         rows = parquet.read_table(path).to_pylist()
     except OSError as error:
-        raise ConfigError(f"env.dataset {path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{setting} {path} cannot be read: {error.strerror or error}") from error
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path} is no Parquet file: {error}") from None
     return ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _fetch(dataset: str, name: str | None, split: str) -> Iterable[tuple[str, Row]]:
+def _fetch(dataset: str, name: str | None, split: str, setting: str) -> Iterable[tuple[str, Row]]:
     try:
         from datasets import load_dataset  # pyright: ignore[reportMissingImports]  # an optional package
     except ImportError:
         raise ConfigError(
-            f"env.dataset {dataset!r} is on the model hub, which needs the package datasets; "
-            "pip install 'atroposlib[envs]', or name a .jsonl or .parquet file"
+            f"{setting} {dataset!r} is on the model hub, which needs the package datasets; "
+            f"pip install 'atroposlib[envs]', or name a .jsonl or .parquet file{_NO_OTHER.get(setting, '')}"
         ) from None
-    rows: Iterable[Row] = load_dataset(dataset, name, split=split)
+    try:
+        rows: Iterable[Row] = load_dataset(dataset, name, split=split)
+    except (OSError, ValueError) as error:  # no such set, configuration or split; no network
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{setting} {dataset!r}, split {split!r}, cannot be loaded: {reason}") from error
     return ((f"{dataset} {split} row {number}", row) for number, row in enumerate(rows, 1))

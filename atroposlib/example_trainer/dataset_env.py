@@ -119,11 +119,17 @@ class DatasetEnv(RowsEnv):
         await super().setup()
 
     def load(self) -> Split:
-        rows = mix(self.config.datasets, seed=self.config.seed)
+        sources = self.config.datasets or ([Source(id=self.config.dataset)] if self.config.dataset else [])
+        if not sources:
+            raise ConfigError("env.datasets is empty; name at least one: --env.datasets '[{id: problems.jsonl}]'")
+        rows = mix(sources, seed=self.config.seed)
         lacking = next((row for row in rows if not {"problem", "answer"} <= set(row)), None)
         if not rows or lacking is not None:
             found = "no rows" if lacking is None else f"a row with the columns {sorted(lacking)}"
-            raise DataError(f"datasets give {found}; expected rows with problem and answer, see `columns`")
+            raise DataError(
+                f"the data sets give {found}; expected rows with problem and answer; give "
+                "other names as `columns: {problem: question, answer: solution}` of the data set"
+            )
         train, test = split([self.to_item(row) for row in rows], self.config.test_split_size)
         return Split(train=train, test=test)
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from atroposlib.environments.rows import load_items
+from atroposlib.environments.rows import load_items, read_rows
 from atroposlib.environments.sft_loader_server import SFTEnv
-from atroposlib.errors import DataError
+from atroposlib.errors import ConfigError, DataError
 from atroposlib.testing import roll_out
 from atroposlib.type_definitions import IGNORE_INDEX
 
@@ -37,3 +37,18 @@ def test_a_row_without_an_answer_is_refused_by_its_place(tmp_path):
     env.config = SFTEnv.env_config_cls(dataset=str(path))
     with pytest.raises(DataError, match=r"chats\.jsonl line 1 is no problem .*last turn is no answer"):
         load_items(str(path), env.to_chat)
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.json", "rows.jsonl.gz", "rows"])
+def test_a_file_of_another_kind_is_no_name_on_the_hub(tmp_path, name):
+    (tmp_path / name).write_text("problem,answer\n1 + 1,2\n")
+    with pytest.raises(ConfigError, match=r"of another kind: a file of rows is \.jsonl .* or \.parquet; convert it"):
+        read_rows(str(tmp_path / name))
+
+
+def test_a_row_with_other_columns_is_told_which_it_has(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "solution": "2"}\n')
+    with pytest.raises(
+        DataError, match=r"line 1 is no problem \(it has the columns prompt, solution, and no 'problem'\)"
+    ):
+        load_items(str(tmp_path / "rows.jsonl"), lambda row: row["problem"])

@@ -354,6 +354,7 @@ ENDING = [
         "the items are used up: groups=4 asked=9",
         0,
     ),
+    Called("there is no item at all", [*PROCESS, "--env.items", "0"], "error: counting has no items: get_item(0)", 1),
     Called(
         "every item failed",
         [*PROCESS, "--env.total_steps", "9", "--env.items", "4", "--env.fail_every", "1"],
