@@ -197,6 +197,8 @@ class WithoutSystemRole(FakeTokenizer):
     def apply_chat_template(self, conversation, **options):
         if conversation[0]["role"] == "system":
             raise TemplateError("no system role")
+        if conversation[0]["content"] == "fall":
+            raise KeyError("content")
         return super().apply_chat_template(conversation, **options)
 
 
@@ -205,7 +207,13 @@ REFUSALS = {
     "no messages": (None, {"messages": []}, 400, "must not be empty"),
     "no role": (None, {"messages": [*HELLO, {"content": "x"}]}, 400, "messages[1] has no role"),
     "refused by the template": (None, {"messages": [{"role": "system", "content": ""}]}, 400, "no system role"),
-    "broken by the template": (None, {"messages": [{"role": "user"}]}, 500, "KeyError"),
+    "no content": (
+        None,
+        {"messages": [{"role": "user", "text": "x"}]},
+        400,
+        "messages[0] has no content; its keys are",
+    ),
+    "broken by the template": (None, {"messages": [{"role": "user", "content": "fall"}]}, 500, "KeyError"),
 }
 
 

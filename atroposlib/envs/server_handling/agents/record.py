@@ -34,7 +34,7 @@ LEFT_OUT_BYTES = 64 * 1024 * 1024
 """So much of deleted rollouts may always stay in a file."""
 PIECE_BYTES = 256 * 1024
 PAUSE_S = 0.002
-"""A file is copied in such pieces, with such pauses, so that the gateway goes on answering."""
+"""A file is copied in such pieces, with such pauses, so that the gateway keeps answering."""
 
 
 @dataclass(frozen=True, slots=True)
