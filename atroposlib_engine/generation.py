@@ -51,7 +51,8 @@ class Generation:
     cached_tokens: int = 0  # prompt tokens that needed no computation
     retractions: int = 0
     finish: Finish | None = None
-    weight_version: str = "default"
+    weight_version: str = "default"  # of the newest token
+    first_weight_version: str = "default"  # of the oldest
     received_at: float = field(default_factory=time.time)
     first_token_at: float | None = None
     finished_at: float | None = None

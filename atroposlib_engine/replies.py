@@ -81,6 +81,8 @@ def _meta_info(generation: Generation, vocabulary: Vocabulary, text_in_logprobs:
         "prefill_waiting_latency": None,
         "prefill_launch_latency": None,
     }
+    if generation.first_weight_version != generation.weight_version:
+        meta["weight_version_start"] = generation.first_weight_version  # SGLang does not say it
     wish = generation.wish
     if wish.output:
         scored = generation.prompt[wish.prompt_from :] if wish.prompt_from >= 0 else []

@@ -174,6 +174,8 @@ class Scheduler:
         self._held[slot] = generation.tokens[:shared]
         generation.slot = slot
         generation.weight_version = self.weight_version
+        if not generation.logprobs:
+            generation.first_weight_version = self.weight_version
         if generation.retractions == 0:
             generation.cached_tokens = shared
             self.counters.cached_tokens += shared

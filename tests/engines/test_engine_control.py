@@ -132,7 +132,7 @@ def test_a_paused_request_continues_with_new_weights(live_engine, background, lo
     post(live_engine, "/continue_generation")
     meta = one.result()["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 60}
-    assert meta["weight_version"] == "while-paused"
+    assert (meta["weight_version_start"], meta["weight_version"]) == ("default", "while-paused")
 
 
 def test_weights_that_cannot_be_loaded_leave_the_old_ones(live_engine, tmp_path):

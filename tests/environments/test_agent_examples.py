@@ -127,6 +127,7 @@ def test_a_command_line_agent_finds_its_model_by_its_environment_and_is_one_row(
     turns = [call("bash", command=line) for line in ("cat in.txt", "echo 42 > sum.txt", submit)]
     turns += [] if package else ["Done."]
     settings = {"command": json.dumps(command(tmp_path)), "tasks": str(tmp_path / "tasks.jsonl"), "group_size": "1"}
+    settings["check_in"] = "host"  # also where there is no bubblewrap
     flags = [word for key, value in settings.items() for word in (f"--env.{key}", value)]
     flags += ["--env.ensure_scores_are_not_same", "false"]
     (group,) = roll_out(

@@ -61,10 +61,16 @@ class MetaInfo(msgspec.Struct):
     finish_reason: JsonObject | str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    weight_version: str | None = None
+    weight_version: str | None = None  # of the newest token
+    weight_version_start: str | None = None  # of the oldest, where it is another one; the embedded engine says it
     output_token_logprobs: list[Logprob] | None = None
     input_token_logprobs: list[TokenLogprob] | None = None
     input_top_logprobs: list[list[TokenLogprob] | None] | None = None
+
+    @property
+    def oldest_weights(self) -> str | None:
+        """The version that counts, so that no reply counts as fresher than it is."""
+        return self.weight_version_start or self.weight_version
 
 
 class Generation(msgspec.Struct):
@@ -208,8 +214,8 @@ class SGLangServer(TokenServer):
                     good.append(generation)
             for reply in _facts(good, request, sampling, self.root_url):
                 self._record(further_part(reply) if given else reply)
-                self._answered_with(reply.weight_version)
                 given += 1
+            self._answered_with(oldest_first(each.meta_info.weight_version for each in good)[-1] if good else None)
             usable += good
             if len(usable) == wanted:
                 return usable
@@ -284,7 +290,7 @@ def _facts(
     if not generations:
         return []
     infos = [generation.meta_info for generation in generations]
-    versions = oldest_first(info.weight_version for info in infos)
+    versions = oldest_first(info.oldest_weights for info in infos)
     parts = [infos] if versions[0] == versions[-1] else [[info] for info in infos]
     return [
         EngineReply(
@@ -394,5 +400,5 @@ class StreamReader:
         self.version = meta.weight_version
         self._reason = meta.finish_reason
         logprobs = logprobs or [PROMPT_LOGPROB] * len(ids)  # later events may have them
-        self._draft.grow(ids, logprobs, base=self._base, version=meta.weight_version, is_over=self.is_over)
+        self._draft.grow(ids, logprobs, base=self._base, version=meta.oldest_weights, is_over=self.is_over)
         self._parsed_bytes, self._parsed_at = len(event), time.monotonic()
