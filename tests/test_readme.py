@@ -17,6 +17,7 @@ from typer.main import get_command
 
 from atroposlib.cli import new
 from atroposlib.cli.main import COMMANDS
+from atroposlib.errors import ConfigError
 from atroposlib.examples import addition
 from atroposlib.testing import ScriptedEngine, write_tokenizer
 
@@ -163,6 +164,13 @@ def test_a_new_environment_is_its_example_under_another_name(kind, tmp_path, mon
     assert 'name = "word_game"' in text
     assert f"class WordGameEnv({KINDS[kind]})" in text
     assert "from word_game import" in (tmp_path / "test_word_game.py").read_text()
+
+
+def test_a_new_environment_hides_no_module_that_is_installed(tmp_path):
+    with pytest.raises(ConfigError, match=r"installed module 'json', and json\.py would be imported in its place"):
+        new.env("json", folder=str(tmp_path))
+    new.env("json", package=True, folder=str(tmp_path))
+    assert (tmp_path / "json-env/json_env/json.py").exists()
 
 
 def test_the_test_of_a_new_environment_passes_as_written(tmp_path):

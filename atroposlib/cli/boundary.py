@@ -4,6 +4,7 @@ An error becomes one sentence and an exit code.
 """
 
 import errno
+import io
 import logging
 import re
 import socket
@@ -117,6 +118,8 @@ def run(app: typer.Typer, name: str, *, log_level: int | None = logging.WARNING)
         log_level: of log lines on stderr; None leaves logging to the command.
     """
     name = sys.argv[0] if sys.argv[0].startswith("atropos ") else name
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows \u00e9 in place of a trace
     if log_level is not None:
         plain = "%(message)s" if log_level >= logging.WARNING else "%(asctime)s %(levelname)s %(name)s: %(message)s"
         logging.basicConfig(format=plain, level=log_level, stream=sys.stderr)

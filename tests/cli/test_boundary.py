@@ -1,6 +1,8 @@
 """What a command says when something it cannot help stops it."""
 
 import errno
+import io
+import sys
 
 import pytest
 
@@ -24,6 +26,19 @@ def test_a_full_disk_is_a_sentence(capsys, number):
     assert capsys.readouterr().err.startswith(expected)
 
 
+def test_an_error_that_names_its_file_is_a_sentence(capsys):
+    with pytest.raises(SystemExit, match="1"):
+        run_and_raise(PermissionError(errno.EACCES, "Permission denied", "/root/settings.json"))
+    assert capsys.readouterr().err == "atropos datagen: cannot use /root/settings.json: Permission denied\n"
+
+
 def test_other_errors_of_the_system_keep_their_traceback():
     with pytest.raises(OSError, match="no such"):
         run_and_raise(OSError(errno.ENOENT, "no such file"))
+
+
+def test_what_a_terminal_cannot_show_is_escaped(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    boundary.run(lambda prog_name: print("n\u00e9 \ud800"), "atropos data")  # pyright: ignore[reportArgumentType]
+    assert shown.getvalue() == b"n\\xe9 \\ud800\n"
