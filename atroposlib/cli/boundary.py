@@ -117,7 +117,7 @@ def run(app: typer.Typer, name: str, *, log_level: int | None = logging.WARNING)
         name: of the command; `atropos <word>` where it was called so.
         log_level: of log lines on stderr; None leaves logging to the command.
     """
-    name = sys.argv[0] if sys.argv[0].startswith("atropos ") else name
+    name = called_as(name)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows \u00e9 in place of a trace
     if log_level is not None:
@@ -140,6 +140,11 @@ def run(app: typer.Typer, name: str, *, log_level: int | None = logging.WARNING)
     except KeyboardInterrupt:
         print(f"{name}: stopped; nothing half-written is left", file=sys.stderr)
         sys.exit(130)
+
+
+def called_as(name: str) -> str:
+    """Return `atropos <word>` where the command was called so, else its own name."""
+    return sys.argv[0] if sys.argv[0].startswith("atropos ") else name
 
 
 def _write_help(text: str | None, formatter: Click) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from atroposlib.cli.boundary import command, run
+from atroposlib.cli.boundary import called_as, command, run
 from atroposlib.errors import ConfigError
 from atroposlib.launch.config import load_config
 from atroposlib.launch.datagen import EXIT_WORK_REMAINS, Stopped, run_datagen
@@ -87,7 +87,7 @@ def datagen(
         try:
             status = run_datagen(settings, display)
         except Stopped as stopped:
-            print(f"atropos datagen: {stopped}", file=sys.stderr)
+            print(f"{called_as('atropos datagen')}: {stopped}", file=sys.stderr)
             raise typer.Exit(EXIT_WORK_REMAINS) from None
     print_status(status, Console())
     print(f"look at them   atropos view-run {shlex.quote(status.run_dir)}")

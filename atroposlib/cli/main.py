@@ -134,7 +134,11 @@ def main() -> None:
         sys.exit(2)
     del sys.argv[1]
     sys.argv[0] = f"atropos {name}"
-    word.run()
+    try:
+        word.run()
+    except KeyboardInterrupt:  # while it was imported; later each command says what it leaves
+        print(f"atropos {name}: stopped", file=sys.stderr)
+        sys.exit(130)
 
 
 class _Completed(HelpGroup):

@@ -110,6 +110,17 @@ def test_the_entry_says(words, code, said):
     assert said in done.stdout + done.stderr
 
 
+def test_ctrl_c_while_a_command_is_imported_is_no_trace(monkeypatch, capsys):
+    def stop(word):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main.Word, "run", stop)
+    monkeypatch.setattr(sys, "argv", ["atropos", "quickstart"])
+    with pytest.raises(SystemExit, match="130"):
+        main.main()
+    assert capsys.readouterr().err == "atropos quickstart: stopped\n"
+
+
 COMPLETED = {
     "atropos dat": ["datagen", "data"],
     "atropos sft --ou": ["--output"],
