@@ -7,7 +7,10 @@ import re
 
 import httpx
 import jinja2
+import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_agent_rollouts import ADMIN, HELLO, SlowServer, Tokenizer, ask, client_of, new_rollout, record_of
 
 from atroposlib.envs.agent_env import GatewayService
@@ -18,8 +21,10 @@ from atroposlib.envs.server_handling.agents.dialect import checked_messages, gra
 from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.conversation import ChatRequest
+from atroposlib.envs.server_handling.sampling import PackedIds, new_ids
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.tool_formats import MOST_BLANKS, tool_format
+from atroposlib.envs.server_handling.transport import request_json
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import RequestFault
 from tests.fakes import FakeServer
@@ -624,3 +629,41 @@ async def test_the_rows_of_a_conversation_do_not_depend_on_what_of_its_bodies_wa
             calls = [call for exchange in (await record_of(client, made))["calls"] for call in exchange["calls"]]
             records.append((calls, [request["input_ids"] for request in client.engine.requests]))
     assert records[0] == records[1]
+
+
+# -- ids that are sent ------------------------------------------------------------------------------------------------
+
+
+async def test_every_request_sends_the_recorded_ids_of_its_history_and_those_that_are_new(engine, sglang):
+    sglang.tokenizer = Tokenizer()
+    async with client_of(server=sglang) as client:
+        made, said = await new_rollout(client), []
+        for edited in (None, None, "other", None):
+            said += [{"role": "user", "content": f"turn {len(said)}"}]
+            if edited:
+                said[1] = {"role": "assistant", "content": edited}
+            said.append((await ask(client, made, messages=said)).json()["choices"][0]["message"])
+        calls = [each["calls"][0] for each in (await record_of(client, made))["calls"]]
+    paths = []
+    for call in calls:
+        before = paths[call["parent"][0]] if call["parent"] else []
+        paths.append(before + call["inserted"] + call["output"])
+    sent = [paths[number][: -len(call["output"])] for number, call in enumerate(calls)]
+    assert [body["input_ids"] for path, body in engine.requests if path == "/generate"] == sent
+    assert [call["parent"] for call in calls] == [None, [0, 0], None, [2, 0]]
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2**31 - 1)), st.lists(st.integers(0, 2**31 - 1)))), st.data())
+def test_packed_ids_are_a_list_that_is_sent_as_one(parts, data):
+    packed, ids, known = PackedIds.of([]), [], 0
+    for wrote, new in parts:
+        ids = ids + wrote
+        known = len(ids)
+        before, (packed, ids) = packed, (packed.extended(wrote, new), ids + new)
+        assert len(before) == known - len(wrote)  # as it was
+    assert (packed, list(packed), len(packed), packed.known, packed + ids) == (ids, ids, len(ids), known, ids + ids)
+    assert orjson.loads(request_json({"input_ids": packed})) == {"input_ids": ids}
+    assert orjson.loads(request_json({"input_ids": packed, "logit_bias": {1: 2}}))["input_ids"] == ids
+    part = data.draw(st.slices(len(ids)))
+    assert packed[part] == ids[part]
+    assert new_ids(packed) == ids[known:]

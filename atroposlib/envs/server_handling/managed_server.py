@@ -36,7 +36,7 @@ from atroposlib.envs.server_handling.conversation import (
 )
 from atroposlib.envs.server_handling.openai_server import DummyManagedServer
 from atroposlib.envs.server_handling.openai_wire import Made, ManagedServerAdapter, chat_of, completion_of
-from atroposlib.envs.server_handling.sampling import TOKEN_LIMITS, drop_doubled_bos
+from atroposlib.envs.server_handling.sampling import TOKEN_LIMITS, PackedIds, drop_doubled_bos
 from atroposlib.envs.server_handling.sequence import (
     Call,
     Codec,
@@ -400,12 +400,14 @@ class ManagedServer(TrackedSequences):
         """The choices, after their sequences are stored in the same order."""
         prefix = None if self._for_agents else prefix_of(prompt_ids, prompt)
         base, inserted = (prefix.base, prefix.inserted) if prefix is not None else inserted_in(prompt_ids, prompt)
+        packs = self._for_agents and isinstance(self.server, TokenServer)
+        packed = PackedIds.of(prompt_ids) if packs else prompt_ids
         replies: list[Reply] = []
         nodes: list[SequenceNode] = []
         for output, (message, record) in zip(outputs, messages, strict=True):
             call = output.call(prompt, base, inserted, record)
             if prefix is None:
-                call.behind = prompt.text, prompt_ids
+                call.behind = prompt.text, packed
             else:
                 call.node = grow(
                     prefix,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, cast
 from pydantic import BaseModel, PrivateAttr
 
 from atroposlib.envs.server_handling.conversation import MOST_RECENT, Conversation, Message, Turn, canonical, keys_of
-from atroposlib.envs.server_handling.sampling import ExtendedIds
+from atroposlib.envs.server_handling.sampling import ExtendedIds, PackedIds
 from atroposlib.rollouts.trace import Chat, current_trace
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, Json, JsonObject, Tokenizer
 
@@ -124,7 +124,9 @@ class Call:
     turns: int = 0  # of the chat that are those of the parent
     after: "Fork" = field(default_factory=lambda: Fork())
     node: "SequenceNode | None" = None  # while it ends a sequence
-    behind: tuple[str, list[int]] | None = None  # text and ids of its prompt, while it ends a sequence without a node
+    behind: tuple[str, list[int] | PackedIds] | None = (
+        None  # text and ids of its prompt, while it ends a sequence without a node
+    )
     is_continued: bool = False
     extensions: int = 0  # requests that are extending it now
 
@@ -147,12 +149,14 @@ class Call:
     @property
     def tokens(self) -> list[int]:
         """Ids of the sequence [T]."""
-        return self.node.tokens if self.node is not None else self.followed_by([])
+        return self.node.tokens if self.node is not None else list(self.followed_by([]))
 
-    def followed_by(self, ids: list[int]) -> list[int]:
+    def followed_by(self, ids: list[int]) -> "list[int] | PackedIds":
         """Ids of the sequence and these; those of a long history are copied once, and checked when they are new."""
         if self.node is None and self.behind is None:  # it may be of an earlier process, with another engine
             return [*(token for call in self.path() for part in (call.inserted, call.output) for token in part), *ids]
+        if self.behind is not None and isinstance(packed := self.behind[1], PackedIds):
+            return packed.extended(self.output, ids)
         whole = ExtendedIds(self.node.tokens if self.node is not None else self.behind[1] if self.behind else ())
         if self.node is None:
             whole.extend(self.output)
