@@ -88,7 +88,7 @@ async def bare(engine: str) -> web.Application:
     async def answer(request):
         ids = kept[request.headers["Authorization"].removeprefix("Bearer ")]
         body = await request.read()
-        ids += [codes[character] for character in re.findall(r"[a-z]+\d+/\d+", body[-40:].decode())[-1]]
+        ids += [codes[character] for character in " " + re.findall(r"[a-z]+\d+/\d+", body[-40:].decode())[-1]]
         asked = orjson.dumps({"input_ids": ids, "sampling_params": {}, "return_logprob": True})
         async with client.post(f"{engine}/generate", data=asked) as reply:
             got = orjson.loads(await reply.read())
