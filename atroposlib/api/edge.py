@@ -239,14 +239,6 @@ def _refused(error: Refused) -> Response:
     return refuse(error.status, str(error), error.code)
 
 
-def _bad_group(error: GroupError) -> Response:
-    return JSONResponse({"detail": [{"type": "value_error", "loc": ["body"], "msg": str(error)}]}, status_code=422)
-
-
-def _storage_full(error: StorageFull) -> Response:
-    return refuse(503, str(error), "storage_full", {"Retry-After": "5"})
-
-
 def _unreadable(error: Unreadable) -> Response:
     # trainers that look at `batch` and not at the status find none, and ask again
     content = {"detail": str(error), "code": "unreadable", "batch": None}
@@ -268,8 +260,10 @@ def _invalid(error: RequestValidationError) -> Response:
 
 ERROR_RESPONSES: dict[type[Exception], Callable[..., Response]] = {
     Refused: _refused,
-    GroupError: _bad_group,
-    StorageFull: _storage_full,
+    GroupError: lambda error: JSONResponse(
+        {"detail": [{"type": "value_error", "loc": ["body"], "msg": str(error)}]}, status_code=422
+    ),
+    StorageFull: lambda error: refuse(503, str(error), "storage_full", {"Retry-After": "5"}),
     Unreadable: _unreadable,
     RequestValidationError: _invalid,
 }

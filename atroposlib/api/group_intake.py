@@ -44,9 +44,8 @@ class GroupIntake:
         self._next_number = found.next_number
         self._latest: EncodedGroup | None = None
         self._retries = RetryFinder(sorted(found.queued + found.buffered, key=lambda group: group.number))
-        self._storing: dict[
-            bytes, asyncio.Future[None]
-        ] = {}  # digests of groups without id; done when stored or failed
+        # digests of groups without id that are being stored; done when that has succeeded or failed
+        self._storing: dict[bytes, asyncio.Future[None]] = {}
 
     async def add(
         self, groups: Sequence[EncodedGroup], *, run_id: str | None, connection: Connection | None
@@ -133,7 +132,8 @@ class GroupIntake:
                 self._retries.remember(new.group, connection)
             if new.buffered:
                 completed += self._live.put_buffered(new.group)
-                receipts.append(Receipt(buffered=self._live.queue.buffered_sequences(new.group.env_id or 0)))
+                buffer = self._live.queue.buffers.get(new.group.env_id or 0)
+                receipts.append(Receipt(buffered=buffer.sequences if buffer else 0))
             else:
                 self._live.queue.pool.put(new.group)
                 receipts.append(Receipt())

@@ -1,10 +1,8 @@
 """Numbers for Prometheus: what came in, what went out, what waits, how long requests took."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from atroposlib.api.queue import Group
 
@@ -30,10 +28,6 @@ class Metrics:
             registry=self.registry,
         )
 
-    def watch(self, read: Callable[[], Iterable[Metric]]) -> None:
-        """Report the gauges that `read` gives at every scrape."""
-        self.registry.register(_Gauges(read))
-
     def group_stored(self, group: Group) -> None:
         env = _env_label(group)
         self._groups_in.labels(env).inc()
@@ -50,21 +44,6 @@ class Metrics:
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
-
-
-class _Gauges(Collector):
-    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        return self._read()
-
-    def describe(self) -> Iterable[Metric]:
-        return []
-
-
-def gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, value=value)
 
 
 def _env_label(group: Group) -> str:

@@ -115,10 +115,6 @@ class TrajectoryQueue:
             self.pool.put(part)
         return complete
 
-    def buffered_sequences(self, env_id: int) -> int:
-        """Sequences in one environment's buffer."""
-        return self.buffers[env_id].sequences if env_id in self.buffers else 0
-
     def give_back(self, batch: Batch) -> None:
         """A formed batch that did not reach its trainer goes before everything else, in order of forming."""
         insort(self.returned, batch, key=lambda waiting: waiting.number)

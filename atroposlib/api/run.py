@@ -57,7 +57,7 @@ class RunState:
 
     def to_json(self) -> bytes:
         registration = None if self.registration is None else self.registration.model_dump()
-        return msgspec.json.encode({**_fields(self), "registration": registration})
+        return msgspec.json.encode({**vars(self), "registration": registration})
 
     @classmethod
     def from_json(cls, text: bytes) -> "RunState":
@@ -122,14 +122,6 @@ class Liveness:
         """Seconds since it was last heard of or registered."""
         return time.monotonic() - self._last[env_id]
 
-    def forget_all(self) -> None:
-        self._last.clear()
-        self._spoken.clear()
-
-
-def _fields(state: RunState) -> dict[str, object]:
-    return {name: value for name, value in vars(state).items() if name != "registration"}
-
 
 class LiveRun:
     """Everything about a run that is in memory. Changed from the event loop only.
@@ -155,7 +147,7 @@ class LiveRun:
     def reset(self) -> None:
         self.run = RunState()
         self.queue = TrajectoryQueue()
-        self.liveness.forget_all()
+        self.liveness = Liveness(self.liveness.timeout_s, registered_before=0)
         self.offered = {}
 
     def put_buffered(self, group: Group) -> list[int]:

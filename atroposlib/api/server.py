@@ -86,7 +86,9 @@ def create_app(settings: ApiSettings) -> FastAPI:
     api.state.service = service
     api.state.strangers = strangers
     api.state.reading = asyncio.Lock()
-    add_routes(api)
+    _add_trainer_routes(api)
+    _add_env_routes(api)
+    _add_common_routes(api)
     api.add_middleware(DirectRoutes, routes=add_hot_routes(api))
     add_error_responses(api)
     api.add_middleware(BodyReader, max_bytes=int(settings.max_body_mb * MEGABYTE))
@@ -101,13 +103,6 @@ async def _service(request: Request) -> TrajectoryService:
 
 
 Service = Annotated[TrajectoryService, Depends(_service)]
-
-
-def add_routes(api: FastAPI) -> None:
-    """All routes but those of `hot_routes.py`."""
-    _add_trainer_routes(api)
-    _add_env_routes(api)
-    _add_common_routes(api)
 
 
 def _add_trainer_routes(api: FastAPI) -> None:

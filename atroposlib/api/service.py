@@ -6,14 +6,14 @@ the order they were made. The life of a group: checked -> stored -> queue (or bu
 
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from atroposlib.api.batches import Batches
 from atroposlib.api.batching import env_status
 from atroposlib.api.group_intake import GroupIntake, refuse_unfit
-from atroposlib.api.metrics import Metrics, gauge
+from atroposlib.api.metrics import Metrics
 from atroposlib.api.queue import TrajectoryQueue
 from atroposlib.api.run import EnvRecord, Liveness, LiveRun, RunState, waiting_for
 from atroposlib.api.schemas import RegisterEnv, Registration
@@ -33,7 +33,7 @@ class TrajectoryService:
         self._live = LiveRun(found, env_timeout_s)
         self.groups = GroupIntake(self._live, store, self.metrics, found)
         self.batches = Batches(self._live, store, self.metrics)
-        self.metrics.watch(self._gauges)
+        self.metrics.registry.register(self)
 
     @property
     def run(self) -> RunState:
@@ -105,14 +105,19 @@ class TrajectoryService:
         full = self.store.why_full() if reason else None
         return f"room for groups: {full}; then {reason}" if full else reason
 
-    def _gauges(self) -> Iterator[Metric]:
-        queue = self.queue
+    def describe(self) -> Iterable[Metric]:
+        """Name no gauge in advance, as `collect` names them all."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauges of one scrape: a collector of prometheus_client."""
+        queue, gauge = self.queue, GaugeMetricFamily
         yield gauge("atropos_step", "Batches delivered, from the trainer's starting step on.", self.run.step)
         yield gauge("atropos_queue_groups", "Groups that wait.", len(queue.pool))
         yield gauge("atropos_queue_sequences", "Sequences that wait.", queue.pool.sequences)
         yield gauge("atropos_leased_batches", "Batches on lease.", len(queue.leased))
         yield gauge("atropos_returned_batches", "Formed batches that came back.", len(queue.returned))
-        yield gauge("atropos_store_bytes", "Bytes that stored groups take.", self.store.bytes_used())
+        yield gauge("atropos_store_bytes", "Bytes that stored groups take.", self.store.used_bytes)
         full = self.store.why_full() is not None
         yield gauge("atropos_storage_full", "1 while groups are refused for want of room.", full)
         per_env = GaugeMetricFamily(

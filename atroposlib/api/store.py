@@ -66,7 +66,7 @@ class Store:
         self._max_bytes = max_bytes
         self._slack = SLACK_BYTES if max_bytes is None else min(SLACK_BYTES, max_bytes // 4)
         self._changes = self._tables.get("changes")
-        self._used = 0  # bytes of groups that are still needed
+        self.used_bytes = 0  # bytes of groups that are still needed
         self._refused_bytes = 0  # of the groups that met StorageFull last
         self._refusal: str | None = None  # of the disk, when groups were to be written last; as a quota gives it
         self._dead: list[int] = []  # numbers of groups to delete
@@ -130,7 +130,7 @@ class Store:
         """Delete consumed groups, which will not be asked for again, when there is time."""
 
         def forget() -> None:
-            self._used -= sum(group.size for group in groups)
+            self.used_bytes -= sum(group.size for group in groups)
             self._dead += [group.number for group in groups]
 
         if not self.is_stuck():  # else a start forgets them
@@ -142,19 +142,15 @@ class Store:
         last = self._last_entry()
 
         def forget() -> list[int]:
-            self._used = 0
+            self.used_bytes = 0
             return self._tables.consume_all(run, last)
 
         forgotten = await self._ask(forget)
         await self._ask(lambda: self._dead.extend(forgotten), is_read=True)
 
-    def bytes_used(self) -> int:
-        """Return how many bytes groups take up now."""
-        return self._used
-
     def why_full(self) -> str | None:
         """Say why a group that came now would meet StorageFull; None when there is room. Cheap."""
-        used = self._used + max(1, self._refused_bytes)
+        used = self.used_bytes + max(1, self._refused_bytes)
         return _over_limit(used, self._max_bytes) or self._folder.no_room(ROOM_BYTES) or self._refusal
 
     def is_stuck(self) -> bool:
@@ -211,7 +207,7 @@ class Store:
             if state == CONSUMED:
                 self._dead.append(group.number)
                 continue
-            self._used += group.size
+            self.used_bytes += group.size
             if (batch := leased.get(group.number)) is not None:
                 batch.groups.append(group)
             else:
@@ -287,7 +283,7 @@ class Store:
 
     def _transact(self, works: Sequence[Callable[[], object]]) -> list[object]:
         """Do all in one commit; an AtroposError of one, raised before it wrote anything, is its result."""
-        used = self._used
+        used = self.used_bytes
         try:
             self._db.execute("BEGIN IMMEDIATE")
             for change, entry in self._unwritten:
@@ -301,7 +297,7 @@ class Store:
             self._db.execute("UPDATE meta SET value = ? WHERE key = 'changes'", (self._changes + 1,))
             self._db.execute("COMMIT")
         except BaseException:
-            self._used = used
+            self.used_bytes = used
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
@@ -322,7 +318,7 @@ class Store:
                 seen.add(group_id)
         adding = [new for new, is_fresh in zip(groups, fresh, strict=True) if is_fresh]
         size = sum(new.group.size for new in adding)
-        if (reason := _over_limit(self._used + size, self._max_bytes) or self._folder.no_room(size)) is not None:
+        if (reason := _over_limit(self.used_bytes + size, self._max_bytes) or self._folder.no_room(size)) is not None:
             self._refused_bytes = size
             raise StorageFull(reason)
         self._refused_bytes = 0
@@ -332,7 +328,7 @@ class Store:
             self._refusal = str(error)
             raise
         self._tables.insert(adding, [group_id for group_id in seen if not self._tables.knows(group_id)])
-        self._used += size
+        self.used_bytes += size
         return fresh
 
     # -- room -----------------------------------------------------------------------------------------------------
@@ -360,7 +356,7 @@ class Store:
         path = self._folder.path
         if path is None or self._folder.why_lost():
             return False
-        return self._tables.free_bytes() > min(max(self._slack, self._used), free_disk_bytes(path))
+        return self._tables.free_bytes() > min(max(self._slack, self.used_bytes), free_disk_bytes(path))
 
     def _close_tidily(self) -> None:
         """Give back free pages if that is quick, and end the log."""

@@ -10,13 +10,13 @@ The prompt is everything before the first generated turn, few-shot turns include
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
 from atroposlib.data.chats import RecordedChat
 from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups, sole_collection
@@ -31,7 +31,7 @@ from atroposlib.data.formats import (
     tools_column,
     trained_stretches,
 )
-from atroposlib.data.output import check_dataset, refuse_inputs, sole_writer, written_whole
+from atroposlib.data.output import WriteOptions, check_dataset, refuse_inputs, sole_writer, written_whole
 from atroposlib.data.policy import SelectionPolicy, priorities, select
 from atroposlib.data.report import (
     ExportReport,
@@ -49,10 +49,6 @@ from atroposlib.type_definitions import Array, JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-from collections.abc import Sequence
-
-from pydantic import NonNegativeFloat, PositiveInt
 
 logger = logging.getLogger(__name__)
 
@@ -141,17 +137,12 @@ _SEVERAL = (
 )
 
 
-class DpoOptions(BaseModel):
+class DpoOptions(WriteOptions):
     """Options of writing pairs."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: DpoFormat = "trl"
     tokenizer: str | None = Field(default=None, description="Folder, .gguf or hub name; needed for prefix.")
     target: int | None = Field(default=None, description="Most pairs in all; null: all.")
-    append: bool = Field(default=False, description="Add to an existing output.")
-    overwrite: bool = Field(default=False, description="Replace an existing output.")
-    strict: bool = Field(default=False, description="Stop at the first odd row instead of setting it aside.")
 
 
 def export_dpo(

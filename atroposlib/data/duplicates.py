@@ -20,7 +20,7 @@ from atroposlib.data.lazy_group import LazyGroup, hash64
 from atroposlib.data.rollout_files import expand_input
 from atroposlib.data.table import Table
 from atroposlib.errors import DataError
-from atroposlib.type_definitions import IGNORE_INDEX, Array, JsonObject
+from atroposlib.type_definitions import IGNORE_INDEX, Array
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ def near_duplicates(table: Table, keep: Array, *, threshold: float, ngram: int, 
     items = table.column("item")
     for chosen in table.read(keep):
         for index, row in zip(chosen.indices, chosen.rows, strict=True):
-            signature = minhash(shingles(completion_ids(chosen.group, index), ngram))
+            ids = completion_ids(chosen.group, index)
+            signature = minhash(np.unique(rolling(ids, min(ngram, max(1, len(ids))))))  # shorter: whole
             salt = int(items[row]) if per_item else 0
             bands = [hash((salt, at, signature[at : at + BAND].tobytes())) for at in range(0, SIGNATURE, BAND)]
             candidates = {earlier for band in bands for earlier in buckets.get(band, ())}
@@ -87,11 +88,6 @@ def near_duplicates(table: Table, keep: Array, *, threshold: float, ngram: int, 
                 buckets.setdefault(band, []).append(len(signatures))
             signatures.append(signature)
     return found
-
-
-def shingles(ids: Array, ngram: int) -> Array:
-    """Distinct 64-bit hashes of the n-grams of `ids`; of the whole when it is shorter."""
-    return np.unique(rolling(ids, min(ngram, max(1, len(ids)))))
 
 
 def minhash(hashes: Array) -> Array:
@@ -122,7 +118,9 @@ def completion_key(group: LazyGroup, index: int) -> bytes:
     """Return what the model wrote, exactly: its token ids, or if none were recorded its turns with all their calls."""
     if group.tokens and group.masks:
         return trained_ids(group, index).tobytes()
-    return json.dumps([written(message) for message in _generated(group, index)]).encode()
+    messages = messages_of(group, index)
+    generated = [messages[at] for at in assistant_turns(messages) if messages[at].get(WEIGHT) != 0]
+    return json.dumps([written(message) for message in generated]).encode()
 
 
 def completion_ids(group: LazyGroup, index: int) -> Array:
@@ -147,13 +145,9 @@ def completion_text(group: LazyGroup, index: int) -> str:
 def prompt_text(group: LazyGroup, index: int) -> str:
     """Everything said to the assistant; "" without messages."""
     messages = messages_of(group, index)
-    said = [each for at, each in enumerate(messages) if at not in assistant_turns(messages)]
+    answers = set(assistant_turns(messages))
+    said = [each for at, each in enumerate(messages) if at not in answers]
     return "\n".join(text for message in said for text in content_texts(message.get("content")))
-
-
-def _generated(group: LazyGroup, index: int) -> list[JsonObject]:
-    messages = messages_of(group, index)
-    return [messages[at] for at in assistant_turns(messages) if messages[at].get(WEIGHT) != 0]
 
 
 def word_ids(text: str) -> Array:
@@ -235,8 +229,7 @@ class NgramIndex:
 def _first_hit(library: list[NgramIndex], text: str) -> tuple[str, str] | None:
     words = word_ids(text)
     for index in library:
-        hit = index.first_hit(words)
-        if hit:
+        if hit := index.first_hit(words):
             at, source = hit
             return source, " ".join(_WORD.findall(text.lower())[at : at + index.length])
     return None

@@ -11,7 +11,7 @@ The first three have a column `tools`, as JSON text, where the model was given t
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -269,10 +269,8 @@ class Copies:
     def __init__(self) -> None:
         self._seen = array("Q")
 
-    def watch(self, records: Iterable[Record]) -> Iterator[Record]:
-        return map(self.note, records)
-
     def note(self, record: Record) -> Record:
+        """Count `record`, and return it."""
         said = {key: record[key] for key in record if not key.startswith(_BESIDE_THE_TEXT)}
         self._seen.append(hash64(_encoder.encode(said)))
         return record
@@ -283,12 +281,11 @@ class Copies:
 
 
 def token_record(ids: list[int], labels: list[int], score: float) -> Record:
-    positions = list(range(len(ids)))
     return {
         "input_ids": ids,
         "attention_mask": [1] * len(ids),
         "labels": labels,
-        "position_ids": positions,
+        "position_ids": list(range(len(ids))),
         "score": score,
     }
 

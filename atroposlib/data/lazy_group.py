@@ -44,7 +44,6 @@ class CutLine(NamedTuple):
 
 def cut_number(value: bytes) -> int | None:
     """The cut list that the number `value` of `CutLine.rest` stands for; None when it is one of the line's own."""
-
     return int(value.removeprefix(_MARK)) if value.startswith(_MARK) else None
 
 
@@ -269,10 +268,8 @@ def _decoded_without_lists(line: Line) -> LazyGroup | None:
 
 def _decoded(data: bytes) -> LazyGroup:
     """The group in strict JSON; UnicodeDecodeError also for text that is kept undecoded."""
-    if sys.version_info >= (3, 14):
-        check_depth(
-            data.decode()
-        )  # up to 3.13 the decoder does; now it ends with the stack, far beyond what others read
+    if sys.version_info >= (3, 14):  # up to 3.13 the decoder stops itself; now only where its stack ends
+        check_depth(data.decode())
     elif not data.isascii():
         data.decode()
     return _decoder.decode(data)

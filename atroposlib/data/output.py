@@ -23,16 +23,17 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO, Protocol, TypeAlias, cast
+from typing import BinaryIO, TypeAlias, cast
 
 import msgspec
+from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.data.rollout_files import read_lines, zstd
 from atroposlib.errors import DataError, PathError
 from atroposlib.json_lines import one_line
 from atroposlib.lock_files import HeldError, hold, is_file_at, try_lock
 from atroposlib.paths import check_replaceable, expand_path
-from atroposlib.type_definitions import Json, JsonObject
+from atroposlib.type_definitions import Json
 
 logger = logging.getLogger(__name__)
 
@@ -61,26 +62,6 @@ Columns: TypeAlias = dict[str, Shape]
 
 _NULL, _JSON = Shape("null"), Shape("json")
 _SCALARS = {type(None): _NULL, bool: Shape("bool"), int: Shape("int"), float: Shape("float"), str: Shape("text")}
-
-
-def columns_of(record: JsonObject) -> Columns:
-    return {name: _shape_of(value, name) for name, value in record.items()}
-
-
-def merge_columns(left: Columns, right: Columns) -> Columns:
-    """Columns for the records of both.
-
-    Raises:
-        DataError: a column would need two types.
-    """
-    if left == right:
-        return left
-    return _merged_fields(left, right, "")
-
-
-def fit_columns(record: JsonObject, columns: Columns) -> JsonObject:
-    """The record with text where its columns hold JSON."""
-    return {name: _fit(value, columns[name]) for name, value in record.items()}
 
 
 def arrow_type(arrow: ModuleType, shape: Shape) -> object:
@@ -152,6 +133,7 @@ def _merged_fields(left: Columns, right: Columns, place: str) -> Columns:
 
 
 def _fit(value: Json, shape: Shape) -> Json:
+    """Return `value` with text where its column holds JSON."""
     if value is None or not shape.has_json:
         return value
     if shape.kind == "json":
@@ -171,25 +153,17 @@ _LOOK_EVERY_S, _SAY_EVERY_S, _LONGEST_WAIT_S = 0.1, 10.0, 3600.0  # while anothe
 _encoder = msgspec.json.Encoder()
 
 
-class RecordWriter(Protocol):
-    """Takes records one by one; values may be `msgspec.Raw`, which is written as it is."""
+class WriteOptions(BaseModel):
+    """Options of every dataset."""
 
-    def write(self, record: Mapping[str, object]) -> None:
-        """Append one record."""
-        ...
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-
-class Adding(Protocol):
-    """Options that say what becomes of a file that is there already."""
-
-    @property
-    def append(self) -> bool: ...
-
-    @property
-    def overwrite(self) -> bool: ...
+    append: bool = Field(default=False, description="Add to an existing output.")
+    overwrite: bool = Field(default=False, description="Replace an existing output.")
+    strict: bool = Field(default=False, description="Stop at the first odd row instead of setting it aside.")
 
 
-def check_dataset(text: str | os.PathLike[str], options: Adding, *, what: str = "--output") -> Path:
+def check_dataset(text: str | os.PathLike[str], options: WriteOptions, *, what: str = "--output") -> Path:
     """`check_output` for a dataset."""
     return check_output(text, what=what, suffixes=DATASETS, append=options.append, overwrite=options.overwrite)
 
@@ -307,7 +281,7 @@ def _wait_for_lock(path: Path) -> int | None:
 @contextmanager
 def written_whole(
     path: Path, *, append: bool = False, before_rename: Callable[[int], object] = lambda size: None
-) -> Iterator[RecordWriter]:
+) -> "Iterator[JsonlWriter | ParquetWriter]":
     """A writer whose records appear at `path` together when the block ends, and not at all when it raises.
 
     Args:
@@ -366,7 +340,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 class JsonlWriter:
-    """One JSON object a line."""
+    """Writes one JSON object a line; a value that is `msgspec.Raw` goes out as it is."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -400,7 +374,9 @@ class ParquetWriter:
             DataError: it has no columns in common with those before.
         """
         data = _encoder.encode(record)
-        self._columns = merge_columns(self._columns, columns_of(msgspec.json.decode(data)))
+        columns = {name: _shape_of(value, name) for name, value in msgspec.json.decode(data).items()}
+        if columns != self._columns:
+            self._columns = _merged_fields(self._columns, columns, "")
         self._records.write(data + b"\n")
 
     def finish(self) -> None:
@@ -408,7 +384,10 @@ class ParquetWriter:
         self._records.seek(0)
         with self._parquet.ParquetWriter(self._path, schema, compression="zstd") as file:
             while lines := list(islice(self._records, _ROWS_PER_BLOCK)):
-                rows = [fit_columns(msgspec.json.decode(line), self._columns) for line in lines]
+                rows = [
+                    {name: _fit(value, self._columns[name]) for name, value in msgspec.json.decode(line).items()}
+                    for line in lines
+                ]
                 file.write_table(self._arrow.Table.from_pylist(rows, schema=schema))
 
     def close(self) -> None:

@@ -66,7 +66,10 @@ class GapStep(Step):
 
     def apply(self, table: Table, keep: Array, seed: int) -> Array:
         """The group's worst counts whether it is kept or not."""
-        return keep & (table.responses["score"] - _group_minimum(table) > self.above)
+        score, group = table.responses["score"], table.responses["group"]
+        lowest = np.full(len(table.groups), np.inf)
+        np.fmin.at(lowest, group, score)
+        return keep & (score - lowest[group] > self.above)
 
 
 class FinishReasonStep(Step):
@@ -198,24 +201,19 @@ class UniqueStep(Step):
     per: Literal["problem", "all"] = "all"
 
     def apply(self, table: Table, keep: Array, seed: int) -> Array:
-        found = duplicates(table, keep, per_item=self.per == "problem")
-        keep = keep & ~found
-        if self.near is None:
-            return keep
-        return keep & ~near_duplicates(
-            table, keep, threshold=self.near, ngram=self.ngram, per_item=self.per == "problem"
-        )
+        per_item = self.per == "problem"
+        keep = keep & ~duplicates(table, keep, per_item=per_item)
+        if self.near is not None:
+            keep &= ~near_duplicates(table, keep, threshold=self.near, ngram=self.ngram, per_item=per_item)
+        return keep
 
 
 class DecontaminateStep(Step):
-    """Drops problems and answers that share an n-gram of words with an evaluation set."""
+    """Drops problems and answers that share an n-gram of words with an evaluation set; applied by `select`."""
 
     step: Literal["decontaminate"]
     against: list[str] = Field(min_length=1, description="Evaluation sets: .jsonl, .json or .txt files.")
     ngram: PositiveInt = Field(default=13, description="Words in a row that count as the same text.")
-
-    def apply(self, table: Table, keep: Array, seed: int) -> Array:
-        return keep & ~contaminated(table, keep, self.against, self.ngram)[0]
 
 
 class TargetStep(Step):
@@ -289,12 +287,6 @@ def _first_n(keep: Array, owner: Array, order: Sequence[Array], n: int) -> Array
     after = np.zeros_like(keep)
     after[ranked[rank < n]] = True
     return after
-
-
-def _group_minimum(table: Table) -> Array:
-    lowest = np.full(len(table.groups), np.inf)
-    np.fmin.at(lowest, table.responses["group"], table.responses["score"])
-    return lowest[table.responses["group"]]
 
 
 def _known_lengths(table: Table, keep: Array, of: str) -> Array:

@@ -189,9 +189,7 @@ def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator
             if not data:
                 return
             rest = block[begin:]
-            if (
-                rest and begin and isinstance(stream, io.FileIO)
-            ):  # reading it again costs less than to copy what follows
+            if rest and begin and isinstance(stream, io.FileIO):  # to read it again is cheaper than to copy it
                 stream.seek(-len(rest), os.SEEK_CUR)
                 rest = b""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import Field, PositiveInt
 
 from atroposlib.data.chats import messages_of, read_chat
 from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups, sole_collection
@@ -30,7 +30,7 @@ from atroposlib.data.formats import (
     token_record,
 )
 from atroposlib.data.lazy_group import NOT_CONVERTED
-from atroposlib.data.output import check_dataset, refuse_inputs, sole_writer, written_whole
+from atroposlib.data.output import WriteOptions, check_dataset, refuse_inputs, sole_writer, written_whole
 from atroposlib.data.policy import Selection, SelectionPolicy, TargetStep, select, simple_policy
 from atroposlib.data.report import ExportReport, describe_export, require_records, require_survivors, write_meta
 from atroposlib.data.set_aside import SetAside
@@ -52,10 +52,8 @@ _SAMPLES = 8  # responses whose ids are compared with their recorded text
 WINDOW_TOKENS = 2_000_000  # of ids held at once: 16 MB with their labels
 
 
-class SftOptions(BaseModel):
+class SftOptions(WriteOptions):
     """Options of writing chosen responses."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Format = "prompt-completion"
     tokenizer: str | None = Field(
@@ -68,9 +66,6 @@ class SftOptions(BaseModel):
     by_item: bool = Field(
         default=False, description="In the order of the problems, whichever was finished first; else as recorded."
     )
-    append: bool = Field(default=False, description="Add to an existing output.")
-    overwrite: bool = Field(default=False, description="Replace an existing output.")
-    strict: bool = Field(default=False, description="Stop at the first odd row instead of setting it aside.")
 
 
 class Rerenderer:
@@ -350,7 +345,7 @@ def _write(
     groups = table.read(
         selection.keep, advance, with_ids=converter.needs_ids(table, selection.keep), by_item=options.by_item
     )
-    records = copies.watch(converter.records(table, groups))
+    records = map(copies.note, converter.records(table, groups))
     count = 0
 
     def report(size: int) -> ExportReport:
@@ -375,15 +370,11 @@ def _write(
         for record in pack(records, options.pack) if options.pack else records:
             writer.write(record)
             count += 1
-        if converter.odd_rows and _has_dropped_by_target(policy, selection):
+        steps = zip(policy.steps, selection.steps, strict=True)
+        if converter.odd_rows and any(isinstance(step, TargetStep) and result.dropped for step, result in steps):
             raise _OthersAreLeft
         require_records(count, table, converter.set_aside)
     return report(target.stat().st_size)
-
-
-def _has_dropped_by_target(policy: SelectionPolicy, selection: Selection) -> bool:
-    results = zip(policy.steps, selection.steps, strict=True)
-    return any(isinstance(step, TargetStep) and result.dropped for step, result in results)
 
 
 def warn_of_cut(table: Table, keep: Array) -> None:

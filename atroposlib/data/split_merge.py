@@ -153,7 +153,8 @@ def assign_splits(table: Table, shares: Sequence[float], seed: int) -> Array:
     strata: dict[tuple[str, int], list[int]] = {}
     for group in np.unique(problems, return_index=True)[1].tolist():
         row = table.groups[group]
-        level = _difficulty(float(rate[row["first"]])) if row["responses"] else 0
+        solved = float(rate[row["first"]]) if row["responses"] else 0.0
+        level = 0 if not solved > 0 else 3 if solved == 1 else 1 if solved < 0.5 else 2  # 0: also never judged (NaN)
         strata.setdefault((table.tasks[row["task"]], level), []).append(group)
     split_of: dict[int, int] = {}
     counts = np.zeros(len(shares))
@@ -163,11 +164,6 @@ def assign_splits(table: Table, shares: Sequence[float], seed: int) -> Array:
             counts[part] += 1
             split_of[int(problems[group])] = part
     return np.array([split_of[problem] for problem in problems.tolist()])
-
-
-def _difficulty(rate: float) -> int:
-    """0 never solved, or never judged (NaN), 1 rarely, 2 often, 3 always."""
-    return 0 if not rate > 0 else 3 if rate == 1 else 1 if rate < 0.5 else 2
 
 
 def problems_of(table: Table) -> Array:

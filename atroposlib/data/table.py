@@ -262,25 +262,20 @@ def scan_after(
     start, number = 0, 1
     begun = time.monotonic()
     next_look = begun + _FIRST_LOOK_S if so_far is not None else math.inf
-    if table is not None and table.set_aside:
-        table = None
-    if table is not None and len(table.groups):
-        last = table.groups[-1]
+    before = [] if table is None or table.set_aside else [table]
+    if before and len(before[0].groups):
+        last = before[0].groups[-1]
         start, number = int(last["offset"] + last["size"]), int(last["line"]) + 1
     try:
         for line in read_lines(path, start=start, first_number=number):
             advance(line.size)
             builder.add_line(line)
             if so_far is not None and (now := time.monotonic()) >= next_look:
-                so_far(_joined(table, builder.build()))
+                so_far(concatenate([*before, builder.build()]))
                 next_look = now + (now - begun)
     except RowError as error:
         builder.set_aside.add(error)
-    return _joined(table, builder.build())
-
-
-def _joined(table: Table | None, added: Table) -> Table:
-    return concatenate([table, added]) if table is not None else added
+    return concatenate([*before, builder.build()])
 
 
 def concatenate(tables: Sequence[Table]) -> Table:

@@ -323,9 +323,10 @@ def _forms(message: Message, thoughts: str, text: str, at: int, *, folds: bool) 
     for key in (*keys, *([""] if folds and thoughts else [])):
         own = {key: _THOUGHTS.format(at)} if key else {}
         content = _TEXT.format(at) if text or (thoughts and not key) else ""
-        for change in (_as_recorded, parsed_arguments, _as_text) if message.get("tool_calls") else (None,):
+        has_calls = bool(message.get("tool_calls"))
+        for change in (None, parsed_arguments, _as_text) if has_calls else (None,):
             calls = {"tool_calls": [_changed(call, change) for call in message["tool_calls"]]} if change else {}
-            for empty in (content, *([None] if change and not content else [])):
+            for empty in (content, *([None] if has_calls and not content else [])):
                 yield {**rest, **own, **calls, "content": empty}
 
 
@@ -333,10 +334,6 @@ def _changed(call: JsonObject, change: Callable[[object], object]) -> JsonObject
     function = call.get("function") or call
     function = {**function, "arguments": change(function.get("arguments"))}
     return {**call, "function": function} if "function" in call else function
-
-
-def _as_recorded(arguments: object) -> object:
-    return arguments
 
 
 def _as_text(arguments: object) -> str:

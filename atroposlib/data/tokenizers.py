@@ -10,9 +10,9 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, SupportsIndex, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -37,7 +37,7 @@ def load_tokenizer(spec: str) -> "PreTrainedTokenizerBase":
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch, which nobody needs here
     has_hub = folder is None and _hub_answers()
     try:
-        tokenizer = _tokenizer_class(folder).from_pretrained(str(folder or spec), local_files_only=not has_hub)
+        tokenizer = _loader(folder)(str(folder or spec), local_files_only=not has_hub)
     except Exception as error:  # transformers raises many kinds; all mean that this tokenizer cannot be had
         nowhere = (
             f"neither a folder here nor {'on the hub' if has_hub else 'in the cache, and the hub does not answer'}"
@@ -50,14 +50,8 @@ def load_tokenizer(spec: str) -> "PreTrainedTokenizerBase":
     return plain_chat_ids(tokenizer)
 
 
-class _Loads(Protocol):
-    """A class of transformers that loads tokenizers."""
-
-    def from_pretrained(self, name: str, /, *, local_files_only: bool) -> "PreTrainedTokenizerBase": ...
-
-
-def _tokenizer_class(folder: Path | None) -> _Loads:
-    """Return the class that loads it. 1 to 2 s; only commands that need a tokenizer pay for it.
+def _loader(folder: Path | None) -> "Callable[..., PreTrainedTokenizerBase]":
+    """Return `from_pretrained` of its class. 1 to 2 s; only commands that need a tokenizer pay for it.
 
     `AutoTokenizer` imports torch, where it is installed, for 3 s more. It finds the same class for a folder that names
     the plain one and no kind of model.
@@ -68,10 +62,10 @@ def _tokenizer_class(folder: Path | None) -> _Loads:
         if is_plain and "model_type" not in model:
             from transformers import PreTrainedTokenizerFast
 
-            return PreTrainedTokenizerFast
+            return PreTrainedTokenizerFast.from_pretrained
     from transformers import AutoTokenizer
 
-    return AutoTokenizer
+    return AutoTokenizer.from_pretrained
 
 
 def _hub_answers() -> bool:

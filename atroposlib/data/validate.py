@@ -6,7 +6,7 @@ group_id and (item_key, part) occur once        text is valid JSON in UTF-8
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,9 +106,12 @@ class Validation:
             where = f"{line.where}[{index}]"
             if score is None:
                 yield Finding(where, "no score", "there is no score; datasets leave it out", is_damage=False)
-            elif not _is_finite(score):
+            elif not (isinstance(score, int | float) and math.isfinite(score)):
                 yield Finding(where, NO_GROUP, f"score is {score!r}, expected a finite number")
-        yield from _chat_faults(record, line.where)
+        for index, messages in enumerate(record.get("messages") or []):
+            if reason := chat_fault(messages):
+                text = f"{reason}; datasets of messages leave it out"
+                yield Finding(f"{line.where}[{index}]", reason, text, is_damage=False)
         if not record.get("tokens"):
             text = "no token ids were recorded; datasets must re-render messages"
             yield Finding(line.where, "no token ids recorded", text, is_damage=False)
@@ -148,21 +151,6 @@ class Validation:
             self._seen.setdefault(key, where)
 
 
-def validate(
-    paths: str | Path | Iterable[str | Path], *, vocabulary_size: int | None = None, advance: Advance = ignore
-) -> Iterator[Finding]:
-    """Every problem of the files, as `Validation.problems` finds it."""
-    return Validation(vocabulary_size=vocabulary_size).problems(paths, advance)
-
-
-def _chat_faults(record: RolloutRecord, where: str) -> Iterator[Finding]:
-    """The responses whose recorded messages do not say what the assistant said."""
-    for index, messages in enumerate(record.get("messages") or []):
-        if reason := chat_fault(messages):
-            text = f"{reason}; datasets of messages leave it out"
-            yield Finding(f"{where}[{index}]", reason, text, is_damage=False)
-
-
 def _response_problem(record: RolloutRecord, index: int) -> tuple[str, str] | None:
     """Reason and sentence for what is wrong with one response's numbers, or None."""
     try:
@@ -196,7 +184,7 @@ def _logprob_problem(values: object, masked: Array) -> str | None:
     except (TypeError, ValueError):
         return "inference_logprobs must be a list of numbers"
     if logprobs.shape != masked.shape:
-        return f"{len(masked)} tokens but {_count(values)} inference_logprobs"
+        return f"{len(masked)} tokens but {np.size(logprobs)} inference_logprobs"
     if not np.isfinite(logprobs).all():
         return "inference_logprobs must be finite"
     wrong = np.flatnonzero((logprobs == PROMPT_LOGPROB) != masked)
@@ -207,13 +195,5 @@ def _logprob_problem(values: object, masked: Array) -> str | None:
     return None
 
 
-def _count(values: object) -> int:
-    return len(values) if isinstance(values, Sequence) else 1
-
-
 def _whole_numbers(values: object) -> Array:
     return np.array(msgspec.convert(values, list[int]), np.int64)
-
-
-def _is_finite(score: object) -> bool:
-    return isinstance(score, int | float) and math.isfinite(score)

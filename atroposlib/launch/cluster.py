@@ -23,6 +23,7 @@ ARRAY_OUTPUT = "--output=%x-%A_%a.out"
 """Names a task's output after the array; the scripts' own `%j` is a number of the task's own, which nobody is told."""
 _NEVER_CONNECTED = ("ssh: ", "Permission denied (", "Host key verification failed")
 """Start of the line in which ssh says why it did not get in; once it was in, the same may pass as without network."""
+TRIES = 6
 VANISHED = 24
 """Exit code of rsync when files went away meanwhile, as those that a run replaces do; all others have come."""
 _TEMPORARIES = [".run.json.*", ".progress.json.*", ".status.html.*", ".history.json.*", ".*.part"]
@@ -75,10 +76,8 @@ class Cluster:
 class Shell:
     """Runs commands, or with `dry_run` only prints them, one a line, ready to be pasted."""
 
-    def __init__(self, *, dry_run: bool, tries: int = 6, first_wait_s: float = 2.0) -> None:
+    def __init__(self, *, dry_run: bool) -> None:
         self._dry_run = dry_run
-        self._tries = tries
-        self._first_wait_s = first_wait_s
 
     def show(self, command: Sequence[str]) -> None:
         """Run a command whose output is for the user; a lost connection is tried again.
@@ -97,11 +96,11 @@ class Shell:
         output = self._run(command, capture=True, tries=1)
         return output.split()[-1].partition(";")[0] if output.split() else unknown
 
-    def _run(self, command: Sequence[str], *, capture: bool, tries: int | None = None) -> str:
+    def _run(self, command: Sequence[str], *, capture: bool, tries: int = TRIES) -> str:
         if self._dry_run:
             print(shlex.join(command))
             return ""
-        waits_s = [backoff_s(number, first_s=self._first_wait_s) for number in range(1, tries or self._tries)]
+        waits_s = [backoff_s(number, first_s=2.0) for number in range(1, tries)]
         done, refusal = _run_once(command, capture)
         if refusal and done.returncode in LOST_CONNECTION:
             raise LaunchError(f"no connection ({refusal}); see whether plain ssh to this host works")

@@ -60,7 +60,7 @@ class Plan:
 
 def make_plan(config: DatagenConfig, model: Model, session: aiohttp.ClientSession) -> Plan:
     """Choose ports, write the environment's YAML and describe the services."""
-    engines: EnginePlan = plan_engines(config, session)
+    engines = plan_engines(config, session)
     api_port = config.api.port or free_ports(1)[0]
     api_url = f"http://127.0.0.1:{api_port}"
     env_yaml = config.work_dir / "environment.yaml"
@@ -109,12 +109,10 @@ def environment_yaml(config: DatagenConfig, model: Model, engine_urls: list[str]
 
 def environment_flags(config: DatagenConfig) -> list[str]:
     """Return the settings of the environment that were given on the command line, as flags of its own."""
-    return [f"--env.{key}={_as_text(value)}" for key, value in config.environment.flags.items()]
-
-
-def _as_text(value: object) -> str:
-    """Text as it is, anything else as JSON, which the environment reads as YAML."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return [
+        f"--env.{key}={value if isinstance(value, str) else json.dumps(value)}"  # JSON is YAML, as which it is read
+        for key, value in config.environment.flags.items()
+    ]
 
 
 def _lease_fields(config: DatagenConfig) -> JsonObject:

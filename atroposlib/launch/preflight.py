@@ -53,8 +53,9 @@ def preflight(config: DatagenConfig, *, starts: bool = True, say: Callable[[str]
     Raises:
         LaunchError: one line per problem, each with what to do.
     """
+    script = Path(config.environment.script)
     problems = [
-        *_script_problems(config),
+        *([] if script.is_file() else [f"environment.script {script} does not exist; give the environment's .py file"]),
         *_folder_problems(config),
         *_port_problems(config),
         *engine_problems(config, os.environ, starts=starts),
@@ -115,11 +116,6 @@ def data_settings(config: DatagenConfig) -> JsonObject:
     }
 
 
-def _script_problems(config: DatagenConfig) -> list[str]:
-    script = Path(config.environment.script)
-    return [] if script.is_file() else [f"environment.script {script} does not exist; give the environment's .py file"]
-
-
 def _folder_problems(config: DatagenConfig) -> list[str]:
     problems = []
     for what, path in (("run_dir", config.work_dir), ("log_dir", config.logs)):
@@ -132,7 +128,10 @@ def _folder_problems(config: DatagenConfig) -> list[str]:
     folder = Path(config.run_dir)
     longest = config.environment.env.get("max_token_length")  # only the environment knows what else it may be
     tokens = config.expected_tokens or (longest if isinstance(longest, int) else DEFAULT_TOKEN_LENGTH) // 4
-    missing = max(0, config.problems - _groups_done(folder))
+    recorded = 0  # by earlier starts: a chain must not end because its disk fills as planned
+    with contextlib.suppress(LaunchError):
+        recorded = read_status(folder).groups_done
+    missing = max(0, config.problems - recorded)
     needed = missing * config.responses * tokens * _BYTES_PER_TOKEN
     free = shutil.disk_usage(folder).free
     if free >= needed:
@@ -141,13 +140,6 @@ def _folder_problems(config: DatagenConfig) -> list[str]:
         f"run_dir {folder} has {free / 1e9:.1f} GB free, but {missing} x {config.responses} responses of about "
         f"{tokens} tokens need {needed / 1e9:.1f} GB; free some space, choose another disk, or correct expected_tokens"
     ]
-
-
-def _groups_done(run_dir: Path) -> int:
-    """Return what earlier starts of this run have recorded: a chain must not end because its disk fills as planned."""
-    with contextlib.suppress(LaunchError):
-        return read_status(run_dir).groups_done
-    return 0
 
 
 def _port_problems(config: DatagenConfig) -> list[str]:

@@ -373,10 +373,6 @@ def queued(loads: Sequence[Load]) -> int:
     return sum(load.queued or 0 for load in loads)
 
 
-def _queue_share(loads: Sequence[Load]) -> float:
-    return queued(loads) / max(1, queued(loads) + running(loads))
-
-
 class ConcurrencyLimit:
     """Decides the number of groups at once: `observe` a few times a second, in any time.
 
@@ -426,7 +422,9 @@ class ConcurrencyLimit:
 
     def _decide(self, now: float, in_flight: int, rate: Rate | None) -> int:
         search, meter, set_at = self._search, self._meter, self._set_at or 0.0
-        calmest = min(self._samples, key=_queue_share) if len(self._samples) == SAMPLES else []
+        calmest = []
+        if len(self._samples) == SAMPLES:
+            calmest = min(self._samples, key=lambda loads: queued(loads) / max(1, queued(loads) + running(loads)))
         if (limit := relieved(self.limit, in_flight, calmest)) < self.limit:
             search.restart(limit, now)
             return limit

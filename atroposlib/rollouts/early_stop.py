@@ -6,22 +6,15 @@ For datasets, not for training: groups get different sizes, and problems that ar
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
+
+from atroposlib.rollouts.ledger import Totals
 
 T = TypeVar("T")
 
 Z_95 = 1.96
 FIRST_SHARE = 4
 """The first round asks for one part in this many of a group, or for as many as must be accepted."""
-
-
-class Counts(Protocol):
-    """Counts of what is recorded so far; see `atroposlib.rollouts.ledger.Totals`."""
-
-    groups: int
-    accepted: int
-    completion_tokens: int
-    rejected_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +91,7 @@ class RunLimits:
     accepted: int | None = None  # responses
     tokens: int | None = None  # generated, for recorded and rejected groups
 
-    def share_done(self, counts: Counts) -> float | None:
+    def share_done(self, counts: Totals) -> float | None:
         """Of the limit that is nearest, 0 to 1 and more; None: there is no limit."""
         reached = (
             (self.groups, counts.groups),
@@ -108,11 +101,11 @@ class RunLimits:
         shares = [count / limit if limit > 0 else 1.0 for limit, count in reached if limit is not None]
         return max(shares, default=None)
 
-    def is_reached(self, counts: Counts) -> bool:
+    def is_reached(self, counts: Totals) -> bool:
         """Nothing more is to be started."""
         return (self.share_done(counts) or 0.0) >= 1
 
-    def may_start(self, counts: Counts, in_flight: int) -> bool:
+    def may_start(self, counts: Totals, in_flight: int) -> bool:
         """Would one more group find room, if those in flight turn out as those recorded?"""
         if self.is_reached(counts) or (self.groups is not None and counts.groups + in_flight >= self.groups):
             return False

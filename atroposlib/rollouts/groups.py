@@ -188,7 +188,9 @@ def without_rows(
     places = [place for place in range(size + len(taken)) if place not in taken]  # of the rows, as they were rolled out
     kept = [index for index in range(size) if index not in faults]
     rest: JsonObject = {
-        key: [value[index] for index in kept] if key in _ROWS and _length(value) == size else value
+        key: [value[index] for index in kept]
+        if key in _ROWS and isinstance(value, Sized) and len(value) == size
+        else value
         for key, value in group.items()
     }
     rest["group_overrides"] = {
@@ -209,10 +211,6 @@ def without_rows(
 def unscored_response(fault: BaseException, index: int) -> UnscoredResponse:
     """Return what is recorded of a response without a score that never became a row."""
     return UnscoredResponse(index=index, failure=failure_class(fault), error=describe_error(fault))
-
-
-def _length(value: object) -> int | None:
-    return len(value) if isinstance(value, Sized) else None
 
 
 def expected_size(group: Mapping[str, Json], group_size: int) -> int:

@@ -39,7 +39,8 @@ def is_back_pressured(view: QueueView) -> bool:
     if view.max_batches_offpolicy <= 0:
         return False
     full = view.queue_groups * view.group_size >= view.max_batches_offpolicy * view.batch_size
-    return full and (view.min_batch_allocation is None or _own_groups_missing(view) <= 0)
+    own_needed = _packs_for_minimum(view) * max(1, view.max_group_size // view.group_size)
+    return full and (view.min_batch_allocation is None or own_needed <= view.own_queue_groups)
 
 
 def queue_room(view: QueueView) -> int | None:
@@ -91,11 +92,6 @@ def _packs_for_minimum(view: QueueView) -> int:
     """Packs of `max_group_size` sequences that this environment's minimum share needs over the allowed batches."""
     share = (view.min_batch_allocation or 0.0) * (view.batch_size or 0) * view.max_batches_offpolicy
     return math.ceil(share / max(1, view.max_group_size))
-
-
-def _own_groups_missing(view: QueueView) -> int:
-    groups_per_pack = max(1, view.max_group_size // view.group_size)
-    return _packs_for_minimum(view) * groups_per_pack - view.own_queue_groups
 
 
 def _own_groups_for_minimum(view: QueueView) -> int:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, Never, Protocol
 
 from atroposlib.data.rollout_files import html_twin
@@ -260,7 +260,7 @@ class Run:
         if self.files:
             loop = asyncio.get_running_loop()
             self.files.on_wait = lambda what: self.progress.wait_for("disk", what)
-            self.files.on_shard_complete(lambda path: _later(loop, self.reports.add, path))
+            self.files.on_shard_complete(partial(loop.call_soon_threadsafe, self.reports.add))
 
     async def supervise(self, work: Coroutine[object, Never, None]) -> RunOutcome:
         """Run `work` to its end with progress, deadlines and signals looked after; always closes the run.
@@ -477,10 +477,6 @@ class Run:
         self.progress.sample()
         self.progress.write()
         self._display.stop()
-
-
-def _later(loop: asyncio.AbstractEventLoop, call: Callable[[Path], None], path: Path) -> None:
-    loop.call_soon_threadsafe(call, path)
 
 
 def _shared_draw(

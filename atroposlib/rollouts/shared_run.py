@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Container, Iterable
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -303,7 +303,9 @@ class SharedDraw:
 
     def _take_over(self) -> None:
         """Take what silent members left undone; see whether every undone block is in living hands."""
-        undone = self._undone()
+        filled, holders = self._filled(), self._leases.holders()
+        blocks = {self._block_of(seat) for seat in range(self._seats) if seat not in filled}
+        undone = {block: holders[block] for block in sorted(blocks) if holders[block].member != self._leases.member}
         taken = {
             block: holder.term + 1
             for block, holder in undone.items()
@@ -323,25 +325,17 @@ class SharedDraw:
         filled = self._filled() if blocks else set()
         self._waiting.extend(seat for block in sorted(blocks) for seat in self._seats_of(block) if seat not in filled)
 
-    def _undone(self) -> dict[int, Holder]:
-        """Blocks of others with seats that nobody has filled."""
-        filled, holders = self._filled(), self._leases.holders()
-        blocks = {self._block_of(seat) for seat in range(self._seats) if seat not in filled}
-        return {block: holders[block] for block in sorted(blocks) if holders[block].member != self._leases.member}
-
     def _filled(self) -> set[int]:
-        return filled_seats(self._leases.rollout_folders(), self._files, self._seats)
+        """Seats with a group in the files of any member; nothing is changed there."""
+        single = self._files.single and self._files.single.name
+        filled: set[int] = set()
+        for folder in self._leases.rollout_folders():
+            theirs = replace(self._files, folder=folder, single=folder / single if single else None)
+            filled |= {int(key) % self._seats for key in read_recorded(theirs).done if key.isdecimal()}
+        return filled
 
     def _block_of(self, index: int) -> int:
         return index % self._seats // self._per_block
 
     def _seats_of(self, block: int) -> range:
         return range(block * self._per_block, min(self._seats, (block + 1) * self._per_block))
-
-
-def filled_seats(folders: Iterable[Path], files: RunFiles, seats: int) -> set[int]:
-    """Seats with a group in one of the folders, whose files are named like `files`; nothing is changed there."""
-    single = files.single and files.single.name
-    theirs = [replace(files, folder=folder, single=folder / single if single else None) for folder in folders]
-    keys = {key for each in theirs for key in read_recorded(each).done}
-    return {int(key) % seats for key in keys if key.isdecimal()}

@@ -181,7 +181,10 @@ class Sink:
         groups = [_for_api(record) for record in records]
         refusals: list[ApiError] = []
         try:
-            await self._submit(self._sender, groups)
+            try:
+                await self._sender.submit(groups)
+            except TypeError:  # tensors, numbers beyond 64 bits: as the rollout file has them
+                await self._sender.submit(as_json(groups))
         except ApiError as error:
             if len(records) > 1:  # the one at fault must not take the others with it
                 return [refusal for record in records for refusal in await self._refusals([record])]
@@ -192,12 +195,6 @@ class Sink:
         if self._files:
             self._files.acknowledge([group["group_id"] for group in groups])
         return refusals
-
-    async def _submit(self, sender: Sender, groups: list[JsonObject]) -> None:
-        try:
-            await sender.submit(groups)
-        except TypeError:  # tensors, numbers beyond 64 bits: as the rollout file has them
-            await sender.submit(as_json(groups))
 
 
 def _named(work: Work) -> Work:

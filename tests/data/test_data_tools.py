@@ -14,7 +14,7 @@ from atroposlib.data.sft import best_fit, export_sft
 from atroposlib.data.split_merge import merge_rollouts, split_rollouts
 from atroposlib.data.stats import describe, stats_page
 from atroposlib.data.table import index_path, open_table, read_group, scan_after, table_of
-from atroposlib.data.validate import Validation, validate
+from atroposlib.data.validate import Validation
 from atroposlib.errors import ConfigError, DataError, PathError
 
 GOOD = make_group([1.0, 0.0])
@@ -42,7 +42,7 @@ BROKEN = {
 @pytest.mark.parametrize(("group", "place", "reason"), BROKEN.values(), ids=BROKEN)
 def test_every_broken_promise_is_found_where_it_is(tmp_path, group, place, reason):
     path = write_groups(tmp_path / "a.jsonl", [make_group([1.0], item="5"), group])
-    (problem,) = validate(path)
+    (problem,) = Validation().problems(path)
     assert problem.where == f"{path}:2{place}"
     assert reason in problem.text
     assert problem.is_damage
@@ -50,16 +50,16 @@ def test_every_broken_promise_is_found_where_it_is(tmp_path, group, place, reaso
 
 def test_a_sound_file_has_no_problems_and_doubles_are_found(tmp_path):
     path = write_groups(tmp_path / "a.jsonl", [GOOD, make_group([1.0], item="1")])
-    assert list(validate(path)) == []
+    assert list(Validation().problems(path)) == []
     double = write_groups(tmp_path / "b.jsonl", [GOOD, GOOD])
-    assert all("occurs already" in problem.text for problem in validate(double))
-    assert len(list(validate(double))) == 2
+    assert all("occurs already" in problem.text for problem in Validation().problems(double))
+    assert len(list(Validation().problems(double))) == 2
 
 
 def test_ids_outside_a_vocabulary_and_torn_lines_are_told_apart(tmp_path):
     path = write_groups(tmp_path / "a.jsonl", [GOOD, make_group([1.0], item="1")])
     path.write_bytes(path.read_bytes()[:-9])
-    problems = list(validate(path, vocabulary_size=150))
+    problems = list(Validation(vocabulary_size=150).problems(path))
     assert [problem.is_damage for problem in problems] == [True, False]
     assert "outside the vocabulary of 150" in problems[0].text
 

@@ -10,7 +10,7 @@ from atroposlib.data.rollout_files import SpanReader, find_rollout_files, read_r
 from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.data.split_merge import merge_rollouts
 from atroposlib.data.table import _read_json, open_table
-from atroposlib.data.validate import validate
+from atroposlib.data.validate import Validation
 from atroposlib.errors import DataError, PathError
 
 BAD_LINES = {
@@ -95,7 +95,7 @@ def test_a_zstd_file_that_is_cut_short_is_damage_for_every_reader(tmp_path, cut_
         with pytest.raises(DataError, match=r"a\.jsonl\.zst:\d+: not readable as zstd \(it ends in the middle"):
             read()
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl.zst", ".a.jsonl.zst.idx"}
-    assert [problem.is_damage for problem in validate(cut_zstd)][-1]
+    assert [problem.is_damage for problem in Validation().problems(cut_zstd)][-1]
 
 
 def test_a_zstd_file_that_gets_shorter_while_it_is_read_is_damage(tmp_path):
@@ -162,7 +162,7 @@ def test_of_a_runs_folder_the_rollouts_are_read(tmp_path, folders):
         (tmp_path / folder / "rollouts" / "failures.jsonl").write_text("{}\n")
     (tmp_path / "sft.jsonl").write_text('{"messages": []}\n')
     assert find_rollout_files(tmp_path) == [tmp_path / folder / "rollouts" / "r_0001.jsonl" for folder in folders]
-    assert [problem for problem in validate(tmp_path) if problem.is_damage] == []
+    assert [problem for problem in Validation().problems(tmp_path) if problem.is_damage] == []
 
 
 def test_a_run_without_rollouts_is_said(tmp_path):

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fakes import FakeServer, FakeTokenizer
 
-from atroposlib.data.validate import validate
+from atroposlib.data.validate import Validation
 from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv
 from atroposlib.environments.agents.stock_env import StockEnv
 from atroposlib.envs.agent_env import INSIDE, Access, AgentEnv, AgentEnvConfig, Command, in_container, run_command
@@ -474,7 +474,7 @@ async def test_a_whole_run_writes_rollouts_that_pass_every_check(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert (outcome.exit_code, len(lines)) == (0, 3)
     assert [message["role"] for message in lines[0]["messages"][0]] == ["user", "assistant"] * 2
-    assert list(validate(path)) == []
+    assert list(Validation().problems(path)) == []
 
 
 class Beginner(CoroutineEnv):

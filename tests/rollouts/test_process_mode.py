@@ -15,7 +15,7 @@ import pytest
 from counting_env import CountingEnv, StreamingEnv, make_env, make_group
 
 from atroposlib.data.sft import SftOptions, export_sft, simple_policy
-from atroposlib.data.validate import validate
+from atroposlib.data.validate import Validation
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.engine_info import EngineLoad
@@ -96,7 +96,7 @@ async def test_a_response_without_a_score_is_recorded_next_to_its_siblings_and_c
         ]
     progress = json.loads((tmp_path / "counting_progress_main.json").read_text())
     assert (progress["failures"], progress["unscored"], progress["responses"]) == ({"verifier": 30}, 30, 90)
-    assert [problem.text for problem in validate(tmp_path / "o.jsonl") if problem.is_damage] == []
+    assert [problem.text for problem in Validation().problems(tmp_path / "o.jsonl") if problem.is_damage] == []
     export_sft(tmp_path / "o.jsonl", tmp_path / "sft.jsonl", simple_policy(above=None), SftOptions(format="tokens"))
     assert len(rollouts(tmp_path / "sft.jsonl")) == 90
     again = process_env(tmp_path, PickyEnv, group_size=4, total_steps=31)
