@@ -58,15 +58,6 @@ class Preset:
     eps_high: float = 0.2
     xdr: bool = False
 
-    def with_overrides(
-        self, *, aggregation: Aggregation | None, eps_low: float | None, eps_high: float | None
-    ) -> "Preset":
-        """The row with a config's own values. `eps_low` alone sets both bounds where they are equal."""
-        symmetric = self.eps_low == self.eps_high
-        low = self.eps_low if eps_low is None else eps_low
-        high = eps_high if eps_high is not None else low if symmetric and eps_low is not None else self.eps_high
-        return replace(self, aggregation=aggregation or self.aggregation, eps_low=low, eps_high=high)
-
 
 PRESETS: dict[str, Preset] = {
     "grpo": Preset("grpo", "clipped", "seq_mean_token_mean"),
@@ -296,9 +287,14 @@ class TrainingConfig(
 
     @property
     def preset(self) -> Preset:
-        """The objective with this config's overrides."""
-        return PRESETS[self.objective].with_overrides(
-            aggregation=self.aggregation, eps_low=self.clip_eps, eps_high=self.clip_eps_high
+        """The objective with this config's overrides; `clip_eps` alone sets both bounds where they are equal."""
+        row = PRESETS[self.objective]
+        both = self.clip_eps if row.eps_low == row.eps_high else None
+        return replace(
+            row,
+            aggregation=self.aggregation or row.aggregation,
+            eps_low=self.clip_eps or row.eps_low,
+            eps_high=self.clip_eps_high or both or row.eps_high,
         )
 
     @property

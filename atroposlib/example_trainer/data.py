@@ -236,7 +236,7 @@ class BatchFeed:
             if batch is not None and batch.batch_id not in self._trained:
                 return batch
             if batch is not None:
-                self._seen_again(batch.batch_id)
+                logger.warning("batch %s came again and is not trained twice; raise batch_lease_s", batch.batch_id)
                 continue
             now = time.monotonic()
             limit = self._config.batch_wait_s
@@ -287,9 +287,6 @@ class BatchFeed:
             return should_stop() or (limit is not None and time.monotonic() - started > limit)
 
         return await _unless(is_over, self._client.batch(self._config.batch_lease_s, binary=True))
-
-    def _seen_again(self, batch_id: str | None) -> None:
-        logger.warning("batch %s came again and is not trained twice; raise batch_lease_s", batch_id)
 
     def _why(self) -> str:
         try:

@@ -239,7 +239,7 @@ def environment_settings(config: RunConfig, run_dir: Path, engine_urls: list[str
         **config.environment_config,
         "group_size": config.num_generations,
         "max_token_length": config.max_completion_length,
-        "total_steps": _steps_asked_for(config),
+        "total_steps": config.training_steps if config.max_staleness is None else sys.maxsize,  # stale ones are dropped
         "tokenizer_name": tokenizer,
         "rollout_server_url": api_url,
         "progress_path": str(run_dir / PROGRESS_FILE),
@@ -255,11 +255,6 @@ def environment_settings(config: RunConfig, run_dir: Path, engine_urls: list[str
         for url in engine_urls
     ]
     return {"env": env, "openai": servers}
-
-
-def _steps_asked_for(config: RunConfig) -> int:
-    """Batches that the environment may have to send: without end where the trainer drops stale ones."""
-    return config.training_steps if config.max_staleness is None else sys.maxsize
 
 
 def _checkpoints(run_dir: Path) -> Path:

@@ -132,7 +132,19 @@ _PAUSES_SINCE = (0, 16)
 """Older versions cannot say what becomes of running requests."""
 
 
-class VLLMSync:
+class EnginesSync:
+    """Kinds of engines that run already: their addresses, and the folder of exported weights."""
+
+    def __init__(self, config: TrainingConfig, folder: Path) -> None:
+        self._engines = Engines(config)
+        self._folder = folder
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._engines.close()
+
+
+class VLLMSync(EnginesSync):
     """vLLM 0.16 or later with VLLM_SERVER_DEV_MODE=1.
 
     Requests in flight are finished, aborted, or kept and recomputed under the new weights (`sync_mode`); its prefix
@@ -140,8 +152,7 @@ class VLLMSync:
     """
 
     def __init__(self, config: TrainingConfig, folder: Path) -> None:
-        self._engines = Engines(config)
-        self._folder = folder
+        super().__init__(config, folder)
         self._pause = _PAUSE[config.sync_mode]
 
     def push(self, policy: Policy, version: int) -> None:
@@ -150,10 +161,6 @@ class VLLMSync:
         written = save_folder(policy.save_merged, self._folder, version)
         self._engines.each(partial(_reload, pause=self._pause, weights=str(written.resolve()), version=str(version)))
         keep_newest(self._folder, FOLDERS)
-
-    def close(self) -> None:
-        """Let go of the connections."""
-        self._engines.close()
 
 
 def _reload(engine: Engine, *, pause: str, weights: str, version: str) -> None:
@@ -167,16 +174,12 @@ def _reload(engine: Engine, *, pause: str, weights: str, version: str) -> None:
         engine.post("/resume")
 
 
-class VLLMLoraSync:
+class VLLMLoraSync(EnginesSync):
     """vLLM with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: swap the adapter called `policy`.
 
     Running requests use the new adapter. Each version has a path of its own, as vLLM keeps the prefix cache of
     an adapter by its path.
     """
-
-    def __init__(self, config: TrainingConfig, folder: Path) -> None:
-        self._engines = Engines(config)
-        self._folder = folder
 
     def push(self, policy: Policy, version: int) -> None:
         """Save the adapter and load it over the old one."""
@@ -187,10 +190,6 @@ class VLLMLoraSync:
         self._engines.post("/v1/load_lora_adapter", body)
         self._engines.post("/update_weight_version", {"new_version": str(version)}, optional=True)
         keep_newest(self._folder, ADAPTERS)
-
-    def close(self) -> None:
-        """Let go of the connections."""
-        self._engines.close()
 
 
 def require_pausing(url: str, version: str) -> None:
@@ -230,15 +229,14 @@ class NoSync:
         """Nothing."""
 
 
-class EmbeddedSync:
+class EmbeddedSync(EnginesSync):
     """The embedded engine: export a GGUF file, then reload in place. The engine waits for running requests itself."""
 
     def __init__(self, config: TrainingConfig, folder: Path) -> None:
         from atroposlib.example_trainer.gguf_weights import GGUFExporter
         from atroposlib_engine.models import resolve_model
 
-        self._engines = Engines(config)
-        self._folder = folder
+        super().__init__(config, folder)
         self._exporter = GGUFExporter(resolve_model(config.model_name).gguf, config.engine_dtype)
 
     def push(self, policy: Policy, version: int) -> None:
@@ -250,12 +248,8 @@ class EmbeddedSync:
         self._engines.post("/update_weights_from_disk", body)
         keep_newest(self._folder, GGUF_FILES)
 
-    def close(self) -> None:
-        """Let go of the connections."""
-        self._engines.close()
 
-
-class SGLangSync:
+class SGLangSync(EnginesSync):
     """SGLang: a Hugging Face folder, then `/update_weights_from_disk`, in one of three ways (`sync_mode`).
 
     drain: SGLang finishes running requests first; with long responses that takes minutes.
@@ -274,8 +268,7 @@ class SGLangSync:
     """
 
     def __init__(self, config: TrainingConfig, folder: Path) -> None:
-        self._engines = Engines(config)
-        self._folder = folder
+        super().__init__(config, folder)
         self._later_updates = {"drain": _drain, "abort": _abort, "keep": _keep}[config.sync_mode]
         self._update = _drain if config.sync_mode == "keep" else self._later_updates
         self._from_gpu = config.sync_from == "gpu"
@@ -305,10 +298,6 @@ class SGLangSync:
     def _hand_over(self, engine: Engine, weights: str, body: JsonObject) -> None:
         ranks = int(engine.get("/server_info")["tp_size"])
         self._update(engine, path=_FROM_GPU, body=body | {"serialized_named_tensors": [weights] * ranks})
-
-    def close(self) -> None:
-        """Let go of the connections."""
-        self._engines.close()
 
 
 def _drain(engine: Engine, path: str, body: JsonObject) -> None:

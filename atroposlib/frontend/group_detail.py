@@ -26,6 +26,7 @@ PAGE_TOKENS = 4_000
 TRAINER_LOGPROBS = ("trainer_logprobs", "old_logprobs", "ref_logprobs")
 """Keys, best first, whose difference to `inference_logprobs` is the gap."""
 
+_LONG = ("tokens", "masks", "inference_logprobs")
 _SHOWN = {"tokens", "masks", "messages", "scores", "finish_reasons", "images", "unscored"}
 
 
@@ -66,7 +67,11 @@ def group_detail(record: Mapping[str, Json]) -> JsonObject:
         ],
         "prompt": messages[0][:shared] if shared else [],
         "responses": responses,
-        "unscored": [_short(each) for each in unscored if isinstance(each, dict)] if isinstance(unscored, list) else [],
+        "unscored": [
+            {key: value for key, value in each.items() if key not in _LONG}
+            for each in (unscored if isinstance(unscored, list) else ())
+            if isinstance(each, dict)
+        ],
         "about": {
             key: value
             for key, value in record.items()
@@ -139,10 +144,6 @@ def _at(record: Mapping[str, object], key: str, index: int) -> Json:
 
 def _rest(messages: object, shared: int) -> object:
     return messages[shared:] if shared and isinstance(messages, list) else messages
-
-
-def _short(unscored: JsonObject) -> JsonObject:
-    return {key: value for key, value in unscored.items() if key not in ("tokens", "masks", "inference_logprobs")}
 
 
 def _data_images(value: object) -> list[str]:

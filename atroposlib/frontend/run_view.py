@@ -161,7 +161,7 @@ class View:
     def __init__(self, rollouts: RolloutSource, texts: TokenTexts) -> None:
         self.rollouts, self.texts = rollouts, texts
         self._searches: dict[str, Scan] = {}
-        self._gaps = Scan(rollouts, _gaps, with_ids=True)
+        self._gaps = Scan(rollouts.read, _gaps, with_ids=True)
         self._has_gaps: bool | None = None
         self._names: tuple[list[Path], list[str], list[str]] = ([], [], [])
 
@@ -206,7 +206,7 @@ class View:
         if scan is None:
             needle = SearchText(text)
             scan = Scan(
-                self.rollouts,
+                self.rollouts.read,
                 lambda line, group: [float(needle.is_in(group, index)) for index in range(len(group.scores))],
             )
         self._searches[text] = scan

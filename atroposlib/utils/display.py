@@ -15,7 +15,10 @@ def display_metrics_table(task_name: str, metrics: Mapping[str, float], start_ti
         end_time: seconds since the epoch.
     """
     rows = [("Task", "Metric", "", "Value")]
-    rows += [(task_name, _readable(name), _direction(name), _formatted(value)) for name, value in metrics.items()]
+    for name, value in metrics.items():
+        readable = name.removeprefix("eval/").replace("_", " ")
+        direction = "↑" if "acc" in name or "correct" in name else ""
+        rows.append((task_name, readable, direction, f"{value:.4f}" if isinstance(value, int | float) else str(value)))
     widths = [max(3, *(len(row[column]) for row in rows)) for column in range(4)]
     lines = [_line(row, widths) for row in rows]
     lines.insert(1, "|" + "|".join("-" * (width + 1) + end for width, end in zip(widths, "---:", strict=True)) + "|")
@@ -25,15 +28,3 @@ def display_metrics_table(task_name: str, metrics: Mapping[str, float], start_ti
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     return "|" + "".join(f" {cell:{align}{width}} |" for cell, align, width in zip(cells, "<<<>", widths, strict=True))
-
-
-def _readable(name: str) -> str:
-    return name.removeprefix("eval/").replace("_", " ")
-
-
-def _direction(name: str) -> str:
-    return "↑" if "acc" in name or "correct" in name else ""
-
-
-def _formatted(value: float) -> str:
-    return f"{value:.4f}" if isinstance(value, (int, float)) else str(value)

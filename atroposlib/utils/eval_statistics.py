@@ -92,10 +92,15 @@ def sampled_metrics(
         per_item[f"pass@{k}"] = [
             pass_at_k(len(answers), sum(score > correct_above for score in answers), k) for answers in scores
         ]
+    return _with_intervals(per_item, confidence)
+
+
+def _with_intervals(per_item: dict[str, list[float]], confidence: float) -> dict[str, float]:
     metrics = {}
     for name, values in per_item.items():
-        interval = bootstrap_interval(values, confidence=confidence)
-        metrics |= {name: float(np.mean(values)), f"{name}_ci_low": interval.low, f"{name}_ci_high": interval.high}
+        if values:
+            low, high = bootstrap_interval(values, confidence=confidence)
+            metrics |= {name: float(np.mean(values)), f"{name}_ci_low": low, f"{name}_ci_high": high}
     return metrics
 
 
@@ -210,9 +215,4 @@ def answer_metrics(items: Sequence[Answers], *, confidence: float = 0.95) -> dic
         if smallest > 1:
             per_item[f"distinct@{k}"] = [distinct_at_k(item.right, k) for item in items]
             per_item[f"coverage@{k}"] = [distinct_at_k(item.right, k) / item.known for item in items if item.known]
-    metrics = {}
-    for name, values in per_item.items():
-        if values:
-            low, high = bootstrap_interval(values, confidence=confidence)
-            metrics |= {name: float(np.mean(values)), f"{name}_ci_low": low, f"{name}_ci_high": high}
-    return metrics
+    return _with_intervals(per_item, confidence)

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from atroposlib.type_definitions import Json, JsonObject
 
@@ -28,7 +28,7 @@ def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) ->
 
 def parse_tool_call(
     response: str,
-    available_tools: Sequence[Mapping[str, object]] | None = None,
+    available_tools: Sequence[Mapping[str, Json]] | None = None,
     preferred_tags: Sequence[str] | None = None,
 ) -> tuple[str, JsonObject, bool]:
     """The first tool call of a response.
@@ -51,7 +51,8 @@ def parse_tool_call(
         arguments = parse_lenient_object(arguments)
     if not isinstance(arguments, dict):
         return ERROR_NAME, {}, True
-    known = isinstance(name, str) and bool(name) and (not available_tools or name in _tool_names(available_tools))
+    tools = [tool if "name" in tool else tool.get("function", {}) for tool in available_tools or ()]
+    known = isinstance(name, str) and bool(name) and (not tools or name in {tool.get("name") for tool in tools})
     return (str(name), arguments, False) if known else (ERROR_NAME, arguments, True)
 
 
@@ -60,9 +61,8 @@ def parse_lenient_object(text: str) -> JsonObject | None:
 
     Strict JSON comes first, so an apostrophe inside a proper string is kept.
     """
-    for attempt in (_json, _python_literal, _single_quoted_json):
-        value = attempt(text)
-        if isinstance(value, dict):
+    for read, attempt in ((_json, text), (_python_literal, text), (_json, text.replace("'", '"'))):
+        if isinstance(value := read(attempt), dict):
             return value
     return None
 
@@ -81,11 +81,3 @@ def _python_literal(text: str) -> Json:
             return ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # TypeError: {{...}}, an unhashable key
         return None
-
-
-def _single_quoted_json(text: str) -> Json:
-    return _json(text.replace("'", '"'))
-
-
-def _tool_names(tools: Iterable[Mapping[str, Json]]) -> set[str]:
-    return {tool["name"] if "name" in tool else tool.get("function", {}).get("name") for tool in tools}

@@ -45,12 +45,10 @@ class CrosswordFormatReward(RewardFunction):
         return [self.reward_value if self._is_well_formed(content) else 0.0 for content in contents]
 
     def _is_well_formed(self, content: str) -> bool:
-        found = any(pattern.search(content) for pattern in self.format_patterns)
-        return found and not (self.penalize_invalid_chars and self._has_invalid_chars(content))
-
-    def _has_invalid_chars(self, content: str) -> bool:
-        words = (word.rstrip(".!?") for word in _ANSWER_WORD.findall(content))
-        return any(not set(word.upper()) <= set(self.valid_chars) for word in words)
+        if not any(pattern.search(content) for pattern in self.format_patterns):
+            return False
+        words = (word.rstrip(".!?").upper() for word in _ANSWER_WORD.findall(content))
+        return not self.penalize_invalid_chars or all(set(word) <= set(self.valid_chars) for word in words)
 
 
 def crossword_format_reward(completions: Sequence[Completion], **kwargs: object) -> list[float]:

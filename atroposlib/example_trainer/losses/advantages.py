@@ -25,17 +25,6 @@ class Groups:
         unique, ids = torch.unique(labels, return_inverse=True)
         return cls(ids, len(unique))
 
-    @classmethod
-    def contiguous(cls, rows: int, size: int) -> "Groups":
-        """Rows 0..size-1 are the first group, and so on.
-
-        Raises:
-            ValueError: `rows` is not a multiple of `size`.
-        """
-        if size < 1 or rows % size:
-            raise ValueError(f"{rows} rows do not make whole groups of {size}")
-        return cls(torch.arange(rows) // size, rows // size)
-
     def spread(self, per_group: Tensor) -> Tensor:
         """[n] -> [B]: each row gets its group's value."""
         return per_group[self.ids]

@@ -66,21 +66,12 @@ def xdr_utilities(advantages: Tensor, token_counts: Tensor, max_tokens: int) -> 
 
 
 @torch.no_grad()
-def xdr_weights(
-    utilities: Tensor,
-    groups: Groups,
-    *,
-    tau: float,
-    valid: Tensor | None = None,
-    reference: Tensor | None = None,
-    tilt: float = 0.0,
-) -> Tensor:
+def xdr_weights(utilities: Tensor, groups: Groups, *, tau: float, valid: Tensor | None = None) -> Tensor:
     """Row weights [B] of xDr.GRPO: n_valid softmax(U / tau) in the group; the loss is mean(weight * Dr. GRPO row loss).
 
     Args:
         tau: inf gives ones (Dr. GRPO), 0 spreads over the rows with the greatest U.
         valid: [B] bool; other rows get 0 and do not count.
-        reference: [B] log-probabilities for `tilt`: softmax(U / k + tilt / k * reference) with k = tau + tilt.
 
     Source: xDr.GRPO, maxent-grpo repository, July 2026.
     """
@@ -89,13 +80,7 @@ def xdr_weights(
     top = groups.spread(groups.max(lowest))
     if math.isinf(tau):
         return rows.to(utilities.dtype)
-    scale = tau + tilt
-    if scale == 0:
-        logits = torch.where(lowest == top, 0.0, -torch.inf)
-    else:
-        logits = (lowest - top) / scale
-        if reference is not None and tilt:
-            logits = logits + tilt / scale * reference
+    logits = (lowest - top) / tau if tau else torch.where(lowest == top, 0.0, -torch.inf)
     logits = torch.where(rows, logits, -torch.inf)
     weights = groups.spread(groups.sum(rows.to(utilities.dtype))) * groups.softmax(logits)
     bottom = -groups.spread(groups.max(torch.where(rows, -logits, -torch.inf)))
