@@ -11,12 +11,18 @@ import resource
 import signal
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.children", "atroposlib.api.server", "atroposlib.cli.run_api", "uvicorn"])
+_FORKS.set_forkserver_preload(
+    [
+        *("tests.children", "atroposlib.api.server", "atroposlib.cli.run_api", "uvicorn"),
+        *("atroposlib.envs.base", "atroposlib.envs.cli", "atroposlib.cli.sft"),
+    ]
+)
 
 
 class Child:
@@ -29,18 +35,25 @@ class Child:
     """
 
     def __init__(self, module: str, arguments: Sequence[str], log: Path, *, files: int | None = None) -> None:
-        reader, writer = _FORKS.Pipe(duplex=False)
+        self._reader, writer = _FORKS.Pipe(duplex=False)
         given = (module, list(arguments), dict(os.environ), os.getcwd(), writer, str(log), files)
         self._process = _FORKS.Process(target=_main, args=given, daemon=True)
         self._process.start()
         writer.close()
-        self.stdout: TextIO = os.fdopen(os.dup(reader.fileno()))
-        reader.close()
+
+    @cached_property
+    def stdout(self) -> TextIO:
+        """To be closed by whoever reads it."""
+        return os.fdopen(os.dup(self._reader.fileno()))
 
     @property
     def pid(self) -> int:
         assert self._process.pid is not None
         return self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        return self._process.exitcode
 
     def send_signal(self, sign: signal.Signals) -> None:
         if self._process.exitcode is None:

@@ -36,6 +36,15 @@ VALUES = [
 
 def two_values(info: FieldInfo) -> tuple[Any, Any]:
     """Two different values that the field takes as they are, None apart."""
+    if id(info) not in _FOUND:
+        _FOUND[id(info)] = _two_values(info)
+    return _FOUND[id(info)]
+
+
+_FOUND: dict[int, tuple[Any, Any]] = {}  # by the address of a model's field, which lives as long as the model
+
+
+def _two_values(info: FieldInfo) -> tuple[Any, Any]:
     exact = TypeAdapter(Annotated[info.annotation, info])
     found: list[Any] = []
     for value in _choices(info.annotation) or VALUES:

@@ -1,10 +1,8 @@
 """What the commands say of themselves: one look, every word, the nearest name."""
 
-import os
 import pkgutil
 import re
 import runpy
-import subprocess
 import sys
 import tomllib
 from importlib import import_module
@@ -81,14 +79,18 @@ def test_every_installed_command_has_a_word():
     assert set(project["scripts"]) == also
 
 
-def atropos(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "atroposlib.cli.main", *words],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+@pytest.fixture
+def atropos(monkeypatch, capsys):
+    """Run the entry as a shell would, but in this process: exit code, and what it printed."""
+
+    def call(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["atropos", *words])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out + said.err  # pyright: ignore[reportReturnType]
+
+    return call
 
 
 CALLS = {
@@ -104,10 +106,10 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("words", "code", "said"), CALLS.values(), ids=CALLS)
-def test_the_entry_says(words, code, said):
-    done = atropos(*words)
-    assert done.returncode == code
-    assert said in done.stdout + done.stderr
+def test_the_entry_says(atropos, words, code, said):
+    ended, text = atropos(*words)
+    assert ended == code
+    assert said in text
 
 
 def test_ctrl_c_while_a_command_is_imported_is_no_trace(monkeypatch, capsys):
@@ -129,6 +131,8 @@ COMPLETED = {
 
 
 @pytest.mark.parametrize(("line", "offered"), COMPLETED.items())
-def test_the_shell_completes(line, offered):
-    done = atropos(_ATROPOS_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(line.split()) - 1))
-    assert done.stdout.split() == offered
+def test_the_shell_completes(atropos, monkeypatch, line, offered):
+    asked = {"_ATROPOS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert atropos()[1].split() == offered

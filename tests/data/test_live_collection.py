@@ -1,8 +1,7 @@
 import errno
 import json
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from atroposlib.data.policy import simple_policy
 from atroposlib.data.sft import SftOptions, collect_sft
 from atroposlib.errors import ApiError, ConfigError, PathError
 from atroposlib.frontend.live_rollouts import LiveRollouts
+from tests.children import Child
 
 SENT_KEYS = ("tokens", "masks", "scores", "messages", "inference_logprobs")
 
@@ -137,24 +137,24 @@ def test_a_pair_that_the_dataset_leaves_out_does_not_count(api, tmp_path):
 
 
 def test_a_collector_killed_again_and_again_loses_and_doubles_nothing(api, tmp_path):
-    send(api, 0, 100)
+    send(api, 0, 40)
     output = tmp_path / "o.jsonl"
     ledger = tmp_path / "o.jsonl.collecting.jsonl"
-    arguments = [str(output), "--save-messages", "--api-url", api, "--tasks-per-step", "1", "--num-seqs-to-save", "100"]
-    command = [sys.executable, "-c", "from atroposlib.cli.sft import main; main()", *arguments]
+    arguments = [str(output), "--save-messages", "--api-url", api, "--tasks-per-step", "1", "--num-seqs-to-save", "40"]
     for _ in range(3):
         collected = ledger.stat().st_size if ledger.exists() else 0
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as collector:
-            deadline = time.monotonic() + 30
-            while (not ledger.exists() or ledger.stat().st_size == collected) and time.monotonic() < deadline:
-                time.sleep(0.001)
-            collector.kill()
+        collector = Child("atroposlib.cli.sft", arguments, tmp_path / "log")
+        deadline = time.monotonic() + 30
+        while (not ledger.exists() or ledger.stat().st_size == collected) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        collector.send_signal(signal.SIGKILL)
+        assert collector.wait(timeout=30) == -signal.SIGKILL
         assert not output.exists()
         assert ledger.stat().st_size > collected
-    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    assert Child("atroposlib.cli.sft", arguments, tmp_path / "log").wait(timeout=60) == 0
     questions = [line["messages"][0]["content"] for line in lines_of(output)]
-    assert sorted(questions) == sorted(f"question {number}" for number in range(100))
-    assert len(lines_of(tmp_path / "o.jsonl.rollouts.jsonl")) == 100
+    assert sorted(questions) == sorted(f"question {number}" for number in range(40))
+    assert len(lines_of(tmp_path / "o.jsonl.rollouts.jsonl")) == 40
     assert not ledger.exists()
 
 

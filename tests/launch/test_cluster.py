@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.cli.cluster import main
 from atroposlib.launch.cluster import Cluster, Shell, remote_path
 
 FAKE_SSH = """#!/bin/bash
@@ -51,16 +52,24 @@ def cluster(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def atropos(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "atroposlib.cli.cluster", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+@pytest.fixture
+def atropos(monkeypatch, capfd):
+    """Run `atropos cluster` in this process; what it started printed is told, too."""
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["atropos cluster", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return subprocess.CompletedProcess(arguments, ended.value.code or 0, *capfd.readouterr())
+
+    return call
 
 
 needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
 
 
 @needs_rsync
-def test_submit_sends_the_code_and_queues_one_job_behind_the_other(cluster):
+def test_submit_sends_the_code_and_queues_one_job_behind_the_other(cluster, atropos):
     (cluster / "here" / "code.py").write_text("x")
     (cluster / "here" / ".git").mkdir()
     (cluster / "here" / ".git" / "big").write_text("x")
@@ -76,7 +85,7 @@ def test_submit_sends_the_code_and_queues_one_job_behind_the_other(cluster):
     ]
 
 
-def test_a_dry_run_prints_commands_that_can_be_pasted_and_runs_none(cluster):
+def test_a_dry_run_prints_commands_that_can_be_pasted_and_runs_none(cluster, atropos):
     done = atropos("submit", "login", "a.slurm", "--then", "b.slurm", "--dry-run")
     assert done.returncode == 0, done.stderr
     push, first, second = (shlex.split(line) for line in done.stdout.splitlines())
@@ -87,7 +96,7 @@ def test_a_dry_run_prints_commands_that_can_be_pasted_and_runs_none(cluster):
 
 
 @needs_rsync
-def test_sync_continues_after_a_lost_connection_and_again_when_called_again(cluster):
+def test_sync_continues_after_a_lost_connection_and_again_when_called_again(cluster, atropos):
     run = cluster / "home" / "data" / "r 1"
     (run / "api").mkdir(parents=True)
     (run / "api" / "queue").write_text("theirs")
@@ -103,7 +112,7 @@ def test_sync_continues_after_a_lost_connection_and_again_when_called_again(clus
 
 
 @needs_rsync
-def test_sync_leaves_what_a_running_run_is_just_writing(cluster):
+def test_sync_leaves_what_a_running_run_is_just_writing(cluster, atropos):
     run = cluster / "home" / "run"
     run.mkdir()
     for name in (".run.json.x1", ".progress.json.x1", ".status.html.x1", ".history.json.x1", ".sft.jsonl.7.part"):
@@ -115,14 +124,14 @@ def test_sync_leaves_what_a_running_run_is_just_writing(cluster):
 
 
 @pytest.mark.parametrize(("code", "expected"), [(24, 0), (23, 1)])
-def test_files_that_vanish_while_rsync_looks_are_no_failure(cluster, code, expected):
+def test_files_that_vanish_while_rsync_looks_are_no_failure(cluster, atropos, code, expected):
     rsync = cluster / "bin" / "rsync"
     rsync.write_text(f"#!/bin/bash\nexit {code}\n")
     rsync.chmod(0o755)
     assert atropos("sync", "login", "~/run", "copy").returncode == expected
 
 
-def test_logs_shows_the_jobs_output_and_its_services(cluster):
+def test_logs_shows_the_jobs_output_and_its_services(cluster, atropos):
     logs = cluster / "home" / "atropos-repo" / "logs" / "101"
     logs.mkdir(parents=True)
     (logs / "api.log").write_text("old\nlast of the api\n")
@@ -144,7 +153,7 @@ echo 101
 """
 
 
-def test_logs_finds_the_output_of_an_array_task_that_submit_queued(cluster):
+def test_logs_finds_the_output_of_an_array_task_that_submit_queued(cluster, atropos):
     (cluster / "bin" / "sbatch").write_text(FAKE_ARRAY)
     (cluster / "home" / "atropos-repo" / "logs" / "101_2").mkdir(parents=True)
     (cluster / "home" / "atropos-repo" / "logs" / "101_2" / "api.log").touch()
@@ -154,7 +163,7 @@ def test_logs_finds_the_output_of_an_array_task_that_submit_queued(cluster):
     assert "task 2 at work" in done.stdout
 
 
-def test_status_shows_the_queue_and_what_fails_over_there_is_said(cluster):
+def test_status_shows_the_queue_and_what_fails_over_there_is_said(cluster, atropos):
     (cluster / "home" / "atropos-repo" / ".venv").symlink_to(sys.prefix)
     done = atropos("status", "login", "~/no-run")
     assert "intern-bootcamp RUNNING" in done.stdout
@@ -166,7 +175,7 @@ def test_status_shows_the_queue_and_what_fails_over_there_is_said(cluster):
 @pytest.mark.parametrize(
     "command", [["status", "wronghost"], pytest.param(["sync", "h", "~/r", "c"], marks=needs_rsync)]
 )
-def test_a_host_that_cannot_be_reached_is_said_at_once(cluster, command):
+def test_a_host_that_cannot_be_reached_is_said_at_once(cluster, atropos, command):
     ssh = cluster / "bin" / "ssh"
     ssh.write_text(
         '#!/bin/bash\necho >>"$FAKE/tries"; echo "ssh: Could not resolve hostname wronghost" >&2; exit 255\n'

@@ -96,6 +96,8 @@ def make_env(env_cls: type[CountingEnv] = CountingEnv, **settings: Any) -> Count
     return env_cls(config, ServerBaseline(), False, True)
 
 
+main = CountingEnv.cli
+
 if __name__ == "__main__":
     os.environ.setdefault("WANDB_MODE", "disabled")
-    CountingEnv.cli()
+    main()

@@ -1,34 +1,24 @@
 """kill -9 at any moment, then the same command: exactly the asked groups, none twice."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("counting_env.py")
-TESTS = SCRIPT.parent.parent
+from tests.children import Child
+
 GROUPS = 120
 
 
-def command(folder, *extra):
-    return [
-        sys.executable,
-        str(SCRIPT),
+def start(folder, *extra):
+    arguments = [
         "process",
         *("--env.total_steps", str(GROUPS), "--env.seconds", "0.02", "--env.max_num_workers", "4"),
         *("--env.rollouts_dir", str(folder), "--env.groups_per_shard", "50", "--testing", "true"),
         *extra,
     ]
-
-
-def start(folder, *extra):
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
-    return subprocess.Popen(command(folder, *extra), env=environment, stderr=subprocess.PIPE, text=True)
+    return Child("counting_env", arguments, folder / "log")
 
 
 def lines(folder):
@@ -38,7 +28,7 @@ def lines(folder):
 def wait_for_lines(folder, count, process):
     give_up = time.monotonic() + 60
     while len(lines(folder)) < count:
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, (folder / "log").read_text()
         assert time.monotonic() < give_up
         time.sleep(0.005)
 
@@ -47,11 +37,9 @@ def test_killed_twice_and_started_again_a_run_has_exactly_its_groups(tmp_path):
     for count in (20, 70):
         process = start(tmp_path)
         wait_for_lines(tmp_path, count, process)
-        process.kill()
-        process.communicate()
-    process = start(tmp_path)
-    _, log = process.communicate(timeout=60)
-    assert process.returncode == 0, log
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(timeout=60) == -signal.SIGKILL
+    assert start(tmp_path).wait(timeout=60) == 0, (tmp_path / "log").read_text()
     records = [json.loads(line) for line in lines(tmp_path)]
     assert sorted(int(record["item_key"]) for record in records) == list(range(GROUPS))
     assert len({record["group_id"] for record in records}) == GROUPS
@@ -64,14 +52,11 @@ def test_after_a_signal_everything_is_on_disk_and_the_same_command_completes_it(
     process = start(tmp_path)
     wait_for_lines(tmp_path, 10, process)
     process.send_signal(number)
-    _, log = process.communicate(timeout=60)
-    assert process.returncode == 75, log
+    assert process.wait(timeout=60) == 75, (tmp_path / "log").read_text()
     progress = json.loads((tmp_path / "counting_progress_main.json").read_text())
     assert progress["state"] == "stopped"
     assert progress["groups_done"] == len(lines(tmp_path))
-    process = start(tmp_path)
-    process.communicate(timeout=60)
-    assert process.returncode == 0
+    assert start(tmp_path).wait(timeout=60) == 0
     assert len({json.loads(line)["item_key"] for line in lines(tmp_path)}) == len(lines(tmp_path)) == GROUPS
 
 
@@ -79,8 +64,7 @@ def test_a_stopping_process_does_not_wait_for_its_reports(tmp_path):
     process = start(tmp_path, "--env.html_seconds", "600")
     wait_for_lines(tmp_path, 60, process)  # the first shard is complete
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 75
+    assert process.wait(timeout=60) == 75
     assert [page.name for page in tmp_path.glob("*.html")] == ["counting_status_main.html"]
 
 
@@ -88,14 +72,12 @@ def test_a_stopping_process_does_not_wait_for_the_thread_of_a_verifier(tmp_path)
     process = start(tmp_path, "--env.thread_seconds", "600")
     wait_for_lines(tmp_path, 10, process)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 75
+    assert process.wait(timeout=60) == 75
 
 
 def test_a_run_in_which_everything_fails_ends_with_code_1_and_one_sentence(tmp_path):
-    process = start(tmp_path, "--env.fail_every", "1")
-    _, log = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert start(tmp_path, "--env.fail_every", "1").wait(timeout=60) == 1
+    log = (tmp_path / "log").read_text()
     last = log.strip().splitlines()[-1]
     assert last.startswith("error: every task was set aside")
     assert "failures.jsonl" in last

@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from counting_env import CountingEnv, StreamingEnv, make_env
 from atroposlib.errors import ConfigError, LaunchError
 from atroposlib.rollouts import files, shared_run
 from atroposlib.rollouts.shared_run import Leases
+from tests.children import Child
 
 SEATS = 20
 
@@ -113,7 +111,7 @@ def test_what_a_killed_member_left_is_taken_over_and_its_groups_are_kept(tmp_pat
     killed = start_member(tmp_path, "killed", seconds=0.2)
     wait_until(lambda: len(recorded(tmp_path).get("killed", [])) >= 4, killed)
     killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed.wait(60)
     kept = recorded(tmp_path)["killed"]
     survivor = start_member(tmp_path, "survivor")
     assert survivor.wait(60) == 0
@@ -232,18 +230,15 @@ def test_an_end_that_cannot_be_announced_is_no_failure(tmp_path, monkeypatch):
     one.close()
 
 
-def start_member(folder: Path, name: str, **changes) -> subprocess.Popen:
+def start_member(folder: Path, name: str, **changes) -> Child:
     """The environment as its own process."""
     config = folder / f"{name}.yaml"
     env = settings(folder, name, group_size=2, use_wandb=False, **changes)
     config.write_text(yaml.safe_dump({"env": env}))
-    script = Path(__file__).with_name("counting_env.py")
-    command = [sys.executable, str(script), "process", "--config", str(config)]
-    path = {"PYTHONPATH": str(script.parents[1])}
-    return subprocess.Popen(command, env={**os.environ, **path}, stderr=subprocess.DEVNULL)
+    return Child("counting_env", ["process", "--config", str(config)], folder / f"{name}.log")
 
 
-def wait_until(condition, process: subprocess.Popen | None = None, timeout_s: float = 60) -> None:
+def wait_until(condition, process: Child | None = None, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert process is None or process.poll() is None

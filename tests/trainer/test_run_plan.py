@@ -22,6 +22,7 @@ from atroposlib.example_trainer.exports import (
     replace_link,
 )
 from atroposlib.example_trainer.recipe import build, check, read_recipe
+from atroposlib.example_trainer.run import main
 from atroposlib.example_trainer.run_plan import (
     TRAINER_GRACE_S,
     engine_command,
@@ -247,29 +248,17 @@ def test_what_cannot_run_is_refused_before_anything_starts(changes, message):
         make_run(**changes)
 
 
-def test_wrong_usage_ends_with_2_and_one_sentence():
-    command = [sys.executable, "-m", "atroposlib.example_trainer.run", "--lerning-rate", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("atropos-grpo-run: unknown flag '--lerning-rate'")
+def test_wrong_usage_ends_with_2_and_one_sentence(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--lerning-rate", "1"])
+    assert capsys.readouterr().err.startswith("atropos-grpo-run: unknown flag '--lerning-rate'")
 
 
-def test_an_environment_that_is_not_there_is_named_before_anything_starts(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "atroposlib.example_trainer.run",
-        "--model-name",
-        "m",
-        "--environment",
-        "no_such_env.py",
-    ]
-    done = subprocess.run(
-        [*command, "--run-dir", str(tmp_path), "--engine", "external", "--engine-urls", "http://127.0.0.1:9"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "no_such_env.py does not exist" in done.stderr
+def test_an_environment_that_is_not_there_is_named_before_anything_starts(tmp_path, capsys):
+    flags = ["--model-name", "m", "--environment", "no_such_env.py", "--run-dir", str(tmp_path)]
+    with pytest.raises(SystemExit, match="1"):
+        main([*flags, "--engine", "external", "--engine-urls", "http://127.0.0.1:9"])
+    assert "no_such_env.py does not exist" in capsys.readouterr().err
     assert not (tmp_path / "logs").exists()
 
 

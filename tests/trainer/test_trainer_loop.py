@@ -19,6 +19,7 @@ from atroposlib.example_trainer import checkpoint, loop
 from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.loop import fresh_groups, train
 from atroposlib.example_trainer.weight_sync import NoSync
+from tests.children import Child
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,18 +27,16 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def api(tmp_path):
     """URL of a run-api process on a free port."""
-    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", "0", "--state-dir", str(tmp_path / "api")]
-    with (tmp_path / "api.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
-    assert process.stdout is not None
+    arguments = ["--port", "0", "--state-dir", str(tmp_path / "api")]
+    process = Child("atroposlib.cli.run_api", arguments, tmp_path / "api.log")
     try:
         url = next(word for word in process.stdout.readline().split() if word.startswith("http://"))
         with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
             assert client.get(f"{url}/health").status_code == 200
         yield url
     finally:
-        process.kill()
-        process.wait()
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=60)
         process.stdout.close()
 
 
