@@ -121,7 +121,7 @@ class ShardWriter:
         self._index = AppendFile(files.sidecar("index"))
         self._index_owed = b""
         self.is_dirty = False  # something was written since the last `duplicates`
-        self.on_shard_complete: Callable[[Path], None] = lambda path: None
+        self.on_shard_complete: Callable[[Path], object] = lambda path: None
 
     def write(self, waiting: deque[ItemLines]) -> None:
         """Write from the front of `waiting`, and take away what is written.
@@ -243,7 +243,7 @@ class RolloutFiles:
         self.on_wait: Callable[[str | None], None] = lambda waiting_for: None
         self.may_write: Callable[[str], bool] = lambda item_key: True  # asked by item key
 
-    def on_shard_complete(self, tell: Callable[[Path], None]) -> None:
+    def on_shard_complete(self, tell: Callable[[Path], object]) -> None:
         """Call `tell`, in the writing thread, with every shard that is full."""
         self._shards.on_shard_complete = tell
 

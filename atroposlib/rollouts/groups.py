@@ -8,7 +8,7 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -189,7 +189,7 @@ def without_rows(
     kept = [index for index in range(size) if index not in faults]
     rest: JsonObject = {
         key: [value[index] for index in kept]
-        if key in _ROWS and isinstance(value, Sized) and len(value) == size
+        if key in _ROWS and hasattr(value, "__len__") and len(value) == size
         else value
         for key, value in group.items()
     }
