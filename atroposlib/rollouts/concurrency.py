@@ -18,7 +18,6 @@ golden-section search: J. Kiefer, Proc. AMS 4 (1953), 502, and Press et al., Num
 import asyncio
 import logging
 import math
-import statistics
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -136,7 +135,8 @@ class RateMeter:
         mean, longer = mean_time(self.times.took, self.times.ages(now))
         if longer > _LONGER or mean <= 0:
             return None
-        spread = max(_LEAST_SPREAD, statistics.pstdev(self.times.took) / mean)
+        average = sum(self.times.took) / groups
+        spread = max(_LEAST_SPREAD, math.sqrt(sum((t - average) ** 2 for t in self.times.took) / groups) / mean)
         value = self._in_flight / self._looks / mean
         self._rate = Rate(value, max(_LEAST_ERROR, spread / math.sqrt(groups)), groups)
         return self._rate

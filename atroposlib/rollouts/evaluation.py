@@ -10,7 +10,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ import orjson
 
 from atroposlib.paths import write_text_atomic
 from atroposlib.rollouts.failures import describe_error
-from atroposlib.rollouts.progress import RATE_WINDOW_S, ProgressDisplay, file_head
+from atroposlib.rollouts.progress import ProgressDisplay, Rates, file_head
 from atroposlib.rollouts.trace import Chat, Chats, EngineReply, RolloutTrace, tracing
 from atroposlib.status.page import write_last_page
 from atroposlib.status.table import duration
@@ -69,7 +68,7 @@ class Evaluation:
     started_at: float = field(default_factory=time.time)
     _began_s: float = field(default_factory=time.monotonic)
     replies: _Replies = field(default_factory=_Replies)
-    _samples: deque[tuple[float, int, int, int]] = field(default_factory=deque)  # monotonic s, items, answers, tokens
+    _rates: Rates = field(default_factory=Rates)  # of items, answers, tokens
     _writing: threading.Lock = field(default_factory=threading.Lock)  # the newest state is written last
 
     mode = "evaluate"
@@ -96,18 +95,11 @@ class Evaluation:
 
     def sample(self) -> None:
         """Remember the counts now, for the rates of the last minute."""
-        now = time.monotonic()
-        self._samples.append((now, self.items_done, self.replies.answers, self.replies.usage["completion_tokens"]))
-        while now - self._samples[0][0] > RATE_WINDOW_S:
-            self._samples.popleft()
+        self._rates.add(self.items_done, self.replies.answers, self.replies.usage["completion_tokens"])
 
     def rates(self) -> tuple[float, float, float]:
         """Items, answers and tokens per second over the last minute."""
-        first, last = (self._samples[0], self._samples[-1]) if self._samples else ((0.0, 0, 0, 0),) * 2
-        seconds = last[0] - first[0]
-        items_s, answers_s, tokens_s = (
-            (b - a) / seconds if seconds else 0.0 for a, b in zip(first[1:], last[1:], strict=True)
-        )
+        items_s, answers_s, tokens_s = map(self._rates.per_second, range(3))
         return items_s, answers_s, tokens_s
 
     def snapshot(self) -> JsonObject:

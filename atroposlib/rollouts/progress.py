@@ -43,6 +43,27 @@ SAY_AGAIN_S = 60.0
 """Seconds until the log names the same cause of a standstill again."""
 
 
+class Rates:
+    """Counts that grow, and how fast they grew over the last minute."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, ...]] = deque()  # monotonic s, then the counts
+
+    def add(self, *counts: float) -> None:
+        """Note the counts of this moment."""
+        now = time.monotonic()
+        self._samples.append((now, *counts))
+        while now - self._samples[0][0] > RATE_WINDOW_S:
+            self._samples.popleft()
+
+    def per_second(self, place: int) -> float:
+        """Return the growth of the count at this place of `add`; 0 before there are two moments."""
+        if len(self._samples) < 2 or self._samples[-1][0] <= self._samples[0][0]:
+            return 0.0
+        (began, *first), (ended, *last) = self._samples[0], self._samples[-1]
+        return max(0.0, last[place] - first[place]) / (ended - began)  # a failed try takes its tokens back
+
+
 @dataclass(frozen=True, slots=True)
 class EngineUse:
     """The load of all engines together. `slots` is the most that has run at once, so that a busy engine is at 1."""
@@ -87,9 +108,7 @@ class Progress:
     _writing: threading.Lock = field(default_factory=threading.Lock)  # what is written last was noted last
     _waits: dict[str, str] = field(default_factory=dict)  # by counterpart: "engine", "disk", "api"
     _said_at: dict[str, float] = field(default_factory=dict)  # by cause of a standstill
-    _samples: deque[tuple[float, int, int, int, float]] = field(
-        default_factory=deque
-    )  # monotonic s, groups, responses, tokens, share of the run
+    _rates: Rates = field(default_factory=Rates)  # of groups, responses, tokens, share of the run
 
     def __post_init__(self) -> None:
         """Take over what earlier processes lost, and their time where what they made is still there."""
@@ -227,29 +246,20 @@ class Progress:
 
     def sample(self) -> None:
         """Remember the counts now, for the rates of the last minute."""
-        now = time.monotonic()
         totals = self.totals
         tokens = totals.completion_tokens + totals.rejected_tokens + self.unfinished_tokens
         answers = totals.responses + self.unfinished_answers
-        self._samples.append((now, totals.groups, answers, tokens, self.share_done or 0.0))
-        while now - self._samples[0][0] > RATE_WINDOW_S:
-            self._samples.popleft()
+        self._rates.add(totals.groups, answers, tokens, self.share_done or 0.0)
 
     def rates(self) -> tuple[float, float, float]:
         """Groups, responses and completion tokens per second over the last minute, unfinished groups included."""
-        return self._per_second(1), self._per_second(2), self._per_second(3)
+        groups_s, responses_s, tokens_s = map(self._rates.per_second, range(3))
+        return groups_s, responses_s, tokens_s
 
     def eta_s(self) -> float | None:
         """Seconds until the nearest limit at the rate of the last minute; None when unknown."""
-        share_s = self._per_second(4)
+        share_s = self._rates.per_second(3)
         return None if self.share_done is None or share_s <= 0 else max(0.0, 1 - self.share_done) / share_s
-
-    def _per_second(self, place: int) -> float:
-        """Return how fast the figure at this place of the samples grew over the last minute."""
-        if len(self._samples) < 2 or self._samples[-1][0] <= self._samples[0][0]:
-            return 0.0
-        first, last = self._samples[0], self._samples[-1]
-        return max(0.0, last[place] - first[place]) / (last[0] - first[0])  # a failed try takes its tokens back
 
     @property
     def unfinished(self) -> str:

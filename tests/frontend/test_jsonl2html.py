@@ -3,7 +3,6 @@ import hashlib
 import json
 import logging
 import re
-import subprocess
 import sys
 
 import pytest
@@ -101,15 +100,11 @@ def test_a_missing_input_exits_with_1(tmp_path):
     assert caught.value.code == 1
 
 
-def test_module_runs_from_the_command_line(tmp_path):
+def test_module_runs_from_the_command_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.jsonl").write_text('{"messages": ["hello"], "scores": [0.0]}\n')
-    done = subprocess.run(
-        [sys.executable, "-m", "atroposlib.frontend.jsonl2html", str(tmp_path / "a.jsonl"), str(tmp_path / "o.html")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["jsonl2html", str(tmp_path / "a.jsonl"), str(tmp_path / "o.html")])
+    jsonl2html.main()
+    assert capsys.readouterr().out.strip() == str(tmp_path / "o.html")
     assert "hello" in (tmp_path / "o.html").read_text()
 
 

@@ -252,7 +252,7 @@ def test_a_full_disk_loses_nothing_and_the_run_ends_when_there_is_room(tmp_path)
                 while True:
                     stream.write(b"\0" * 65536)
             full_at = len(run.groups())
-            time.sleep(5)
+            time.sleep(3)  # the run looks for room every 2 s
             assert process.poll() is None, process.communicate()
             assert len(run.groups()) <= full_at + 4  # two were being generated, and two being stored
             filler.unlink()

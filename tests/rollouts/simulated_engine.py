@@ -8,6 +8,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from atroposlib.rollouts.concurrency import ConcurrencyLimit, GroupTimes
 
@@ -47,7 +48,7 @@ class Engine:
             n: requests of a group.
             says: it tells its load.
         """
-        self.curve, self.places, self.n, self.says, self.noise = curve, places, n, says, noise
+        self.curve, self.places, self.n, self.says, self.noise = cache(curve), places, n, says, noise
         self.times = GroupTimes()
         self.decision = ConcurrencyLimit(8, self.times)
         self.is_up = True
@@ -89,22 +90,24 @@ class Engine:
         return [limit for at, limit, _ in self.history if start < at <= end]
 
     def _fill(self) -> None:
-        while self.in_flight < self.decision.limit:
-            self._waiting.append((self.now, self.times.begin()))
-        while self._waiting and len(self._running) < self.places:
-            began, mark = self._waiting.popleft()
-            length = self._random.lognormvariate(-(self.noise**2) / 2, self.noise)
-            heapq.heappush(self._running, (self.done + length, self._random.random(), began, mark))
+        running, waiting, chance = self._running, self._waiting, self._random
+        for _ in range(self.decision.limit - len(running) - len(waiting)):
+            waiting.append((self.now, self.times.begin()))
+        while waiting and len(running) < self.places:
+            began, mark = waiting.popleft()
+            length = chance.lognormvariate(-(self.noise**2) / 2, self.noise)
+            heapq.heappush(running, (self.done + length, chance.random(), began, mark))
 
     def _until(self, end: float) -> None:
-        while self._running and self.is_up:
-            speed = self.curve(len(self._running)) / len(self._running)
-            at = self.now + (self._running[0][0] - self.done) / speed
+        running = self._running
+        while running and self.is_up:
+            speed = self.curve(len(running)) / len(running)
+            at = self.now + (running[0][0] - self.done) / speed
             if at > end:
                 self.done += (end - self.now) * speed
                 break
-            self.now, self.done = at, self._running[0][0]
-            _, _, began, mark = heapq.heappop(self._running)
+            self.now = at
+            self.done, _, began, mark = heapq.heappop(running)
             self.ended += 1
             self.times.end(mark, at - began)
             self._fill()

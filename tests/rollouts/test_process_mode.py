@@ -22,6 +22,7 @@ from atroposlib.envs.server_handling.engine_info import EngineLoad
 from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.sampling import GenerationRequest
 from atroposlib.errors import AtroposError, EngineFault, LaunchError, PathError, VerifierFault
+from atroposlib.rollouts import pool
 from atroposlib.rollouts import progress as progress_module
 from atroposlib.rollouts.failures import Unscored
 from atroposlib.rollouts.files import RolloutFiles
@@ -416,7 +417,9 @@ async def test_items_that_failed_before_a_restart_come_last_and_do_not_set_their
     assert env.started == [*range(30, 45), *failed_before]
 
 
-async def test_items_that_cannot_be_got_stop_the_run_also_after_a_restart(tmp_path):
+async def test_items_that_cannot_be_got_stop_the_run_also_after_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "IDLE_S", 0.001)  # before each of the thirty tries
+
     class NoItemsEnv(StreamingEnv):
         async def get_next_item(self):
             raise RuntimeError("no dataset")
