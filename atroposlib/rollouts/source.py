@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Container, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Protocol, TypeVar
 
 from atroposlib.errors import EnvironmentFault
@@ -22,6 +23,9 @@ from atroposlib.rollouts.trace import RolloutTrace
 from atroposlib.type_definitions import Item
 
 T = TypeVar("T")
+
+
+_PROCESS, _numbers = os.urandom(8).hex(), count()  # a system call for each name would be dear
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +38,7 @@ class Work:
     item: Item
     key: str  # unique in a run, the same after a restart
     task: str
-    uuid: str = field(default_factory=lambda: os.urandom(16).hex())
+    uuid: str = field(default_factory=lambda: f"{_PROCESS}{next(_numbers):016x}")
     tries: int = 0  # failed tries so far
     started_at: float = field(default_factory=time.time)  # seconds since the epoch, of the current try
     began_s: float = field(default_factory=time.monotonic)  # the same by the clock that nobody sets
