@@ -10,7 +10,7 @@ was generated is ever rendered or tokenized again.
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
@@ -185,7 +185,7 @@ class ManagedServer(TrackedSequences):
         super().__init__(track_tree)
         self.server = server
         self.tokenizer: Tokenizer = _tokenizer_of(server) if tokenizer is None else tokenizer
-        self._ends: list[Call] = []  # for agents only: those that nobody has continued
+        self._ends: list[Call] = []  # of the sequences
         self.lineage = Lineage()
         self._normalise = normalise
         self._reader = self._new_reader()
@@ -351,7 +351,7 @@ class ManagedServer(TrackedSequences):
                 "no tokenizer: pass one to managed_server(tokenizer=...) or set the server's tokenizer_name"
             )
         codec = codec_of(self.tokenizer)
-        base = find_text_base(self._last_calls(), text)
+        base = find_text_base(self._ends, text)
         rest = text if base is None else text[len(base.full_text) :]
         if base is not None and not (ends_turns and base.tail and without_repeated(base.tail, rest) == rest):
             inserted = behind_text(base, rest, codec)
@@ -414,7 +414,7 @@ class ManagedServer(TrackedSequences):
                     output.ids,
                     output.logprobs,
                     text=prompt.text + output.text,
-                    call=call,
+                    chat=call.chat,
                     metadata={"finish_reason": output.reason},
                 )
                 nodes.append(call.node)
@@ -422,15 +422,20 @@ class ManagedServer(TrackedSequences):
                 self.lineage.add(call, message)
             replies.append(Reply(output.text, output.reason, message, call, len(prompt_ids)))
         if prompt.base is not None:
-            prompt.base.is_continued = True
+            prompt.base.is_continued, prompt.base.behind = True, None
         if not self._for_agents:
             self._store(nodes, prompt.base)
-            return replies
-        if prompt.base is not None and prompt.base.behind is not None:
-            self._ends.remove(prompt.base)
-            prompt.base.behind = None
-        self._ends.extend(reply.call for reply in replies)
+        self._note_ends([reply.call for reply in replies], prompt.base)
         return replies
+
+    def _note_ends(self, calls: list[Call], base: Call | None) -> None:
+        """Let calls end sequences as `_store` keeps those: the first in place of `base`; in tree mode by their text."""
+        if self.track_tree:
+            self._ends = list({call.full_text: call for call in [*self._ends, *calls]}.values())
+        else:
+            at = self._ends.index(base) if base in self._ends else len(self._ends)
+            self._ends[at : at + 1] = calls[:1]
+            self._ends += calls[1:]
 
     def _new_reader(self) -> Reader:
         normalise = self._normalise
@@ -447,10 +452,6 @@ class ManagedServer(TrackedSequences):
     def _as_text(self, message: Message) -> Message:
         translator = self._get_translator()
         return message if translator is None else translator.convert_messages_for_template([message])[0]
-
-    def _last_calls(self) -> Iterable[Call]:
-        """The calls that end a sequence."""
-        return self._ends if self._for_agents else [node._call for node in self.nodes() if node._call is not None]
 
     def _get_translator(self) -> ToolCallTranslator | None:
         if self._translator is None and self._tool_parser:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, cast
 
-from pydantic import BaseModel, PrivateAttr
+from pydantic import BaseModel
 
 from atroposlib.envs.server_handling.conversation import MOST_RECENT, Conversation, Message, Turn, canonical, keys_of
 from atroposlib.envs.server_handling.sampling import ExtendedIds, PackedIds
@@ -122,7 +122,7 @@ class Call:
     finish_reason: str
     chat: Conversation | None  # None for text completions
     turns: int = 0  # of the chat that are those of the parent
-    after: "Fork" = field(default_factory=lambda: Fork())
+    after: "Fork | None" = None  # once its lineage has a place for it
     node: "SequenceNode | None" = None  # while it ends a sequence
     behind: tuple[str, list[int] | PackedIds] | None = (
         None  # text and ids of its prompt, while it ends a sequence without a node
@@ -242,7 +242,7 @@ class Lineage:
                 for call in same
             ]
             onward = [(fork.given[keys[0]], loose) for fork, loose in forks if keys[0] in fork.given]
-            forks = [*onward, *((call.after, loose) for call, loose in calls)]
+            forks = [*onward, *((call.after, loose) for call, loose in calls if call.after is not None)]
             if calls:
                 reached = Reached(root, turns[: index + 1], calls, forks)
             if not forks:
@@ -261,7 +261,7 @@ class Lineage:
     def clear(self) -> None:
         """Forget all calls, and let go of what they hold of each other: such circles are rarely looked for."""
         for call in [*self._calls, *(call for call, _ in self._new)]:
-            call.parent, call.node, call.behind, call.after = None, None, None, Fork()
+            call.parent, call.node, call.behind, call.after = None, None, None, None
         self._roots, self._new, self._calls, self._reached = {}, [], [], []
 
     def _place(self, call: Call, others: Iterable[Message]) -> None:
@@ -270,7 +270,9 @@ class Lineage:
         self._calls.append(call)
         depth, first = len(call.chat.turns), call.chat.turns[0].keys
         self._reached = [one for one in self._reached if len(one.turns) < depth or one.turns[0].keys != first]
-        fork = self._root(call.chat) if call.parent is None or not call.turns else call.parent.after
+        call.after = Fork()
+        parent = call.parent
+        fork = self._root(call.chat) if parent is None or parent.after is None or not call.turns else parent.after
         for turn in call.chat.turns[call.turns : -1]:
             fork = fork.given.setdefault(turn.keys[0], Fork())
         last = call.chat.turns[-1]
@@ -302,8 +304,6 @@ class SequenceNode(BaseModel):
     metadata: JsonObject | None = None  # finish_reason
     messages: list[Message] | None = None  # who said what; None for text completions
     tools: list[Json] | None = None  # that the model was given
-
-    _call: Call | None = PrivateAttr(default=None)  # that ends it; None where it was generated elsewhere
 
 
 class State(TypedDict):
@@ -395,7 +395,7 @@ def grow(
     output_logprobs: list[float],
     *,
     text: str,
-    call: Call,
+    chat: Conversation | None,
     metadata: JsonObject,
 ) -> SequenceNode:
     """The node of a completion.
@@ -404,10 +404,9 @@ def grow(
         output_ids: [C] generated.
         output_logprobs: [C]; PROMPT_LOGPROB takes no loss.
         text: of the whole sequence without the end tokens.
-        call: that generated it.
+        chat: up to and including the completion; None for text completions.
     """
     masked = output_ids if PROMPT_LOGPROB not in output_logprobs else _mask_unknown(output_ids, output_logprobs)
-    chat = call.chat
     return _node(
         {
             "full_text": text,
@@ -417,8 +416,7 @@ def grow(
             "metadata": metadata,
             "messages": None if chat is None else [turn.said for turn in chat.turns],
             "tools": None if chat is None else chat.tools or None,
-        },
-        {"_call": call},
+        }
     )
 
 
@@ -431,13 +429,13 @@ def known_logprobs(ids: list[int], logprobs: list[float]) -> list[float]:
     return logprobs
 
 
-def _node(fields: dict[str, object], private: dict[str, object]) -> SequenceNode:
+def _node(fields: dict[str, object]) -> SequenceNode:
     """As `SequenceNode.model_construct`, without its loops over fields: 1 us instead of 5 for every response."""
     node = SequenceNode.__new__(SequenceNode)
     object.__setattr__(node, "__dict__", fields)
     object.__setattr__(node, "__pydantic_fields_set__", _FIELDS)
     object.__setattr__(node, "__pydantic_extra__", None)
-    object.__setattr__(node, "__pydantic_private__", private)
+    object.__setattr__(node, "__pydantic_private__", None)
     return node
 
 
@@ -475,8 +473,6 @@ class TrackedSequences:
 
     def reset(self) -> None:
         """Forget all sequences."""
-        for node in self.nodes():
-            node._call = None
         self.current_nodes, self.sequences = [], {}
 
     def nodes(self) -> list[SequenceNode]:
