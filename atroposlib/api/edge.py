@@ -217,6 +217,8 @@ def refuse(status: int, sentence: str, code: str | None = None, headers: dict[st
 
 
 class _PlainJson(JSONResponse):
+    """ASCII, so that it can say what was no text: half of a surrogate pair."""
+
     def render(self, content: object) -> bytes:
         return json.dumps(content, separators=(",", ":")).encode()
 
@@ -235,17 +237,17 @@ def add_error_responses(api: FastAPI) -> None:
 def _refused(error: Refused) -> Response:
     if error.code == "not_registered":  # no failure to trainers of 0.4.0; null, as they take a list for a batch
         response = {"status": "error", "message": str(error), "batch": None, "code": error.code}
-        return JSONResponse(response, status_code=error.status)
+        return _PlainJson(response, status_code=error.status)
     return refuse(error.status, str(error), error.code)
 
 
 def _unreadable(error: Unreadable) -> Response:
     # trainers that look at `batch` and not at the status find none, and ask again
     content = {"detail": str(error), "code": "unreadable", "batch": None}
-    return JSONResponse(content, status_code=503, headers={"Retry-After": "5"})
+    return _PlainJson(content, status_code=503, headers={"Retry-After": "5"})
 
 
-def _invalid(error: RequestValidationError) -> Response:
+def invalid_request(error: RequestValidationError) -> JSONResponse:
     """FastAPI's form, without echoing the input: a bad body of a megabyte must not come back."""
     details = [
         {
@@ -255,15 +257,15 @@ def _invalid(error: RequestValidationError) -> Response:
         }
         for e in error.errors()[:20]
     ]
-    return JSONResponse({"detail": details}, status_code=422)
+    return _PlainJson({"detail": details}, status_code=422)
 
 
 ERROR_RESPONSES: dict[type[Exception], Callable[..., Response]] = {
     Refused: _refused,
-    GroupError: lambda error: JSONResponse(
+    GroupError: lambda error: _PlainJson(
         {"detail": [{"type": "value_error", "loc": ["body"], "msg": str(error)}]}, status_code=422
     ),
     StorageFull: lambda error: refuse(503, str(error), "storage_full", {"Retry-After": "5"}),
     Unreadable: _unreadable,
-    RequestValidationError: _invalid,
+    RequestValidationError: invalid_request,
 }

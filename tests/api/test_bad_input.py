@@ -39,6 +39,7 @@ BAD_GROUPS = {
     "token above int32": (changed(tokens=[[1, 2**31, 3]] * 4), "tokens[0][1] is 2147483648"),
     "no scores": ({"tokens": [[1]], "masks": [[1]]}, "`scores`"),
     "null scores": (changed(scores=None), "scores is null"),
+    "a key that is no text": (changed(overrides={"\ud800": float("nan")}), "overrides.\ud800 is nan; expected"),
     "messages of text": (changed(messages=[["hi"]] * 4), "messages[0][0] is 'hi'; expected an object"),
     "message without role": (changed(messages=[[{"content": ""}]] * 4), "messages[0][0] has no 'role'"),
     "message without content": (changed(messages=[[{"role": "user", "tool_calls": []}]] * 4), "has no 'content'"),

@@ -279,6 +279,14 @@ class Clock:
         return self.now
 
 
+@pytest.mark.parametrize("body", ['{"model_name": NaN}', '{"model_name": "\\ud800", "servers": Infinity}', "[NaN]"])
+async def test_a_setup_that_does_not_fit_is_refused_whatever_is_in_it(body):
+    async with client_of(FakeServer([])) as client:
+        reply = await client.post("/setup", content=body, headers={"Content-Type": "application/json"})
+        assert reply.status_code == 422
+        assert reply.json()["detail"][0]["loc"][0] == "body"
+
+
 def new_session(sessions):
     return sessions.create(FakeServer(), FakeTokenizer(), model_name="m", tool_parser="hermes", track_tree=False)
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
@@ -30,6 +31,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from atroposlib.api.auth import TOKEN_VARIABLE, is_loopback, read_token
+from atroposlib.api.edge import invalid_request
 from atroposlib.envs.server_handling.agents.chat import openai_error
 from atroposlib.envs.server_handling.agents.dialect import checked_messages
 from atroposlib.envs.server_handling.agents.gateway import BodyLimit, Gateway
@@ -297,6 +299,7 @@ def create_app(
     app.add_middleware(BodyLimit)
     for kind in (HTTPException, UnknownSessionError, RolloutFault, ConfigError, TemplateError, Exception):
         app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(RequestValidationError, _answer_invalid)  # pyright: ignore[reportArgumentType]
     return app
 
 
@@ -492,6 +495,11 @@ def _access_check(gateway: Gateway) -> Callable[[Request], Awaitable[None]]:
             raise HTTPException(*refusal)
 
     return check
+
+
+async def _answer_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    """The reply to a body that does not fit; FastAPI's own would repeat it, and cannot where it holds NaN."""
+    return invalid_request(error)
 
 
 async def _answer_error(_: Request, error: Exception) -> JSONResponse:
