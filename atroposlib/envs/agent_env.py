@@ -28,7 +28,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.server_handling.agents.record import FinishedRollout
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, managed_for
-from atroposlib.envs.server_handling.agents.rows import group_of, rows_of
+from atroposlib.envs.server_handling.agents.rows import Row, group_of, rows_of
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings, TurnSettings
 from atroposlib.envs.server_handling.fan_out import contained, raise_first
 from atroposlib.envs.server_handling.managed_server import ManagedServer
@@ -187,14 +187,20 @@ class AgentRun:
 
     @property
     def answer(self) -> str:
-        """Text of the model's last reply; "" without one."""
-        answers = [answer for exchange in self.rollout.exchanges if exchange.calls for answer in exchange.answers]
-        return (answers[-1].message.get("content") or "") if answers else ""
+        """Text of the model's last reply in the main conversation; "" without one."""
+        if (row := self._main()) is None:
+            return ""
+        number, choice = row.calls[-1]
+        return self.rollout.exchanges[number].answers[choice].message.get("content") or ""
 
     @property
     def messages(self) -> list[JsonObject]:
-        rows = [row for row in rows_of(self.rollout) if row.role == "main"]
-        return (rows[-1].messages or []) if rows else []
+        """The main conversation."""
+        row = self._main()
+        return (row.messages or []) if row is not None else []
+
+    def _main(self) -> Row | None:
+        return next((row for row in reversed(rows_of(self.rollout)) if row.role == "main"), None)
 
 
 class AgentEnv(BaseEnv):
@@ -321,19 +327,25 @@ class AgentEnv(BaseEnv):
         config = self.config
         try:
             async with asyncio.timeout(config.agent_timeout_s):
-                result = await contained(self.run_agent(item, access))
+                result, code, output = await contained(self.run_agent(item, access)), None, ""
                 if isinstance(result, Command):
                     code, output = await run_command(result, access.folder, access.variables())
+                    result = None
                     if code != 0 and not _is_spent(rollout):
                         raise EnvironmentFault(f"the agent ended with exit code {code}: {output[-500:].strip()}")
-                    return AgentRun(rollout, access.folder, None, code, output)
-                return AgentRun(rollout, access.folder, result)
+            if rollout.lost:
+                raise EngineFault(
+                    f"a reply of the model was lost and not asked for again: {[*rollout.lost.values()][-1]}"
+                )
+            if not any(exchange.calls for exchange in rollout.exchanges):
+                raise EnvironmentFault(f"the agent ended and had asked its model for nothing: {output[-500:].strip()}")
+            return AgentRun(rollout, access.folder, result, code, output)
         except TimeoutError as error:
             raise EnvironmentFault(
                 f"the agent took more than {config.agent_timeout_s:.0f} s (agent_timeout_s)"
             ) from error
         except Exception as error:
-            if _is_spent(rollout):  # agents take the refusal of one more request for a failure
+            if _is_spent(rollout) and not rollout.lost:  # agents take the refusal of one more request for a failure
                 return AgentRun(rollout, access.folder, None, None, f"{type(error).__name__}: {error}")
             if rollout.faults["engine"] or rollout.faults["kill"]:
                 raise EngineFault(f"the agent failed after the engine did: {error}") from error

@@ -13,7 +13,7 @@ from fakes import FakeServer, FakeTokenizer
 from atroposlib.environments.adapters.episode import EpisodeEnv, Step
 from atroposlib.environments.adapters.gymnasium_env import GymnasiumEnv
 from atroposlib.environments.adapters.skyrl_gym_env import SkyRLEnv
-from atroposlib.environments.adapters.textarena_env import TextArenaEnv
+from atroposlib.environments.adapters.textarena_env import Game, TextArenaEnv
 from atroposlib.environments.check import check
 from atroposlib.envs.base import ServerBaseline
 from atroposlib.envs.cli import main as run_environment
@@ -180,6 +180,8 @@ class Broken(EpisodeEnv):
 
     def close(self):
         self.closed += 1
+        if self.config.id == "does not close":
+            raise RuntimeError("stuck")
 
 
 async def test_an_episode_that_breaks_is_a_fault_of_the_environment_and_is_closed():
@@ -188,6 +190,19 @@ async def test_an_episode_that_breaks_is_a_fault_of_the_environment_and_is_close
         await rolled_out(env)
     assert env.closed == 1
     assert (await rolled_out(make(Broken, "ok", id="x", max_turns=2)))["scores"] == 0.5
+
+
+async def test_a_finished_episode_that_does_not_close_keeps_its_score(caplog):
+    assert (await rolled_out(make(Broken, "ok", id="does not close", max_turns=2)))["scores"] == 0.5
+    assert "stuck" in caplog.text
+
+
+@pytest.mark.parametrize("rewards", [None, {}, {1: 1}], ids=str)
+def test_a_game_that_is_over_without_a_reward_for_a_player_is_no_score_of_0(rewards):
+    game = object.__new__(Game)
+    game.rewards, game.is_over = rewards, True
+    with pytest.raises(EnvironmentFault, match="gave player 0 no reward"):
+        game.score(0)
 
 
 async def test_a_framework_that_is_missing_is_named():

@@ -40,6 +40,12 @@ def parts():
     return score
 
 @scorer(metrics=[accuracy()])
+def in_words():
+    async def score(state, target):
+        return Score(value="splendid")
+    return score
+
+@scorer(metrics=[accuracy()])
 def asks_the_policy():
     async def score(state, target):
         return Score(value=float("yes" in (await get_model().generate("right?")).completion))
@@ -48,7 +54,7 @@ def asks_the_policy():
 @task
 def sums(n: int = 3, how: str = "match"):
     data = [Sample(input=f"{i} + 2?", target=str(i + 2), id=f"sample {i}") for i in range(n)]
-    scorers = {"match": [match()], "two": [match(), parts()], "policy": [asks_the_policy()]}
+    scorers = {"match": [match()], "two": [match(), parts()], "policy": [asks_the_policy()], "words": [in_words()]}
     return Task(dataset=data, solver=[system_message("Digits."), use_tools(add()), generate()], scorer=scorers[how])
 
 @scorer(metrics=[accuracy()])
@@ -111,6 +117,7 @@ def test_the_score_that_counts_is_named(task, tmp_path, arguments, settings, sco
 FAULTS = {
     "none is named": ({"how": "two"}, {}, "Inspect's scores are"),
     "unscored": ({"how": "two"}, {"scorer": "parts.odd"}, "Inspect's scores are"),
+    "a word that is no number": ({"how": "words"}, {}, "Inspect's scores are {'in_words': None}"),
     "the policy grades itself": ({"how": "policy"}, {}, "a scorer asked the policy's model"),
 }
 

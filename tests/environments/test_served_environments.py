@@ -109,6 +109,15 @@ async def test_tools_of_a_nemo_gym_server_are_called_and_its_verifier_gives_the_
     assert [message["role"] for message in group["messages"][0]] == ["user", "assistant", "tool", "assistant"]
 
 
+@pytest.mark.parametrize("route", ["verify", "seed_session", "openapi.json"])
+async def test_routes_of_a_nemo_gym_server_that_are_no_offered_tools_are_out_of_the_models_reach(tmp_path, route):
+    call = CALL.replace("increment_counter", route)
+    with served(counter_server()) as url:
+        group = await nemo_rolled_out(url, counter_rows(tmp_path), [call, CALL, "done"], 0)
+    (said, _) = [message["content"] for message in group["messages"][0] if message["role"] == "tool"]
+    assert (group["scores"], json.loads(said)) == ([1.0], {"error": f"there is no tool {route!r}"})
+
+
 async def test_a_verifier_that_refuses_is_no_score(tmp_path):
     with served(counter_server()) as url, pytest.raises(VerifierFault, match="no answer to verify"):
         await nemo_rolled_out(url, counter_rows(tmp_path), [CALL], 0, max_turns=1)

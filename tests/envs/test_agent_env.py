@@ -17,7 +17,7 @@ from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv
 from atroposlib.environments.agents.stock_env import StockEnv
 from atroposlib.envs.agent_env import INSIDE, Access, AgentEnv, AgentEnvConfig, Command, in_container, run_command
 from atroposlib.envs.base import ServerBaseline
-from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, GroupError, RequestFault, VerifierFault
+from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, RequestFault, VerifierFault
 from atroposlib.sandbox.host import require_host
 from atroposlib.sandbox.workers import SandboxError
 from atroposlib.type_definitions import IGNORE_INDEX
@@ -387,7 +387,7 @@ async def test_a_container_whose_agent_takes_too_long_ends_by_its_name(tmp_path,
 async def test_a_container_that_cannot_be_removed_is_told(tmp_path, caplog, docker):
     env = command_env(tmp_path, script=SCRIPT, **IN_DOCKER)
     (tmp_path / "bin" / "docker").write_text("#!/bin/sh\n[ $1 = run ] || { echo daemon away; exit 1; }")
-    with pytest.raises(GroupError, match="nothing was generated"):
+    with pytest.raises(EnvironmentFault, match="asked its model for nothing"):
         await rolled_out(env, await item_of(env))
     assert "something may run on: exit code 1: daemon away" in caplog.text
 
@@ -410,6 +410,73 @@ async def test_a_container_that_could_not_reach_its_model_is_refused(tmp_path, s
     env = command_env(tmp_path, **settings)
     with pytest.raises(ConfigError, match=message):
         await rolled_out(env, await item_of(env))
+
+
+class Silent(CoroutineEnv):
+    """The first agent ends without a word to its model."""
+
+    starts = 0
+
+    async def run_agent(self, item, access):
+        self.starts += 1
+        return None if self.starts == 1 else await super().run_agent(item, access)
+
+    async def verify(self, item, run):
+        return float(len(run.answer))
+
+
+async def test_an_agent_that_never_asks_its_model_is_a_fault_and_no_score_of_0():
+    group = await rolled_out(make(Silent, ("yes", "no")))
+    assert group["scores"] == [2.0]
+    assert ["asked its model for nothing" in each["error"] for each in group["unscored"]] == [True]
+
+
+class Swallowing(CoroutineEnv):
+    """Ends as if all were well where its model gave no reply, or asks once more."""
+
+    says = "ab"
+
+    async def run_agent(self, item, access):
+        async with httpx.AsyncClient(base_url=access.openai_base_url, timeout=30) as client:
+            headers = {"Authorization": f"Bearer {access.key}"}
+            for say in self.says:
+                body = {"messages": [{"role": "user", "content": say}]}
+                await client.post("/chat/completions", json=body, headers=headers)
+
+    async def verify(self, item, run):
+        return 0.0
+
+
+class AskingAgain(Swallowing):
+    says = "aab"
+
+
+async def test_a_lost_reply_that_an_agent_passes_over_is_a_fault_unless_it_is_asked_for_again():
+    faults = [EngineFault("down")]
+    with pytest.raises(EngineFault, match="was lost and not asked for again: down"):
+        await rolled_out(make(Swallowing, server=FakeServer(["x", "y"], faults=faults), group_size=1))
+    group = await rolled_out(make(AskingAgain, server=FakeServer(["x", "y", "z"], faults=faults), group_size=1))
+    assert group["scores"] == [0.0] * len(group["tokens"])
+
+
+class Titled(CoroutineEnv):
+    """An agent that asks for a title of its conversation when that is over."""
+
+    async def run_agent(self, item, access):
+        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+        async with httpx.AsyncClient(base_url=access.openai_base_url, timeout=30) as client:
+            headers = {"Authorization": f"Bearer {access.key}"}
+            for body in ({"tools": [tool]}, {}):
+                body |= {"messages": [{"role": "user", "content": item["say"]}]}
+                (await client.post("/chat/completions", json=body, headers=headers)).raise_for_status()
+
+    async def verify(self, item, run):
+        return float(len(run.answer))
+
+
+async def test_the_answer_of_an_agent_is_that_of_its_main_conversation():
+    group = await rolled_out(make(Titled, ("the answer", "title"), group_size=1))
+    assert group["scores"] == [float(len("the answer"))]
 
 
 class Failing(CoroutineEnv):

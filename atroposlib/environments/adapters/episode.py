@@ -5,6 +5,7 @@ An adapter says how item number `index` begins and what a reply does. Blocking c
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -15,6 +16,8 @@ from atroposlib.environments.adapters.framework import FrameworkConfig, Framewor
 from atroposlib.envs.base import ScoredDataItem
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
 from atroposlib.type_definitions import Item, JsonObject
+
+logger = logging.getLogger(__name__)
 
 
 class EpisodeConfig(FrameworkConfig):
@@ -114,7 +117,14 @@ class EpisodeEnv(FrameworkEnv):
             raise EnvironmentFault(f"{self.config.id} failed: {type(error).__name__}: {error}") from error
         finally:
             if episode is not None:
-                await self._call(episode.close)
+                await self._closed(episode)
+
+    async def _closed(self, episode: Episode) -> None:
+        """Close an episode; one that does not close has its score all the same."""
+        try:
+            await self._call(episode.close)
+        except Exception as error:
+            logger.warning("an episode of %s did not close: %s: %s", self.config.id, type(error).__name__, error)
 
     async def _call(self, function: Any, *arguments: Any) -> Any:
         """In a thread, except for coroutines, and frameworks whose episodes would draw from each other's numbers."""

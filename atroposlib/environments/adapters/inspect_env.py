@@ -6,6 +6,7 @@ Scorers that ask a model need `env.grader`: a grade is no word of the policy and
 """
 
 import asyncio
+import contextlib
 import math
 import tempfile
 from pathlib import Path
@@ -123,11 +124,20 @@ def _refuse_grading_policy(events: list[Any], model: str) -> None:
 
 
 def _numbers(name: str, score: Any) -> list[tuple[str, float | None]]:
+    values = score.value.items() if isinstance(score.value, dict) else [(None, score.value)]
+    return [(name if key is None else f"{name}.{key}", _number(value)) for key, value in values]
+
+
+def _number(value: Any) -> float | None:
+    """Return a value of a score as Inspect counts it; None for what is no number, which Inspect would count as 0."""
     from inspect_ai.scorer import value_to_float
 
-    values = score.value.items() if isinstance(score.value, dict) else [(None, score.value)]
-    numbers = [(name if key is None else f"{name}.{key}", float(value_to_float()(value))) for key, value in values]
-    return [(name, number if math.isfinite(number) else None) for name, number in numbers]
+    number = float(value_to_float()(value))
+    if number == 0 and isinstance(value, str) and value not in ("I", "N") and value.lower() not in ("no", "false"):
+        with contextlib.suppress(ValueError):
+            return float(value)
+        return None
+    return number if math.isfinite(number) and isinstance(value, str | int | float) else None
 
 
 if __name__ == "__main__":

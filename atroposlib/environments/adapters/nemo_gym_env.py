@@ -68,7 +68,8 @@ class NemoGymEnv(FrameworkEnv, AgentEnv):
                 given += _user((await _posted(server, "/reset", row)).get("observation"))
                 return await self._stepped(server, row, reply)
             await _posted(server, "/seed_session", row)
-            response = await self._with_tools(server, reply)
+            offered = {tool.get("name") for tool in asked.get("tools") or ()}
+            response = await self._with_tools(server, reply, offered)
             return {**row, "response": response}, dict(server.cookies)
 
     async def verify(self, item: Item, run: AgentRun) -> float:
@@ -81,8 +82,12 @@ class NemoGymEnv(FrameworkEnv, AgentEnv):
             server.cookies.update(cookies)
             return float((await _posted(server, "/verify", said, VerifierFault))["reward"])
 
-    async def _with_tools(self, server: httpx.AsyncClient, reply: Reply) -> JsonObject:
-        """Return the response whose output is all that was said, results of tools among it."""
+    async def _with_tools(self, server: httpx.AsyncClient, reply: Reply, offered: set[str]) -> JsonObject:
+        """Return the response whose output is all that was said, results of tools among it.
+
+        Args:
+            offered: names of tools; the server's other routes, such as its verifier, are not for the model to call.
+        """
         outputs: list[JsonObject] = []
         response: JsonObject = {}
         for _ in range(self.config.max_turns):
@@ -91,7 +96,7 @@ class NemoGymEnv(FrameworkEnv, AgentEnv):
             calls = [each for each in response["output"] if each["type"] == "function_call"]
             if not calls or response.get("incomplete_details"):
                 break
-            outputs += [_result(call["call_id"], await _called(server, call)) for call in calls]
+            outputs += [_result(call["call_id"], await _called(server, call, offered)) for call in calls]
         return {**response, "output": outputs}
 
     async def _stepped(self, server: httpx.AsyncClient, row: JsonObject, reply: Reply) -> float:
@@ -122,8 +127,10 @@ async def _posted(
     return reply.json()
 
 
-async def _called(server: httpx.AsyncClient, call: JsonObject) -> str:
+async def _called(server: httpx.AsyncClient, call: JsonObject, offered: set[str]) -> str:
     """Return what a tool says, as the model gets it; a refusal, too."""
+    if call["name"] not in offered:
+        return json.dumps({"error": f"there is no tool {call['name']!r}"})
     try:
         arguments = json.loads(call["arguments"])
     except ValueError as error:

@@ -40,6 +40,7 @@ class Game:
         self.shown: dict[int, str] = {}  # by player, as its last observation
         self.said: dict[int, str] = {}
         self.rewards: dict[int, float] | None = None
+        self.is_over = False
         self.game = self._with_dice(self._made, name, arguments, players, seed)
 
     def turn(self) -> tuple[int, str]:
@@ -55,16 +56,20 @@ class Game:
     def act(self, player: int, reply: str) -> bool:
         """Do what the player whose turn it is says; True: the game is over."""
         self.said[player] = reply
-        is_over, _ = self._with_dice(self.game.step, reply)
-        if is_over:
+        self.is_over, _ = self._with_dice(self.game.step, reply)
+        if self.is_over:
             self.rewards, _ = self.game.close()
-        return is_over
+        return self.is_over
 
     def score(self, player: int = 0) -> float:
-        return float((self.rewards or {}).get(player, 0.0))
+        if not self.is_over:
+            return 0.0
+        if (reward := (self.rewards or {}).get(player)) is None:
+            raise EnvironmentFault(f"the game is over and gave player {player} no reward: {self.rewards}")
+        return float(reward)
 
     def close(self) -> None:
-        if self.rewards is None:
+        if not self.is_over:
             self.game.close()
 
     @staticmethod

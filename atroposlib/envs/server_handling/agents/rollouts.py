@@ -90,6 +90,9 @@ class Rollout:
         self.is_sealed = False  # by whoever rolls out; a budget that is used up only ends what is generated
         self._system_prompts = SystemPrompts()
         self.faults: Counter[str] = Counter()  # of requests that got no reply, by class
+        self.lost: dict[
+            bytes, str
+        ] = {}  # by digest: requests that failed by no fault of theirs, until they are answered
         self._running: dict[asyncio.Task[Exchange], _Running] = {}
         self._log = RolloutLog(log, self.id)
         self._left: dict[str, Any] | None = None  # of the record, where the calls are in the log only
@@ -194,9 +197,12 @@ class Rollout:
                     replies = await self.managed.complete(asked.prompt or "", used)
         except RolloutFault as fault:
             self.faults[fault.failure_class] += 1
+            if not isinstance(fault, RequestFault):
+                self.lost[running.digest] = str(fault)
             raise
         finally:
             running.reserved = 0
+        self.lost.pop(running.digest, None)
         self.note(engine)
         if asked.chat is not None and replies and replies[0].call.parent is None:
             notes += self._system_prompts.notes_of(asked.chat)
