@@ -277,9 +277,9 @@ class AgentEnv(BaseEnv):
 
     async def _roll_out(self, item: Item) -> tuple[Rollout, float]:
         service = await self._running_service()
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="atropos-agent-"))
         rollout = service.rollouts.create(self.rollout_settings())
         count_lease(rollout.managed.server, "train", 1)
-        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="atropos-agent-"))
         try:
             access = Access(service.url, rollout.key, rollout.model_name, folder, rollout.score_key)
             run = await self._agent_run(item, access, rollout)

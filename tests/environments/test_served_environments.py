@@ -14,8 +14,8 @@ from fastapi import FastAPI, Request, Response
 from test_adapters import learned, make, prompts, runs_in_all_modes
 
 from atroposlib.environments.adapters.nemo_gym_env import NemoGymEnv
-from atroposlib.environments.adapters.openenv_env import OpenEnvEnv, action_of
-from atroposlib.errors import ConfigError, VerifierFault
+from atroposlib.environments.adapters.openenv_env import OpenEnvConfig, OpenEnvEnv, OpenEnvEpisode, action_of
+from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
 
 
 @contextlib.contextmanager
@@ -295,6 +295,35 @@ async def test_pings_are_answered_while_the_model_writes():
         finally:
             await env.teardown()
     assert row["scores"] == 1.0
+
+
+class Line:
+    """A connection that nothing comes from."""
+
+    closed = True
+
+    async def ws_connect(self, *_, **__):
+        return self
+
+    async def receive(self):
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("at_reset", [None, 0.0, 1.0])
+async def test_what_an_openenv_server_gives_at_reset_is_no_reward(at_reset):
+    class Told(OpenEnvEpisode):
+        async def _asked(self, kind, data):
+            reward = at_reset if kind == "reset" else None
+            return {"type": "observation", "data": {"observation": {"text": "x"}, "reward": reward, "done": True}}
+
+    schema = {"properties": {"move": {"type": "string"}}}
+    episode = Told(OpenEnvConfig(id="http://x", no_action=-1.0), Line(), schema, {})
+    await episode.begin()
+    assert episode.score() == -1.0
+    await episode.step("up")
+    with pytest.raises(EnvironmentFault, match="gave no reward"):
+        episode.score()
+    await episode.close()
 
 
 async def test_rows_are_the_items_of_an_openenv_server(tmp_path):

@@ -61,6 +61,7 @@ class OpenEnvEpisode:
             logger.info("waiting for a free session of %s: %s", self.config.id, reply["data"].get("message"))
             await asyncio.sleep(WAIT_S)
         seen = self._seen(reply["data"])
+        self.rewards.clear()  # nothing has been done for one
         return turns_in(reply["data"]["observation"]) or [{"role": "user", "content": seen}]
 
     async def step(self, reply: str) -> Step:
