@@ -27,6 +27,7 @@ Click: TypeAlias = Any
 
 HELP_WIDTH = 100
 _HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
+_INTERRUPTED = 130  # by Ctrl-C; typer makes a SystemExit of it
 _UPDATE_BYTES = 8_000_000
 _METAVARS: dict[object, str] = {int: "N", float: "X", Path: "PATH"}
 
@@ -137,9 +138,11 @@ def run(app: typer.Typer, name: str, *, log_level: int | None = logging.WARNING)
         else:
             raise
         sys.exit(1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:
+        if isinstance(ended, SystemExit) and ended.code != _INTERRUPTED:
+            raise
         print(f"{name}: stopped; nothing half-written is left", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(_INTERRUPTED)
 
 
 def called_as(name: str) -> str:

@@ -42,3 +42,13 @@ def test_what_a_terminal_cannot_show_is_escaped(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
     boundary.run(lambda prog_name: print("n\u00e9 \ud800"), "atropos data")  # pyright: ignore[reportArgumentType]
     assert shown.getvalue() == b"n\\xe9 \\ud800\n"
+
+
+def test_ctrl_c_is_a_sentence(monkeypatch, capsys):
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["atropos data"])
+    with pytest.raises(SystemExit, match="130"):
+        boundary.run(boundary.command(stopped), "atropos data")
+    assert capsys.readouterr().err.strip() == "atropos data: stopped; nothing half-written is left"
