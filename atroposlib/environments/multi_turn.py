@@ -404,6 +404,8 @@ class MultiTurnEnv(BaseEnv):
         world: World | None = None
         try:
             world = await of_hook(self.open(item), "open")
+            if world is None:
+                raise TypeError("open(item) returned None; it must return a World")
             await self.take_turns(world, players)
         except (RolloutFault, ConfigError):
             raise

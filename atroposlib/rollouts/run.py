@@ -29,7 +29,7 @@ from atroposlib.rollouts.progress import EngineUse, Progress, ProgressDisplay
 from atroposlib.rollouts.shared_run import Leases, SharedDraw
 from atroposlib.rollouts.sink import Sender, Sink
 from atroposlib.rollouts.source import IndexedDraw, ItemSource, StreamDraw, Work, content_key
-from atroposlib.rollouts.standstill import Facts, Standstill
+from atroposlib.rollouts.standstill import Facts, HeldLoop, Standstill
 from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, StopSignals
 from atroposlib.type_definitions import Item, JsonObject
 
@@ -344,6 +344,7 @@ class Run:
     async def _watch(self) -> None:
         """Everything that happens by the clock; ends only with an error."""
         previous = synced_at = time.monotonic()
+        held = HeldLoop(previous)
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
@@ -353,6 +354,8 @@ class Run:
             self.progress.stand_still(self._standstill.look(self._facts(), now))
             self.engines.raise_checked()
             self.pool.expire(self._env.config.worker_timeout, outage_s=now - previous if engine_down else 0.0)
+            if self.progress.state == "running" and (said := held.look(max(0.0, now - previous - TICK_S), now)):
+                logger.warning("%s", said)
             previous = now
             if self.health.nothing_works:
                 raise AtroposError(f"{self.health.summary()}; {self._where_to_look()}")

@@ -133,3 +133,31 @@ def _unmoved(facts: Facts) -> str | None:
         speed = f", {facts.engine_tokens_s:.0f} tokens/s" if facts.engine_tokens_s is not None else ""
         return f"answers: {made}; the engine has {facts.requests} requests{speed}"
     return facts.held_back or facts.no_items
+
+
+class HeldLoop:
+    """Looks at how late the event loop is: what holds it for long stops every rollout of the process."""
+
+    OVER_S = 10.0
+    """The time that is judged at once; more than half of it held is said."""
+    AGAIN_S = 600.0
+
+    def __init__(self, now: float) -> None:
+        self._since, self._said = now, -math.inf
+        self._held_s = self._longest_s = 0.0
+
+    def look(self, late_s: float, now: float) -> str | None:
+        """Return what to say of blocking code, if anything; `late_s` is how much later than asked this look came."""
+        self._held_s, self._longest_s = self._held_s + late_s, max(self._longest_s, late_s)
+        if (over_s := now - self._since) < self.OVER_S:
+            return None
+        held_s, longest_s = self._held_s, self._longest_s
+        self._since, self._held_s, self._longest_s = now, 0.0, 0.0
+        if 2 * held_s <= over_s or now - self._said < self.AGAIN_S:
+            return None
+        self._said = now
+        return (
+            f"the event loop was held for {held_s:.1f} of {over_s:.1f} s, {longest_s:.1f} s at once, and no rollout "
+            "moves meanwhile: a request, program, sleep or computation of the environment blocks it; await it, or use "
+            "asyncio.to_thread or atroposlib.sandbox.WorkerPool"
+        )

@@ -17,7 +17,7 @@ from atroposlib.rollouts.failures import NO_GROUP, FailureLog, Fruitless, TaskHe
 from atroposlib.rollouts.groups import EQUAL_SCORES
 from atroposlib.rollouts.ledger import Totals
 from atroposlib.rollouts.progress import EngineUse, Progress
-from atroposlib.rollouts.standstill import Facts, Standstill
+from atroposlib.rollouts.standstill import Facts, HeldLoop, Standstill
 from tests.rollouts.test_serve_mode import running, serving, until
 
 
@@ -161,3 +161,14 @@ def test_one_cause_is_logged_once_in_a_while(monkeypatch, caplog):
         progress.stand_still("answers: 3")
     said = [record.getMessage() for record in caplog.records]
     assert said == ["waiting for answers: 1", "waiting for an item: x", "waiting for answers: 3"]
+
+
+HELD = {"a call of 1.5 s after another": (1.5, True), "short ones": (0.1, False), "none": (0.0, False)}
+
+
+@pytest.mark.parametrize(("late_s", "is_said"), HELD.values(), ids=HELD)
+def test_code_that_blocks_the_event_loop_for_long_is_named_once_in_ten_minutes(late_s, is_said):
+    held, ticks = HeldLoop(0.0), range(1, 1 + round(500 / (0.25 + late_s)))
+    said = [sentence for tick in ticks if (sentence := held.look(late_s, tick * (0.25 + late_s)))]
+    assert len(said) == is_said
+    assert not is_said or said[0].startswith("the event loop was held for 9.0 of 10.5 s, 1.5 s at once, and no rollout")
