@@ -79,9 +79,13 @@ def write_whole(target: Path, write: Callable[[Path], object]) -> None:
 
 
 def keep_newest(exports: Path, names: str) -> None:
-    """Delete all but the exports so named that were written last; a resumed run begins at a smaller version."""
+    """Delete all but the exports so named that were written last; a resumed run begins at a smaller version.
+
+    What a link points at is the last, also where the clock was set back before it was written.
+    """
+    served = {path.resolve() for path in exports.iterdir() if path.is_symlink()}
     ours = [path for path in exports.iterdir() if re.fullmatch(names, path.name)]
-    for old in sorted(ours, key=lambda path: path.stat().st_mtime_ns)[:-_KEPT]:
+    for old in sorted(ours, key=lambda path: (path.resolve() in served, path.stat().st_mtime_ns))[:-_KEPT]:
         if old.is_dir():
             shutil.rmtree(old)
         else:

@@ -17,7 +17,10 @@ from atroposlib.example_trainer.exports import (
     CURRENT,
     CURRENT_ADAPTER,
     CURRENT_GGUF,
+    FOLDERS,
+    GGUF_FILES,
     first_link,
+    keep_newest,
     newest_flags,
     replace_link,
 )
@@ -305,3 +308,14 @@ def test_the_slurm_script_has_its_directives_before_any_command():
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert all(i < first_command for i, line in enumerate(lines) if line.startswith("#SBATCH"))
     assert subprocess.run(["bash", "-n", str(ROOT / "slurm" / "train.slurm")]).returncode == 0
+
+
+@pytest.mark.parametrize("suffix", ["", ".gguf"], ids=["folders", "files"])
+def test_weights_that_are_served_stay_when_the_clock_was_set_back(tmp_path, suffix):
+    for version, written_at in enumerate((1000, 2000, 3000, 500)):
+        export = tmp_path / f"weights_{version:08d}{suffix}"
+        export.touch() if suffix else export.mkdir()
+        os.utime(export, (written_at, written_at))
+    replace_link(tmp_path / CURRENT, export)
+    keep_newest(tmp_path, GGUF_FILES if suffix else FOLDERS)
+    assert sorted(path.name[:16] for path in tmp_path.glob("weights_*")) == ["weights_00000002", "weights_00000003"]
