@@ -79,6 +79,7 @@ def _main(
     os.environ.update(environ)
     os.dup2(out.fileno(), 1)
     out.close()
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - the one before believes that it writes to a file
     with open(log, "ab") as stream:
         os.dup2(stream.fileno(), 2)
     if files:

@@ -137,10 +137,10 @@ def test_a_pair_that_the_dataset_leaves_out_does_not_count(api, tmp_path):
 
 
 def test_a_collector_killed_again_and_again_loses_and_doubles_nothing(api, tmp_path):
-    send(api, 0, 40)
+    send(api, 0, 100)
     output = tmp_path / "o.jsonl"
     ledger = tmp_path / "o.jsonl.collecting.jsonl"
-    arguments = [str(output), "--save-messages", "--api-url", api, "--tasks-per-step", "1", "--num-seqs-to-save", "40"]
+    arguments = [str(output), "--save-messages", "--api-url", api, "--tasks-per-step", "1", "--num-seqs-to-save", "100"]
     for _ in range(3):
         collected = ledger.stat().st_size if ledger.exists() else 0
         collector = Child("atroposlib.cli.sft", arguments, tmp_path / "log")
@@ -153,8 +153,8 @@ def test_a_collector_killed_again_and_again_loses_and_doubles_nothing(api, tmp_p
         assert ledger.stat().st_size > collected
     assert Child("atroposlib.cli.sft", arguments, tmp_path / "log").wait(timeout=60) == 0
     questions = [line["messages"][0]["content"] for line in lines_of(output)]
-    assert sorted(questions) == sorted(f"question {number}" for number in range(40))
-    assert len(lines_of(tmp_path / "o.jsonl.rollouts.jsonl")) == 40
+    assert sorted(questions) == sorted(f"question {number}" for number in range(100))
+    assert len(lines_of(tmp_path / "o.jsonl.rollouts.jsonl")) == 100
     assert not ledger.exists()
 
 
