@@ -6,12 +6,13 @@ import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import FakeServer, FakeTokenizer
 
 from atroposlib.environments.adapters.episode import EpisodeEnv, Step
-from atroposlib.environments.adapters.gymnasium_env import GymnasiumEnv
+from atroposlib.environments.adapters.gymnasium_env import GymnasiumEnv, GymnasiumEpisode
 from atroposlib.environments.adapters.skyrl_gym_env import SkyRLEnv
 from atroposlib.environments.adapters.textarena_env import Game, TextArenaEnv
 from atroposlib.environments.check import check
@@ -65,6 +66,25 @@ async def test_other_environments_of_gymnasium_begin_and_are_cut_after_the_turns
     pytest.importorskip("gymnasium")
     row = await rolled_out(make(GymnasiumEnv, "0", id=name, max_turns=3))
     assert 1 <= learned(row).count("<|im_end|>") <= 3
+
+
+async def test_actions_of_gymnasium_have_the_numbers_that_its_space_has():
+    taken = []
+
+    class Counted(SimpleNamespace):
+        def reset(self, seed):
+            return 0, {}
+
+        def step(self, action):
+            taken.append(action)
+            return 0, 1.0, False, False, {}
+
+    env = Counted(action_space=SimpleNamespace(n=3, start=1), render_mode=None)
+    episode = GymnasiumEpisode(env, 0, "a, b, c")
+    (asked,) = episode.begin()
+    assert "1 to 3: 1 = a, 2 = b, 3 = c." in asked["content"]
+    assert ["That is no action" in episode.step(reply).observation for reply in "0134"] == [True, False, False, True]
+    assert (taken, episode.score()) == ([1, 3], 2.0)
 
 
 WRONG = {

@@ -26,9 +26,10 @@ class GymnasiumEpisode:
 
     def __init__(self, env: Any, seed: int, names: str) -> None:
         self.env, self.seed, self.total = env, seed, 0.0
-        self.actions = int(env.action_space.n)
-        listed = ", ".join(f"{i} = {name}" for i, name in enumerate(names.split(", "))) if names else ""
-        self.asked = f"Answer with the number of one action, 0 to {self.actions - 1}" + (
+        first = int(env.action_space.start)
+        self.actions = range(first, first + int(env.action_space.n))
+        listed = ", ".join(f"{i} = {name}" for i, name in enumerate(names.split(", "), first)) if names else ""
+        self.asked = f"Answer with the number of one action, {first} to {self.actions[-1]}" + (
             f": {listed}." if listed else "."
         )
 
@@ -38,7 +39,7 @@ class GymnasiumEpisode:
 
     def step(self, reply: str) -> Step:
         numbers = re.findall(r"\d+", reply)
-        if not numbers or int(numbers[-1]) >= self.actions:
+        if not numbers or int(numbers[-1]) not in self.actions:
             return Step(f"That is no action. {self.asked}", is_over=False)
         observation, reward, is_over, is_cut, _ = self.env.step(int(numbers[-1]))
         self.total += float(reward)
@@ -70,7 +71,7 @@ class GymnasiumEnv(EpisodeEnv):
             raise ConfigError(f"env.id: {error}") from error
         self.mode = "ansi" if "ansi" in modes else None
         env = self._made()
-        if not hasattr(env.action_space, "n"):
+        if not isinstance(env.action_space, gymnasium.spaces.Discrete):
             raise ConfigError(
                 f"{self.config.id} has the actions {env.action_space}; this adapter takes numbered ones only"
             )
