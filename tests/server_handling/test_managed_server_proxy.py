@@ -9,10 +9,10 @@ from jinja2 import TemplateError
 
 from atroposlib.envs.server_handling import managed_server_proxy as proxy_module
 from atroposlib.envs.server_handling import proxy_client
-from atroposlib.envs.server_handling.managed_server_proxy import Sessions, choose_server, create_app, load_config
+from atroposlib.envs.server_handling.managed_server_proxy import Sessions, choose_server, create_app
 from atroposlib.envs.server_handling.proxy_client import UnknownSessionError, create_proxy_session
 from atroposlib.envs.server_handling.sampling import _note_ignored
-from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_config import APIServerConfig, load_config
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, EngineFault, KilledFault, RequestFault
 from atroposlib.rollouts.trace import Chat, tracing

@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
@@ -41,7 +40,7 @@ from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer
 from atroposlib.envs.server_handling.proxy_client import UNKNOWN_SESSION, UnknownSessionError
 from atroposlib.envs.server_handling.server_baseline import Server
-from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_config import ServersConfig, load_config
 from atroposlib.envs.server_handling.server_manager import ServerManager, count_lease, pick_server, server_at
 from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import AtroposError, ConfigError, RequestFault, RolloutFault
@@ -100,34 +99,6 @@ class RenderResponse(BaseModel):
     prompt_text: str
     token_ids: list[int]
     num_tokens: int
-
-
-class ServersConfig(BaseModel):
-    """The config file, and the body of /setup."""
-
-    model_name: str
-    tokenizer_name: str = "none"
-    servers: list[JsonObject] = Field(min_length=1)
-
-    def server_configs(self) -> list[APIServerConfig]:
-        """One per server; `server_type` is vllm unless given."""
-        shared = {"server_type": "vllm", "model_name": self.model_name, "tokenizer_name": self.tokenizer_name}
-        return [APIServerConfig(**{**shared, **server}) for server in self.servers]
-
-    def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model."""
-        from atroposlib.data.tokenizers import load_tokenizer
-
-        return load_tokenizer(self.model_name if self.tokenizer_name == "none" else self.tokenizer_name)
-
-
-def load_config(path: str) -> ServersConfig:
-    """The config file; ConfigError says what is wrong with it."""
-    file = expand_path(path, what="--config")
-    try:
-        return ServersConfig.model_validate(orjson.loads(file.read_bytes()))
-    except (OSError, orjson.JSONDecodeError, ValidationError) as error:
-        raise ConfigError(f"--config {file} cannot be used: {error}") from error
 
 
 @dataclass

@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
-from pydantic import BaseModel, Field, PositiveFloat
+import orjson
+from pydantic import BaseModel, Field, PositiveFloat, ValidationError
 
 from atroposlib.errors import ConfigError
-from atroposlib.type_definitions import Json, JsonObject
+from atroposlib.paths import expand_path
+from atroposlib.type_definitions import Json, JsonObject, Tokenizer
 
 VALID_REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 OFFICIAL_OPENAI_HOST = "api.openai.com"
@@ -143,6 +145,34 @@ class APIServerConfig(ServerBaseline):
 
 
 OpenaiConfig = APIServerConfig
+
+
+class ServersConfig(BaseModel):
+    """The servers of a managed-server proxy: its config file, and the body of /setup."""
+
+    model_name: str
+    tokenizer_name: str = "none"
+    servers: list[JsonObject] = Field(min_length=1)
+
+    def server_configs(self) -> list[APIServerConfig]:
+        """One per server; `server_type` is vllm unless given."""
+        shared = {"server_type": "vllm", "model_name": self.model_name, "tokenizer_name": self.tokenizer_name}
+        return [APIServerConfig(**{**shared, **server}) for server in self.servers]
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+        from atroposlib.data.tokenizers import load_tokenizer
+
+        return load_tokenizer(self.model_name if self.tokenizer_name == "none" else self.tokenizer_name)
+
+
+def load_config(path: str) -> ServersConfig:
+    """The config file of a proxy; ConfigError says what is wrong with it."""
+    file = expand_path(path, what="--config")
+    try:
+        return ServersConfig.model_validate(orjson.loads(file.read_bytes()))
+    except (OSError, orjson.JSONDecodeError, ValidationError) as error:
+        raise ConfigError(f"--config {file} cannot be used: {error}") from error
 
 
 FLAG_PREFIX = "openai."
