@@ -1,7 +1,8 @@
 """One call of a tool as a model writes it: name and arguments, read from JSON or from values that are plain text."""
 
+import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from atroposlib.type_definitions import Json, JsonObject
@@ -45,6 +46,22 @@ def written_call(name: str, arguments: object, call_id: str | None = None) -> Wr
 def json_text_call(name: str, text: str, call_id: str | None = None) -> WrittenCall | None:
     arguments = parse_lenient_object(text.strip())
     return None if arguments is None or not name.strip() else written_call(name, arguments, call_id)
+
+
+def json_values(text: str) -> Iterator[tuple[Json, int]]:
+    """JSON values that stand one behind the other, each with where it ends; ValueError at anything else."""
+    decoder, at = json.JSONDecoder(strict=False), 0
+    while (begin := at + len(text[at:]) - len(text[at:].lstrip(" \n\t;,"))) < len(text):
+        value, at = decoder.raw_decode(text, begin)
+        yield value, at
+
+
+def python_call(node: ast.expr) -> WrittenCall | None:
+    """A call as an expression of Python, None where it is no plain one; ValueError for values that are no literals."""
+    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+        return None
+    arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+    return written_call(ast.unparse(node.func), arguments)
 
 
 def arguments_of(call: WrittenCall) -> JsonObject | str:

@@ -5,9 +5,8 @@ call that cannot be read stays text, and so do drafts inside thoughts and a call
 """
 
 import ast
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from atroposlib.envs.server_handling.chat_prompt import Thoughts
@@ -20,8 +19,9 @@ from atroposlib.envs.server_handling.tool_arguments import (
     items_of,
     json_call,
     json_text_call,
+    json_values,
+    python_call,
     typed_call,
-    written_call,
 )
 from atroposlib.errors import ConfigError
 from atroposlib.type_definitions import Json, JsonObject
@@ -173,14 +173,6 @@ def _within(
         return Found(calls, spans) if calls else None
 
     return parse
-
-
-def _json_values(text: str) -> Iterator[tuple[Json, int]]:
-    """JSON values that stand one behind the other, each with where it ends; ValueError at anything else."""
-    decoder, at = json.JSONDecoder(strict=False), 0
-    while (begin := at + len(text[at:]) - len(text[at:].lstrip(" \n\t;,"))) < len(text):
-        value, at = decoder.raw_decode(text, begin)
-        yield value, at
 
 
 # -- hermes, qwen --------------------------------------------------------------------------------------------
@@ -403,7 +395,7 @@ def _parse_mistral(text: str, tools: Tools, is_cut: bool) -> Found | None:
     calls: list[WrittenCall | None] = []
     try:
         if body.lstrip().startswith("["):
-            for value, _ in _json_values(body):
+            for value, _ in json_values(body):
                 calls += [json_call(dumped(one), "arguments", "parameters") for one in value]
         else:  # name[ARGS]{...}, each with a mark of its own
             for part in body.split(_MISTRAL_MARK):
@@ -434,7 +426,7 @@ def _parse_llama3(text: str, tools: Tools, is_cut: bool) -> Found | None:
         return None
     known = {tool.get("function", tool).get("name") for tool in tools}
     try:
-        calls = [json_call(dumped(value), "parameters", "arguments") for value, _ in _json_values(body)]
+        calls = [json_call(dumped(value), "parameters", "arguments") for value, _ in json_values(body)]
     except (ValueError, RecursionError):
         return None
     usable = [call for call in calls if call is not None and (begin >= 0 or call.name in known)]
@@ -454,18 +446,11 @@ def _parse_pythonic(text: str, tools: Tools, is_cut: bool) -> Found | None:
     try:
         tree = ast.parse(body, mode="eval").body
         assert isinstance(tree, ast.List)
-        calls = [_python_call(element) for element in tree.elts]
+        calls = [python_call(element) for element in tree.elts]
     except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
         return None
     usable = [call for call in calls if call is not None]
     return Found(usable, [(0, len(text))]) if usable and len(usable) == len(calls) else None
-
-
-def _python_call(node: ast.expr) -> WrittenCall | None:
-    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
-        return None
-    arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-    return written_call(ast.unparse(node.func), arguments)
 
 
 def _write_pythonic(calls: Sequence[WrittenCall]) -> str:
