@@ -146,6 +146,19 @@ class Call:
             return self.behind[0] + self.text
         return "".join(call.rest + call.text for call in self.path())
 
+    def begins(self, text: str) -> int | None:
+        """Characters of the sequence's text where `text` begins with it, else None; mostly the first few tell."""
+        if self.node is not None:
+            parts = [self.node.full_text]
+        else:
+            parts = [*self.behind[:1], self.text] if self.behind is not None else [self.full_text]
+        size = 0
+        for part in parts:
+            if not text.startswith(part, size):
+                return None
+            size += len(part)
+        return size
+
     @property
     def tokens(self) -> list[int]:
         """Ids of the sequence [T]."""
@@ -332,9 +345,7 @@ def find_text_base(ends: Iterable[Call], text: str) -> Call | None:
 
     A sequence that ended itself (end token) is not extended by its own text: that asks for another sample.
     """
-    calls = (
-        call for call in ends if text.startswith(known := call.full_text) and (len(text) > len(known) or not call.tail)
-    )
+    calls = (call for call in ends if (size := call.begins(text)) is not None and (len(text) > size or not call.tail))
     return max(calls, key=lambda call: (len(call.full_text), -call.extensions), default=None)
 
 
