@@ -615,17 +615,27 @@ HISTORIES = {  # what the second, third and fourth request begin with, of what w
 }
 
 
+def answer_in(reply):
+    """The assistant's message of a reply, as a client sends it back."""
+    return reply["choices"][0]["message"] if "choices" in reply else {"role": "assistant", "content": reply["content"]}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
 @pytest.mark.parametrize("edits", HISTORIES.values(), ids=HISTORIES)
-async def test_the_rows_of_a_conversation_do_not_depend_on_what_of_its_bodies_was_known(edits):
+async def test_the_rows_of_a_conversation_do_not_depend_on_what_of_its_bodies_was_known(edits, path):
+    if path == "messages":
+        systems = ({}, {"system": "be kind"}, {"system": "be kind"}, {"system": [{"type": "text", "text": "be"}]}, {})
+    else:
+        systems = ({},) * 5
     records = []
     for is_known in (True, False):
         async with client_of("one", "two <think>", "three", "four") as client:
             made, chat = await new_rollout(client), [*HELLO]
-            for number, edit in enumerate((lambda chat: chat, *edits[:3])):
+            for number, edit in enumerate((lambda chat: chat, lambda chat: chat, *edits[:3])):
                 sent = edit(chat)
-                fields = {"messages": sent} if is_known else {"user": f"{number}", "messages": sent}
-                reply = await ask(client, made, **fields)
-                chat = [*sent, reply.json()["choices"][0]["message"], {"role": "user", "content": f"{number}?"}]
+                fields = {"messages": sent, **systems[number], "max_tokens": 99}
+                reply = await ask(client, made, path, **({} if is_known else {"user": f"{number}"}), **fields)
+                chat = [*sent, answer_in(reply.json()), {"role": "user", "content": f"{number}?"}]
             calls = [call for exchange in (await record_of(client, made))["calls"] for call in exchange["calls"]]
             records.append((calls, [request["input_ids"] for request in client.engine.requests]))
     assert records[0] == records[1]

@@ -68,6 +68,9 @@ class GrownMessages(list[Message]):
     """Messages that never change; the first `known` are those of an earlier request, object for object."""
 
     known: int = 0
+    before: "GrownMessages | None" = None  # of that request, while this one is read
+    plain: "GrownMessages | None" = None  # these in the form of chat completions, where they have another
+    head: int = 0  # messages of a plain list that stand before those of the request's
 
 
 @dataclass(frozen=True, slots=True)

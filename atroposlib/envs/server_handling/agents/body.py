@@ -64,7 +64,7 @@ class _Beginning:
         if bool(fields["messages"]) != is_longer:  # a comma without a message
             return None
         fields["messages"] = messages = GrownMessages([*self.messages, *fields["messages"]])
-        messages.known = len(self.messages)
+        messages.known, messages.before = len(self.messages), self.messages
         end = len(data) - len(new) + place + len(array[:-1].rstrip(_WHITE)) if is_longer else self.end
         return ReadBody(fields, data, self.start, end)
 
@@ -84,6 +84,7 @@ class BodyReader:
         """Know its messages from now on: they are such that a request may have."""
         if read.end:
             messages = read.fields["messages"]
+            messages.before = None
             known = _Beginning(xxh3_128_digest(memoryview(read.data)[: read.end]), read.start, read.end, messages)
             others = (one for one in self._known if len(one.messages) != messages.known)
             self._known = [known, *others][:MOST_RECENT]
