@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self, overload
+from typing import Self, cast, overload
 
 import orjson
 
@@ -249,6 +249,10 @@ class PackedIds(Sequence[int]):
         parts = (self._json, orjson.dumps(list(written))[1:-1], orjson.dumps(list(new))[1:-1])
         return PackedIds(ids, b",".join(part for part in parts if part), known)
 
+    def as_list(self) -> list[int]:
+        """These themselves, for whoever only reads them: they do what a list does that nobody changes."""
+        return cast(list[int], self)
+
     def json(self) -> orjson.Fragment:
         """The ids as a JSON array."""
         return orjson.Fragment(b"[" + self._json + b"]")
@@ -286,7 +290,7 @@ def new_ids(ids: Sequence[int]) -> Sequence[int]:
     return ids[ids.known :] if isinstance(ids, ExtendedIds | PackedIds) else ids
 
 
-def checked_ids(ids: Sequence[int], vocabulary: int | None) -> list[int] | PackedIds:
+def checked_ids(ids: Sequence[int], vocabulary: int | None) -> list[int]:
     """Prompt ids that are safe to send.
 
     Args:
@@ -306,7 +310,7 @@ def checked_ids(ids: Sequence[int], vocabulary: int | None) -> list[int] | Packe
             f"prompt token {bad} is id {ids[bad]}, outside the vocabulary of {vocabulary} ids; "
             "does tokenizer_name belong to the served model?"
         )
-    return ids if isinstance(ids, ExtendedIds | PackedIds) else list(ids)
+    return ids.as_list() if isinstance(ids, PackedIds) else ids if isinstance(ids, ExtendedIds) else list(ids)
 
 
 def drop_doubled_bos(ids: list[int], bos_token_id: int | None) -> list[int]:

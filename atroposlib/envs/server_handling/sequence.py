@@ -164,12 +164,12 @@ class Call:
         """Ids of the sequence [T]."""
         return self.node.tokens if self.node is not None else list(self.followed_by([]))
 
-    def followed_by(self, ids: list[int]) -> "list[int] | PackedIds":
+    def followed_by(self, ids: list[int]) -> list[int]:
         """Ids of the sequence and these; those of a long history are copied once, and checked when they are new."""
         if self.node is None and self.behind is None:  # it may be of an earlier process, with another engine
             return [*(token for call in self.path() for part in (call.inserted, call.output) for token in part), *ids]
         if self.behind is not None and isinstance(packed := self.behind[1], PackedIds):
-            return packed.extended(self.output, ids)
+            return packed.extended(self.output, ids).as_list()
         whole = ExtendedIds(self.node.tokens if self.node is not None else self.behind[1] if self.behind else ())
         if self.node is None:
             whole.extend(self.output)
