@@ -1,6 +1,7 @@
 """The training part of one step, timed: the learner's, and TRL's `GRPOTrainer` on the same sequences.
 
     python -m benchmarks.bench_step --model MODEL_FOLDER --trl
+    torchrun --nproc_per_node 2 -m benchmarks.bench_step --model MODEL_FOLDER    # ours, on two GPUs
 
 Both sides train all weights in float32 with AdamW, with bfloat16 forward passes on a GPU unless `--dtype` says float32;
 the same objective, no reference model, the same clipping of the gradient and one update per batch. Nothing is
@@ -77,6 +78,7 @@ class Timing:
     cpu_seconds: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     first_norm: float = float("nan")  # of the first gradient, before clipping
+    losses: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
     def add(self, seconds: float, cpu_seconds: float, parts: dict[str, float]) -> None:
@@ -118,6 +120,7 @@ def time_ours(work: Work, rows: Sequence[TrainingRow], micro_batch_tokens: int, 
         metrics = learner.train_on(rows)
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
         timing.add(seconds, cpu_seconds, {part: metrics[f"time/{part}_s"] for part in PARTS})
+        timing.losses.append(metrics["train/loss"])
         if len(timing.seconds) == 1:
             timing.first_norm = metrics["train/grad_norm"]
     timing.peak_bytes = peak_bytes(work.device)
@@ -200,10 +203,11 @@ def table(work: Work, timings: Sequence[Timing]) -> str:
     name = torch.cuda.get_device_name(work.device) if work.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     lines = [
         f"{work.sequences} sequences in groups of {work.group}, {work.prompt} + {work.completion} tokens, "
-        f"{work.objective}, {pick_dtype(work.dtype, work.device)}, {work.steps} steps, {name}",
+        f"{work.objective}, {pick_dtype(work.dtype, work.device)}, {work.steps} steps, {_ranks()} x {name}",
         f"| side | s a step | CPU s | tokens/s | {' | '.join(PARTS)} | peak {memory} GiB | first gradient norm |",
         "|---|---|---|---|---|---|---|---|---|",
         *(timing.row(work) for timing in timings),
+        *(f"{timing.side}, losses: {' '.join(f'{loss:.7g}' for loss in timing.losses)}" for timing in timings[:1]),
         f"python {sys.version.split()[0]}, " + ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
     ]
     return "\n".join(lines)
@@ -240,6 +244,11 @@ def _vocabulary(folder: Path | str) -> int:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(folder).vocab_size
+
+
+def _ranks() -> int:
+    """Processes that share a step, as torchrun says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _version(package: str) -> str:
@@ -414,7 +423,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--completion", type=int, default=48, help="Tokens.")
     parser.add_argument("--objective", default="dr_grpo", choices=["grpo", "dr_grpo"])
     parser.add_argument("--micro-batch-tokens", type=int, default=32768, help="Ours: padded tokens per forward pass.")
-    parser.add_argument("--steps", type=int, default=10, help="Timed steps, after two that are not.")
+    parser.add_argument("--steps", type=int, default=10, help=f"Timed steps, after {WARM_UP} that are not.")
     parser.add_argument("--device", default="auto", help="cuda, cpu; auto: a GPU when there is one.")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="Of forward passes.")
     parser.add_argument(
@@ -427,8 +436,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    if args.trl and _ranks() > 1:
+        parser.error("--trl is for one process; start it without torchrun")
     try:
-        print(measure(args))
+        found = measure(args)
+        if os.environ.get("RANK", "0") == "0":
+            print(found)
     except AtroposError as error:
         print(f"bench_step: {error}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,7 +239,7 @@ def _scores_before(args: argparse.Namespace) -> Scores:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not result.exists():
             config = _settings(args, run_dir=str(folder))
-            with _engine(config, folder) as url:
+            with running_engine(config, folder) as url:
                 scores = asyncio.run(_evaluate(url, config, args.seeds, args.problems, folder))
             result.write_text(json.dumps(vars(scores), indent=1), encoding="utf-8")
     return Scores(**json.loads(result.read_text(encoding="utf-8")))
@@ -290,12 +290,14 @@ def score(answers: Sequence[Sequence[str | None]]) -> Scores:
 
 
 @contextlib.contextmanager
-def _engine(config: RunConfig, folder: Path) -> Iterator[str]:
-    """An engine for one evaluation, ended afterwards."""
+def running_engine(config: RunConfig, folder: Path, environ: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Start the run's engine, give its address, and end it afterwards; `environ` replaces the process's own."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     with (folder / "engine.log").open("ab") as log:
-        process = subprocess.Popen(engine_command(config, port), stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            engine_command(config, port), stdout=log, stderr=log, start_new_session=True, env=environ
+        )
     try:
         deadline = time.monotonic() + config.engine_ready_s
         while not _is_ready(url):

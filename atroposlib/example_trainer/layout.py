@@ -5,7 +5,9 @@ of a group share their prompt: where it is the larger part, one line holds it on
 which sees another.
 """
 
-from collections.abc import Iterator, Sequence
+import bisect
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -41,25 +43,38 @@ class MicroBatch:
     teacher_logp: Tensor | None  # [B,T,k] float; -inf where it named fewer
 
 
-def micro_batches(rows: Sequence[TrainingRow], max_tokens: int, *, share: bool = True) -> Iterator[list[list[int]]]:
+def micro_batches(
+    rows: Sequence[TrainingRow], max_tokens: int, *, share: bool = True, multiple_of: int = 1
+) -> list[list[list[int]]]:
     """Lines of row numbers for one forward pass each: lines of similar length, at most `max_tokens` padded tokens.
 
     A line longer than `max_tokens` comes alone.
 
     Args:
         share: rows of a group whose common beginning is at least as long as what follows share a line.
+        multiple_of: processes that share the passes; these are made smaller, so that each process has as many.
     """
     lines = [line for group in _by_group(rows) for line in (_shared(rows, group) if share else [[i] for i in group])]
-    chosen: list[list[int]] = []
+    sized = sorted(((line_length(rows, line), line) for line in lines), key=itemgetter(0), reverse=True)
+    passes = _passes(sized, max_tokens)
+    if multiple_of > 1:
+        wanted = multiple_of * math.ceil(len(passes) / multiple_of)
+        limits = range(1, max_tokens + 1)
+        fewest = bisect.bisect_left(limits, -wanted, key=lambda limit: -len(_passes(sized, limit)))
+        passes = _passes(sized, limits[min(fewest, len(limits) - 1)])
+    return passes
+
+
+def _passes(sized: Sequence[tuple[int, list[int]]], max_tokens: int) -> list[list[list[int]]]:
+    """Return lines, longest first and with their lengths, in packs of at most `max_tokens` padded tokens."""
+    packs: list[list[list[int]]] = []
     longest = 0
-    for length, line in sorted(((line_length(rows, line), line) for line in lines), key=itemgetter(0), reverse=True):
-        if chosen and longest * (len(chosen) + 1) > max_tokens:
-            yield chosen
-            chosen = []
-        longest = longest if chosen else length
-        chosen.append(line)
-    if chosen:
-        yield chosen
+    for length, line in sized:
+        if not packs or longest * (len(packs[-1]) + 1) > max_tokens:
+            packs.append([])
+            longest = length
+        packs[-1].append(line)
+    return packs
 
 
 def line_length(rows: Sequence[TrainingRow], line: Sequence[int]) -> int:

@@ -56,10 +56,6 @@ class Ranks:
         """True alone, too."""
         return self.rank == 0
 
-    def mine(self, index: int) -> bool:
-        """Is the micro-batch with this number ours?"""
-        return index % self.size == self.rank
-
     def share(self, value: T) -> T:
         """The first process's value, in every process; must be called by all."""
         if self.size == 1:
@@ -82,10 +78,13 @@ class Ranks:
         """Add up the gradients of all processes; a process without one counts as zeros."""
         if self.size == 1:
             return
+        sums = []
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            torch.distributed.all_reduce(parameter.grad)
+            sums.append(torch.distributed.all_reduce(parameter.grad, async_op=True))
+        for summed in sums:
+            summed.wait()
 
 
 @dataclass
@@ -261,9 +260,7 @@ class Learner:
             logger.warning("a batch of %d sequences has no teacher's view, so nothing is learnt from it", len(rows))
         stats, losses = StepStats(), []
         chosen = [rows[i] for i in used]
-        for index, lines in enumerate(micro_batches(chosen, config.micro_batch_tokens, share=self.share_prompts)):
-            if not self.ranks.mine(index):
-                continue
+        for lines in self._micro_batches(chosen):
             micro = collate(rows, [[used[i] for i in line] for line in lines], self.policy.device)
             losses.append(self._micro_step(step, rows, micro, _reference_of(references, micro), stats, clock))
         loss = sum(self.ranks.gather(sum(map(float, losses))))
@@ -330,12 +327,18 @@ class Learner:
     def _references(self, rows: Sequence[TrainingRow]) -> dict[int, Tensor]:
         """Reference log-probabilities [T-1] of every row."""
         found: dict[int, Tensor] = {}
-        for lines in micro_batches(rows, self.config.micro_batch_tokens, share=self.share_prompts):
+        for lines in self._micro_batches(rows):
             micro = collate(rows, lines, self.policy.device)
             logp = self.policy.reference_logp(micro)
             for values, number in zip(logp, micro.rows, strict=True):
                 found[number] = values[: len(rows[number].tokens) - 1].cpu()
-        return found
+        return {number: values for part in self.ranks.gather(found) for number, values in part.items()}
+
+    def _micro_batches(self, rows: Sequence[TrainingRow]) -> list[list[list[int]]]:
+        """Return those that are this rank's."""
+        limit, size = self.config.micro_batch_tokens, self.ranks.size
+        cut = micro_batches(rows, limit, share=self.share_prompts, multiple_of=size)
+        return cut[self.ranks.rank :: size]
 
     def _state(self, loss: float, grad_norm: float, step: StepPlan) -> dict[str, float]:
         found = {

@@ -9,6 +9,7 @@ trainer's steps are served, when `total_groups` groups are stored and acknowledg
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, Protocol
 
 from atroposlib.rollouts.failures import logged
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STATUS_EVERY_S = 0.1
+STATUS_EVERY_S, FIRST_STATUS_S = 0.1, 0.01
+STATUS_SHARE = 0.1  # of the time without a rollout: room for one is found after at most a tenth more
 API_SLOW_S = 3.0
 GOODBYE_S = 2.0
 
@@ -119,14 +121,18 @@ async def _roll_out(env: ServingEnvironment, run: Run) -> None:
 
 
 async def _pace(env: ServingEnvironment, run: Run) -> None:
-    """Follow the trainer until it has all it wants."""
+    """Follow the trainer until it has all it wants; closely for a moment where no rollout may run, as the engine idles."""
+    busy_at = time.monotonic()
     while True:
         await _status(env, run)
         await env.env_step_checks()
         if env.trainer_link.is_served():
             return
         await env.add_train_workers()
-        await asyncio.sleep(STATUS_EVERY_S)
+        now = time.monotonic()
+        busy_at = now if run.pool.in_flight else busy_at
+        pause_s = STATUS_EVERY_S if run.pool.in_flight else max(FIRST_STATUS_S, STATUS_SHARE * (now - busy_at))
+        await asyncio.sleep(min(STATUS_EVERY_S, pause_s))
 
 
 async def _status(env: ServingEnvironment, run: Run) -> None:

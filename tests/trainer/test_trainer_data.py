@@ -76,14 +76,27 @@ def test_fields_of_another_length_are_refused():
 
 def test_micro_batches_hold_every_row_once_within_the_budget():
     found = rows(*[make_group([1, 0, 1], completions=[1, 9, 20], seed=s) for s in range(4)])
-    batches = list(micro_batches(found, max_tokens=40))
+    batches = micro_batches(found, max_tokens=40)
     assert sorted(i for batch in batches for line in batch for i in line) == list(range(12))
     assert all(len(batch) * max(line_length(found, line) for line in batch) <= 40 for batch in batches)
 
 
+@pytest.mark.parametrize("budget", [10**6, 120, 64, 40, 21])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_processes_share_a_step_evenly(size, budget):
+    found = rows(*[make_group([1, 0, 1, 0], completions=[1, 9, 20, 5], seed=s) for s in range(6)])
+    batches = micro_batches(found, max_tokens=budget, share=False, multiple_of=size)
+    assert sorted(i for batch in batches for line in batch for i in line) == list(range(24))
+    padded = [len(batch) * max(line_length(found, line) for line in batch) for batch in batches]
+    assert max(padded) <= max(budget, max(len(row.tokens) for row in found))
+    work = [sum(padded[rank::size]) for rank in range(size)]
+    assert max(work) - min(work) <= max(padded)
+    assert max(work) <= 1.5 * sum(len(row.tokens) for row in found) / size
+
+
 def test_a_row_above_the_budget_comes_alone():
     found = rows(make_group([1, 0], completions=[30, 30]))
-    assert list(micro_batches(found, max_tokens=10)) == [[[0]], [[1]]]
+    assert micro_batches(found, max_tokens=10) == [[[0]], [[1]]]
 
 
 def shared_group(scores, *, prompt, completions):
@@ -95,14 +108,14 @@ def shared_group(scores, *, prompt, completions):
 
 def test_responses_shorter_than_their_prompt_share_a_line():
     found = rows(shared_group([1, 0, 1], prompt=12, completions=[3, 5, 4]))
-    assert list(micro_batches(found, max_tokens=100)) == [[[0, 1, 2]]]
+    assert micro_batches(found, max_tokens=100) == [[[0, 1, 2]]]
     assert line_length(found, [0, 1, 2]) == 12 + 3 + 5 + 4
-    assert list(micro_batches(found, max_tokens=100, share=False)) == [[[1], [2], [0]]]
+    assert micro_batches(found, max_tokens=100, share=False) == [[[1], [2], [0]]]
 
 
 def test_responses_longer_than_their_prompt_do_not():
     found = rows(shared_group([1, 0], prompt=6, completions=[7, 8]))
-    assert list(micro_batches(found, max_tokens=100)) == [[[1], [0]]]
+    assert micro_batches(found, max_tokens=100) == [[[1], [0]]]
 
 
 def test_a_line_of_several_rows_keeps_each_row_as_if_alone():
