@@ -36,7 +36,7 @@ _ENV = Path(__file__).with_name("bench_env.py")
 class Load:
     """Requests to make of the engine."""
 
-    url: str
+    urls: Sequence[str]  # of the engines, which share the groups
     model: str  # folder; its tokenizer is used
     slots: int | Literal["auto"]  # groups at once
     new_tokens: int
@@ -104,8 +104,9 @@ def sized(load: Load, seconds: float) -> Load:
 
 
 def flush(load: Load) -> None:
-    """Empty the engine's prefix cache."""
-    httpx.post(f"{load.url}/flush_cache", timeout=60)
+    """Empty the engines' prefix caches."""
+    for url in load.urls:
+        httpx.post(f"{url}/flush_cache", timeout=60)
 
 
 def bare(load: Load, *, first: int = 0, stop: threading.Event | None = None) -> Spans:
@@ -124,7 +125,7 @@ async def _bare(load: Load, first: int, stop: threading.Event) -> Spans:
     numbers = iter(range(load.groups))
     spans: list[tuple[float, float, int]] = []
 
-    async def slot(session: aiohttp.ClientSession) -> None:
+    async def slot(session: aiohttp.ClientSession, url: str) -> None:
         for number in numbers:
             if stop.is_set():
                 return
@@ -132,11 +133,11 @@ async def _bare(load: Load, first: int, stop: threading.Event) -> Spans:
             sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True, "n": GROUP}
             body = {"input_ids": ids[number], "sampling_params": sampling, "return_logprob": True}
             began = time.time()
-            async with session.post(f"{load.url}/generate", json=body) as reply:
+            async with session.post(f"{url}/generate", json=body) as reply:
                 found = orjson.loads(await reply.read())
             spans.append((began, time.time(), tokens * GROUP))
             if [len(choice["output_ids"]) for choice in found] != [tokens] * GROUP:
-                raise RuntimeError(f"{load.url} did not give {GROUP} answers of {tokens} tokens")
+                raise RuntimeError(f"{url} did not give {GROUP} answers of {tokens} tokens")
 
     ids: list[Any] = [
         tokenizer.apply_chat_template(prompt(first + i), add_generation_prompt=True, return_dict=False)
@@ -145,7 +146,7 @@ async def _bare(load: Load, first: int, stop: threading.Event) -> Spans:
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         cpu = time.thread_time()
-        await asyncio.gather(*(slot(session) for _ in range(load.slots)))
+        await asyncio.gather(*(slot(session, load.urls[i % len(load.urls)]) for i in range(load.slots)))
         return Spans([spans], {"client": time.thread_time() - cpu})
 
 
@@ -279,13 +280,12 @@ def _settings(way: str, load: Load, api_url: str, folder: Path, number: int) -> 
         place = {"data_path_to_save_groups": str(folder / "rollouts" / f"{number}.jsonl")}
     server = {
         "server_type": "sglang",
-        "base_url": f"{load.url}/v1",
         "model_name": load.model,
         "tokenizer_name": load.model,
         "api_key": "x",
         "num_max_requests_at_once": 4096,
     }
-    return {"env": env | place, "openai": [server]}
+    return {"env": env | place, "openai": [{**server, "base_url": f"{url}/v1"} for url in load.urls]}
 
 
 @contextlib.contextmanager

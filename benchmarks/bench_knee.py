@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--auto-runs", type=int, default=1, help="Times that auto starts from the beginning.")
     parser.add_argument("--step", type=float, default=5, help="Seconds of one line of auto.")
     args = parser.parse_args()
-    load = Load(args.url, args.model, 1, args.tokens, args.spread)
+    load = Load([args.url], args.model, 1, args.tokens, args.spread)
     rates: dict[int, float] = {}
     print("| groups at once | tok/s |\n|---|---|")
     for slots in args.fixed:

@@ -49,7 +49,7 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
+    parser.add_argument("urls", nargs="+", metavar="URL", help="Of the engine, or of several that share the work.")
     parser.add_argument("--model", required=True, help="Model folder (its tokenizer is used).")
     parser.add_argument("--server-pid", type=int, help="Of the server, to tell its CPU.")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1024], help="Multiples of 32.")
@@ -67,7 +67,7 @@ def main() -> None:
     runs: list[Run] = []
     for new_tokens, concurrency in itertools.product(args.tokens, args.concurrency):
         slots = concurrency // GROUP // (2 if args.side_by_side else 1)
-        load = sized(Load(args.url, args.model, slots, new_tokens, args.spread, args.processes), args.seconds)
+        load = sized(Load(args.urls, args.model, slots, new_tokens, args.spread, args.processes), args.seconds)
         for _ in range(args.repeat):
             reference = 0.0
             for way in args.ways:

@@ -291,7 +291,14 @@ def score(answers: Sequence[Sequence[str | None]]) -> Scores:
 
 @contextlib.contextmanager
 def running_engine(config: RunConfig, folder: Path, environ: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Start the run's engine, give its address, and end it afterwards; `environ` replaces the process's own."""
+    """Start the run's engine, give its address, and end it afterwards; of an external engine only the address.
+
+    Args:
+        environ: of the engine; None: this process's own.
+    """
+    if config.engine == "external":
+        yield config.engine_urls[0]
+        return
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     with (folder / "engine.log").open("ab") as log:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +27,12 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_config import slurm_base_urls
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.launch.services import free_ports
+from benchmarks.bench_clients import Load, framework
 
 MODEL = os.environ.get("ATROPOS_SGLANG_MODEL", "")
 ARGS = json.loads(os.environ.get("ATROPOS_SGLANG_ARGS", "[]"))
 READY_S = 240
+GROUPS = 3000
 PROMPT = [1, 4093, 198, 1780, 314, 216, 34, 27, 35, 47, 2, 198, 1, 520, 9531, 198]
 
 
@@ -189,3 +192,25 @@ def shares(copies: list[str], urls: list[str]) -> list[float]:
     before = [finished_requests(copy) for copy in copies]
     assert len(rolled_out(urls, 64)) == 256
     return [finished_requests(copy) - seen for copy, seen in zip(copies, before, strict=True)]
+
+
+def test_an_engine_that_is_killed_and_comes_back_costs_no_group(tmp_path):
+    """`framework` refuses a run in which a group is missing. The other engine stays as full as before."""
+    first, second = (f"http://127.0.0.1:{port}" for port in free_ports(2))
+    load = Load([first, second], MODEL, slots=64, new_tokens=128, groups=GROUPS)
+    with running(tmp_path, sglang(first, "0")), ThreadPoolExecutor(1) as pool:
+        with running(tmp_path, sglang(second, "1")):
+            run = pool.submit(framework, "process", load)
+            while finished_requests(second) < 0.15 * GROUPS and not run.done():
+                time.sleep(0.2)
+            killed = time.time()
+        with running(tmp_path, sglang(second, "1")):
+            back = time.time()
+            spans = run.result()
+            after = finished_requests(second)
+    began, ended = spans.handing_out()
+    windows = {"both": (began, killed), "one": (killed + 5, back), "both again": (back + 5, ended)}
+    rates = {name: round(spans.rate(window)) for name, window in windows.items() if window[0] < window[1]}
+    print(f"tokens per second: {rates}; down for {back - killed:.0f} s; the one that came back answered {after:.0f}")
+    assert rates["one"] > 0.4 * rates["both"]
+    assert after > 0.1 * GROUPS
