@@ -201,8 +201,9 @@ def test_an_engine_that_is_killed_and_comes_back_costs_no_group(tmp_path):
     with running(tmp_path, sglang(first, "0")), ThreadPoolExecutor(1) as pool:
         with running(tmp_path, sglang(second, "1")):
             run = pool.submit(framework, "process", load)
-            while finished_requests(second) < 0.15 * GROUPS and not run.done():
+            while finished_requests(second) == 0 and not run.done():
                 time.sleep(0.2)
+            time.sleep(10)
             killed = time.time()
         with running(tmp_path, sglang(second, "1")):
             back = time.time()
@@ -213,4 +214,4 @@ def test_an_engine_that_is_killed_and_comes_back_costs_no_group(tmp_path):
     rates = {name: round(spans.rate(window)) for name, window in windows.items() if window[0] < window[1]}
     print(f"tokens per second: {rates}; down for {back - killed:.0f} s; the one that came back answered {after:.0f}")
     assert rates["one"] > 0.4 * rates["both"]
-    assert after > 0.1 * GROUPS
+    assert after > 100
