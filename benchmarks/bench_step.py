@@ -77,8 +77,7 @@ class Timing:
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
-    first_norm: float = float("nan")  # of the first gradient, before clipping
-    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # of each step's gradient, before clipping
     peak_bytes: int = 0
 
     def add(self, seconds: float, cpu_seconds: float, parts: dict[str, float]) -> None:
@@ -93,7 +92,7 @@ class Timing:
         step, cpu = statistics.median(self.seconds[WARM_UP:]), statistics.median(self.cpu_seconds[WARM_UP:])
         parts = [f"{statistics.median(self.parts[part][WARM_UP:]):.3f}" for part in PARTS]
         cells = [f"{step:.3f}", f"{cpu:.3f}", f"{work.tokens / step:,.0f}", *parts, f"{self.peak_bytes / _GIB:.2f}"]
-        return f"| {self.side} | {' | '.join(cells)} | {self.first_norm:.5g} |"
+        return f"| {self.side} | {' | '.join(cells)} | {self.norms[0]:.5g} |"
 
 
 def make_rows(work: Work, vocabulary: int, seed: int = 0) -> list[TrainingRow]:
@@ -120,9 +119,7 @@ def time_ours(work: Work, rows: Sequence[TrainingRow], micro_batch_tokens: int, 
         metrics = learner.train_on(rows)
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
         timing.add(seconds, cpu_seconds, {part: metrics[f"time/{part}_s"] for part in PARTS})
-        timing.losses.append(metrics["train/loss"])
-        if len(timing.seconds) == 1:
-            timing.first_norm = metrics["train/grad_norm"]
+        timing.norms.append(metrics["train/grad_norm"])
     timing.peak_bytes = peak_bytes(work.device)
     return timing
 
@@ -207,7 +204,7 @@ def table(work: Work, timings: Sequence[Timing]) -> str:
         f"| side | s a step | CPU s | tokens/s | {' | '.join(PARTS)} | peak {memory} GiB | first gradient norm |",
         "|---|---|---|---|---|---|---|---|---|",
         *(timing.row(work) for timing in timings),
-        *(f"{timing.side}, losses: {' '.join(f'{loss:.7g}' for loss in timing.losses)}" for timing in timings[:1]),
+        f"gradient norms of all steps, {timings[0].side}: {' '.join(f'{norm:.7g}' for norm in timings[0].norms)}",
         f"python {sys.version.split()[0]}, " + ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
     ]
     return "\n".join(lines)
@@ -401,8 +398,8 @@ class _Watch:
     def _norms(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def clip(*args: Any, **kwargs: Any) -> Any:
             norm = method(*args, **kwargs)
-            if not self.timing.seconds:
-                self.timing.first_norm = float(norm)
+            if not self.timing.norms:
+                self.timing.norms.append(float(norm))
             return norm
 
         return clip
