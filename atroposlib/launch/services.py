@@ -7,6 +7,7 @@ service ends what it started. On Linux the kernel ends them when the supervisor 
 import asyncio
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import shutil
@@ -18,6 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import SystemRandom
 
 import aiohttp
 
@@ -268,23 +270,38 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else ctypes
 
 
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
-_HIGHEST_PORT = 65_535 - 10_000
+_LOWEST_PORT = 10_000
+_SGLANG_NEEDS = 10_000  # SGLang takes the port that much above its own, too, and does not start where there is none
+_OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody uses; all are held at once, so none comes twice.
+    """Ports of this machine that nobody uses, chosen at random; all are held at once, so none comes twice.
 
-    None is above 55,535: SGLang takes the one 10,000 above its own too, and does not start where there is none.
+    None is among those that the system gives to outgoing connections: one of hundreds of clients could have it when
+    the service starts a minute later, or starts again. None is above 55,535.
     """
+    first, random = _first_outgoing_port(), SystemRandom()  # not the generator that a run seeds
+    end = first - _SGLANG_NEEDS if first > 2 * _LOWEST_PORT else 65_536 - _SGLANG_NEEDS
     ports: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(ports) < count:
             probe = stack.enter_context(contextlib.closing(socket.socket()))
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-            if port <= _HIGHEST_PORT:
-                ports.append(port)
+            try:
+                probe.bind(("127.0.0.1", random.randrange(_LOWEST_PORT, end)))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            ports.append(probe.getsockname()[1])
     return ports
+
+
+def _first_outgoing_port() -> int:
+    """Return the lowest port of outgoing connections, by default the lowest that IANA leaves for them."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(_OUTGOING.read_text().split()[0])
+    return 49_152
 
 
 def answers(session: aiohttp.ClientSession, method: str, url: str, body: object = None) -> Probe:

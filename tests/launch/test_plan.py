@@ -1,3 +1,7 @@
+import random
+import socket
+
+import pytest
 import yaml
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
@@ -107,3 +111,27 @@ def test_a_free_port_leaves_room_for_the_second_port_of_sglang():
     ports = free_ports(200)
     assert len(set(ports)) == 200
     assert max(ports) + 10_000 <= 65_535
+
+
+@pytest.mark.parametrize(
+    ("outgoing", "lowest", "highest"),
+    [("32768\t60999\n", 10_000, 22_767), ("1024 65535", 10_000, 55_535), ("", 10_000, 39_151)],
+)
+def test_a_free_port_is_none_that_an_outgoing_connection_may_get(tmp_path, monkeypatch, outgoing, lowest, highest):
+    facts = tmp_path / "ip_local_port_range"
+    facts.write_text(outgoing)
+    monkeypatch.setattr("atroposlib.launch.services._OUTGOING", facts)
+    random.seed(1)  # as runs do
+    first = free_ports(100)
+    random.seed(1)
+    assert lowest <= min(first) <= max(first) <= highest
+    assert free_ports(100) != first
+
+
+def test_a_port_in_use_is_not_free(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        number = taken.getsockname()[1]
+        drawn = iter([number, number, 10_123, 10_124])
+        monkeypatch.setattr("atroposlib.launch.services.SystemRandom.randrange", lambda *_: next(drawn))
+        assert free_ports(1)[0] in (10_123, 10_124)
