@@ -121,7 +121,7 @@ async def _roll_out(env: ServingEnvironment, run: Run) -> None:
 
 
 async def _pace(env: ServingEnvironment, run: Run) -> None:
-    """Follow the trainer until it has all it wants; closely for a moment where no rollout may run, as the engine idles."""
+    """Follow the trainer until it has all it wants; closely at first where no rollout may run, as the engine idles."""
     busy_at = time.monotonic()
     while True:
         await _status(env, run)
