@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 _PROBE = "Is this n't a probe , it 's one ! \n 1 . 2 ?"
 """Text that a clean-up of spaces would change."""
 
@@ -417,7 +416,10 @@ def grow(
         text: of the whole sequence without the end tokens.
         chat: up to and including the completion; None for text completions.
     """
-    masked = output_ids if PROMPT_LOGPROB not in output_logprobs else _mask_unknown(output_ids, output_logprobs)
+    masked = output_ids
+    if PROMPT_LOGPROB in output_logprobs:
+        known = (logprob != PROMPT_LOGPROB for logprob in output_logprobs)
+        masked = [token if is_known else IGNORE_INDEX for token, is_known in zip(output_ids, known, strict=True)]
     return _node(
         {
             "full_text": text,
@@ -450,12 +452,7 @@ def _node(fields: dict[str, object]) -> SequenceNode:
     return node
 
 
-_FIELDS = set(SequenceNode.model_fields)
-"""Of all nodes: pydantic only ever adds names of fields, and these are all."""
-
-
-def _mask_unknown(ids: list[int], logprobs: list[float]) -> list[int]:
-    return [IGNORE_INDEX if logprob == PROMPT_LOGPROB else token for token, logprob in zip(ids, logprobs, strict=True)]
+_FIELDS = set(SequenceNode.model_fields)  # of all nodes: pydantic only ever adds names of fields, and these are all
 
 
 def note_chats(nodes: Iterable[SequenceNode], *, made_up: bool = False) -> None:
