@@ -78,13 +78,27 @@ class Ranks:
         """Add up the gradients of all processes; a process without one counts as zeros."""
         if self.size == 1:
             return
-        sums = []
+        bucket: list[Tensor] = []
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            sums.append(torch.distributed.all_reduce(parameter.grad, async_op=True))
-        for summed in sums:
-            summed.wait()
+            if bucket and sum(map(Tensor.numel, bucket)) + parameter.numel() > _BUCKET:
+                _sum_over_ranks(bucket)
+                bucket = []
+            bucket.append(parameter.grad)
+        _sum_over_ranks(bucket)
+
+
+_BUCKET = 2**25
+"""Numbers of one all-reduce: a hundred small ones take longer than what they send."""
+
+
+def _sum_over_ranks(values: Sequence[Tensor]) -> None:
+    """Replace each of these by its sum over all ranks, in one all-reduce."""
+    flat = torch.cat([value.flatten() for value in values])
+    torch.distributed.all_reduce(flat)
+    for value, summed in zip(values, flat.split([value.numel() for value in values]), strict=True):
+        value.copy_(summed.view_as(value))
 
 
 @dataclass
