@@ -40,9 +40,8 @@ NAMES = COMMANDS | {word.also: word for word in COMMANDS.values() if word.also}
 BEGINS = re.compile(rf"(atropos|python|bash|{'|'.join(word.also for word in COMMANDS.values() if word.also)}) \S")
 
 
-def commands_of(page):
-    """The commands that a page shows, in blocks, indented or within a sentence, as words."""
-    text = page.read_text()
+def commands_of(text):
+    """The commands that a text shows, in blocks, indented or within a sentence, as words."""
     blocks = "\n".join(re.findall(r"```(?:bash|sh)?\n(.*?)```", text, re.DOTALL))
     lines = [*blocks.splitlines(), *re.findall(r"^    (.*)", text, re.MULTILINE), *re.findall(r"`([^`\n]+)`", text)]
     shown = [re.split(r"   #|  # |   \(|  +then| #  ", line)[0].strip() for line in lines]
@@ -99,7 +98,28 @@ ELSEWHERE = {"prepare_sft_data.py", "split_dataset.py", "test_causal_env.py", "c
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_that_a_page_shows_is_there_with_its_options_and_its_files(page):
-    assert {" ".join(words): [*unknown] for words in commands_of(page) if (unknown := set(unknown_in(words)))} == {}
+    assert {
+        " ".join(words): [*unknown] for words in commands_of(page.read_text()) if (unknown := set(unknown_in(words)))
+    } == {}
+
+
+def helps_below(name, command):
+    """The help of a command and of those below it, each by its words."""
+    yield name, command.help or ""
+    for word, below in command.commands.items() if isinstance(command, TyperGroup) else ():
+        yield from helps_below(f"{name} {word}", below)
+
+
+HELPS = dict(
+    pair for name, word in COMMANDS.items() if (app := word.typer_app()) for pair in helps_below(name, get_command(app))
+)
+
+
+@pytest.mark.parametrize("name", HELPS)
+def test_every_command_that_a_help_shows_is_there_with_its_options(name):
+    shown = commands_of(HELPS[name].replace("\n  ", "\n    "))
+    assert shown or name == "data"
+    assert {" ".join(words): [*unknown] for words in shown if (unknown := set(unknown_in(words)))} == {}
 
 
 def test_the_example_runs_in_process_and_evaluate_as_a_user_starts_it(tmp_path):
