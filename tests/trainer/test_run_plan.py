@@ -316,6 +316,6 @@ def test_weights_that_are_served_stay_when_the_clock_was_set_back(tmp_path, suff
         export = tmp_path / f"weights_{version:08d}{suffix}"
         export.touch() if suffix else export.mkdir()
         os.utime(export, (written_at, written_at))
-    replace_link(tmp_path / CURRENT, export)
+    replace_link(tmp_path / CURRENT, tmp_path / f"weights_00000003{suffix}")
     keep_newest(tmp_path, GGUF_FILES if suffix else FOLDERS)
     assert sorted(path.name[:16] for path in tmp_path.glob("weights_*")) == ["weights_00000002", "weights_00000003"]
