@@ -119,7 +119,9 @@ class DatasetEnv(RowsEnv):
         await super().setup()
 
     def load(self) -> Split:
-        sources = self.config.datasets or ([Source(id=self.config.dataset)] if self.config.dataset else [])
+        sources = self.config.datasets or (
+            [Source.model_validate({"id": self.config.dataset})] if self.config.dataset else []
+        )
         if not sources:
             raise ConfigError("env.datasets is empty; name at least one: --env.datasets '[{id: problems.jsonl}]'")
         rows = mix(sources, seed=self.config.seed)

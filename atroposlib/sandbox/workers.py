@@ -109,7 +109,7 @@ class WorkerPool:
         """
         if self._is_closed:
             raise SandboxError("the pool of workers is closed")
-        call = WorkerCall(function, args, opening)
+        call = WorkerCall(function, args, opening, self._changed)
         call.future = self._threads.submit(self._do, call)
         return call
 
@@ -133,7 +133,10 @@ class WorkerPool:
             return worker.run(call, self.timeout_s)
         finally:
             with self._changed:
-                call.worker = None
+                call.worker = None  # from here on a cancellation kills nothing
+            if call.is_cancelled:
+                worker.stop()  # killed or about to be: the next call gets a fresh process
+            with self._changed:
                 self._running.discard(call)
                 self._idle.append(worker)
                 self._changed.notify_all()
@@ -144,16 +147,22 @@ class WorkerCall:
 
     future: Future[Json]
 
-    def __init__(self, function: str, args: tuple[object, ...], opening: Opening | None) -> None:
+    def __init__(
+        self, function: str, args: tuple[object, ...], opening: Opening | None, changing: threading.Condition
+    ) -> None:
         self.function, self.args, self.opening = function, args, opening
+        self._changing = changing  # held by whoever gives it a worker or takes it away
         self.worker: Worker | None = None  # while one does it
         self.is_cancelled = False
 
     def cancel(self) -> None:
         """End it, with its worker if it has begun."""
         self.is_cancelled = True
-        if not self.future.cancel() and (worker := self.worker) is not None:
-            worker.kill()
+        if self.future.cancel():
+            return
+        with self._changing:
+            if self.worker is not None:
+                self.worker.kill()
 
 
 class Worker:

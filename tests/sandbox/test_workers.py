@@ -1,15 +1,17 @@
 import asyncio
+import contextlib
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from atroposlib.sandbox.workers import SandboxError, WorkerPool, as_score, time_left_s
+from atroposlib.sandbox.workers import SandboxError, Worker, WorkerPool, as_score, time_left_s
 
 VICTIMS = "victims"
 
@@ -105,6 +107,28 @@ async def test_a_worker_that_holds_more_than_half_of_its_memory_is_replaced_afte
     kept = [await pool.call(f"{VICTIMS}:keep_much_memory", opening=opening) for _ in range(4)]
     pool.close()
     assert kept == [2, 3, 2, 3]
+
+
+@pytest.mark.parametrize("moment", ["_start", "_exchange"])  # before its request, and with its reply there
+def test_a_call_cancelled_at_any_moment_leaves_no_dying_worker_to_the_next(pool, monkeypatch, moment):
+    reached, cancelled, original = threading.Event(), threading.Event(), getattr(Worker, moment)
+
+    def held(*args):
+        result = original(*args)
+        reached.set()
+        assert cancelled.wait(20)
+        return result
+
+    monkeypatch.setattr(Worker, moment, held)
+    call = pool.submit(f"{VICTIMS}:double", 21)
+    assert reached.wait(20)
+    call.cancel()
+    cancelled.set()
+    with contextlib.suppress(SandboxError):
+        assert call.future.result(20) == 42
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    assert pool.run(f"{VICTIMS}:double", 4) == 8
 
 
 async def test_a_cancelled_call_ends_its_worker_and_frees_the_place(pool, tmp_path):
