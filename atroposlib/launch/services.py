@@ -271,6 +271,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else ctypes
 
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 _LOWEST_PORT = 10_000
+_FEWEST_PORTS = 1_000  # to choose from
 _SGLANG_NEEDS = 10_000  # SGLang takes the port that much above its own, too, and does not start where there is none
 _OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -282,7 +283,9 @@ def free_ports(count: int) -> list[int]:
     the service starts a minute later, or starts again. None is above 55,535.
     """
     first, random = _first_outgoing_port(), SystemRandom()  # not the generator that a run seeds
-    end = first - _SGLANG_NEEDS if first > 2 * _LOWEST_PORT else 65_536 - _SGLANG_NEEDS
+    end = first - _SGLANG_NEEDS
+    if end - _LOWEST_PORT < _FEWEST_PORTS:
+        end = 65_536 - _SGLANG_NEEDS
     ports: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(ports) < count:

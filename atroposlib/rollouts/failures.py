@@ -52,8 +52,10 @@ _NOT_AN_AUTHORS = ("<", str(Path(__file__).parents[1]) + os.sep, sysconfig.get_p
 
 def place_of(error: BaseException) -> str:
     """Return where in an author's own files an error arose (`at my_env.py:17`); "" if in none."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    seen = [error]  # an author's `raise error from error` is its own cause
+    while (cause := error.__cause__) is not None and all(cause is not each for each in seen):
+        error = cause
+        seen.append(cause)
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [(f, line) for f, line in frames if not f.startswith(_NOT_AN_AUTHORS) and "site-packages" not in f]
     return f" at {Path(own[-1][0]).name}:{own[-1][1]}" if own else ""

@@ -346,6 +346,7 @@ class Run:
         previous = synced_at = time.monotonic()
         held = HeldLoop(previous)
         while True:
+            slept_at = time.monotonic()
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             engine_down = self._env.engine_down()
@@ -354,7 +355,7 @@ class Run:
             self.progress.stand_still(self._standstill.look(self._facts(), now))
             self.engines.raise_checked()
             self.pool.expire(self._env.config.worker_timeout, outage_s=now - previous if engine_down else 0.0)
-            if self.progress.state == "running" and (said := held.look(max(0.0, now - previous - TICK_S), now)):
+            if self.progress.state == "running" and (said := held.look(max(0.0, now - slept_at - TICK_S), now)):
                 logger.warning("%s", said)
             previous = now
             if self.health.nothing_works:
@@ -441,6 +442,11 @@ class Run:
         if self.source.is_exhausted and not groups and self.sink.fruitless.items:
             why = ", ".join(f"{reason}: {count}" for reason, count in self.sink.fruitless.reasons.most_common())
             raise AtroposError(f"the items are used up, and none gave a usable group ({why}); look at what was dropped")
+        if self.source.is_exhausted and not groups and self.files and self.files.ledger.done:
+            raise AtroposError(
+                "the items are used up, and none gave a usable group in earlier starts, which rejected "
+                f"{len(self.files.ledger.done)} items; look at what was dropped, or give --fresh"
+            )
         if self.source.is_exhausted and not groups:
             hook = "get_item(0)" if self._env.has_get_item else "get_next_item()"
             raise AtroposError(

@@ -115,7 +115,12 @@ def test_a_free_port_leaves_room_for_the_second_port_of_sglang():
 
 @pytest.mark.parametrize(
     ("outgoing", "lowest", "highest"),
-    [("32768\t60999\n", 10_000, 22_767), ("1024 65535", 10_000, 55_535), ("", 10_000, 39_151)],
+    [
+        ("32768\t60999\n", 10_000, 22_767),
+        ("1024 65535", 10_000, 55_535),
+        ("20001 60999", 10_000, 55_535),
+        ("", 10_000, 39_151),
+    ],
 )
 def test_a_free_port_is_none_that_an_outgoing_connection_may_get(tmp_path, monkeypatch, outgoing, lowest, highest):
     facts = tmp_path / "ip_local_port_range"

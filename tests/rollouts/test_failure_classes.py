@@ -5,7 +5,7 @@ import json
 import pytest
 
 from atroposlib.errors import EngineFault, KilledFault, RequestFault, VerifierFault
-from atroposlib.rollouts.failures import NO_GROUP, FailureLog, Fruitless, TaskHealth, failure_class
+from atroposlib.rollouts.failures import NO_GROUP, FailureLog, Fruitless, TaskHealth, failure_class, place_of
 from atroposlib.rollouts.source import Work
 
 CLASSES = {
@@ -88,3 +88,10 @@ def test_items_without_a_group_slow_down_only_while_no_engine_sets_the_pace(monk
     assert (fruitless.pause_s, fruitless.sentence()) == (0.0, None)  # six of ten: such a row is no wonder
     fruitless.end()
     assert (fruitless.items, fruitless.pause_s) == (0, 0.0)
+
+
+def test_the_place_of_an_error_that_is_its_own_cause_is_found():
+    error = ValueError("no number")
+    with pytest.raises(ValueError, match="no number") as raised:
+        raise error from error
+    assert place_of(raised.value).startswith(" at test_failure_classes.py:")

@@ -78,6 +78,21 @@ async def test_failed_items_are_replaced_by_later_ones(tmp_path):
     assert progress["state"] == "done"
 
 
+class EqualEnv(CountingEnv):
+    """Scores of a group are equal."""
+
+    async def collect_trajectories(self, item):
+        group, backlog = await super().collect_trajectories(item)
+        return {**group, "scores": [1.0] * len(group["scores"])}, backlog
+
+
+async def test_every_start_says_that_the_items_gave_no_usable_group(tmp_path):
+    for why in (r"\(all scores equal: 3\)", "in earlier starts, which rejected 3 items"):
+        env = process_env(tmp_path, EqualEnv, items=3, ensure_scores_are_not_same=True)
+        with pytest.raises(AtroposError, match=f"the items are used up, and none gave a usable group {why}"):
+            await env.process_manager()
+
+
 class PickyEnv(CountingEnv):
     """Cannot judge the first response of any item."""
 

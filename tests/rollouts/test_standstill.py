@@ -1,12 +1,13 @@
 """A run that stands still says why, and ends where going on is pointless."""
 
+import asyncio
 import json
 import logging
 import math
 from collections.abc import Iterable
 
 import pytest
-from counting_env import CountingEnv
+from counting_env import CountingEnv, make_env
 from stalls import ENDING, STALLS, first_sentence
 
 from atroposlib.envs.cli import main
@@ -14,6 +15,7 @@ from atroposlib.errors import AtroposError
 from atroposlib.rollouts import run, standstill
 from atroposlib.rollouts.early_stop import RunLimits
 from atroposlib.rollouts.failures import NO_GROUP, FailureLog, Fruitless, TaskHealth
+from atroposlib.rollouts.files import RolloutFiles
 from atroposlib.rollouts.groups import EQUAL_SCORES
 from atroposlib.rollouts.ledger import Totals
 from atroposlib.rollouts.progress import EngineUse, Progress
@@ -172,3 +174,13 @@ def test_code_that_blocks_the_event_loop_for_long_is_named_once_in_ten_minutes(l
     said = [sentence for tick in ticks if (sentence := held.look(late_s, tick * (0.25 + late_s)))]
     assert len(said) == is_said
     assert not is_said or said[0].startswith("the event loop was held for 9.0 of 10.5 s, 1.5 s at once, and no rollout")
+
+
+async def test_a_slow_disk_is_no_code_that_blocks_the_event_loop(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(run, "TICK_S", 0.01)
+    monkeypatch.setattr(run, "SYNC_EVERY_S", 0.0)
+    monkeypatch.setattr(HeldLoop, "OVER_S", 0.1)
+    monkeypatch.setattr(RolloutFiles, "sync", lambda self: asyncio.sleep(0.15))  # while a thread waits for the disk
+    env = make_env(data_path_to_save_groups=str(tmp_path / "o.jsonl"), total_steps=2, max_num_workers=1, seconds=0.3)
+    await env.process_manager()
+    assert "the event loop was held" not in caplog.text
