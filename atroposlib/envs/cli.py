@@ -40,6 +40,14 @@ MODES: dict[Mode, str] = {
 EXIT_FAILED, EXIT_USAGE = 1, 2
 SECRET_FIELDS = frozenset({"api_key"})
 Model = TypeVar("Model", bound=BaseModel)
+_SERVING = (
+    *("rollout_server_url", "max_batches_offpolicy", "inference_weight", "min_batch_allocation"),
+    *("steps_per_eval", "eval_handling", "eval_limit_ratio"),
+)
+_RECORDING = (
+    *("total_steps", "total_groups", "data_path_to_save_groups", "dump_rollouts", "rollouts_dir"),
+    *("stop_after_accepted", "hopeless_rate", "total_accepted", "token_budget", "lease_dir"),
+)
 _CHECKS = {"--check", "--check=settings"}
 
 
@@ -70,6 +78,21 @@ class Settings:
             f"given: {changed}; every setting is kept next to the rollouts (.config.yaml)",
         ]
         return [re.sub(r"//[^@/\s]*@", "//", line) for line in lines]  # an address may hold a token
+
+    def without_effect(self) -> list[str]:
+        """Return a sentence for each reason for which flags that were given change nothing."""
+        env, is_one_file = self.env, self.env.rollouts_dir is None and self.env.data_path_to_save_groups
+        reasons = {
+            f"{self.mode} serves no trainer": () if self.mode == "serve" else _SERVING,
+            "evaluate records no groups": _RECORDING if self.mode == "evaluate" else (),
+            "env.lease_dir is not set": () if env.lease_dir else ("lease_owner", "lease_items", "lease_timeout"),
+            "env.response_journal is off": ("response_seed", "reuse_rollouts") if env.response_journal == "off" else (),
+            "all groups go to one file": ("groups_per_shard", "compress_rollouts") if is_one_file else (),
+        }
+        flags = {
+            reason: [f"env.{key}" for key in keys if f"env.{key}" in self.flags] for reason, keys in reasons.items()
+        }
+        return [f"without effect, as {reason}: --{', --'.join(given)}" for reason, given in flags.items() if given]
 
     def as_yaml(self) -> str:
         """The settings as a file for `--config`, with secrets left out."""
@@ -133,6 +156,8 @@ class EnvCommand:
             ModelError: there is no such tokenizer.
         """
         settings = resolve(self.env_cls, self.mode, self.arguments)
+        for line in settings.without_effect():
+            print(line)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             for line in runner.run(self.env_cls.preview(settings)):
                 print(line)
@@ -148,6 +173,8 @@ class EnvCommand:
         text = settings.as_yaml()
         for line in settings.summary(self.env_cls.name or self.env_cls.__name__):
             logger.info("%s", line)
+        for line in settings.without_effect():
+            logger.warning("%s", line)
         env = self.env_cls.from_settings(settings)
         env.fresh, env.settings_text = settings.fresh, text
         return _run_loop(env, self.mode)
@@ -241,6 +268,11 @@ def resolve(env_cls: type[CliEnv], mode: Mode, arguments: Sequence[str]) -> Sett
     )
     env_flags = _namespace(flags, ENV_NAMESPACE)
     env = _validated(type(default_env), {**below, **default_env.reset_by(env_flags), **env_flags}, ENV_NAMESPACE)
+    if mode == "process" and env.total_groups not in (None, env.total_steps):
+        raise ConfigError(
+            f"env.total_groups is {env.total_groups}, and process writes env.total_steps groups, which is "
+            f"{env.total_steps}; give --env.total_steps {env.total_groups}, as total_groups is for serve"
+        )
     if env.wandb_name is None:
         env.wandb_name = env_cls.name
     manager_fields = ServerManagerConfig.model_fields

@@ -164,6 +164,36 @@ def test_process_has_defaults_of_its_own_that_flags_override():
     assert settings("--env.include_messages", "false", mode="process").env.include_messages is False
 
 
+@pytest.mark.parametrize("given", [["--env.total_groups", "60"], "env: {total_groups: 60}"], ids=["flag", "file"])
+def test_a_number_of_groups_for_serve_is_no_number_for_process(tmp_path, given):
+    arguments = config_file(tmp_path, given) if isinstance(given, str) else given
+    with pytest.raises(ConfigError, match=r"env.total_groups is 60, and process .* 1000; give --env.total_steps 60"):
+        settings(*arguments, mode="process")
+    assert settings(*arguments).env.total_groups == 60
+    assert settings(*arguments, "--env.total_steps", "60", mode="process").env.total_steps == 60
+
+
+WITHOUT_EFFECT = {
+    "of serve": ("process", "inference_weight 2", "process serves no trainer: --env.inference_weight"),
+    "of groups": ("evaluate", "total_steps 2", "evaluate records no groups: --env.total_steps"),
+    "of leases": ("serve", "lease_items 2", "env.lease_dir is not set: --env.lease_items"),
+    "of the journal": ("process", "response_seed 2", "env.response_journal is off: --env.response_seed"),
+    "of shards": ("process", "compress_rollouts true", "all groups go to one file: --env.compress_rollouts"),
+}
+
+
+@pytest.mark.parametrize(("mode", "given", "said"), WITHOUT_EFFECT.values(), ids=WITHOUT_EFFECT)
+def test_a_flag_that_a_mode_does_not_use_is_named(mode, given, said):
+    assert settings("--env." + given.split()[0], given.split()[1], mode=mode).without_effect() == [
+        f"without effect, as {said}"
+    ]
+
+
+def test_flags_that_are_used_are_not_named():
+    given = ["--env.rollouts_dir", "r", "--env.compress_rollouts", "true", "--env.max_batches_offpolicy", "2"]
+    assert settings(*given).without_effect() == []
+
+
 def test_the_name_of_the_environment_names_the_wandb_run():
     assert settings().env.wandb_name == "toy"
 
