@@ -11,7 +11,7 @@ import pytest
 
 IMPORTS = {
     "atroposlib.api": "app",
-    "atroposlib.api.server": "app",
+    "atroposlib.api.server": "app EnvIdentifier Info RegisterEnv Registration ScoredData Status",
     "atroposlib.api.utils": (
         "find_groups_summing_to_target grab_exact_from_heterogeneous_queue grab_batch_with_minimum_allocations"
     ),

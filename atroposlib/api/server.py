@@ -36,7 +36,15 @@ from atroposlib.api.group_checks import EncodedGroup, read_binary, read_group, r
 from atroposlib.api.group_codec import GROUP_KEYS
 from atroposlib.api.group_intake import Receipt
 from atroposlib.api.protocol import CONNECTION_KEY, Strangers
-from atroposlib.api.schemas import Refused
+from atroposlib.api.schemas import (  # the payloads: also under upstream's module
+    EnvIdentifier as EnvIdentifier,
+    Info as Info,
+    Refused,
+    RegisterEnv as RegisterEnv,
+    Registration as Registration,
+    ScoredData as ScoredData,
+    Status as Status,
+)
 from atroposlib.api.service import TrajectoryService
 from atroposlib.api.store import Store
 from atroposlib.type_definitions import JsonObject

@@ -63,7 +63,10 @@ def serve(
     max_queue_mb: Annotated[
         float | None, typer.Option(min=0.001, help="Most that waiting groups may take; default: what the disk holds.")
     ] = None,
+    reload: Annotated[bool, typer.Option("--reload", hidden=True)] = False,
 ) -> None:
+    if reload:
+        logger.warning("--reload of atroposlib 0.4.0 has no effect: after a change of the code start run-api again")
     token = auth.read_token(expand_path(token_file, what="--token-file") if token_file else None, os.environ)
     if token is None and not insecure and not auth.is_loopback(host):
         raise ConfigError(

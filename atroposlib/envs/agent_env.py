@@ -329,7 +329,7 @@ class AgentEnv(BaseEnv):
             async with asyncio.timeout(config.agent_timeout_s):
                 result, code, output = await contained(self.run_agent(item, access)), None, ""
                 if isinstance(result, Command):
-                    code, output = await run_command(result, access.folder, access.variables())
+                    code, output = await _run_agent(result, access)
                     result = None
                     if code != 0 and not _is_spent(rollout):
                         raise EnvironmentFault(f"the agent ended with exit code {code}: {output[-500:].strip()}")
@@ -374,6 +374,15 @@ def _is_spent(rollout: Rollout) -> bool:
     return (rollout.end_reason or "").startswith("budget")
 
 
+async def _run_agent(command: Command, access: Access) -> tuple[int, str]:
+    try:
+        return await run_command(command, access.folder, access.variables())
+    except OSError as error:
+        raise EnvironmentFault(
+            f"the agent's program cannot be started: {error}; give its full path, or a name that is on PATH"
+        ) from error
+
+
 async def run_command(command: Command, folder: Path, variables: Mapping[str, str]) -> tuple[int, str]:
     """Run a program to its end; exit code, and the end of what it printed. Whatever it started ends with it.
 
@@ -386,13 +395,19 @@ async def run_command(command: Command, folder: Path, variables: Mapping[str, st
     Raises:
         OSError: it cannot be started.
     """
-    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as refused:
+    with (
+        tempfile.TemporaryFile() as given,  # no pipe: a program may end before it has read
+        tempfile.TemporaryFile() as printed,
+        tempfile.TemporaryFile() as refused,
+    ):
+        given.write(command.stdin)
+        given.seek(0)
         is_kept = sys.platform == "linux"
         keeper = [sys.executable, "-I", "-S", KEEPER, str(os.getpid()), str(TERM_S), str(refused.fileno())]
         process = await asyncio.create_subprocess_exec(
             *(keeper if is_kept else ()),
             *command.arguments,
-            stdin=asyncio.subprocess.PIPE,
+            stdin=given,
             stdout=printed,
             stderr=asyncio.subprocess.STDOUT,
             cwd=folder,
@@ -401,7 +416,7 @@ async def run_command(command: Command, folder: Path, variables: Mapping[str, st
             pass_fds=(refused.fileno(),) if is_kept else (),
         )
         try:
-            await process.communicate(command.stdin)
+            await process.wait()
         finally:
             await (_end_kept(process) if is_kept else _end_group(process))
             if command.clean_up:

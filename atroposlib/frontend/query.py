@@ -248,6 +248,7 @@ def compare(table: Table, left: Array, right: Array) -> JsonObject:
     Returns:
         `items`: of each item of both sides the group row, mean score and mean length of each side, the greatest
         difference first. `wins`: items on which each side is better, and `ties`; `only`: items of one side alone.
+        `mean`: the mean score of each side on the items of both, null where there is none; `own`: on all items of the side.
     """
     a, b = _by_item(table, left), _by_item(table, right)
     both = np.intersect1d(a["item"], b["item"])
@@ -266,7 +267,8 @@ def compare(table: Table, left: Array, right: Array) -> JsonObject:
         "wins": [int((change < 0).sum()), int((change > 0).sum())],
         "ties": int((change == 0).sum()),
         "only": [len(a) - len(both), len(b) - len(both)],
-        "mean": [_number(np.nanmean(rows["score"])) if len(rows) else None for rows in (a_rows, b_rows)],
+        "mean": [_mean_score(rows) for rows in (a_rows, b_rows)],
+        "own": [_mean_score(rows) for rows in (a, b)],
     }
 
 
@@ -283,6 +285,10 @@ def _by_item(table: Table, keep: Array) -> Array:
     for name, values in (("score", table.responses["score"]), ("tokens", lengths(table))):
         found[name] = np.bincount(place, weights=values[keep], minlength=len(items)) / np.maximum(count, 1)
     return found
+
+
+def _mean_score(rows: Array) -> float | None:
+    return _number(rows["score"].mean()) if len(rows) else None
 
 
 def _number(value: Array | np.floating | float) -> float | None:

@@ -1,5 +1,6 @@
 """Agents as environments: scored, failed, timed out or out of budget, each apart; a whole run with its rollout file."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 from fakes import FakeServer, FakeTokenizer
 
 from atroposlib.data.validate import Validation
@@ -312,6 +314,20 @@ async def test_a_program_that_cannot_be_started_is_an_error_and_no_exit_code(tmp
         await run_command(Command(["no-such-program"]), tmp_path, {})
 
 
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_programs_may_end_before_they_have_read_what_they_are_given(tmp_path, new_loop):
+    given = b"much to read\n" * 10_000
+
+    async def run_several(*arguments):
+        commands = [Command(arguments, stdin=given)] * 4
+        return await asyncio.gather(*(run_command(each, tmp_path, {}) for each in commands), return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(run_several("true")) == [(0, "")] * 4
+        assert runner.run(run_several("wc", "-c")) == [(0, f"{len(given)}\n")] * 4
+        assert {type(each) for each in runner.run(run_several("no-such-program"))} == {FileNotFoundError}
+
+
 DOCKER = """#!/usr/bin/env python3
 # Stands in for docker: a container is a process that the client's end leaves alone, and that `rm --force` ends.
 import json, os, pathlib, signal, subprocess, sys
@@ -429,6 +445,21 @@ async def test_an_agent_that_never_asks_its_model_is_a_fault_and_no_score_of_0()
     group = await rolled_out(make(Silent, ("yes", "no")))
     assert group["scores"] == [2.0]
     assert ["asked its model for nothing" in each["error"] for each in group["unscored"]] == [True]
+
+
+class Misspelt(CoroutineEnv):
+    """One agent of the group names a program that is not there."""
+
+    starts = 0
+
+    async def run_agent(self, item, access):
+        self.starts += 1
+        return Command(["my-agnet"]) if self.starts == 1 else await super().run_agent(item, access)
+
+
+async def test_an_agent_whose_program_is_not_there_says_so():
+    (unscored,) = (await rolled_out(make(Misspelt, ("yes", "no"))))["unscored"]
+    assert "the agent's program cannot be started: [Errno 2] No such file or directory: 'my-agnet'" in unscored["error"]
 
 
 class Swallowing(CoroutineEnv):

@@ -219,6 +219,7 @@ def test_filters_that_leave_nothing_say_so(open_page, view):
     until(page, "document.querySelector('#list').textContent === 'no group matches the filters'")
     page.click("#views button:has-text('compare')")
     until(page, "document.querySelector('#list').textContent === 'no item that the filters leave is in both'")
+    assert page.locator(".verdict").inner_text() == "No item in common: A has 0 items, B has 0 items"
 
 
 def test_two_runs_stand_next_to_each_other(open_page, view):

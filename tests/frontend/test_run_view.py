@@ -359,6 +359,20 @@ def test_two_runs_are_compared_item_by_item(tmp_path):
     assert found["items"][0]["groups"] == [f"{name}/x_rollouts_main_0001.jsonl:2" for name in "ab"]
 
 
+def test_two_runs_without_an_item_in_common_have_a_mean_each(tmp_path):
+    paths = []
+    for name, scores in (("a", [(1.0, 0.0), (1.0, 1.0)]), ("b", [(0.0, 0.5)])):
+        (tmp_path / name).mkdir()
+        groups = [group(list(pair), "t", item=f"{name}{at}") for at, pair in enumerate(scores)]
+        paths.append(write_groups(tmp_path / name / "x_rollouts_main_0001.jsonl", groups))
+    client = make_client(*paths)
+    sides = {"left": "run:a/x_rollouts_main", "right": "run:b/x_rollouts_main"}
+    found = client.get("/api/compare", params=sides).json()
+    assert (found["matching"], found["mean"], found["own"], found["only"]) == (0, [None, None], [0.75, 0.25], [2, 1])
+    found = client.get("/api/compare", params={**sides, "min_score": "2"}).json()
+    assert (found["own"], found["only"]) == ([None, None], [0, 0])
+
+
 def test_two_steps_are_compared_and_an_unknown_side_is_named(client):
     found = client.get("/api/compare", params={"left": "step:1", "right": "step:2"}).json()
     assert [each["scores"] for each in found["items"]] == [[0.5, pytest.approx(2 / 3)]]

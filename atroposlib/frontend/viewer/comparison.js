@@ -30,9 +30,7 @@ export async function loadComparison() {
   };
   byId("list-head").replaceChildren(
     make("label", {}, "A ", choose("left", left)), make("label", {}, "B ", choose("right", right)),
-    make("p", { className: "verdict" },
-      make("b", { text: `A better on ${short(found.wins[0])}, B on ${short(found.wins[1])}` }),
-      `, equal on ${short(found.ties)}; mean score ${short(found.mean[0])} and ${short(found.mean[1])}; only in A ${short(found.only[0])}, only in B ${short(found.only[1])}`));
+    verdict(found));
   byId("list").replaceChildren(...found.items.map(entry));
   if (!found.items.length) byId("list").append(make("li", { className: "quiet", text: "no item that the filters leave is in both" }));
   const pages = byId("pages");
@@ -45,6 +43,15 @@ export async function loadComparison() {
     };
     pages.append(turn(-1, "‹"), ` ${found.offset / found.page + 1} of ${Math.ceil(found.matching / found.page)} `, turn(1, "›"));
   }
+}
+
+// Means of different items cannot be compared, so each stands with its number of items.
+function verdict({ wins, ties, mean, own, only, matching }) {
+  const alone = ["A", "B"].map((name, at) => `${name} has ${short(only[at])} ${only[at] === 1 ? "item" : "items"}${only[at] ? ` with a mean score of ${short(own[at])}` : ""}`);
+  return matching
+    ? make("p", { className: "verdict" }, make("b", { text: `A better on ${short(wins[0])}, B on ${short(wins[1])}` }),
+      `, equal on ${short(ties)}; mean score ${short(mean[0])} and ${short(mean[1])}; only in A ${short(only[0])}, only in B ${short(only[1])}`)
+    : make("p", { className: "verdict" }, make("b", { text: "No item in common" }), `: ${alone.join(", ")}`);
 }
 
 function defaults(sides) {
