@@ -36,21 +36,16 @@ from atroposlib.api.group_checks import EncodedGroup, read_binary, read_group, r
 from atroposlib.api.group_codec import GROUP_KEYS
 from atroposlib.api.group_intake import Receipt
 from atroposlib.api.protocol import CONNECTION_KEY, Strangers
-from atroposlib.api.schemas import (  # the payloads: also under upstream's module
-    EnvIdentifier as EnvIdentifier,
-    Info as Info,
-    Refused,
-    RegisterEnv as RegisterEnv,
-    Registration as Registration,
-    ScoredData as ScoredData,
-    Status as Status,
-)
+from atroposlib.api.schemas import EnvIdentifier, Info, Refused, RegisterEnv, Registration, ScoredData, Status
 from atroposlib.api.service import TrajectoryService
 from atroposlib.api.store import Store
 from atroposlib.type_definitions import JsonObject
 
 MEGABYTE = 1_000_000
 STATE_DIR_VARIABLE = "ATROPOS_STATE_DIR"
+
+__all__ = ["EnvIdentifier", "Info", "RegisterEnv", "Registration", "ScoredData", "Status", "app", "create_app"]
+"""The payloads' names are here for those who import them as from `atroposlib` 0.4.0."""
 
 app: FastAPI
 

@@ -248,7 +248,7 @@ def compare(table: Table, left: Array, right: Array) -> JsonObject:
     Returns:
         `items`: of each item of both sides the group row, mean score and mean length of each side, the greatest
         difference first. `wins`: items on which each side is better, and `ties`; `only`: items of one side alone.
-        `mean`: the mean score of each side on the items of both, null where there is none; `own`: on all items of the side.
+        `mean`: of each side's scores on the items of both, null where there are none; `own`: on all items of the side.
     """
     a, b = _by_item(table, left), _by_item(table, right)
     both = np.intersect1d(a["item"], b["item"])
