@@ -16,7 +16,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 CONNECTION_KEY = "atropos.connection"
 CHUNK_BYTES = 1 << 18
 MAX_STRANGERS = 512
-MOST_DESCRIPTORS = 1 << 16
 _TIOCOUTQ = 0x5411  # bytes in a socket's send queue that the peer has not acknowledged (Linux)
 
 
@@ -127,17 +126,6 @@ class Strangers:
         strangers.pop(connection, None)
         if not strangers:
             self._strangers.pop(connection.host, None)
-
-
-def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to what the system allows this process; return it."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return max(soft, wanted)
 
 
 HEAD_S = 15.0

@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo, OptionInfo
 
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.system_limits import limit_reached
 
 Click: TypeAlias = Any
 """An object of the click that typer brings: by its version a package of that name, or a copy of its own."""
@@ -130,9 +131,8 @@ def run(app: typer.Typer, name: str, *, log_level: int | None = logging.WARNING)
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            where = f" at {error.filename}" if error.filename else ""
-            print(f"{name}: no room on the disk{where} ({error.strerror}); free some and try again", file=sys.stderr)
+        if sentence := limit_reached(error):
+            print(f"{name}: {sentence}, and try again", file=sys.stderr)
         elif error.filename:
             print(f"{name}: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
         else:

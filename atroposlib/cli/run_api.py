@@ -20,6 +20,7 @@ from atroposlib.api import auth
 from atroposlib.cli.boundary import command, listening, run
 from atroposlib.errors import ConfigError
 from atroposlib.paths import expand_path
+from atroposlib.system_limits import raise_descriptor_limit
 
 logger = logging.getLogger("atroposlib.api")
 
@@ -100,7 +101,7 @@ def _run(app, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT; afterwards everything is on disk."""
     import uvicorn
 
-    from atroposlib.api.protocol import MAX_STRANGERS, ConnectionProtocol, raise_descriptor_limit
+    from atroposlib.api.protocol import MAX_STRANGERS, ConnectionProtocol
 
     app.state.strangers.max_strangers = min(MAX_STRANGERS, raise_descriptor_limit() // 2)
     config = uvicorn.Config(

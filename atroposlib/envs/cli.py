@@ -26,6 +26,7 @@ from atroposlib.errors import AtroposError, ConfigError, ModelError
 from atroposlib.paths import expand_path, read_mapping
 from atroposlib.rollouts.run import RunOutcome
 from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, leave_soon
+from atroposlib.system_limits import limit_reached, raise_descriptor_limit
 from atroposlib.type_definitions import Json, JsonObject
 from atroposlib.utils.cli import describe_fields, merge_dicts, parse_value, refuse_unknown, split_flags
 
@@ -194,6 +195,7 @@ def main(env_cls: type[CliEnv], arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     mode = arguments[0] if arguments else "--help"
     _configure_logging()
+    raise_descriptor_limit()  # a request is a connection, and 1,024 are the usual soft limit
     try:
         if mode in ("-h", "--help"):
             print(_usage())
@@ -223,6 +225,11 @@ def main(env_cls: type[CliEnv], arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except BrokenPipeError:  # `... --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except OSError as error:
+        if (sentence := limit_reached(error)) is None:
+            raise
+        print(f"error: {sentence}, and give the same command again", file=sys.stderr)
         return EXIT_FAILED
 
 

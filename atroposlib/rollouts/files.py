@@ -30,6 +30,7 @@ from atroposlib.lock_files import is_file_at, take_lock
 from atroposlib.rollouts.failures import describe_error
 from atroposlib.rollouts.ledger import REJECTED, Ledger, LedgerEntry, describe, read_ledger, read_line
 from atroposlib.rollouts.locations import RunFiles
+from atroposlib.system_limits import limit_reached
 from atroposlib.type_definitions import Item, Json, JsonObject
 
 logger = logging.getLogger(__name__)
@@ -254,7 +255,7 @@ class RolloutFiles:
         returned, when the item is not ours any more then (`may_write`).
 
         Raises:
-            OSError: the disk stayed full, or failed in another way; the file is gone.
+            OSError: the disk stayed full, or failed in another way; the file is gone, or as large as it may be.
         """
         entries = [describe(record, self._accept_score) for record in records]
         lines = [one_line(to_json(record)) + b"\n" for record in records]
@@ -372,9 +373,9 @@ class RolloutFiles:
             try:
                 await loop.run_in_executor(self._thread, write)
             except OSError as error:
-                if isinstance(error, FileGoneError) or loop.time() > give_up:
+                if isinstance(error, FileGoneError) or error.errno == errno.EFBIG or loop.time() > give_up:
                     raise
-                self.on_wait(f"{self.files.folder} cannot be written ({error.strerror}); free some space")
+                self.on_wait(f"{self.files.folder} cannot be written: {limit_reached(error) or error.strerror}")
                 await asyncio.sleep(DISK_FULL_RETRY_S)
                 before_retry()
             else:

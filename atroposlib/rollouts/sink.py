@@ -19,6 +19,7 @@ from atroposlib.rollouts.groups import to_record
 from atroposlib.rollouts.ledger import Totals, describe
 from atroposlib.rollouts.pool import StorageError
 from atroposlib.rollouts.source import Work
+from atroposlib.system_limits import limit_reached
 from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
@@ -165,9 +166,10 @@ class Sink:
         try:
             return await writing
         except OSError as error:
+            why = limit_reached(error) or error.strerror or error
             raise StorageError(
-                f"{self._files.files.folder} cannot be written: {error.strerror or error}; the run stops, and the same "
-                "command continues when it can be"
+                f"{self._files.files.folder} cannot be written: {why}; the run stops, and the same command continues "
+                "when it can be"
             ) from error
 
     async def _send(self, records: Sequence[JsonObject]) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import re
 import sys
 
 import pytest
@@ -18,12 +19,20 @@ def run_and_raise(error: OSError) -> None:
     boundary.run(app, "atropos datagen")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_a_sentence(capsys, number):
+LIMITS = {
+    "disk": (errno.ENOSPC, r"no room on the disk at runs/a.json \(why\); free some space"),
+    "quota": (errno.EDQUOT, r"the disk quota is used up at runs/a.json \(why\); free some of yours, or have it raised"),
+    "size of a file": (errno.EFBIG, r"(no file may grow beyond \d+ bytes here|its file system takes no file of this)"),
+    "open files": (errno.EMFILE, r"no more than \d+ files and connections may be open \(why\); raise `ulimit -n`"),
+    "open files of all": (errno.ENFILE, r"too many files are open on this machine \(why\)"),
+}
+
+
+@pytest.mark.parametrize(("number", "said"), LIMITS.values(), ids=LIMITS)
+def test_a_limit_of_the_system_is_a_sentence(capsys, number, said):
     with pytest.raises(SystemExit, match="1"):
-        run_and_raise(OSError(number, "No space left on device", "runs/a/settings.json"))
-    expected = "atropos datagen: no room on the disk at runs/a/settings.json (No space left on device)"
-    assert capsys.readouterr().err.startswith(expected)
+        run_and_raise(OSError(number, "why", "runs/a.json"))
+    assert re.match("atropos datagen: " + said, capsys.readouterr().err)
 
 
 def test_an_error_that_names_its_file_is_a_sentence(capsys):

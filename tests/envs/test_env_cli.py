@@ -1,5 +1,7 @@
 """The command line of an environment: where settings come from, what is refused, what is shown."""
 
+import errno
+import resource
 import sys
 
 import pytest
@@ -292,3 +294,19 @@ def test_a_yaml_file_in_another_encoding_is_refused_in_one_sentence(tmp_path):
     path.write_bytes(b"env: {path: caf\xe9}")
     with pytest.raises(ConfigError, match="is not YAML: 'utf-8' codec"):
         settings("--config", str(path))
+
+
+def test_a_limit_of_the_system_that_ends_a_run_is_a_sentence(monkeypatch, capsys):
+    def no_more_files(settings):
+        raise OSError(errno.EMFILE, "Too many open files", ".env.config.yaml.x")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(ToyEnv, "from_settings", no_more_files)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        assert main(ToyEnv, ["process", "--testing"]) == 1
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert most > 256  # as many as the system allows
+    assert f"error: no more than {most} files and connections may be open" in capsys.readouterr().err

@@ -13,6 +13,7 @@ MODULES = [
     "atroposlib.launch.plan",
     "atroposlib.launch.preflight",
     "atroposlib.status.table",
+    "atroposlib.system_limits",
     "atroposlib.rollouts.journal",
     "atroposlib.rollouts.early_stop",
     "atroposlib.rollouts.pacing",

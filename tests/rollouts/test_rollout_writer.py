@@ -329,6 +329,21 @@ async def test_a_disk_that_stays_full_ends_with_an_error(tmp_path, monkeypatch):
     assert (tmp_path / "o.jsonl").read_bytes() == b""
 
 
+async def test_a_file_that_may_not_grow_is_not_waited_for(tmp_path, monkeypatch):
+    writer, waits = open_run(single(tmp_path)), []
+    writer.on_wait = waits.append
+
+    def too_large(descriptor, data):
+        raise OSError(errno.EFBIG, "File too large")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files_module.os, "write", too_large)
+        with pytest.raises(OSError, match="File too large"):
+            await writer.append([record(0, writer)])
+    writer.close()
+    assert waits == []
+
+
 async def test_groups_that_finish_together_are_written_in_one_piece(tmp_path, monkeypatch):
     files = single(tmp_path)
     writer = open_run(files)

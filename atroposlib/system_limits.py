@@ -1,0 +1,41 @@
+"""Limits that the system sets a process: open files, the size of a file, the room on a disk."""
+
+import errno
+import resource
+
+MOST_DESCRIPTORS = 1 << 16
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open files to what the system allows this process; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(soft, wanted)
+
+
+def limit_reached(error: OSError) -> str | None:
+    """Return which limit of the system an error met, and what to do about it; None: it is another error.
+
+    >>> limit_reached(OSError(errno.ENOSPC, "No space left on device"))
+    'no room on the disk (No space left on device); free some space'
+    """
+    at = f" at {error.filename}" if error.filename else ""
+    match error.errno:
+        case errno.ENOSPC:
+            return f"no room on the disk{at} ({error.strerror}); free some space"
+        case errno.EDQUOT:
+            return f"the disk quota is used up{at} ({error.strerror}); free some of yours, or have it raised"
+        case errno.EFBIG:
+            most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if most == resource.RLIM_INFINITY:
+                return f"its file system takes no file of this size ({error.strerror}); use another"
+            return f"no file may grow beyond {most} bytes here ({error.strerror}); raise `ulimit -f`"
+        case errno.EMFILE:
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return f"no more than {most} files and connections may be open ({error.strerror}); raise `ulimit -n`"
+        case errno.ENFILE:
+            return f"too many files are open on this machine ({error.strerror}); end what holds them"
+        case _:
+            return None
