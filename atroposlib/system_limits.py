@@ -1,5 +1,6 @@
 """Limits that the system sets a process: open files, the size of a file, the room on a disk."""
 
+import contextlib
 import errno
 import resource
 
@@ -11,8 +12,10 @@ def raise_descriptor_limit() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return max(soft, wanted)
+        with contextlib.suppress(OSError, ValueError):  # macOS has a limit below its hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if soft == resource.RLIM_INFINITY else soft
 
 
 def limit_reached(error: OSError) -> str | None:

@@ -429,11 +429,11 @@ class Reports:
         task.add_done_callback(self._running.discard)
 
     async def finish(self, paths: Iterable[Path]) -> None:
-        """Wait for reports in progress, then make those that are missing or older than their rollouts."""
+        """Wait for reports in progress, then make those that are missing or of an earlier state of their rollouts."""
         await asyncio.gather(*self._running)
         for path in paths:
             twin = html_twin(path)
-            if path.exists() and (not twin.exists() or twin.stat().st_mtime_ns < path.stat().st_mtime_ns):
+            if path.exists() and (not twin.exists() or twin.stat().st_mtime_ns != path.stat().st_mtime_ns):
                 await self._report(path, is_complete=False)
 
     async def _report(self, path: Path, *, is_complete: bool) -> None:
@@ -441,7 +441,10 @@ class Reports:
         try:
             for stale in twin.parent.glob(f".{twin.name}.*"):
                 stale.unlink()  # of a process that was stopped while it made the page
+            modified = path.stat().st_mtime_ns
             await _in_thread(lambda: self._write_html(str(path), str(twin)))
+            if twin.exists():
+                os.utime(twin, ns=(modified, modified))  # which state it shows, also where the clock is set back
             if is_complete and self._compress:
                 await _in_thread(lambda: compress(path))
         except Exception as error:

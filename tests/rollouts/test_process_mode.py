@@ -78,6 +78,17 @@ async def test_failed_items_are_replaced_by_later_ones(tmp_path):
     assert progress["state"] == "done"
 
 
+async def test_a_page_shows_the_newest_groups_also_where_the_clock_was_set_back(tmp_path):
+    page = tmp_path / "o.html"
+    await process_env(tmp_path, total_steps=2).process_manager()
+    os.utime(page, (time.time() + 3600,) * 2)
+    await process_env(tmp_path, total_steps=3).process_manager()
+    assert "Group 3" in page.read_text()
+    written = page.stat().st_ino
+    await process_env(tmp_path, total_steps=3).process_manager()
+    assert page.stat().st_ino == written  # of the same groups it is not made again
+
+
 class EqualEnv(CountingEnv):
     """Scores of a group are equal."""
 
