@@ -163,6 +163,14 @@ class ScoredData(BaseModel):
     group_id: str | None = Field(None, description="Sent twice, stored once. Not handed to the trainer.")
 
 
+class NoExample(ScoredData):
+    """A group of nothing, as /latest_example gives it before there is one."""
+
+    model_config = ConfigDict(json_schema_extra={})
+
+    generation_params: Annotated[list[Json], Field(max_length=0)]  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
+
+
 class Message(BaseModel):
     """An answer in one sentence."""
 

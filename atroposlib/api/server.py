@@ -85,7 +85,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         yield
         await service.store.close()
 
-    api = FastAPI(title="Atropos trajectory API", version="0.5.0", lifespan=lifespan)
+    api = FastAPI(title="Atropos trajectory API", version="0.5.0", lifespan=lifespan, responses=_OF_EVERY_ROUTE)
     api.state.service = service
     api.state.strangers = strangers
     api.state.reading = asyncio.Lock()
@@ -108,8 +108,18 @@ async def _service(request: Request) -> TrajectoryService:
 Service = Annotated[TrajectoryService, Depends(_service)]
 
 
+_OF_EVERY_ROUTE: dict[int | str, dict[str, object]] = {
+    400: {"description": "The body is no JSON, or no gzip."},
+    401: {"description": "The server needs a token; /health alone does not."},
+    403: {"description": "A request of another site's page, or to a server without a token from elsewhere."},
+    413: {"description": "The body is too large."},
+    415: {"description": "The body is of another type."},
+}
+_NO_ROOM: dict[int | str, dict[str, object]] = {503: {"description": "No room on the disk now: ask again later."}}
+
+
 def _add_trainer_routes(api: FastAPI) -> None:
-    @api.post("/register", response_model=schemas.Uuid)
+    @api.post("/register", response_model=schemas.Uuid, responses=_NO_ROOM)
     async def register(registration: schemas.Registration, service: Service) -> dict[str, int]:
         """A trainer announces a run, or takes it over: the configuration is replaced, queue and environments stay."""
         return {"uuid": await service.register(registration)}
@@ -136,7 +146,12 @@ def _add_trainer_routes(api: FastAPI) -> None:
         """
         return await BatchResponse.of_next(service.batches, request, lease_s)
 
-    @api.post("/batch/ack", response_model=schemas.Outcome, response_model_exclude_none=True)
+    @api.post(
+        "/batch/ack",
+        response_model=schemas.Outcome,
+        response_model_exclude_none=True,
+        responses={404: {"description": "No batch of this run that is, or was, on lease."}, **_NO_ROOM},
+    )
     async def acknowledge(body: schemas.BatchAck, service: Service) -> dict[str, str]:
         """Confirm a leased batch; it will not be delivered again. May be repeated."""
         await service.batches.ack(body.batch_id)
@@ -144,7 +159,12 @@ def _add_trainer_routes(api: FastAPI) -> None:
 
 
 def _add_env_routes(api: FastAPI) -> None:
-    @api.post("/register-env", response_model=schemas.EnvRegistered, response_model_exclude_none=True)
+    @api.post(
+        "/register-env",
+        response_model=schemas.EnvRegistered,
+        response_model_exclude_none=True,
+        responses=_NO_ROOM,
+    )
     async def register_env(body: schemas.RegisterEnv, service: Service) -> dict[str, object]:
         """An environment announces itself; until the trainer has started it is told to wait and to ask again."""
         env = await service.register_env(body)
@@ -166,7 +186,7 @@ def _add_env_routes(api: FastAPI) -> None:
         "/disconnect-env",
         response_model=schemas.Outcome,
         response_model_exclude_none=True,
-        responses={404: {"model": schemas.Outcome}},
+        responses={404: {"model": schemas.Outcome}, **_NO_ROOM},
     )
     async def disconnect_env(body: Annotated[JsonObject, Body(examples=[{"env_id": 0}])], service: Service) -> Response:
         """An environment has ended: its minimum stops counting; what it sent stays."""
@@ -212,7 +232,11 @@ def _add_common_routes(api: FastAPI) -> None:
             "storage_full": service.store.why_full(),
         }
 
-    @api.get("/latest_example", response_model=schemas.ScoredData)
+    @api.get(
+        "/latest_example",
+        response_model=schemas.ScoredData | schemas.NoExample,
+        responses={503: {"description": "It cannot be read now."}},
+    )
     async def latest_example(service: Service) -> Response:
         """The group that entered last; empty lists before there is one."""
         latest = await service.groups.latest()
@@ -220,7 +244,7 @@ def _add_common_routes(api: FastAPI) -> None:
             return JSONResponse({key: None if key in _NULL_WHEN_EMPTY else [] for key in GROUP_KEYS})
         return Response(latest, media_type="application/json")
 
-    @api.get("/reset_data", response_class=PlainTextResponse)
+    @api.get("/reset_data", response_class=PlainTextResponse, responses=_NO_ROOM)
     async def reset_data(service: Service) -> PlainTextResponse:
         """Forget the run: queue, environments, registration. Safe to repeat."""
         await service.reset()
@@ -388,7 +412,6 @@ _SCORED_DATA = "#/components/schemas/ScoredData"
 _REFUSALS = {
     404: "Unknown environment.",
     409: "The environment has disconnected.",
-    413: "Too large.",
     422: "A bad group.",
     503: "No room.",
 }

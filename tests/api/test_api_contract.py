@@ -8,6 +8,7 @@ import pytest
 from api_testing import ENV, REGISTRATION, client_of, make_group, memory_app, started, uids
 
 from atroposlib.api.group_codec import GROUP_KEYS
+from atroposlib.api.schemas import NoExample
 
 
 async def test_a_fresh_server_knows_no_run():
@@ -280,3 +281,35 @@ async def test_openapi_describes_every_route_with_examples():
     document = (await client_of(memory_app()).get("/openapi.json")).json()
     assert {"/scored_data", "/scored_data_list", "/batch", "/batch/ack", "/status-env"} <= set(document["paths"])
     assert document["components"]["schemas"]["ScoredData"]["example"]["scores"] == [1.0, -1.0]
+
+
+BODIES = {
+    "no JSON": (b"{", {}),
+    "no text": (b"\xff\xfe{", {}),
+    "nothing": (b"", {}),
+    "another kind of JSON": (b"7", {}),
+    "unknown names": (b'{"batch_id": "x", "env_id": 7}', {}),
+    "another type": (b"{}", {"content-type": "text/plain"}),
+    "no gzip": (b"x", {"content-encoding": "gzip"}),
+    "too much": (b"x" * 2_000_000, {}),
+    "another site's": (b"{}", {"sec-fetch-site": "cross-site"}),
+}
+
+
+@pytest.mark.parametrize(("body", "headers"), BODIES.values(), ids=BODIES)
+async def test_openapi_names_every_status_that_a_bad_body_gets(body, headers):
+    client = await started(memory_app(max_body_mb=1), batch_size=4)
+    document = (await client.get("/openapi.json")).json()
+    for path in (path for path, methods in document["paths"].items() if "post" in methods):
+        answer = await client.post(path, content=body, headers={"content-type": "application/json", **headers})
+        assert str(answer.status_code) in document["paths"][path]["post"]["responses"], (path, answer.text)
+
+
+async def test_openapi_describes_the_example_before_there_is_one():
+    client = client_of(memory_app())
+    NoExample.model_validate((await client.get("/latest_example")).json(), strict=True)
+    document = (await client.get("/openapi.json")).json()
+    answer = document["paths"]["/latest_example"]["get"]["responses"]["200"]
+    assert answer["content"]["application/json"]["schema"]["anyOf"] == [
+        {"$ref": f"#/components/schemas/{name}"} for name in ("ScoredData", "NoExample")
+    ]
