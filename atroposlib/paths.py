@@ -68,6 +68,28 @@ def writable_dir(text: str | os.PathLike[str], *, what: str = "folder") -> Path:
     return folder
 
 
+def remedy(error: OSError, otherwise: str = "choose another") -> str:
+    """Return what to do about a file that cannot be used: of one that another user owns, who that is."""
+    if not isinstance(error, PermissionError) or error.filename is None:
+        return otherwise
+    path = Path(os.fsdecode(error.filename)).absolute()
+    there = next((each for each in (path, *path.parents) if os.path.exists(each)), Path("/"))
+    owner, user = (_user(number) for number in (there.stat().st_uid, os.geteuid()))
+    return (
+        f"{there} belongs to {owner}, and this is {user}: give both users read and write access to the whole folder "
+        "(chmod), or resume in a copy of it (cp -r)"
+    )
+
+
+def _user(number: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
 def write_text_atomic(path: Path, text: str) -> None:
     """Replace `path` as a whole: readers see the old or the new content, never a part.
 

@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo, OptionInfo
 
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.paths import remedy
 from atroposlib.system_limits import limit_reached
 
 Click: TypeAlias = Any
@@ -134,7 +135,8 @@ def run(app: typer.Typer, name: str, *, log_level: int | None = logging.WARNING)
         if sentence := limit_reached(error):
             print(f"{name}: {sentence}, and try again", file=sys.stderr)
         elif error.filename:
-            print(f"{name}: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
+            what_to_do = f"; {remedy(error)}" if isinstance(error, PermissionError) else ""
+            print(f"{name}: cannot use {error.filename}: {error.strerror}{what_to_do}", file=sys.stderr)
         else:
             raise
         sys.exit(1)

@@ -273,7 +273,7 @@ def show(
     for index in range(len(found.scores)) if group else [int(response["index"])]:
         lengths = found.lengths(index)
         tokens = f"{lengths[1]} of {lengths[0]} tokens trained" if lengths else "no token ids recorded"
-        print(f"\n=== [{index}] score {found.scores[index]:g}, {found.finish_reason(index)}, {tokens}")
+        print(f"\n=== [{index}] score {found.scores[index]:g}, ended by {found.finish_reason(index)}, {tokens}")
         for message in messages_of(found, index):
             content = message.get("content")
             print(f"--- {message.get('role')}\n{content if isinstance(content, str) else json.dumps(content)}")

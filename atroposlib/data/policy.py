@@ -335,7 +335,11 @@ def select(table: Table, policy: SelectionPolicy) -> Selection:
             contamination += found
             after = keep & ~hits
         else:
-            after = step.apply(table, keep, policy.seed)
+            try:
+                after = step.apply(table, keep, policy.seed)
+            except DataError as error:
+                before = "; ".join(f"{each.step} kept {each.kept}, dropped {each.dropped}" for each in results)
+                raise DataError(f"{error} (before it: {before})" if before else str(error)) from error
         results.append(StepResult(step.step, int(after.sum()), int(keep.sum() - after.sum())))
         keep = after
     return Selection(keep, results, contamination)

@@ -23,7 +23,7 @@ from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
 from atroposlib.errors import AtroposError, ConfigError, ModelError
-from atroposlib.paths import expand_path, read_mapping
+from atroposlib.paths import expand_path, read_mapping, remedy
 from atroposlib.rollouts.run import RunOutcome
 from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, leave_soon
 from atroposlib.system_limits import limit_reached, raise_descriptor_limit
@@ -222,6 +222,11 @@ def main(env_cls: type[CliEnv], arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except AtroposError as error:
         print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}; {remedy(error)}", file=sys.stderr)
         return EXIT_FAILED
     except BrokenPipeError:  # `... --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

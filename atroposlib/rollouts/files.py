@@ -27,6 +27,7 @@ from atroposlib.data.rollout_files import html_twin, zstd
 from atroposlib.errors import PathError
 from atroposlib.json_lines import as_json, one_line, to_json
 from atroposlib.lock_files import is_file_at, take_lock
+from atroposlib.paths import remedy
 from atroposlib.rollouts.failures import describe_error
 from atroposlib.rollouts.ledger import REJECTED, Ledger, LedgerEntry, describe, read_ledger, read_line
 from atroposlib.rollouts.locations import RunFiles
@@ -229,7 +230,8 @@ class RolloutFiles:
             files.folder.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(files.sidecar("lock"), otherwise="give this run another --env.run_name")
         except OSError as error:
-            raise PathError(f"{files.folder} cannot be written: {error.strerror or error}; choose another") from error
+            what = error.filename or files.folder
+            raise PathError(f"{what} cannot be written: {error.strerror or error}; {remedy(error)}") from error
         _remove_packed(files)
         self.ledger: Ledger = read_ledger(files, accept_score=accept_score, keep_unacknowledged=sends)
         self.run_id = _run_id(self.ledger)

@@ -37,8 +37,18 @@ def test_a_limit_of_the_system_is_a_sentence(capsys, number, said):
 
 def test_an_error_that_names_its_file_is_a_sentence(capsys):
     with pytest.raises(SystemExit, match="1"):
-        run_and_raise(PermissionError(errno.EACCES, "Permission denied", "/root/settings.json"))
-    assert capsys.readouterr().err == "atropos datagen: cannot use /root/settings.json: Permission denied\n"
+        run_and_raise(IsADirectoryError(errno.EISDIR, "Is a directory", "/root/settings.json"))
+    assert capsys.readouterr().err == "atropos datagen: cannot use /root/settings.json: Is a directory\n"
+
+
+def test_a_file_of_another_user_is_named_with_its_owner(capsys):
+    with pytest.raises(SystemExit, match="1"):
+        run_and_raise(PermissionError(errno.EACCES, "Permission denied", "/etc/not-there/settings.json"))
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "atropos datagen: cannot use /etc/not-there/settings.json: Permission denied; /etc belongs to root"
+    )
+    assert said.endswith(" or resume in a copy of it (cp -r)\n")
 
 
 def test_other_errors_of_the_system_keep_their_traceback():

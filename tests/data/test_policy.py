@@ -60,6 +60,14 @@ def test_an_exact_target_is_met_and_a_missed_one_is_said(tmp_path):
     with pytest.raises(DataError, match="asks for 21 responses, but only 20 are left"):
         kept(tmp_path, groups, {"step": "target", "count": 21})
     assert len(kept(tmp_path, groups, {"step": "target", "count": 21, "allow_fewer": True})) == 20
+    with pytest.raises(DataError, match=r"\(before it: score kept 20, dropped 0; task kept 0, dropped 20\)$"):
+        kept(
+            tmp_path,
+            groups,
+            {"step": "score", "above": 0},
+            {"step": "task", "allow": ["x"]},
+            {"step": "target", "count": 1},
+        )
 
 
 def test_chance_follows_the_seed_and_not_the_order_of_files(tmp_path):

@@ -296,6 +296,20 @@ def test_a_yaml_file_in_another_encoding_is_refused_in_one_sentence(tmp_path):
         settings("--config", str(path))
 
 
+def test_a_file_that_the_user_may_not_use_is_a_sentence_with_its_owner(capsys):
+    class RefusedCommand(get_prefixed_pydantic_model(ToyConfig, "env.")):
+        def run(self):
+            raise PermissionError(errno.EACCES, "Permission denied", "/etc/a.jsonl.index")
+
+    class RefusedEnv(ToyEnv):
+        @classmethod
+        def get_cli_process_config_cls(cls):
+            return RefusedCommand
+
+    assert main(RefusedEnv, ["process"]) == 1
+    assert "error: /etc/a.jsonl.index: Permission denied; /etc belongs to root, and this is" in capsys.readouterr().err
+
+
 def test_a_limit_of_the_system_that_ends_a_run_is_a_sentence(monkeypatch, capsys):
     def no_more_files(settings):
         raise OSError(errno.EMFILE, "Too many open files", ".env.config.yaml.x")
