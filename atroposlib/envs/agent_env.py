@@ -277,7 +277,13 @@ class AgentEnv(BaseEnv):
 
     async def _roll_out(self, item: Item) -> tuple[Rollout, float]:
         service = await self._running_service()
-        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="atropos-agent-"))
+        folder = Path(tempfile.mkdtemp(prefix="atropos-agent-"))
+        try:
+            return await self._roll_out_in(folder, item, service)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _roll_out_in(self, folder: Path, item: Item, service: "GatewayService") -> tuple[Rollout, float]:
         rollout = service.rollouts.create(self.rollout_settings())
         count_lease(rollout.managed.server, "train", 1)
         try:
@@ -300,7 +306,6 @@ class AgentEnv(BaseEnv):
             await rollout.end("stopped")
             service.rollouts.forget(rollout)
             count_lease(rollout.managed.server, "train", -1)
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def rollout_settings(self) -> RolloutSettings:
         """Budgets and sampling of one rollout."""

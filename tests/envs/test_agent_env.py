@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -439,6 +440,13 @@ class Silent(CoroutineEnv):
 
     async def verify(self, item, run):
         return float(len(run.answer))
+
+
+async def test_an_agent_whose_rollout_cannot_be_made_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ConfigError):
+        await rolled_out(make(tool_parser="no such parser"))
+    assert [*tmp_path.iterdir()] == []
 
 
 async def test_an_agent_that_never_asks_its_model_is_a_fault_and_no_score_of_0():

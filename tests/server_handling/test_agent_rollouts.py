@@ -23,7 +23,7 @@ from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollout
 from atroposlib.envs.server_handling.agents.rows import advantages, group_of, rows_of
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.server_handling.managed_server_proxy import create_app
+from atroposlib.envs.server_handling.managed_server_proxy import choose_server, create_app
 from atroposlib.errors import EngineFault, GroupError, KilledFault, PathError, RequestFault
 from atroposlib.type_definitions import IGNORE_INDEX
 from tests.fakes import FakeServer, FakeTokenizer
@@ -541,6 +541,35 @@ async def test_a_used_up_budget_ends_with_one_normal_reply_and_then_409(budget):
     assert [bool(call["calls"]) for call in record["calls"]][-1] is False
 
 
+@pytest.mark.parametrize("jump_s", [1e6, -1e6], ids=["forward", "back"])
+async def test_a_clock_that_is_set_changes_no_age_of_a_rollout_that_runs(monkeypatch, jump_s):
+    wall, steady = [1e9], [0.0]
+    monkeypatch.setattr(time, "time", lambda: wall[0])
+    monkeypatch.setattr(time, "monotonic", lambda: steady[0])
+    rollout = Rollouts(lambda _: managed_for(FakeServer(), Tokenizer(), _)).create(RolloutSettings(timeout_s=10))
+    wall[0] += jump_s
+    assert rollout.spent() is None
+    steady[0] = 10.0
+    assert rollout.spent() == "10 of 10 s"
+
+
+@pytest.mark.parametrize(("later_s", "spent"), [(4, None), (10, "10 of 10 s"), (-1e6, None)])
+async def test_a_restarted_gateway_knows_the_age_of_a_rollout_by_the_date_only(tmp_path, monkeypatch, later_s, spent):
+    wall, steady = [1e9], [0.0]
+    monkeypatch.setattr(time, "time", lambda: wall[0])
+    monkeypatch.setattr(time, "monotonic", lambda: steady[0])
+    for _ in range(2):
+        log = CallLog(tmp_path / "records.jsonl")
+        rollouts = Rollouts(lambda settings: managed_for(FakeServer(), Tokenizer(), settings), log)
+        rollout = rollouts.create(RolloutSettings(rollout_id="r", timeout_s=10))
+        log.close()
+        wall[0] += later_s
+    wall[0] -= later_s
+    assert rollout.spent() == spent
+    steady[0] += 10
+    assert rollout.spent() == f"{10 + max(0, later_s)} of 10 s"
+
+
 async def test_what_is_left_of_the_token_budget_limits_each_request():
     async with client_of("a") as client:
         made = await new_rollout(client, max_tokens=20, sampling={"max_tokens": 19})
@@ -687,6 +716,40 @@ async def test_after_a_restart_it_is_still_known_who_may_add_a_score(tmp_path, s
         headers = {"Authorization": f"Bearer {made['score_key']}"}
         assert (await client.post("/rollouts/r/score", json=SCORE, headers=headers)).status_code == status
         assert (await record_of(client, made))["end_reason"].startswith("budget")
+
+
+async def test_a_rollout_whose_server_is_gone_is_set_aside_and_continues_once_that_is_back(tmp_path, caplog):
+    here, gone = FakeServer(["here"], tokenizer=Tokenizer()), FakeServer(["first", "again"], tokenizer=Tokenizer())
+    gone.config = gone.config.model_copy(update={"base_url": "http://gone:1/v1"})
+
+    @asynccontextmanager
+    async def gateway(*servers):
+        log = CallLog(tmp_path / "records.jsonl")
+        rollouts = Rollouts(
+            lambda settings: managed_for(choose_server(servers, settings.base_url), Tokenizer(), settings), log
+        )
+        gateway = Gateway(rollouts)
+        app = Starlette(routes=[*gateway.model_routes(), *gateway.control_routes()])
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as client:
+            yield client
+        log.close()
+
+    async with gateway(here, gone) as client:
+        made = await new_rollout(client, rollout_id="r", base_url="http://gone:1")
+        other = await new_rollout(client)
+        first = (await ask(client, made)).json()
+        before = await record_of(client, made)
+    async with gateway(here) as client:
+        assert (await ask(client, other)).json()["choices"][0]["message"]["content"] == "here"
+        assert (await ask(client, made, headers={"x-stainless-retry-count": "1"})).json() == first
+        refused = await ask(client, made, messages=[*HELLO, *HELLO])
+        assert (refused.status_code, "set aside: no server at http://gone:1" in refused.text) == (409, True)
+        aside = await record_of(client, made)
+        assert aside == {**before, "end_reason": aside["end_reason"]}
+    assert "rollout r is set aside" in caplog.text
+    async with gateway(here, gone) as client:
+        assert await record_of(client, made) == before
+        assert (await ask(client, made)).json()["choices"][0]["message"]["content"] == "again"
 
 
 async def test_a_gateway_as_a_process_takes_no_events():

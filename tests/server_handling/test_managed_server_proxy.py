@@ -1,5 +1,6 @@
 import asyncio
 import socket
+import time
 from contextlib import asynccontextmanager
 
 import httpx
@@ -272,13 +273,6 @@ async def test_a_token_is_asked_for_when_one_is_set():
         assert (await client.get("/health", headers={"Authorization": "Bearer secret"})).status_code == 200
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.mark.parametrize("body", ['{"model_name": NaN}', '{"model_name": "\\ud800", "servers": Infinity}', "[NaN]"])
 async def test_a_setup_that_does_not_fit_is_refused_whatever_is_in_it(body):
     async with client_of(FakeServer([])) as client:
@@ -303,15 +297,29 @@ def test_sessions_created_together_spread_over_the_servers_until_they_end():
     assert [server.leases.get("train", 0) for server in servers] == [0, 0]
 
 
-def test_sessions_expire_when_unused_but_not_while_a_request_runs():
-    clock = Clock()
-    sessions = Sessions(timeout_s=10, clock=clock)
+@pytest.mark.parametrize("jump_s", [1e6, -1e6], ids=["forward", "back"])
+def test_a_clock_that_is_set_ends_no_session_and_keeps_none(monkeypatch, jump_s):
+    wall, steady = [1e9], [0.0]
+    monkeypatch.setattr(time, "time", lambda: wall[0])
+    monkeypatch.setattr(time, "monotonic", lambda: steady[0])
+    sessions = Sessions(timeout_s=10)
+    sessions.create(FakeServer(), FakeTokenizer(), model_name="m", tool_parser="hermes", track_tree=False)
+    wall[0] += jump_s
+    assert len(sessions.all()) == 1
+    steady[0] = 11.0
+    assert sessions.all() == []
+
+
+def test_sessions_expire_when_unused_but_not_while_a_request_runs(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    sessions = Sessions(timeout_s=10)
     busy, idle, used = (new_session(sessions) for _ in range(3))
     with sessions.using(busy.uuid):
-        clock.now = 8
+        now[0] = 8
         with sessions.using(used.uuid):
             pass
-        clock.now = 15
+        now[0] = 15
         assert [session.uuid for session in sessions.all()] == [busy.uuid, used.uuid]
         with pytest.raises(UnknownSessionError, match="unused for 10 s"), sessions.using(idle.uuid):
             pass

@@ -103,7 +103,7 @@ class RenderResponse(BaseModel):
 
 @dataclass
 class SessionState:
-    """One session. Times are seconds since the epoch."""
+    """One session. Times are seconds since the epoch, except for `used`, which is of the monotonic clock."""
 
     uuid: str
     managed_server: ManagedServer
@@ -112,6 +112,7 @@ class SessionState:
     base_url: str | None
     created_at: float
     last_accessed: float
+    used: float  # when it was last
     rollout: Rollout
     requests: int = 0  # being answered now, except for those of the model
 
@@ -122,9 +123,8 @@ class Sessions:
     Expiry is looked at whenever sessions are used or counted, so no timer runs.
     """
 
-    def __init__(self, timeout_s: float = SESSION_TIMEOUT_S, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, timeout_s: float = SESSION_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
-        self._clock = clock
         self._sessions: dict[str, SessionState] = {}
 
     def create(
@@ -139,7 +139,7 @@ class Sessions:
     ) -> SessionState:
         """A new session on `server`; ConfigError for an unknown tool parser."""
         self._expire()
-        now, name = self._clock(), str(uuid.uuid4())
+        now, name = time.time(), str(uuid.uuid4())
         tool_format(tool_parser)
         managed = ManagedServer(
             server, tokenizer, track_tree=track_tree, tool_parser=tool_parser, reasoning_parser=reasoning_parser
@@ -154,6 +154,7 @@ class Sessions:
             base_url=server.config.base_url,
             created_at=now,
             last_accessed=now,
+            used=time.monotonic(),
         )
         self._sessions[session.uuid] = session
         count_lease(server, "train", 1)
@@ -173,7 +174,7 @@ class Sessions:
             yield session
         finally:
             session.requests -= 1
-            session.last_accessed = self._clock()
+            session.last_accessed, session.used = time.time(), time.monotonic()
 
     def rollout(self, session_uuid: str) -> Rollout:
         """The rollout of a session, which does not expire while a request of it runs.
@@ -204,9 +205,9 @@ class Sessions:
         return self._sessions[session_uuid]
 
     def _expire(self) -> None:
-        oldest = self._clock() - self.timeout_s
+        oldest = time.monotonic() - self.timeout_s
         for session in list(self._sessions.values()):
-            if session.requests == 0 and not session.rollout.is_busy and session.last_accessed < oldest:
+            if session.requests == 0 and not session.rollout.is_busy and session.used < oldest:
                 self.delete(session.uuid)
 
 

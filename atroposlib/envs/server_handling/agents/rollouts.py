@@ -80,6 +80,7 @@ class Rollout:
         self.is_session = session_model is not None
         self.model_name = session_model or managed.server.config.model_name
         self.created = time.time() if created is None else created
+        self._began = time.monotonic() - max(0.0, time.time() - self.created)  # ago by the clock of the last process
         self.last_used = time.monotonic()
         self.bodies = BodyReader()
         self.exchanges: list[Exchange] = []
@@ -90,9 +91,7 @@ class Rollout:
         self.is_sealed = False  # by whoever rolls out; a budget that is used up only ends what is generated
         self._system_prompts = SystemPrompts()
         self.faults: Counter[str] = Counter()  # of requests that got no reply, by class
-        self.lost: dict[
-            bytes, str
-        ] = {}  # by digest: requests that failed by no fault of theirs, until they are answered
+        self.lost: dict[bytes, str] = {}  # requests that failed by no fault of theirs, by digest, until answered
         self._running: dict[asyncio.Task[Exchange], _Running] = {}
         self._log = RolloutLog(log, self.id)
         self._left: dict[str, Any] | None = None  # of the record, where the calls are in the log only
@@ -168,7 +167,7 @@ class Rollout:
             return f"{calls} of {settings.max_calls} calls"
         if settings.max_tokens is not None and (tokens := self.generated_tokens()) >= settings.max_tokens:
             return f"{tokens} of {settings.max_tokens} tokens"
-        if settings.timeout_s is not None and (seconds := time.time() - self.created) >= settings.timeout_s:
+        if settings.timeout_s is not None and (seconds := time.monotonic() - self._began) >= settings.timeout_s:
             return f"{seconds:.0f} of {settings.timeout_s:.0f} s"
         return None
 
@@ -340,6 +339,12 @@ class Rollout:
             self.managed.reset()
         return True
 
+    def set_aside(self, reason: str) -> None:
+        """Generate nothing more until the gateway starts again, unless it has ended: this is not in the log."""
+        if self.end_reason is None:
+            self.end_reason = f"set aside: {reason}"
+            logger.warning("rollout %s is set aside, and continues after a start where it can: %s", self.id, reason)
+
     def refuse_if_sealed(self) -> None:
         """Raise SealedError once whoever rolls out has ended the rollout: its agent has no say in it any more."""
         if self.is_sealed:
@@ -415,8 +420,11 @@ class Rollouts:
         self._by_id: dict[str, Rollout] = {}
         self._by_key: dict[str, Rollout] = {}
         self._by_score_key: dict[str, Rollout] = {}
+        gone: dict[str, str] = {}  # by id: why a recorded rollout cannot continue
         for event in log.events() if log is not None else ():
-            self._replay(event)
+            self._replay(event, gone)
+        for rollout_id, reason in gone.items():
+            self._by_id[rollout_id].set_aside(reason)
 
     def create(self, settings: RolloutSettings) -> Rollout:
         """A new rollout; the same one for an id that is there. RequestFault: that has other settings."""
@@ -484,11 +492,16 @@ class Rollouts:
         self._by_score_key[rollout.score_key] = rollout
         return rollout
 
-    def _replay(self, event: dict[str, Any]) -> None:
+    def _replay(self, event: dict[str, Any], gone: dict[str, str]) -> None:
         if (made := event.get("created")) is not None:
             settings = RolloutSettings.model_validate(made["settings"]).model_copy(update={"rollout_id": made["id"]})
+            try:
+                managed = self._make(settings)
+            except RequestFault as fault:  # its server is gone; reading its record needs none
+                managed = self._make(settings.model_copy(update={"base_url": None}))
+                gone[made["id"]] = str(fault)
             keys = {name: made[name] for name in ("key", "score_key", "created")}
-            self._added(Rollout(settings, self._make(settings), log=self._log, **keys))
+            self._added(Rollout(settings, managed, log=self._log, **keys))
             return
         if (rollout := self._by_id.get(event["rollout"])) is None:
             logger.warning("an event of rollout %s, which was deleted before, is left out", event["rollout"])
