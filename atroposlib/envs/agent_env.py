@@ -13,9 +13,7 @@ import logging
 import math
 import os
 import shutil
-import signal
 import socket
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +35,7 @@ from atroposlib.envs.server_handling.sampling import words
 from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, KilledFault, RolloutFault, VerifierFault
 from atroposlib.rollouts.trace import EngineReply, row_of_group
-from atroposlib.sandbox.keeper import KEEPER
+from atroposlib.sandbox.keeper import end_kept, kept
 from atroposlib.type_definitions import FinishReason, Item, JsonObject, ScoredDataGroup
 
 if TYPE_CHECKING:
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TERM_S = 5.0
-KEEPER_S = 30.0
 OUTPUT_BYTES = 20_000
 CLEAN_UP_S = 30.0
 INSIDE = "/work"
@@ -407,23 +404,20 @@ async def run_command(command: Command, folder: Path, variables: Mapping[str, st
     ):
         given.write(command.stdin)
         given.seek(0)
-        is_kept = sys.platform == "linux"
-        keeper = [sys.executable, "-I", "-S", KEEPER, str(os.getpid()), str(TERM_S), str(refused.fileno())]
         process = await asyncio.create_subprocess_exec(
-            *(keeper if is_kept else ()),
-            *command.arguments,
+            *kept(command.arguments, grace_s=TERM_S, refused=refused.fileno()),
             stdin=given,
             stdout=printed,
             stderr=asyncio.subprocess.STDOUT,
             cwd=folder,
             env={**_plain_variables(), **variables, **command.variables},
             start_new_session=True,
-            pass_fds=(refused.fileno(),) if is_kept else (),
+            pass_fds=(refused.fileno(),),
         )
         try:
             await process.wait()
         finally:
-            await (_end_kept(process) if is_kept else _end_group(process))
+            await end_kept(process, grace_s=TERM_S)
             if command.clean_up:
                 await _clean_up(command, folder)
         if number := refused.seek(0) or refused.read():
@@ -444,30 +438,6 @@ async def _clean_up(command: Command, folder: Path) -> None:
 
 def _plain_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ") if name in os.environ}
-
-
-async def _end_kept(process: asyncio.subprocess.Process) -> None:
-    """Let a keeper end its program and all below it, and wait until it has."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), TERM_S + KEEPER_S)
-    except TimeoutError:
-        logger.warning("the keeper of an agent, process %d, does not end: its agent may run on", process.pid)
-        process.kill()
-
-
-async def _end_group(process: asyncio.subprocess.Process) -> None:
-    """TERM, then KILL, for the program and whatever it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    if process.returncode is None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), TERM_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
 
 
 class GatewayService:

@@ -3,7 +3,8 @@
 A process that detaches itself (`setsid`, a double fork) becomes a child of this one when its parent ends, as this one
 is a subreaper, so that none gets away. SIGTERM, or the end of CALLER, ends the program: TERM, and after GRACE_S KILL.
 The exit is that of the program: its code, or its signal. Where it cannot be started, the number of the error is written
-to the descriptor REFUSED. Linux only; it imports little, as it must start quickly.
+to the descriptor REFUSED, or where that is "-" a sentence to the standard error. It imports little, as it must start
+quickly. `kept` makes the command, `end_kept` ends it; without Linux the program has no keeper, and its group is ended.
 """
 
 import contextlib
@@ -13,18 +14,58 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Sequence
 
-KEEPER = __file__
+TYPE_CHECKING = False  # `typing` takes longer to import than all else here
+if TYPE_CHECKING:
+    import asyncio
 
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 _WATCHED = {signal.SIGTERM, signal.SIGCHLD}
-_KILL_S = 20.0
+_KILL_S, _PATIENCE_S = 20.0, 30.0
+
+
+def kept(arguments: Sequence[str], *, grace_s: float, refused: int | None = None) -> list[str]:
+    """Return the command that runs a program below a keeper, to be started in a session of its own.
+
+    Args:
+        arguments: the program, and its arguments.
+        grace_s: seconds between TERM and KILL.
+        refused: an inherited descriptor for the number of the error, where the program cannot be started.
+    """
+    if sys.platform != "linux":
+        return [*arguments]
+    told = "-" if refused is None else str(refused)
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(grace_s), told, *arguments]
+
+
+async def end_kept(process: "asyncio.subprocess.Process", *, grace_s: float) -> None:
+    """End a program that `kept` has started and all below it, as far as they run, and wait until they have ended."""
+    import asyncio
+    import logging
+
+    is_kept = sys.platform == "linux"
+    with contextlib.suppress(ProcessLookupError):
+        if not is_kept:
+            os.killpg(process.pid, signal.SIGTERM)
+        elif process.returncode is None:
+            process.terminate()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), grace_s + (_PATIENCE_S if is_kept else 0))
+    with contextlib.suppress(ProcessLookupError):
+        if not is_kept:
+            os.killpg(process.pid, signal.SIGKILL)
+        elif process.returncode is None:
+            logging.getLogger(__name__).warning("keeper %d does not end: its program may continue", process.pid)
+            process.kill()
+    await process.wait()
 
 
 def main() -> None:
     """Take the exit of the program whose arguments are given."""
     caller, grace_s, refused, *arguments = sys.argv[1:]
-    os.set_inheritable(int(refused), False)
+    if refused != "-":
+        os.set_inheritable(int(refused), False)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -36,7 +77,10 @@ def main() -> None:
     try:
         program = os.posix_spawnp(arguments[0], arguments, os.environ, setsid=True, setsigmask=[])
     except OSError as error:
-        os.write(int(refused), str(error.errno).encode())
+        if refused == "-":
+            print(f"{arguments[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        else:
+            os.write(int(refused), str(error.errno).encode())
         sys.exit(127)
     os.close(0)  # a program that reads no more must be seen to
     status = _ended(program)

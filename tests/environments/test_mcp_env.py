@@ -1,6 +1,7 @@
 """Episodes with a local MCP server: both transports, servers that hang or end, sessions that are used again."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ SHIP = written([{"name": "ship", "arguments": {"article": "lamps", "pieces": 2}}
 TOO_MANY = written([{"name": "ship", "arguments": {"article": "lamps", "pieces": 9}}])
 
 SERVER = """
-import os, sys, time, asyncio
+import os, subprocess, sys, time, asyncio
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("odd", log_level="ERROR")
@@ -44,6 +45,11 @@ def number() -> str:
 @server.tool()
 async def block() -> str:
     time.sleep(999)
+
+@server.tool()
+def detach() -> str:
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    return str(subprocess.Popen(["sleep", "600"], start_new_session=True, **streams).pid)
 
 if len(sys.argv) > 1:
     server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
@@ -110,6 +116,16 @@ async def test_a_tool_that_hangs_costs_its_call_and_its_server_is_not_used_again
     player = await played(env, [written([{"name": "wait", "arguments": {}}]), "1"], NUMBER)
     assert (player.score, player.messages[-2]["content"]) == (1.0, "Error: no result after 0.5 s")
     assert env.pool._idle == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+@pytest.mark.parametrize("words", [[], ["{port}"]], ids=["stdio", "streamable HTTP"])
+async def test_what_a_server_detached_from_itself_ends_with_its_session(odd, words):
+    pytest.importorskip("mcp")
+    async with await Session.of(url=None, command=[*odd, *words], timeout_s=10) as session:
+        pid = int(await session.call("detach", {}))
+        assert Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid}").exists()
 
 
 async def test_a_check_that_hangs_is_no_score(env_of, odd):

@@ -10,7 +10,7 @@ task of its own, so that whatever becomes of it raises an EnvironmentFault where
 import asyncio
 import contextlib
 import os
-import signal
+import shutil
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,12 +18,15 @@ from types import TracebackType
 from typing import Any
 
 from atroposlib.errors import EnvironmentFault
+from atroposlib.sandbox.keeper import end_kept, kept
 from atroposlib.sandbox.workers import clean_environment
 from atroposlib.type_definitions import JsonObject
 
 START_S = 60.0
 """For a server's start: interpreters take seconds on a busy machine."""
 END_S = 10.0
+TERM_S = 1.0
+"""Between TERM and KILL of what a server started; the SDK kills the keeper after 2 s."""
 
 
 class Session:
@@ -31,12 +34,15 @@ class Session:
 
     Args:
         where: parameters of a process, or an address.
+        name: of the server in messages.
         timeout_s: for each call; one that takes longer gives an error to whoever called.
         process: that serves the address, which ends with the session.
     """
 
-    def __init__(self, where: Any, timeout_s: float, process: asyncio.subprocess.Process | None = None) -> None:
-        self.where, self.timeout_s, self.process = where, timeout_s, process
+    def __init__(
+        self, where: Any, name: str, timeout_s: float, process: asyncio.subprocess.Process | None = None
+    ) -> None:
+        self.where, self.name, self.timeout_s, self.process = where, name, timeout_s, process
         self.tools: list[JsonObject] = []  # in the form of OpenAI's chat completions
         self.is_sound = True  # every call had its result in time
         self._asked: asyncio.Queue[tuple[str, JsonObject, asyncio.Future[str]] | None] = asyncio.Queue()
@@ -51,30 +57,31 @@ class Session:
             EnvironmentFault: the process cannot be started, or does not listen.
         """
         if url is not None:
-            return cls(url, timeout_s)
+            return cls(url, url, timeout_s)
+        if shutil.which(command[0]) is None:
+            raise EnvironmentFault(f"the MCP server {' '.join(command)} failed: No such file: {command[0]}")
         if any("{port}" in word for word in command):
             return await cls._over_http(command, timeout_s)
         from mcp import StdioServerParameters  # pyright: ignore[reportMissingImports]
 
+        program, *arguments = kept(command, grace_s=TERM_S)
         plain = clean_environment(os.environ)
-        return cls(StdioServerParameters(command=command[0], args=[*command[1:]], env=plain), timeout_s)
+        return cls(StdioServerParameters(command=program, args=arguments, env=plain), " ".join(command), timeout_s)
 
     @classmethod
     async def _over_http(cls, command: Sequence[str], timeout_s: float) -> "Session":
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         words = [word.replace("{port}", str(port)) for word in command]
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *words,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                env=clean_environment(os.environ),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise EnvironmentFault(f"{' '.join(words)} cannot be started: {error.strerror}") from error
-        made, ends = cls(f"http://127.0.0.1:{port}/mcp", timeout_s, process), time.monotonic() + START_S
+        process = await asyncio.create_subprocess_exec(
+            *kept(words, grace_s=TERM_S),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            env=clean_environment(os.environ),
+            start_new_session=True,
+        )
+        url = f"http://127.0.0.1:{port}/mcp"
+        made, ends = cls(url, url, timeout_s, process), time.monotonic() + START_S
         while process.returncode is None and time.monotonic() < ends:
             with contextlib.suppress(OSError):
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -152,14 +159,11 @@ class Session:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         said = f"{type(error).__name__}: {error}" if error is not None else otherwise
-        where = self.where if isinstance(self.where, str) else " ".join([self.where.command, *self.where.args])
-        return EnvironmentFault(f"the MCP server {where} failed: {said}")
+        return EnvironmentFault(f"the MCP server {self.name} failed: {said}")
 
     async def _end_process(self) -> None:
         if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            await self.process.wait()
+            await end_kept(self.process, grace_s=TERM_S)
 
 
 class SessionPool:
