@@ -185,6 +185,41 @@ async def test_a_strict_tool_that_must_be_called_binds_the_reply_from_its_first_
     assert json.loads(request["structural_tag"]) == {"type": "structural_tag", "format": wanted}
 
 
+ONE_CALL = {
+    "chat/completions": {"parallel_tool_calls": False},
+    "responses": {"parallel_tool_calls": False},
+    "messages": {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"locked": False}, {"grammars": True}], ids=str)
+@pytest.mark.parametrize("is_strict", [True, False], ids=["strict", "any arguments"])
+@pytest.mark.parametrize(("path", "asked"), ONE_CALL.items(), ids=ONE_CALL)
+async def test_a_reply_has_one_call_at_most_where_that_is_asked_and_grammars_are(path, asked, is_strict, settings):
+    tools = STRICT_TOOLS[path] if is_strict else STRICT_TOOLS[path][1:]
+    async with client_of("a") as client:
+        made = await new_rollout(client, **settings)
+        reply = await ask(client, made, path, **ASK[path], tools=tools, **asked)
+        (call,) = (await record_of(client, made))["calls"]
+    assert reply.status_code == 200, reply.text
+    assert call["asked"]["parallel_tool_calls"] is False
+    tag = client.engine.requests[0].get("structural_tag")
+    if settings != {"grammars": True}:
+        assert "stop_after_first" not in str(tag)
+        return
+    tags = [call_of("f", SCHEMA)] * is_strict + [call_of("g", {"type": "object"})]
+    wanted = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags, "stop_after_first": True}
+    assert json.loads(tag) == {"type": "structural_tag", "format": wanted}
+
+
+async def test_one_call_at_most_is_noted_where_the_format_of_calls_has_no_grammar():
+    async with client_of("a") as client:
+        made = await new_rollout(client, grammars=True, tool_parser="llama3")
+        await ask(client, made, tools=[function("g")], parallel_tool_calls=False)
+        (call,) = (await record_of(client, made))["calls"]
+    assert call["notes"] == ["parallel_tool_calls=false was not used: there is no grammar for calls as llama3 has them"]
+
+
 THOUGHTS = {
     "opened": [{"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"}],
     "allowed": [
@@ -201,7 +236,7 @@ THOUGHTS = {
 
 @pytest.mark.parametrize(("thoughts", "before"), THOUGHTS.items(), ids=THOUGHTS)
 def test_a_call_that_must_be_made_leaves_room_for_thoughts_before_it(thoughts, before):
-    tag = tool_format("hermes").forced_calls({"f": SCHEMA}, "f", thoughts)
+    tag = tool_format("hermes").one_call({"f": SCHEMA}, "f", thoughts)
     blanks = {"type": "regex", "pattern": r"\s{0,2}"}
     elements = [*before, blanks, {"type": "or", "elements": [call_of("f", SCHEMA)]}]
     assert tag == {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
@@ -228,24 +263,31 @@ def test_the_chat_template_says_if_thoughts_come_before_an_answer(thoughts, temp
 
 
 FOLLOW = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
-FOLLOWS = {
-    "a call": ("none", FOLLOW % '{"a": 3}', True),
-    "a call after words": ("none", "Well. " + FOLLOW % '{"a": 3}', False),
-    "words": ("none", "Well.", False),
-    "other arguments": ("none", FOLLOW % '{"a": "x"}', False),
-    "two calls": ("none", "\n".join([FOLLOW % '{"a": 3}'] * 2), False),
-    "another tool": ("none", (FOLLOW % "{}").replace('"f"', '"g"'), False),
-    "a thought first": ("allowed", "<think>\nf?\n</think>\n\n" + FOLLOW % '{"a": 3}', True),
-    "no thought": ("allowed", FOLLOW % '{"a": 3}', True),
-    "an opened thought": ("opened", "f?\n</think>\n\n" + FOLLOW % '{"a": 3}', True),
-    "in an opened thought": ("opened", FOLLOW % '{"a": 3}', False),
+CALL = FOLLOW % '{"a": 3}'
+FOLLOWS = {  # with whether it is taken where the call must be made, and where it may
+    "a call": ("none", CALL, True, True),
+    "a call after words": ("none", "Well. " + CALL, False, True),
+    "words": ("none", "Well.", False, True),
+    "other arguments": ("none", FOLLOW % '{"a": "x"}', False, False),
+    "two calls": ("none", f"{CALL}\n{CALL}", False, False),
+    "words after a call": ("none", CALL + "Well.", False, False),
+    "another tool": ("none", CALL.replace('"f"', '"g"'), False, False),
+    "a thought first": ("allowed", "<think>\nf?\n</think>\n\n" + CALL, True, True),
+    "a draft in a thought": ("allowed", f"<think>\n{CALL}?\n</think>\n\n{CALL}", True, True),
+    "no thought": ("allowed", CALL, True, True),
+    "two calls after a thought": ("allowed", f"<think>\n</think>\n\n{CALL}\n{CALL}", False, False),
+    "an opened thought": ("opened", "f?\n</think>\n\n" + CALL, True, True),
+    "in an opened thought": ("opened", CALL, False, False),
+    "words after a thought": ("opened", "f?\n</think>\n\nWell.", False, True),
 }
 
 
-@pytest.mark.parametrize(("thoughts", "text", "is_taken"), FOLLOWS.values(), ids=FOLLOWS)
-def test_xgrammar_takes_a_call_that_must_be_made_and_nothing_else(thoughts, text, is_taken):
+@pytest.mark.parametrize("must", [True, False], ids=["must", "may"])
+@pytest.mark.parametrize(("thoughts", "text", "forced", "free"), FOLLOWS.values(), ids=FOLLOWS)
+def test_xgrammar_takes_one_call_that_must_or_may_be_made_and_no_second(thoughts, text, forced, free, must):
+    is_taken = forced if must else free
     xgrammar = pytest.importorskip("xgrammar", reason="the grammars of SGLang and vLLM are not installed")
-    tag = json.dumps(tool_format("hermes").forced_calls({"f": SCHEMA}, "f", thoughts))
+    tag = json.dumps(tool_format("hermes").one_call({"f": SCHEMA}, "f" if must else None, thoughts))
     letters = xgrammar.TokenizerInfo([chr(code) for code in range(256)])
     grammar = xgrammar.GrammarCompiler(letters).compile_grammar(xgrammar.Grammar.from_structural_tag(tag))
     matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True)

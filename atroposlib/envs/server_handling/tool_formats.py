@@ -8,6 +8,7 @@ import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 from atroposlib.envs.server_handling.chat_prompt import Thoughts
 from atroposlib.envs.server_handling.tool_arguments import (
@@ -59,20 +60,22 @@ class ToolFormat:
         tags = [
             {"begin": self.opening(name), "schema": schema, "end": self.closing} for name, schema in schemas.items()
         ]
-        trigger = self.opening(None).partition("\n")[0]
-        return {"type": "structural_tag", "structures": tags, "triggers": [trigger]}
+        return {"type": "structural_tag", "structures": tags, "triggers": [self._trigger()]}
 
-    def forced_calls(self, schemas: Mapping[str, Json], wanted: str, thoughts: Thoughts) -> JsonObject | None:
-        """Return XGrammar's structural tag of a reply that is one call: of `wanted`, or where that is "" of any tool.
+    def one_call(self, schemas: Mapping[str, Json], wanted: str | None, thoughts: Thoughts) -> JsonObject | None:
+        """Return XGrammar's structural tag of a reply with one call, which ends it; None: the format has no grammar.
 
-        It begins at once, or behind thoughts where there are any. None: the format has no grammar. One call, as a model
-        that may write another one need not end before its limit, and a cut reply calls nothing.
+        A call that must be made begins at once, or behind thoughts where there are any. No second one may follow it:
+        a model that may write another one need not end before its limit, and a cut reply calls nothing.
+
+        Args:
+            wanted: name of the tool that must be called; "" for any, None where there may be words and no call.
 
         Source: `format` of structural tags, https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
         """
         if self.opening is None or self.closing is None:
             return None
-        tags = [
+        tags: list[Json] = [
             {
                 "type": "tag",
                 "begin": self.opening(name),
@@ -80,17 +83,22 @@ class ToolFormat:
                 "end": self.closing,
             }
             for name, schema in schemas.items()
-            if wanted in ("", name)
+            if wanted in (None, "", name)
         ]
-        call: JsonObject = {"type": "or", "elements": tags}
-        begin = {"opened": "", "allowed": "<think>", "none": None}[thoughts]
-        if begin is None:
-            return {"type": "structural_tag", "format": call}
-        thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>"}
-        nothing = {"type": "const_string", "value": ""}
-        first = thought if thoughts == "opened" else {"type": "or", "elements": [nothing, thought]}
-        blanks = {"type": "regex", "pattern": r"\s{0,2}"}
-        return {"type": "structural_tag", "format": {"type": "sequence", "elements": [first, blanks, call]}}
+        answer: JsonObject = {"type": "or", "elements": tags}
+        if wanted is None:
+            answer = {"type": "triggered_tags", "triggers": [self._trigger()], "tags": tags, "stop_after_first": True}
+        if thoughts != "none":
+            begin = "" if thoughts == "opened" else "<think>"
+            thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>"}
+            nothing = {"type": "const_string", "value": ""}
+            first = thought if thoughts == "opened" else {"type": "or", "elements": [nothing, thought]}
+            blanks = {"type": "regex", "pattern": r"\s{0,2}"}
+            answer = {"type": "sequence", "elements": [first, blanks, answer]}
+        return {"type": "structural_tag", "format": answer}
+
+    def _trigger(self) -> str:
+        return self.opening(None).partition("\n")[0] if self.opening is not None else ""
 
 
 def tool_format(name: str) -> ToolFormat:
@@ -245,54 +253,30 @@ _INVOKE_PARAMETER = re.compile(
 )
 
 
-def _write_minimax(calls: Sequence[WrittenCall]) -> str:
-    return (
-        "<minimax:tool_call>\n"
-        + "".join(
-            f'<invoke name="{call.name}">\n'
-            + "".join(f'<parameter name="{key}">{as_text(value)}</parameter>\n' for key, value in items_of(call))
-            + "</invoke>\n"
+def _invokes(section: str, mark: str = "") -> ToolFormat:
+    """`<invoke>` blocks in a section; DeepSeek puts a mark into each tag, and tells which values are text."""
+
+    def parameter(key: str, value: Json) -> str:
+        told = f' string="{"true" if isinstance(value, str) else "false"}"' if mark else ""
+        return f'<{mark}parameter name="{key}"{told}>{as_text(value)}</{mark}parameter>\n'
+
+    def write(calls: Sequence[WrittenCall]) -> str:
+        inside = (
+            f'<{mark}invoke name="{call.name}">\n{"".join(starmap(parameter, items_of(call)))}</{mark}invoke>\n'
             for call in calls
         )
-        + "</minimax:tool_call>"
-    )
+        return f"<{section}>\n{''.join(inside)}</{section}>"
 
-
-_MINIMAX = ToolFormat(
-    _within(
-        r"<minimax:tool_call>(?P<body>.*?)(?P<end></minimax:tool_call>|\Z)",
-        r'<invoke name="(?P<name>[^"]+)">(?P<body>.*?)</invoke>',
+    parse = _within(
+        rf"<{section}>(?P<body>.*?)(?P<end></{section}>|\Z)",
+        rf'<{mark}invoke name="(?P<name>[^"]+)">(?P<body>.*?)</{mark}invoke>',
         _read_invoke,
-    ),
-    _write_minimax,
-)
-
-
-def _write_dsml(calls: Sequence[WrittenCall]) -> str:
-    def parameter(key: str, value: object) -> str:
-        told = "true" if isinstance(value, str) else "false"
-        return f'<｜DSML｜parameter name="{key}" string="{told}">{as_text(value)}</｜DSML｜parameter>\n'
-
-    return (
-        "<｜DSML｜function_calls>\n"
-        + "".join(
-            f'<｜DSML｜invoke name="{call.name}">\n'
-            + "".join(parameter(key, value) for key, value in items_of(call))
-            + "</｜DSML｜invoke>\n"
-            for call in calls
-        )
-        + "</｜DSML｜function_calls>"
     )
+    return ToolFormat(parse, write)
 
 
-_DEEPSEEK_32 = ToolFormat(
-    _within(
-        r"<｜DSML｜function_calls>(?P<body>.*?)(?P<end></｜DSML｜function_calls>|\Z)",
-        r'<｜DSML｜invoke name="(?P<name>[^"]+)">(?P<body>.*?)</｜DSML｜invoke>',
-        _read_invoke,
-    ),
-    _write_dsml,
-)
+_MINIMAX = _invokes("minimax:tool_call")
+_DEEPSEEK_32 = _invokes("｜DSML｜function_calls", "｜DSML｜")
 
 
 def _read_glm(match: re.Match[str], tools: Tools) -> WrittenCall | None:

@@ -24,7 +24,8 @@ from atroposlib.errors import RequestFault
 
 _NAMES = {"max_completion_tokens": "max_tokens"}
 _OTHER = words(
-    "messages prompt tools tool_choice model stream stream_options user logprobs top_logprobs response_format"
+    """messages prompt tools tool_choice model stream stream_options user logprobs top_logprobs response_format
+    parallel_tool_calls"""
 )
 
 
@@ -35,7 +36,8 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     sampling = sampling_of(body, rollout, _NAMES, _OTHER, _form(body))
     choice = choice_of(body.get("tool_choice") or "auto", tools or [])
     chat = ChatRequest(messages, tools, choice, sampling)
-    return Asked("chat", chat, None, sampling, str(body.get("model")), strict=strict_of(map(_named, tools or ())))
+    strict, one_call = strict_of(map(_named, tools or ())), body.get("parallel_tool_calls") is False
+    return Asked("chat", chat, None, sampling, str(body.get("model")), strict=strict, one_call=one_call)
 
 
 def _parse_completion(body: Body, rollout: Rollout) -> Asked:

@@ -59,7 +59,8 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     sampling = sampling_of(body, rollout, _NAMES, _OTHER, form)
     chat = ChatRequest(messages, tools or None, wanted, sampling)
     strict = strict_of((str(tool.get("name")), tool) for tool in body.get("tools") or ())
-    return Asked("messages", chat, None, sampling, str(body.get("model")), notes, strict)
+    one_call = choice.get("disable_parallel_tool_use") is True
+    return Asked("messages", chat, None, sampling, str(body.get("model")), notes, strict, one_call=one_call)
 
 
 def _chat(system: list[Message], given: Any) -> Sequence[Message]:

@@ -32,7 +32,7 @@ from atroposlib.errors import RequestFault
 _NAMES = {"max_output_tokens": "max_tokens"}
 _OTHER = words(
     """input instructions tools tool_choice model stream stream_options previous_response_id text user prompt
-    top_logprobs n max_tool_calls metadata"""
+    top_logprobs n max_tool_calls metadata parallel_tool_calls"""
 )
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -56,8 +56,8 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     chat = ChatRequest(messages, tools or None, choice, sampling)
     declared = _declared(objects(body.get("tools") or [], "tools"))
     strict = strict_of((name, tool) for name, _, tool in declared if tool.get("type") == "function")
-    begun = bool(body.get("instructions"))
-    return Asked("responses", chat, None, sampling, str(body.get("model")), notes, strict, instructions=begun)
+    begun, one_call = bool(body.get("instructions")), body.get("parallel_tool_calls") is False
+    return Asked("responses", chat, None, sampling, str(body.get("model")), notes, strict, begun, one_call)
 
 
 def _history(previous: Any, rollout: Rollout) -> list[Message]:

@@ -214,6 +214,7 @@ class Rollout:
                 "model": asked.model,
                 **({"strict": [*asked.strict]} if asked.strict else {}),
                 **({"instructions": True} if asked.instructions else {}),
+                **({"parallel_tool_calls": False} if asked.one_call else {}),
             },
             used=used,
             started=started,

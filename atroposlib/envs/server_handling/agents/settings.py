@@ -77,6 +77,7 @@ class Asked:
     notes: Sequence[str] = ()
     strict: Mapping[str, Any] | None = None  # schema of each tool's arguments, where one is strict
     instructions: bool = False  # its first message is for this request only
+    one_call: bool = False  # a reply may call one tool at most
 
 
 def counted_sampling(
@@ -119,7 +120,7 @@ def counted_sampling(
 def _bind(
     settings: RolloutSettings, request: Asked, used: dict[str, Any], thoughts_before: Callable[[ChatRequest], Thoughts]
 ) -> list[str]:
-    """Keep the calls of strict tools to their schemas; notes of what cannot be kept."""
+    """Keep the calls of strict tools to their schemas, and their number to one; notes of what cannot be kept."""
     chat = request.chat
     if chat is None or not chat.tools or chat.tool_choice == "none":
         return []
@@ -127,14 +128,19 @@ def _bind(
         raise RequestFault(
             f"a reply that follows a grammar ({', '.join(grammar)}) can call no tool; leave out either of them"
         )
-    if not request.strict:
+    is_one = request.one_call and bool(settings.grammars)  # agents ask for it by habit: only where it was chosen
+    schemas = request.strict or (
+        {tool["function"]["name"]: {"type": "object"} for tool in chat.tools} if is_one else {}
+    )
+    if not schemas:
         return []
     calls, wanted = tool_format(settings.tool_parser), chat.wanted_tool
-    if wanted is None:
-        tag = calls.strict_calls(request.strict)
-    else:  # a tag that a trigger begins would not bind a model that need not write the trigger
-        tag = calls.forced_calls(request.strict, wanted, thoughts_before(chat))
+    if wanted is None and not is_one:
+        tag = calls.strict_calls(schemas)
+    else:  # a tag that a trigger begins would not bind a model that must call: it need not write the trigger
+        tag = calls.one_call(schemas, wanted, thoughts_before(chat))
     if tag is None:
-        return [f"strict was not used: there is no grammar for calls as {settings.tool_parser} has them"]
+        asked = " and ".join(["strict"] * bool(request.strict) + ["parallel_tool_calls=false"] * is_one)
+        return [f"{asked} was not used: there is no grammar for calls as {settings.tool_parser} has them"]
     used["structural_tag"] = orjson.dumps(tag).decode()
     return []
