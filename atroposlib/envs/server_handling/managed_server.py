@@ -400,8 +400,7 @@ class ManagedServer(TrackedSequences):
         """The choices, after their sequences are stored in the same order."""
         prefix = None if self._for_agents else prefix_of(prompt_ids, prompt)
         base, inserted = (prefix.base, prefix.inserted) if prefix is not None else inserted_in(prompt_ids, prompt)
-        packs = self._for_agents and isinstance(self.server, TokenServer)
-        packed = PackedIds.of(prompt_ids) if packs else prompt_ids
+        packed = PackedIds.of(prompt_ids) if isinstance(self.server, TokenServer) and prefix is None else prompt_ids
         replies: list[Reply] = []
         nodes: list[SequenceNode] = []
         for output, (message, record) in zip(outputs, messages, strict=True):

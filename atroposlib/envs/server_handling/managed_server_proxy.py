@@ -27,18 +27,19 @@ from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, PositiveInt
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from atroposlib.api.auth import TOKEN_VARIABLE, is_loopback, read_token
 from atroposlib.api.edge import invalid_request
-from atroposlib.envs.server_handling.agents.chat import openai_error
+from atroposlib.envs.server_handling.agents.chat import CHAT
 from atroposlib.envs.server_handling.agents.dialect import checked_messages
-from atroposlib.envs.server_handling.agents.gateway import BodyLimit, Gateway
+from atroposlib.envs.server_handling.agents.gateway import BodyLimit, Gateway, failure
 from atroposlib.envs.server_handling.agents.record import CallLog
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer
-from atroposlib.envs.server_handling.proxy_client import UNKNOWN_SESSION, UnknownSessionError
+from atroposlib.envs.server_handling.proxy_client import UnknownSessionError
 from atroposlib.envs.server_handling.server_baseline import Server
 from atroposlib.envs.server_handling.server_config import ServersConfig, load_config
 from atroposlib.envs.server_handling.server_manager import ServerManager, count_lease, pick_server, server_at
@@ -219,10 +220,6 @@ def choose_server(servers: Sequence[Server], base_url: str | None) -> Server:
         return pick_server(servers, "train") if base_url is None else server_at(servers, base_url)
     except ConfigError as error:
         raise RequestFault(str(error)) from None
-
-
-def _error(status_code: int, message: str, error_type: str = "invalid_request_error") -> JSONResponse:
-    return JSONResponse(openai_error(status_code, message, error_type), status_code)
 
 
 def create_app(
@@ -474,22 +471,12 @@ async def _answer_invalid(_: Request, error: RequestValidationError) -> JSONResp
     return invalid_request(error)
 
 
-async def _answer_error(_: Request, error: Exception) -> JSONResponse:
+async def _answer_error(_: Request, error: Exception) -> Response:
     """The reply to a request that failed, in OpenAI's form."""
-    match error:
-        case HTTPException():
-            reply = _error(error.status_code, error.detail)
-            reply.headers.update(error.headers or {})
-            return reply
-        case UnknownSessionError():
-            return _error(404, str(error), UNKNOWN_SESSION)
-        case RequestFault() | ConfigError():
-            return _error(400, str(error))
-        case RolloutFault():
-            return _error(500, str(error), f"{error.failure_class}_error")
-        case TemplateError():
-            return _error(400, f"the chat template refused the messages: {error}")
-    return _error(500, f"{type(error).__name__}: {error}", "server_error")
+    reply = failure(CHAT, error, is_session=True)
+    if isinstance(error, HTTPException):
+        reply.headers.update(error.headers or {})
+    return reply
 
 
 if __name__ == "__main__":

@@ -123,9 +123,7 @@ class Call:
     turns: int = 0  # of the chat that are those of the parent
     after: "Fork | None" = None  # once its lineage has a place for it
     node: "SequenceNode | None" = None  # while it ends a sequence
-    behind: tuple[str, list[int] | PackedIds] | None = (
-        None  # text and ids of its prompt, while it ends a sequence without a node
-    )
+    behind: tuple[str, list[int] | PackedIds] | None = None  # text and ids of its prompt, while it does so without
     is_continued: bool = False
     extensions: int = 0  # requests that are extending it now
 
@@ -139,24 +137,23 @@ class Call:
     @property
     def full_text(self) -> str:
         """Text of the sequence, without the end tokens at its very end."""
-        if self.node is not None:
-            return self.node.full_text
-        if self.behind is not None:
-            return self.behind[0] + self.text
-        return "".join(call.rest + call.text for call in self.path())
+        return "".join(self._texts())
 
     def begins(self, text: str) -> int | None:
         """Characters of the sequence's text where `text` begins with it, else None; mostly the first few tell."""
-        if self.node is not None:
-            parts = [self.node.full_text]
-        else:
-            parts = [*self.behind[:1], self.text] if self.behind is not None else [self.full_text]
         size = 0
-        for part in parts:
+        for part in self._texts():
             if not text.startswith(part, size):
                 return None
             size += len(part)
         return size
+
+    def _texts(self) -> list[str]:
+        if self.node is not None:
+            return [self.node.full_text]
+        if self.behind is not None:
+            return [self.behind[0], self.text]
+        return [text for call in self.path() for text in (call.rest, call.text)]
 
     @property
     def tokens(self) -> list[int]:
@@ -165,13 +162,14 @@ class Call:
 
     def followed_by(self, ids: list[int]) -> list[int]:
         """Ids of the sequence and these; those of a long history are copied once, and checked when they are new."""
-        if self.node is None and self.behind is None:  # it may be of an earlier process, with another engine
+        if self.node is not None:
+            whole = ExtendedIds(self.node.tokens)
+        elif self.behind is None:  # it may be of an earlier process, with another engine
             return [*(token for call in self.path() for part in (call.inserted, call.output) for token in part), *ids]
-        if self.behind is not None and isinstance(packed := self.behind[1], PackedIds):
-            return packed.extended(self.output, ids).as_list()
-        whole = ExtendedIds(self.node.tokens if self.node is not None else self.behind[1] if self.behind else ())
-        if self.node is None:
-            whole.extend(self.output)
+        elif isinstance(prompt := self.behind[1], PackedIds):
+            return prompt.extended(self.output, ids).as_list()
+        else:
+            whole = ExtendedIds([*prompt, *self.output])
         whole.known = len(whole)
         whole.extend(ids)
         return whole

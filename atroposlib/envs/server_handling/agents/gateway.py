@@ -22,7 +22,7 @@ from xxhash import xxh3_128_digest
 
 from atroposlib.api.auth import is_authorized
 from atroposlib.envs.server_handling.agents.body import json_object
-from atroposlib.envs.server_handling.agents.chat import CHAT, COMPLETIONS, openai_error
+from atroposlib.envs.server_handling.agents.chat import CHAT, COMPLETIONS
 from atroposlib.envs.server_handling.agents.dialect import Body, Dialect, refuse_begun_answer
 from atroposlib.envs.server_handling.agents.messages import MESSAGES
 from atroposlib.envs.server_handling.agents.responses import RESPONSES
@@ -144,7 +144,7 @@ class Gateway:
                 if asked.chat is not None and not rollout.is_session:
                     refuse_begun_answer(asked.chat.messages)
             except Exception as error:
-                return _failure(dialect, error)
+                return failure(dialect, error)
             tries = request.headers.get("x-stainless-retry-count", "0")
             key = request.headers.get("idempotency-key", "")
             digest = xxh3_128_digest(f"{dialect.name}/{key}/".encode() + data)
@@ -179,7 +179,7 @@ class Gateway:
         if not task.done():
             return _AwakeResponse(_kept_awake(dialect, task, is_stream), task, kind)
         if (error := task.exception()) is not None:
-            return _failure(dialect, error, is_session=rollout.is_session)
+            return failure(dialect, error, is_session=rollout.is_session)
         return Response(task.result(), media_type=kind)
 
     async def _count_tokens(self, request: Request) -> Response:
@@ -189,7 +189,7 @@ class Gateway:
             assert asked.chat is not None
             return _json({"input_tokens": len(rollout.managed.prompt_of(asked.chat).ids)})
         except Exception as error:
-            return _failure(MESSAGES, error)
+            return failure(MESSAGES, error)
 
     async def _models(self, request: Request) -> Response:
         try:
@@ -198,7 +198,7 @@ class Gateway:
                 return self._refusal(request) or _json({"object": "list", "data": [listed]})
             rollout = self._agents_rollout(request)
         except Exception as error:
-            return _failure(CHAT, error)
+            return failure(CHAT, error)
         name = request.path_params.get("model") or rollout.model_name
         model = {"id": name, "object": "model", "created": int(rollout.created), "owned_by": "atropos"}
         model |= {"type": "model", "display_name": name, "max_model_len": await rollout.managed.context_length()}
@@ -235,7 +235,7 @@ class Gateway:
             try:
                 return await endpoint(request)
             except (AtroposError, ValidationError, OSError) as error:
-                return _failure(CHAT, error)
+                return failure(CHAT, error)
 
         return checked
 
@@ -291,7 +291,7 @@ class Gateway:
                 rollout.refuse_if_sealed()
             rollout.add_score(asked.score, name=asked.name, call_id=asked.call_id, final=asked.final)
         except Exception as error:
-            return _failure(CHAT, error)
+            return failure(CHAT, error)
         return _json({"id": rollout.id, "score": rollout.score})
 
     async def _event(self, request: Request) -> Response:
@@ -307,7 +307,7 @@ class Gateway:
             if asked.event_type == "reward":
                 rollout.add_score(RewardData.model_validate(asked.data).value, name="reward")
         except Exception as error:
-            return _failure(CHAT, error)
+            return failure(CHAT, error)
         told = {"event_type": asked.event_type, "rollout_id": rollout.id, "attempt_id": "0", "data": asked.data}
         return _json({**told, "timestamp": time.time()})
 
@@ -408,8 +408,8 @@ def _reason(error: BaseException) -> tuple[int, str, str]:
         return 409, str(error), "invalid_request_error"
     if isinstance(error, UnknownKeyError):
         return 401, str(error), "invalid_request_error"
-    if isinstance(error, TooLargeError):
-        return 413, str(error), "invalid_request_error"
+    if isinstance(error, HTTPException):
+        return error.status_code, error.detail, "invalid_request_error"
     if isinstance(error, UnknownSessionError):
         return 404, str(error), UNKNOWN_SESSION
     if isinstance(error, UnknownRolloutError):
@@ -428,7 +428,8 @@ def _reason(error: BaseException) -> tuple[int, str, str]:
     return 500, f"{type(error).__name__}: {error}", "server_error"
 
 
-def _failure(dialect: Dialect, error: BaseException, *, is_session: bool = False) -> Response:
+def failure(dialect: Dialect, error: BaseException, *, is_session: bool = False) -> Response:
+    """The reply to a request that failed, in the form of its API."""
     status, sentence, kind = _reason(error)
     if is_session and isinstance(error, RolloutFault) and status > 400:
         status = 500  # clients of sessions know no other
@@ -442,6 +443,3 @@ def _refused(dialect: Dialect, status: int, sentence: str, kind: str = "invalid_
 
 def _json(value: Any) -> Response:
     return Response(orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS), media_type="application/json")
-
-
-__all__ = ["Gateway", "created", "openai_error"]

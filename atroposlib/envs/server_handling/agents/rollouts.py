@@ -178,12 +178,8 @@ class Rollout:
         return sum(answer.completion_tokens for exchange in self.exchanges for answer in exchange.answers)
 
     async def _generate(self, asked: Asked, running: _Running) -> Exchange:
-        used, notes = counted_sampling(
-            self.settings,
-            asked,
-            default_max_tokens=1024 if self.is_session else None,
-            thoughts_before=self.managed.thoughts_before,
-        )
+        default = 1024 if self.is_session else None
+        used, notes = counted_sampling(self.settings, asked, self.managed.thoughts_before, default_max_tokens=default)
         started = time.time()
         try:
             if not await self._reserve(running, used):
@@ -209,13 +205,7 @@ class Rollout:
             number=len(self.exchanges),
             digest=running.digest,
             dialect=asked.dialect,
-            asked={
-                **asked.sampling,
-                "model": asked.model,
-                **({"strict": [*asked.strict]} if asked.strict else {}),
-                **({"instructions": True} if asked.instructions else {}),
-                **({"parallel_tool_calls": False} if asked.one_call else {}),
-            },
+            asked=asked.recorded(),
             used=used,
             started=started,
             ended=time.time(),

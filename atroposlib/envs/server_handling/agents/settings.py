@@ -79,19 +79,29 @@ class Asked:
     instructions: bool = False  # its first message is for this request only
     one_call: bool = False  # a reply may call one tool at most
 
+    def recorded(self) -> dict[str, Any]:
+        """Return what is kept of it next to its messages."""
+        return {
+            **self.sampling,
+            "model": self.model,
+            **({"strict": [*self.strict]} if self.strict else {}),
+            **({"instructions": True} if self.instructions else {}),
+            **({"parallel_tool_calls": False} if self.one_call else {}),
+        }
+
 
 def counted_sampling(
     settings: RolloutSettings,
     request: Asked,
+    thoughts_before: Callable[[ChatRequest], Thoughts],
     *,
     default_max_tokens: int | None = None,
-    thoughts_before: Callable[[ChatRequest], Thoughts] = lambda _: "none",
 ) -> tuple[dict[str, Any], list[str]]:
     """The parameters that count, and what was overridden.
 
     Args:
-        default_max_tokens: where neither settings nor request say one; None: the engine's.
         thoughts_before: tells if thoughts come before the answer; asked where a grammar must leave room for them.
+        default_max_tokens: where neither settings nor request say one; None: the engine's.
 
     Raises:
         RequestFault: a grammar for the reply, and tools that it would forbid.
