@@ -19,6 +19,7 @@ import torch
 
 from atroposlib.errors import DataError
 from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.exports import folder_in_the_making
 from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.objective import controller_state, restore_controllers
 from atroposlib.example_trainer.policy import PEFT_NAMES, adapter_settings
@@ -42,11 +43,24 @@ def save(learner: Learner, save_path: Path, *, batch_ids: Sequence[str], keep: i
 
     Args:
         batch_ids: batches whose update these weights hold and which the API may not know about yet.
+
+    Raises:
+        PathError: it cannot be written, as on a full disk; the earlier ones stay.
     """
     target = save_path / f"{_PREFIX}{learner.step:08d}"
-    making = save_path / f".making.{target.name}"
-    shutil.rmtree(making, ignore_errors=True)
-    making.mkdir(parents=True)
+    with folder_in_the_making(target) as making:
+        _write(learner, making, batch_ids)
+        if target.exists():
+            _delete(target)
+        os.replace(making, target)
+    sync_to_disk(save_path)
+    for old in sorted(_ours(save_path), key=_step)[:-keep]:
+        _delete(old)
+    logger.info("checkpoint written: %s", target)
+    return target
+
+
+def _write(learner: Learner, making: Path, batch_ids: Sequence[str]) -> None:
     learner.policy.model.save_pretrained(making)  # pyright: ignore[reportCallIssue]
     learner.policy.tokenizer.save_pretrained(making)
     torch.save(
@@ -67,14 +81,6 @@ def save(learner: Learner, save_path: Path, *, batch_ids: Sequence[str], keep: i
     (making / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
     for path in (*making.rglob("*"), making):
         sync_to_disk(path)
-    if target.exists():
-        _delete(target)
-    os.replace(making, target)
-    sync_to_disk(save_path)
-    for old in sorted(_ours(save_path), key=_step)[:-keep]:
-        _delete(old)
-    logger.info("checkpoint written: %s", target)
-    return target
 
 
 def read_facts(checkpoint: Path) -> JsonObject:

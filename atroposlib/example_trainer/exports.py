@@ -13,12 +13,14 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
-from atroposlib.errors import ModelError
+from atroposlib.errors import AtroposError, ModelError, PathError
+from atroposlib.system_limits import limit_reached
 
 CURRENT = "current"
 CURRENT_GGUF = "current.gguf"
@@ -69,13 +71,52 @@ def save_folder(write: Callable[[Path], object], exports: Path, version: int) ->
 
 
 def write_whole(target: Path, write: Callable[[Path], object]) -> None:
-    """Build a folder next to its place, then rename it."""
+    """Build a folder next to its place, then rename it.
+
+    Raises:
+        PathError: it cannot be written, as on a full disk; nothing of it is left.
+    """
+    with folder_in_the_making(target) as making:
+        write(making)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(making, target)
+
+
+@contextmanager
+def folder_in_the_making(target: Path) -> Iterator[Path]:
+    """An empty folder next to `target`, gone when the block ends unless it was renamed; so is what a kill left.
+
+    Raises:
+        PathError: it cannot be written, as on a full disk.
+    """
     making = target.with_name(f".making.{target.name}")
-    shutil.rmtree(making, ignore_errors=True)
-    making.mkdir(parents=True)
-    write(making)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(making, target)
+    for stale in target.parent.glob(f".making.{target.name.rstrip('0123456789')}*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    try:
+        with written_or_told(target):
+            making.mkdir(parents=True)
+            yield making
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+@contextmanager
+def written_or_told(target: Path) -> Iterator[None]:
+    """Raise PathError for whatever libraries raise in the block when they cannot write, as on a full disk."""
+    try:
+        yield
+    except AtroposError:
+        raise
+    except _of_libraries() as error:
+        free = shutil.disk_usage(target.parent).free
+        why = (limit_reached(error) if isinstance(error, OSError) else None) or error
+        raise PathError(f"{target} cannot be written, with {free / 1e9:.3f} GB free there: {why}") from error
+
+
+def _of_libraries() -> tuple[type[Exception], ...]:
+    from safetensors import SafetensorError
+
+    return OSError, RuntimeError, SafetensorError
 
 
 def keep_newest(exports: Path, names: str) -> None:

@@ -13,16 +13,16 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 import torch
 
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, PathError
 from atroposlib.example_trainer import checkpoint as checkpoints
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.data import (
@@ -33,6 +33,7 @@ from atroposlib.example_trainer.data import (
     rows_of,
     staleness,
 )
+from atroposlib.example_trainer.exports import write_whole
 from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.weight_sync import WeightSync, make_sync, names_versions
 from atroposlib.json_lines import one_line
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+FULL_DISK_S, FULL_DISK_RETRY_S = 300.0, 10.0
+"""A full disk is waited for, shorter than other ranks wait for the first (ten minutes at NCCL)."""
 
 _LINE = {
     "loss": "train/loss",
@@ -81,18 +85,15 @@ class TrainingReport:
         """Log the metrics of one finished step."""
         shown = " ".join(f"{name}={_short(metrics[key])}" for name, key in _LINE.items() if key in metrics)
         logger.info("step %d: %s", step, shown)
-        self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._metrics.flush()
+        self._append(self._metrics, json.dumps({"step": step, **metrics}) + "\n")
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=step)
 
     def samples(self, step: int, rows: Sequence[TrainingRow], tokenizer: "PreTrainedTokenizerBase") -> None:
         """Log the first rows of the batch: prompt, response, score."""
         table = [_sample(row, tokenizer) for row in rows[: self._samples_per_step]]
-        for sample in table:
-            line = json.dumps({"step": step, **sample}, ensure_ascii=False).encode()
-            self._samples.write(one_line(line).decode() + "\n")
-        self._samples.flush()
+        lines = [json.dumps({"step": step, **sample}, ensure_ascii=False).encode() for sample in table]
+        self._append(self._samples, "".join(one_line(line).decode() + "\n" for line in lines))
         if self._wandb is not None and table:
             import wandb
 
@@ -100,10 +101,19 @@ class TrainingReport:
             data: list[Json] = [[sample[column] for column in columns] for sample in table]
             self._wandb.log({"train/samples": wandb.Table(columns=columns, data=data)}, step=step)
 
+    def _append(self, file: TextIO, lines: str) -> None:
+        """Write lines; those that find no room wait in memory for the next ones."""
+        try:
+            file.write(lines)
+            file.flush()
+        except OSError as error:
+            logger.warning("not written for now: file=%s error=%s", file.name, error)
+
     def close(self) -> None:
         """Close the files and finish the wandb run."""
-        self._metrics.close()
-        self._samples.close()
+        for file in (self._metrics, self._samples):
+            with suppress(OSError):  # a full disk was told of
+                file.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -223,7 +233,7 @@ class _Run:
     def to_the_end(self) -> TrainResult:
         config, learner = self.config, self.learner
         if config.weight_sync != "none":
-            self.sync.push(learner.policy, learner.step)
+            self._push()
         self.feed.register(learner.step, self.stop)
         last_saved = learner.step
         while learner.step < config.training_steps and not self.stop():
@@ -238,7 +248,7 @@ class _Run:
         learner.ranks.share(_NO_MORE)
         finished = learner.step >= config.training_steps
         if finished and config.save_final:
-            learner.policy.save_merged(self.save_path / "final")
+            self._patiently(lambda: write_whole(self.save_path / "final", learner.policy.save_merged))
         if not finished:
             logger.warning("stopped by %s at step %d; the same command resumes", self.stop.signal, learner.step)
         return TrainResult(learner.step, finished, checkpoints.newest(self.save_path))
@@ -258,12 +268,12 @@ class _Run:
         if not rows:
             logger.warning("a batch of %d groups was all too stale and is dropped", len(batch.groups))
             if named and any(map(names_other_weights, batch.groups)):
-                self.sync.push(learner.policy, learner.step)  # no step comes that would
+                self._push()  # no step comes that would
             return True
         metrics |= learner.train_on(learner.ranks.share(rows))
         trained = time.perf_counter()
         if learner.step % self.config.sync_interval == 0:
-            self.sync.push(learner.policy, learner.step)
+            self._push()
         done = time.perf_counter()
         metrics |= {
             "time/wait_s": arrived - started,
@@ -276,10 +286,32 @@ class _Run:
         self.report.samples(learner.step, rows, learner.policy.tokenizer)
         return True
 
+    def _push(self) -> None:
+        self._patiently(lambda: self.sync.push(self.learner.policy, self.learner.step))
+
     def _save(self) -> None:
-        ids = self.feed.unacknowledged
-        checkpoints.save(self.learner, self.save_path, batch_ids=ids, keep=self.config.keep_checkpoints)
+        ids, keep = self.feed.unacknowledged, self.config.keep_checkpoints
+        self._patiently(lambda: checkpoints.save(self.learner, self.save_path, batch_ids=ids, keep=keep))
         self.feed.saved(self.stop)
+
+    def _patiently(self, write: Callable[[], object]) -> None:
+        """Write; again while that cannot be done, as on a full disk, until a signal or `FULL_DISK_S`.
+
+        Raises:
+            PathError: it cannot be written.
+        """
+        give_up = time.monotonic() + FULL_DISK_S
+        while True:
+            try:
+                write()
+                return
+            except PathError as error:
+                if self.stop() or time.monotonic() > give_up:
+                    raise
+                logger.warning("%s; it is tried again until there is room", error)
+            pause_over = time.monotonic() + FULL_DISK_RETRY_S
+            while time.monotonic() < pause_over and not self.stop():
+                time.sleep(0.1)
 
 
 def fresh_groups(

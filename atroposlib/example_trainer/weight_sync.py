@@ -35,6 +35,7 @@ from atroposlib.example_trainer.exports import (
     replace_link,
     save_folder,
     write_whole,
+    written_or_told,
 )
 from atroposlib.example_trainer.policy import Policy
 from atroposlib.example_trainer.shared_weights import SharedWeights
@@ -242,7 +243,8 @@ class EmbeddedSync(EnginesSync):
     def push(self, policy: Policy, version: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         target = self._folder / f"weights_{version:08d}.gguf"
-        self._exporter.write(policy.merged_state(), target)
+        with written_or_told(target):
+            self._exporter.write(policy.merged_state(), target)
         replace_link(self._folder / CURRENT_GGUF, target)
         body = {"model_path": str(target.resolve()), "weight_version": str(version)}
         self._engines.post("/update_weights_from_disk", body)

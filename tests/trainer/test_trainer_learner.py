@@ -5,7 +5,7 @@ import torch
 from tiny_model import make_config, make_group
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, MistralConfig
 
-from atroposlib.errors import ConfigError, DataError
+from atroposlib.errors import ConfigError, DataError, PathError
 from atroposlib.example_trainer import checkpoint
 from atroposlib.example_trainer.config import LossSettings
 from atroposlib.example_trainer.data import rows_of
@@ -272,6 +272,22 @@ def test_old_checkpoints_are_deleted_and_half_written_ones_ignored(make_learner,
         checkpoint.save(learner, tmp_path, batch_ids=[], keep=2)
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000002", "step_00000010"]
     assert checkpoint.newest(tmp_path) == tmp_path / "step_00000010"
+
+
+def test_a_checkpoint_without_room_is_told_and_leaves_nothing(make_learner, tmp_path, monkeypatch):
+    learner = make_learner()
+    kept = checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    (tmp_path / ".making.step_00000007").mkdir()  # by a kill
+
+    def full(state, path):
+        path.write_bytes(b"half")
+        raise RuntimeError("basic_ios::clear: iostream error")  # as torch has it
+
+    monkeypatch.setattr(torch, "save", full)
+    learner.step += 1
+    with pytest.raises(PathError, match=r"step_00000001 cannot be written, with .* GB free there: basic_ios"):
+        checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    assert list(tmp_path.iterdir()) == [kept]
 
 
 def test_copies_that_a_user_made_of_a_checkpoint_are_neither_resumed_nor_deleted(make_learner, tmp_path):

@@ -6,15 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
 import yaml
 from tiny_model import make_config, make_group
 
-from atroposlib.errors import ApiError, ConfigError, DataError
+from atroposlib.errors import ApiError, ConfigError, DataError, PathError
 from atroposlib.example_trainer import checkpoint, loop
 from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.loop import fresh_groups, train
@@ -229,3 +230,40 @@ def test_an_engine_that_names_no_pushed_weights_counts_as_serving_those_of_the_s
     kept, facts = fresh_groups(groups, version=version, limit=2, named=named)
     assert kept == groups[-count:]
     assert (facts["batch/staleness_unknown"], facts["batch/stale_groups_dropped"]) == (2, 2 - count)
+
+
+FULL = {
+    "until there is room": (300.0, None, 2, nullcontext()),
+    "until a signal": (300.0, "SIGTERM", 1, pytest.raises(PathError, match="no room")),
+    "for a while": (-1.0, None, 1, pytest.raises(PathError, match="no room")),
+}
+
+
+@pytest.mark.parametrize(("deadline_s", "sign", "tries", "end"), FULL.values(), ids=FULL)
+def test_a_full_disk_is_waited_for(monkeypatch, deadline_s, sign, tries, end):
+    monkeypatch.setattr(loop, "FULL_DISK_S", deadline_s)
+    monkeypatch.setattr(loop, "FULL_DISK_RETRY_S", 0.0)
+    stop, found = loop._StopFlag(), []
+    stop.signal = sign
+    run = loop._Run(*[None] * 6, stop)  # pyright: ignore[reportArgumentType]
+
+    def write():
+        found.append(len(found))
+        if len(found) < 2:
+            raise PathError("no room")
+
+    with end:
+        run._patiently(write)
+    assert len(found) == tries
+
+
+def test_metrics_that_find_no_room_come_later(tiny_model, tmp_path, monkeypatch):
+    report = loop.TrainingReport(make_config(tiny_model, tmp_path), tmp_path)
+    file = report._metrics
+    with monkeypatch.context() as patch:
+        flush = Mock(side_effect=OSError(28, "No space left on device"))
+        patch.setattr(report, "_metrics", Mock(wraps=file, flush=flush))
+        report.step(1, {"train/loss": 0.5})
+    report.step(2, {"train/loss": 0.25})
+    report.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
