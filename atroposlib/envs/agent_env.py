@@ -335,25 +335,24 @@ class AgentEnv(BaseEnv):
                     result = None
                     if code != 0 and not _is_spent(rollout):
                         raise EnvironmentFault(f"the agent ended with exit code {code}: {output[-500:].strip()}")
-            if rollout.lost:
-                raise EngineFault(
-                    f"a reply of the model was lost and not asked for again: {[*rollout.lost.values()][-1]}"
-                )
-            if not any(exchange.calls for exchange in rollout.exchanges):
-                raise EnvironmentFault(f"the agent ended and had asked its model for nothing: {output[-500:].strip()}")
-            return AgentRun(rollout, access.folder, result, code, output)
         except TimeoutError as error:
             raise EnvironmentFault(
                 f"the agent took more than {config.agent_timeout_s:.0f} s (agent_timeout_s)"
             ) from error
         except Exception as error:
             if _is_spent(rollout) and not rollout.lost:  # agents take the refusal of one more request for a failure
-                return AgentRun(rollout, access.folder, None, None, f"{type(error).__name__}: {error}")
-            if rollout.faults["engine"] or rollout.faults["kill"]:
+                result, code, output = None, None, f"{type(error).__name__}: {error}"
+            elif rollout.faults["engine"] or rollout.faults["kill"]:
                 raise EngineFault(f"the agent failed after the engine did: {error}") from error
-            if isinstance(error, RolloutFault):
+            elif isinstance(error, RolloutFault):
                 raise
-            raise EnvironmentFault(f"the agent failed: {type(error).__name__}: {error}") from error
+            else:
+                raise EnvironmentFault(f"the agent failed: {type(error).__name__}: {error}") from error
+        if rollout.lost:
+            raise EngineFault(f"a reply of the model was lost and not asked for again: {[*rollout.lost.values()][-1]}")
+        if not any(exchange.calls for exchange in rollout.exchanges):
+            raise EnvironmentFault(f"the agent ended and had asked its model for nothing: {output[-500:].strip()}")
+        return AgentRun(rollout, access.folder, result, code, output)
 
     async def _running_service(self) -> "GatewayService":
         if self._service is None:

@@ -68,7 +68,14 @@ async def test_other_environments_of_gymnasium_begin_and_are_cut_after_the_turns
     assert 1 <= learned(row).count("<|im_end|>") <= 3
 
 
-async def test_actions_of_gymnasium_have_the_numbers_that_its_space_has():
+@pytest.mark.parametrize(
+    ("start", "listed", "replies", "refused", "actions"),
+    [
+        (1, "1 to 3: 1 = a, 2 = b, 3 = c.", ["0", "1", "3", "4", "2-3"], [1, 0, 0, 1, 0], [1, 3, 3]),
+        (-1, "-1 to 1: -1 = a, 0 = b, 1 = c.", ["-1", "So 1", "-2", "2"], [0, 0, 1, 1], [-1, 1]),
+    ],
+)
+async def test_actions_of_gymnasium_have_the_numbers_that_its_space_has(start, listed, replies, refused, actions):
     taken = []
 
     class Counted(SimpleNamespace):
@@ -79,12 +86,12 @@ async def test_actions_of_gymnasium_have_the_numbers_that_its_space_has():
             taken.append(action)
             return 0, 1.0, False, False, {}
 
-    env = Counted(action_space=SimpleNamespace(n=3, start=1), render_mode=None)
+    env = Counted(action_space=SimpleNamespace(n=3, start=start), render_mode=None)
     episode = GymnasiumEpisode(env, 0, "a, b, c")
     (asked,) = episode.begin()
-    assert "1 to 3: 1 = a, 2 = b, 3 = c." in asked["content"]
-    assert ["That is no action" in episode.step(reply).observation for reply in "0134"] == [True, False, False, True]
-    assert (taken, episode.score()) == ([1, 3], 2.0)
+    assert listed in asked["content"]
+    assert ["That is no action" in episode.step(reply).observation for reply in replies] == refused
+    assert (taken, episode.score()) == (actions, len(actions))
 
 
 WRONG = {

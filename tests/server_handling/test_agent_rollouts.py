@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 
 import httpx
 import openai
@@ -18,7 +19,7 @@ from atroposlib.envs.server_handling.agents import gateway as gateway_module
 from atroposlib.envs.server_handling.agents import record as record_module
 from atroposlib.envs.server_handling.agents import rollouts as rollouts_module
 from atroposlib.envs.server_handling.agents.gateway import Gateway
-from atroposlib.envs.server_handling.agents.record import CallLog
+from atroposlib.envs.server_handling.agents.record import CallLog, RolloutLog
 from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.rows import advantages, group_of, rows_of
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
@@ -413,6 +414,19 @@ async def test_messages_answer_in_blocks_and_their_echo_continues_the_sequence()
     assert (first["stop_reason"], last["stop_reason"]) == ("tool_use", "end_turn")
     assert last["usage"]["input_tokens"] == counted["input_tokens"]
     assert [call["calls"][0]["parent"] for call in calls] == [None, [0, 0]]
+
+
+async def test_a_prompt_that_is_only_asked_about_counts_no_difference():
+    async with client_of("said", "done") as client:
+        made = await new_rollout(client)
+        await ask(client, made, "messages", messages=HELLO, max_tokens=9)
+        history = [*HELLO, {"role": "assistant", "content": "said \n"}, {"role": "user", "content": "more"}]
+        differences = []
+        for path in ("messages/count_tokens", "messages/count_tokens", "messages"):
+            reply = await ask(client, made, path, messages=history, max_tokens=9)
+            assert reply.status_code == 200, reply.text
+            differences.append((await record_of(client, made))["differences"])
+    assert differences == [0, 0, 1]
 
 
 async def test_messages_stream_every_block_as_deltas_that_add_up():
@@ -1033,6 +1047,33 @@ def test_a_kill_at_any_moment_while_a_file_is_written_again_loses_and_doubles_no
     append("again")
     as_a_kill_leaves_it("end")
     assert {rollout: list(log.events(rollout)) for rollout in told} == told
+    log.close()
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace", "close"])
+def test_a_copy_that_cannot_be_removed_and_a_file_that_cannot_be_closed_make_no_event_twice(
+    tmp_path, monkeypatch, broken
+):
+    monkeypatch.setattr(record_module, "LEFT_OUT_BYTES", 0)
+    log = CallLog(tmp_path / "records.jsonl")
+    log.append({"score": 0, "rollout": "kept"})
+    log.append({"text": "x" * 1000, "rollout": "big"})
+
+    def fails(*_, **__):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "unlink", fails)
+    if broken == "close":
+        monkeypatch.setattr(log._file, "close", fails)
+    else:
+        monkeypatch.setattr(record_module.os, broken, fails)
+    log.forget("big")
+    log._copy.thread.join()
+    kept = RolloutLog(log, "kept")
+    for score in (1, 2):
+        kept.write({"score": score})
+    monkeypatch.undo()
+    assert [event["score"] for event in log.events("kept")] == [0, 1, 2]
     log.close()
 
 

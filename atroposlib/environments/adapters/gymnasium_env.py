@@ -38,7 +38,7 @@ class GymnasiumEpisode:
         return [{"role": "user", "content": f"{self._shown(observation)}\n{self.asked}"}]
 
     def step(self, reply: str) -> Step:
-        numbers = re.findall(r"\d+", reply)
+        numbers = re.findall(r"-?\d+" if self.actions[0] < 0 else r"\d+", reply)
         if not numbers or int(numbers[-1]) not in self.actions:
             return Step(f"That is no action. {self.asked}", is_over=False)
         observation, reward, is_over, is_cut, _ = self.env.step(int(numbers[-1]))

@@ -285,8 +285,11 @@ class ManagedServer(TrackedSequences):
         return completion_of([reply.made for reply in replies], self.server.config.model_name)
 
     def prompt_of(self, request: ChatRequest) -> Prompt:
-        """The prompt that a request would send; nothing is generated or tracked."""
-        return self._chat_prompt(self._reader.read(request))
+        """The prompt that a request would send; nothing is generated, tracked or counted."""
+        counted = self.lineage.differences
+        prompt = self._chat_prompt(self._reader.read(request))
+        self.lineage.differences = counted
+        return prompt
 
     def thoughts_before(self, request: ChatRequest) -> Thoughts:
         """Tell if thoughts come before the answer to a request."""

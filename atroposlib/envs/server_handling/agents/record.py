@@ -4,6 +4,7 @@ A call is written as what it adds to the call before it: ids, log-probabilities,
 are whole or cut off: a torn end is what a kill left, and nobody was told of it.
 """
 
+import contextlib
 import heapq
 import logging
 import os
@@ -14,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import msgspec
 import orjson
 
 from atroposlib.envs.server_handling.conversation import Conversation, Message, Turn, keys_of
-from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.managed_server import ManagedServer, Reply
 from atroposlib.envs.server_handling.sequence import Call
 from atroposlib.errors import PathError
 from atroposlib.lock_files import HeldError, hold
@@ -45,6 +46,11 @@ class Answer:
     finish_reason: str  # stop, length, tool_calls
     prompt_tokens: int
     completion_tokens: int
+
+    @classmethod
+    def of(cls, reply: Reply) -> Self:
+        """Take what an agent gets of a reply."""
+        return cls(reply.message, reply.finish_reason, reply.prompt_tokens, len(reply.call.output))
 
 
 @dataclass(slots=True)
@@ -188,10 +194,11 @@ class CallLog:
             self._copied_from = self._file.size + LEFT_OUT_BYTES
             copy.discard()
             return
-        self._file.close()
-        self._file = appending
+        old, self._file = self._file, appending
         for rollout, lines in self._lines.items():
             lines.starts = copy.places_of(rollout, lines.starts)
+        with contextlib.suppress(OSError):  # all of it is in the copy
+            old.close()
 
 
 def _copy_of(path: Path) -> Path:
@@ -244,7 +251,8 @@ class _Copy:
         """Stop the thread, and leave nothing of the copy."""
         self._discarded.set()
         self.thread.join()
-        self._new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the next start removes it
+            self._new.unlink(missing_ok=True)
 
     def _run(self) -> None:
         try:

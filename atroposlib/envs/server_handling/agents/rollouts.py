@@ -29,7 +29,7 @@ from atroposlib.envs.server_handling.agents.record import (
     written,
 )
 from atroposlib.envs.server_handling.agents.settings import Asked, RolloutSettings, counted_sampling
-from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, Reply
+from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer
 from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import RequestFault, RolloutFault
 from atroposlib.rollouts.trace import EngineReply, current_trace, held_replies
@@ -209,7 +209,7 @@ class Rollout:
             used=used,
             started=started,
             ended=time.time(),
-            answers=[answer_of(reply) for reply in replies],
+            answers=[Answer.of(reply) for reply in replies],
             calls=[reply.call for reply in replies],
             versions=[reply.weight_version for reply in engine],
             notes=[*asked.notes, *notes],
@@ -380,11 +380,6 @@ def managed_for(server: Any, tokenizer: Any, settings: RolloutSettings) -> Manag
         for_agents=True,
         normalise=normaliser(settings.normalise),
     )
-
-
-def answer_of(reply: Reply) -> Answer:
-    """A reply of the managed server as an answer."""
-    return Answer(reply.message, reply.finish_reason, reply.prompt_tokens, len(reply.call.output))
 
 
 class Rollouts:
