@@ -113,7 +113,7 @@ def logs(
     job: Annotated[str, typer.Argument(help="The job's number; of an array task ARRAY_TASK.")],
     folder: Folder = FOLDER,
     lines: Annotated[int, typer.Option(min=1, help="Last lines of each log.")] = 50,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on showing new lines.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new lines.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Show the end of a job's output and of its services' logs.

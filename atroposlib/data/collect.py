@@ -241,7 +241,7 @@ class CollectedGroups:
             self._acked_bytes = self._path.stat().st_size
 
     def _read(self) -> None:
-        """Go on with what an earlier collection left; a line cut short by a kill is removed."""
+        """Resume what an earlier collection left; a line cut short by a kill is removed."""
         last = None
         for line in read_lines(self._path):
             last = line if line.is_complete else last

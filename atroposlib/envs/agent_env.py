@@ -432,7 +432,9 @@ async def _clean_up(command: Command, folder: Path) -> None:
     except (TimeoutError, OSError) as error:
         code, said = -1, f"{type(error).__name__}: {error}"
     if code != 0 and "no such container" not in said.lower():  # it removed itself
-        logger.warning("%s failed, so that something may run on: exit code %d: %s", command.clean_up, code, said[-500:])
+        logger.warning(
+            "%s failed, so that something may still run: exit code %d: %s", command.clean_up, code, said[-500:]
+        )
 
 
 def _plain_variables() -> dict[str, str]:

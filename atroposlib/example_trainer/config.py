@@ -258,7 +258,7 @@ class OutputSettings(RecipeSettings):
     save_path: str = Field("trained_model_checkpoints", description="Checkpoints; the same folder resumes.")
     checkpoint_interval: PositiveInt = Field(3, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = Field(2, description="Older ones are deleted.")
-    resume: bool = Field(True, description="Go on from the newest checkpoint in save_path.")
+    resume: bool = Field(True, description="Resume from the newest checkpoint in save_path.")
     save_final: bool = Field(True, description="Write save_path/final as a Hugging Face folder at the end.")
     log_dir: str = Field("logs", description="metrics.jsonl and samples.jsonl.")
     samples_per_step: NonNegativeInt = Field(4, description="Rows of the samples table.")

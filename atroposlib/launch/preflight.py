@@ -179,8 +179,8 @@ def _settings_problems(config: DatagenConfig) -> list[str]:
         return []
     before, now = (_one_by_one(settings) for settings in (earlier, json.loads(json.dumps(data_settings(config)))))
     return [
-        f"{key} was {before.get(key)!r} when run_dir {config.run_dir} was started and is {now.get(key)!r} now; "
-        "set it back, choose another run_dir, or start from scratch with --fresh"
+        f"{key} was {json.dumps(before.get(key))} when run_dir {config.run_dir} was started and is "
+        f"{json.dumps(now.get(key))} now; set it back, choose another run_dir, or start from scratch with --fresh"
         for key in now | before
         if now.get(key) != before.get(key)
     ]

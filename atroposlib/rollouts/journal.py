@@ -187,7 +187,7 @@ class Draft:
         self._written_at = time.monotonic()
 
     def take(self, piece: Piece) -> None:
-        """Go on from a piece of the journal."""
+        """Continue from a piece of the journal."""
         del self.ids[piece.start :], self.logprobs[piece.start :]
         if not self.ids:
             self.version = piece.version

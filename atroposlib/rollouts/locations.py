@@ -1,6 +1,6 @@
 """Where a run's files lie, and which of several candidates a command resumes.
 
-A run is either one file the user named (`data_path_to_save_groups`) or shards in `rollouts_dir`. Beside the rollouts:
+A run is either one file the user named (`data_path_to_save_groups`) or shards in `rollouts_dir`. Next to the rollouts:
 
     X.index      one entry per line of the rollout files: makes a restart quick, rebuilt from them when missing
     X.acked      ids of the groups the trajectory API acknowledged

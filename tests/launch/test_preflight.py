@@ -133,6 +133,8 @@ def test_of_an_environments_settings_only_those_that_differ_are_named(tmp_path):
     message = complaint(config(tmp_path, environment={"script": script, "env": {"seed": 2, "few_shot": 4}}))
     assert "environment.env.seed was 1 when run_dir" in message
     assert "environment.env.temperature was 1.0" in message
+    assert "now; set it back" in message
+    assert "is null now" in message
     assert "few_shot" not in message
 
 
