@@ -94,19 +94,23 @@ def write_text_atomic(path: Path, text: str) -> None:
     """Replace `path` as a whole: readers see the old or the new content, never a part.
 
     Raises:
-        PathError: it is no regular file. OSError: it cannot be written.
+        PathError: it is no regular file. OSError, with `path` as its file name: it cannot be written.
     """
     check_replaceable(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = ""
     try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = os.fspath(path), None
         raise
 
 

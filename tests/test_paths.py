@@ -41,3 +41,9 @@ def test_writable_dir_refuses_a_file(tmp_path):
 def test_write_text_atomic_leaves_no_temporary_file(tmp_path):
     write_text_atomic(tmp_path / "x.json", "{}")
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_an_error_of_write_text_atomic_names_the_file(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        write_text_atomic(tmp_path / "missing" / "x.json", "{}")
+    assert error.value.filename == str(tmp_path / "missing" / "x.json")

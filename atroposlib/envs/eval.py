@@ -135,10 +135,10 @@ def evaluate_log(
     }
     folder = expand_path(eval_dir, what="eval_dir")
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "metrics.json", orjson.dumps(as_json(results), option=orjson.OPT_INDENT_2))
     if samples:
         lines = (one_line(to_json(sample)) for sample in samples)
         _write(folder / "samples.jsonl", b"\n".join(lines) + b"\n")
+    _write(folder / "metrics.json", orjson.dumps(as_json(results), option=orjson.OPT_INDENT_2))  # last: all is there
     if (step := step_of_evaluation()) is not None:
         line = one_line(to_json({"step": step, "time": end, "metrics": metrics}))
         with (folder / HISTORY_FILE).open("ab") as history:

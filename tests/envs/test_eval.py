@@ -169,3 +169,10 @@ def test_samples_and_metrics_of_any_kind_are_kept(tmp_path):
     evaluate_log({"largest": 2**70}, str(tmp_path), samples=[sample], verbose=False)
     assert json.loads((tmp_path / "samples.jsonl").read_text())["answer"] == str(2**64)
     assert json.loads((tmp_path / "metrics.json").read_text())["results"]["all"]["largest"] == str(2**70)
+
+
+def test_metrics_are_there_only_with_their_samples(tmp_path):
+    (tmp_path / "samples.jsonl").mkdir()
+    with pytest.raises(PathError, match=r"samples\.jsonl"):
+        evaluate_log({"a": 1.0}, str(tmp_path), samples=["x"], verbose=False)
+    assert not (tmp_path / "metrics.json").exists()
