@@ -26,7 +26,7 @@ import msgspec
 import orjson
 
 from atroposlib.errors import ConfigError
-from atroposlib.rollouts.files import AppendFile
+from atroposlib.rollouts.files import AppendFile, FileGoneError
 from atroposlib.rollouts.ledger import REJECTED, LedgerEntry, read_entries, read_line
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.trace import EngineReply
@@ -87,7 +87,11 @@ class ResponseJournal:
         """The response of this name as far as it is known; an earlier draft of it can write no more."""
         draft = Draft(self, item_key, sample)
         for place in self._places.get(item_key, {}).get(sample, ()):
-            draft.take(self._read(place))
+            piece = self._read(place)
+            if piece is None or piece.start > len(draft.ids):  # what follows a gap is another response
+                draft = Draft(self, item_key, sample)
+            else:
+                draft.take(piece)
         self._drafts.setdefault(item_key, {})[sample] = draft
         if draft.ids or draft.reply:
             self.reused_responses += max(1, len(draft.reply.finish_reasons)) if draft.reply is not None else 0
@@ -117,6 +121,8 @@ class ResponseJournal:
             if not self._is_failing:
                 logger.warning("responses are not journalled for now: file=%s error=%s", self._base, error)
             self._is_failing = True
+            if isinstance(error, FileGoneError):
+                self.close()  # the next response begins a new segment
             del drafts[piece.sample]  # a later piece would leave a gap
             return
         self._is_failing = False
@@ -155,10 +161,14 @@ class ResponseJournal:
         if not self._living[number]:
             self._remove(number)
 
-    def _read(self, place: _Place) -> Piece:
-        with self._path(place.segment).open("rb") as stream:
-            stream.seek(place.start)
-            return msgspec.msgpack.decode(stream.read(place.size), type=Piece)
+    def _read(self, place: _Place) -> Piece | None:
+        """Return the piece; None: its segment was taken away."""
+        try:
+            with self._path(place.segment).open("rb") as stream:
+                stream.seek(place.start)
+                return msgspec.msgpack.decode(stream.read(place.size), type=Piece)
+        except FileNotFoundError:
+            return None
 
     def _segments(self) -> list[int]:
         pattern = re.compile(re.escape(self._base.name) + r"\.(\d+)")

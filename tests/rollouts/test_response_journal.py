@@ -142,3 +142,29 @@ def test_a_full_disk_costs_the_journal_but_not_the_run(tmp_path, monkeypatch):
     finish(journal, sample=b"c")
     again = open_journal(tmp_path)
     assert [again.open("7", sample).reply is not None for sample in (b"a", b"b", b"c")] == [True, False, True]
+
+
+def test_a_response_without_its_beginning_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "PIECE_TOKENS", 1)
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 1)  # a segment each
+    journal = open_journal(tmp_path)
+    draft = journal.open("7", b"a")
+    draft.grow([1, 2], [-1.0, -2.0], base=0, version="v1")
+    draft.grow([1, 2, 3], [-1.0, -2.0, -3.0], base=0, version="v1")
+    draft.finish(REPLY, prompt_ids=[1])
+    (tmp_path / "run.journal.1").unlink()
+    for each in (open_journal(tmp_path), journal):
+        found = each.open("7", b"a")
+        assert (found.reply, found.ids.tolist()) == (None, [])
+    finish(journal)
+    assert open_journal(tmp_path).open("7", b"a").ids.tolist() == [5, 6, 7]
+
+
+def test_a_segment_that_is_taken_away_is_followed_by_a_new_one(tmp_path):
+    journal = open_journal(tmp_path)
+    finish(journal, item="7")
+    (tmp_path / "run.journal.1").unlink()
+    finish(journal, item="8")  # finds that it is gone
+    finish(journal, item="9")
+    again = open_journal(tmp_path)
+    assert [again.open(item, b"a").reply is not None for item in ("7", "8", "9")] == [False, False, True]
