@@ -268,7 +268,7 @@ def _wait_for_lock(path: Path) -> int | None:
                 ) from None
             if now - said >= _SAY_EVERY_S:
                 said = now
-                logger.info("waiting for process %s, which writes %s", held.pid, path)
+                logger.warning("waiting for process %s, which writes %s", held.pid, path)
             time.sleep(_LOOK_EVERY_S)
         except OSError:
             return None
