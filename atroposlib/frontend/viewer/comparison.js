@@ -32,7 +32,8 @@ export async function loadComparison() {
     make("label", {}, "A ", choose("left", left)), make("label", {}, "B ", choose("right", right)),
     verdict(found));
   byId("list").replaceChildren(...found.items.map(entry));
-  if (!found.items.length) byId("list").append(make("li", { className: "quiet", text: "no item that the filters leave is in both" }));
+  const isFiltered = Object.keys(filters()).some((name) => name !== "sort");
+  if (!found.items.length) byId("list").append(make("li", { className: "quiet", text: isFiltered ? "no item that the filters leave is in both" : "no item is in both" }));
   const pages = byId("pages");
   pages.replaceChildren();
   if (found.matching > found.page) {
