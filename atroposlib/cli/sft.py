@@ -120,6 +120,7 @@ def print_report(report: ExportReport, unit: str = "records") -> None:
     if report.rerendered:
         print(f"  token ids made from messages, as none were recorded: {report.rerendered}")
     copies = f"{report.copies} of them copies of an earlier one"
+    unit = unit.removesuffix("s") if report.records == 1 else unit
     print(f"{report.records} {unit} ({report.format}), {copies}: {report.output}")
 
 

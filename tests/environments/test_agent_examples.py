@@ -12,6 +12,7 @@ import yaml
 
 from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv
 from atroposlib.environments.agents.sums import question, sum_number
+from atroposlib.envs.server_handling.server_config import ServersConfig
 from atroposlib.testing import roll_out
 from atroposlib.type_definitions import IGNORE_INDEX
 
@@ -158,3 +159,10 @@ def test_the_settings_of_the_page_on_agents_are_those_of_a_command():
     (shown,) = re.findall(r"^    (env: \{command.*?\})$", page, re.DOTALL | re.MULTILINE)
     settings = yaml.safe_load(shown)["env"]
     assert CommandConfig(**settings).model_dump(include=set(settings)) == settings
+
+
+def test_the_servers_of_the_page_on_agents_are_those_of_a_gateway():
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    (shown,) = re.findall(r"^cat > servers.json <<'EOF'\n(.*?)^EOF$", page, re.DOTALL | re.MULTILINE)
+    (server,) = ServersConfig(**json.loads(shown)).server_configs()
+    assert (server.model_name, server.server_type) == ("smollm2-135m", "sglang")
