@@ -3,6 +3,9 @@
 import contextlib
 import errno
 import resource
+from collections.abc import Iterator
+
+from atroposlib.errors import PathError
 
 MOST_DESCRIPTORS = 1 << 16
 
@@ -42,3 +45,14 @@ def limit_reached(error: OSError) -> str | None:
             return f"too many files are open on this machine ({error.strerror}); end what holds them"
         case _:
             return None
+
+
+@contextlib.contextmanager
+def told_limits() -> Iterator[None]:
+    """Raise PathError, a sentence, for an OSError in the block that met a limit of the system."""
+    try:
+        yield
+    except OSError as error:
+        if (sentence := limit_reached(error)) is None:
+            raise
+        raise PathError(f"{sentence}, and give the same command again") from error

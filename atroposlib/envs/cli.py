@@ -26,7 +26,7 @@ from atroposlib.errors import AtroposError, ConfigError, ModelError
 from atroposlib.paths import expand_path, read_mapping, remedy
 from atroposlib.rollouts.run import RunOutcome
 from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, leave_soon
-from atroposlib.system_limits import limit_reached, raise_descriptor_limit
+from atroposlib.system_limits import raise_descriptor_limit, told_limits
 from atroposlib.type_definitions import Json, JsonObject
 from atroposlib.utils.cli import describe_fields, merge_dicts, parse_value, refuse_unknown, split_flags
 
@@ -211,7 +211,8 @@ def main(env_cls: type[CliEnv], arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{unknown.pop()} is no check; give --check or --check=settings")
         if issubclass(command_cls, EnvCommand):
             command = command_cls(given)
-            return command.check(settings_alone="--check" not in checks) if checks else command.run()
+            with told_limits():
+                return command.check(settings_alone="--check" not in checks) if checks else command.run()
         if checks:
             print(f"{env_cls.__name__} reads its command line itself: its settings are not checked", file=sys.stderr)
             return 0
@@ -230,11 +231,6 @@ def main(env_cls: type[CliEnv], arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except BrokenPipeError:  # `... --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
-    except OSError as error:
-        if (sentence := limit_reached(error)) is None:
-            raise
-        print(f"error: {sentence}, and give the same command again", file=sys.stderr)
         return EXIT_FAILED
 
 

@@ -19,6 +19,7 @@ from atroposlib.example_trainer.config import RunConfig, TrainingConfig
 from atroposlib.example_trainer.recipe import build, parser_of, read_recipe, require_torch
 from atroposlib.paths import expand_path
 from atroposlib.rollouts.stop import EXIT_WORK_REMAINS
+from atroposlib.system_limits import told_limits
 
 _EXAMPLES = """\
 examples:
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         require_torch()
         from atroposlib.example_trainer.loop import train
 
-        result = train(config)
+        with told_limits():
+            result = train(config)
     except AtroposError as error:
         print(f"atropos-grpo: {error}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -28,6 +28,7 @@ from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, STOP_SIGNALS
 from atroposlib.status.page import StatusPage, write_last_page
 from atroposlib.status.runs import RunRecord, read_status
 from atroposlib.status.training import read_training
+from atroposlib.system_limits import told_limits
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"atropos-grpo-run: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     try:
-        code = run(config)
+        with told_limits():
+            code = run(config)
     except AtroposError as error:
         print(f"atropos-grpo-run: {error}", file=sys.stderr)
         raise SystemExit(1) from None

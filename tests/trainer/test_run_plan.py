@@ -257,6 +257,17 @@ def test_wrong_usage_ends_with_2_and_one_sentence(capsys):
     assert capsys.readouterr().err.startswith("atropos-grpo-run: unknown flag '--lerning-rate'")
 
 
+def test_a_limit_of_the_system_that_ends_a_run_is_a_sentence(tmp_path, monkeypatch, capsys):
+    def full(config):
+        raise OSError(28, "No space left on device", str(tmp_path / "run.json"))
+
+    monkeypatch.setattr("atroposlib.example_trainer.run.run", full)
+    with pytest.raises(SystemExit, match="1"):
+        main(["--model-name", "m", "--environment", "e.py", "--run-dir", str(tmp_path)])
+    said = f"atropos-grpo-run: no room on the disk at {tmp_path}/run.json (No space left on device); free some space"
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_an_environment_that_is_not_there_is_named_before_anything_starts(tmp_path, capsys):
     flags = ["--model-name", "m", "--environment", "no_such_env.py", "--run-dir", str(tmp_path)]
     with pytest.raises(SystemExit, match="1"):
