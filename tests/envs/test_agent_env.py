@@ -406,7 +406,7 @@ async def test_a_container_that_cannot_be_removed_is_told(tmp_path, caplog, dock
     (tmp_path / "bin" / "docker").write_text("#!/bin/sh\n[ $1 = run ] || { echo daemon away; exit 1; }")
     with pytest.raises(EnvironmentFault, match="asked its model for nothing"):
         await rolled_out(env, await item_of(env))
-    assert "something may run on: exit code 1: daemon away" in caplog.text
+    assert "something may still run: exit code 1: daemon away" in caplog.text
 
 
 @pytest.mark.parametrize("program", ["docker", "podman", "apptainer"])
