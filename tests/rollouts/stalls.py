@@ -446,7 +446,7 @@ HEAD = """\
 
 A run that stands still says so within ten seconds: as `waiting for ...` in its log, its live display, its progress
 file and `atropos status`. Where continuing is pointless it ends with the sentence and exit code 1 ("ends" below).
-Written by `python tests/rollouts/stalls.py`, which brings each about for real:
+Written by `PYTHONPATH=.:tests:tests/rollouts python tests/rollouts/stalls.py`, which brings each about for real:
 
 | what is wrong | after s | what it says |
 |---|---|---|
