@@ -252,7 +252,9 @@ async def test_an_engine_that_dies_after_a_reply_has_begun_is_no_whole_reply_and
 async def test_the_same_rollout_is_given_for_the_same_id():
     async with client_of("ok") as client:
         assert await new_rollout(client, rollout_id="r") == await new_rollout(client, rollout_id="r")
-        assert (await new_rollout(client))["key"] != (await new_rollout(client))["key"]
+        one, other = await new_rollout(client), await new_rollout(client)
+        assert one["key"] != other["key"]
+        assert await new_rollout(client, rollout_id=one["id"]) == one
 
 
 async def test_an_id_that_is_taken_is_not_given_for_other_settings():

@@ -416,7 +416,7 @@ class Rollouts:
         """A new rollout; the same one for an id that is there. RequestFault: that has other settings."""
         self._look_at_all()
         if (known := self._by_id.get(settings.rollout_id or "")) is not None:
-            before, now = known.settings.model_dump(), settings.model_dump()
+            before, now = (each.model_dump(exclude={"rollout_id"}) for each in (known.settings, settings))
             if differing := [f"{key}: {before[key]!r}, not {now[key]!r}" for key in now if before[key] != now[key]]:
                 said = f"rollout {known.id} is there with other settings ({'; '.join(differing)})"
                 raise RequestFault(f"{said}; choose another rollout_id, or delete that rollout")
