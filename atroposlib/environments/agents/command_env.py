@@ -140,7 +140,7 @@ class CommandEnv(AgentEnv):
         return float(code == 0)
 
     async def _check(self, item: Task, folder: Path) -> tuple[int | None, str]:
-        """The exit code of the check in a folder, and the end of what it printed; None: a limit ended it."""
+        """Return the exit code of the check in a folder, and the end of what it printed; None: a limit ended it."""
         timeout_s, disk_mb = self.config.check_timeout_s, self.config.check_disk_mb
         check_files = {inside_work(name): text for name, text in item.get("check_files", {}).items()}
         if self.sandbox is None:

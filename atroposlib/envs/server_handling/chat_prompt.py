@@ -22,7 +22,7 @@ _THINK_MARKS = {"<think>": "ATROPOSxTHINKxOPEN", "</think>": "ATROPOSxTHINKxCLOS
 
 
 def render(tokenizer: Tokenizer, messages: Sequence[JsonObject], tools: object = None) -> str:
-    """The chat template's text; "role: content" lines when there is no template.
+    """Return the chat template's text; "role: content" lines when there is no template.
 
     The generation prompt is added unless the last turn is the assistant's.
     """
@@ -47,7 +47,7 @@ def knows_developer(tokenizer: object) -> bool:
 
 
 def opened_thought(tokenizer: Tokenizer, chat: Conversation, prompt: str) -> str:
-    """The `<think>` and white space that the template put before the answer to a conversation, else ""."""
+    """Return the `<think>` and white space that the template put before the answer to a conversation, else ""."""
     if not prompt.rstrip().endswith("<think>") or _has_no_template(tokenizer) or not _wants_reply(chat.shown):
         return ""
     messages = chat.shown
@@ -78,7 +78,7 @@ def render_keeping_thoughts(tokenizer: object, messages: Sequence[JsonObject], t
 
 
 def render_after_turn(tokenizer: object, messages: Sequence[JsonObject], turn: int, tools: object = None) -> str | None:
-    """The template's text behind the content of `messages[turn]`; None when the template does not show it once.
+    """Return the template's text behind the content of `messages[turn]`; None when the template does not show it once.
 
     Between the first user's message and that turn the template is shown nothing, so that a long history costs nothing,
     as long as that gives the same text: compared for each form of history, and whenever one has doubled.

@@ -60,7 +60,7 @@ class Conversation:
         return Conversation(self.turns[:turns] + other.turns[turns:], self.tools)
 
     def answered(self, said: Message, text: str) -> "Conversation":
-        """The conversation with the model's answer: the message, and the text of it that the model wrote."""
+        """Return the conversation with the model's answer: the message, and the text of it that the model wrote."""
         return Conversation((*self.turns, Turn(said, {"role": "assistant", "content": text}, ())), self.tools)
 
 
@@ -84,7 +84,7 @@ class ChatRequest:
 
     @classmethod
     def of(cls, options: Mapping[str, Json]) -> "ChatRequest":
-        """A request of the keyword arguments of OpenAI's client."""
+        """Return a request of the keyword arguments of OpenAI's client."""
         own = ("messages", "tools", "tool_choice")
         return cls(
             options["messages"],
@@ -143,7 +143,7 @@ class Reader:
         self._asked: list[_Asked] = []  # of the last requests, the last first
 
     def read(self, request: ChatRequest) -> Conversation:
-        """The conversation of a request; RequestFault for a message that is no text."""
+        """Return the conversation of a request; RequestFault for a message that is no text."""
         messages, known = request.messages, self._known(request.messages)
         new = messages[len(known) :]
         if any(message.get("role") == "developer" for message in new if isinstance(message, dict)):
@@ -158,7 +158,7 @@ class Reader:
         return Conversation(turns, request.tools)
 
     def _known(self, messages: Messages) -> tuple[Turn, ...]:
-        """The turns of the last request whose messages are the first of these: nothing is done for each."""
+        """Return the turns of the last request whose messages are the first of these: nothing is done for each."""
         found = next((asked for asked in self._asked if asked.is_in(messages)), None)
         found = found or next((asked for asked in self._asked if asked.begins(messages)), None)
         return () if found is None else found.turns
@@ -197,7 +197,7 @@ def copied(message: object) -> Json:
 
 
 def plain_messages(messages: Messages, *, knows_developer: bool = False, offset: int = 0) -> list[Message | None]:
-    """The messages in the form that chat templates know: text contents, no `developer`.
+    """Return the messages in the form that chat templates know: text contents, no `developer`.
 
     A developer's message becomes the system's; one behind a leading system message becomes part of it, and None stands
     in its place.
@@ -243,7 +243,7 @@ def check_calls(calls: object, where: str) -> None:
 
 
 def joined_text(parts: Sequence[Json], where: str) -> str:
-    """The text of a content that is given in parts.
+    """Return the text of a content that is given in parts.
 
     Raises:
         RequestFault: one is an image or something else that is no text.

@@ -120,7 +120,7 @@ class Output:
         return cls(ids, known_logprobs(ids, logprobs), finish_reason_of(reason), body, text, ends)
 
     def continued(self, given: list[int], opening: str, rest: "Output") -> "Output":
-        """The output with the ids `given`, whose text is `opening`, and what was generated behind them."""
+        """Return the output with the ids `given`, whose text is `opening`, and what was generated behind them."""
         return Output(
             self.body + given + rest.ids,
             self.logprobs[: len(self.body)] + [PROMPT_LOGPROB] * len(given) + rest.logprobs,
@@ -131,7 +131,7 @@ class Output:
         )
 
     def call(self, prompt: Prompt, base: Call | None, inserted: list[int], record: Message) -> Call:
-        """The turn that this is: `inserted` ids behind those of `base`, then the output."""
+        """Return the turn that this is: `inserted` ids behind those of `base`, then the output."""
         return Call(
             parent=base,
             inserted=inserted,
@@ -210,7 +210,7 @@ class ManagedServer(TrackedSequences):
         return completion
 
     async def answer(self, request: ChatRequest) -> list[Reply]:
-        """The choices of one chat request, tracked.
+        """Return the choices of one chat request, tracked.
 
         Raises:
             RolloutFault: as `APIServer.chat_completion`; RequestFault also where a message is no text, or the model
@@ -229,7 +229,7 @@ class ManagedServer(TrackedSequences):
         return self._tracked(prompt, prompt_ids, outputs, messages, opening)
 
     def _message(self, output: Output, request: ChatRequest, prompt: str, opening: str) -> tuple[Message, Message]:
-        """The assistant's message as the caller gets it, and as it is recorded."""
+        """Return the assistant's message as the caller gets it, and as it is recorded."""
         text = before_stop(output.text, request.sampling.get("stop")) if self._for_agents else output.text
         translator = self._get_translator() if request.tools or self._tool_parser else None
         if translator is None:
@@ -285,7 +285,7 @@ class ManagedServer(TrackedSequences):
         return completion_of([reply.made for reply in replies], self.server.config.model_name)
 
     def prompt_of(self, request: ChatRequest) -> Prompt:
-        """The prompt that a request would send; nothing is generated, tracked or counted."""
+        """Return the prompt that a request would send; nothing is generated, tracked or counted."""
         counted = self.lineage.differences
         prompt = self._chat_prompt(self._reader.read(request))
         self.lineage.differences = counted
@@ -297,7 +297,7 @@ class ManagedServer(TrackedSequences):
         return "none" if prompt.chat is None else thoughts_before_answer(self.tokenizer, prompt.chat, prompt.text)
 
     async def complete(self, text: str, sampling: Mapping[str, Json]) -> list[Reply]:
-        """The choices of one text completion, tracked; faults as of `completion`."""
+        """Return the choices of one text completion, tracked; faults as of `completion`."""
         prompt = self._text_prompt(text)
         with prompt.base or nullcontext():
             prompt_ids, outputs = await self._generate(prompt.text, prompt.ids, sampling, False)
@@ -371,7 +371,7 @@ class ManagedServer(TrackedSequences):
     async def _generate(
         self, text: str, ids: list[int], sampling: Mapping[str, Json], keep_special: bool
     ) -> tuple[list[int], list[Output]]:
-        """The prompt's ids as the engine saw them, and what it generated."""
+        """Return the prompt's ids as the engine saw them, and what it generated."""
         if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
             logger.info("request: prompt=%r ids=%d options=%s", text, len(ids), dict(sampling))
         if self._for_agents:
@@ -400,7 +400,7 @@ class ManagedServer(TrackedSequences):
         messages: list[tuple[Message, Message]],
         opening: str,
     ) -> list[Reply]:
-        """The choices, after their sequences are stored in the same order."""
+        """Return the choices, after their sequences are stored in the same order."""
         prefix = None if self._for_agents else prefix_of(prompt_ids, prompt)
         base, inserted = (prefix.base, prefix.inserted) if prefix is not None else inserted_in(prompt_ids, prompt)
         packed = PackedIds.of(prompt_ids) if isinstance(self.server, TokenServer) and prefix is None else prompt_ids
@@ -462,7 +462,7 @@ class ManagedServer(TrackedSequences):
 
 
 def _tokenizer_of(server: Server) -> Tokenizer:
-    """The server's tokenizer, else the one of its model; None, with a warning, when neither is to be had."""
+    """Return the server's tokenizer, else the one of its model; None, with a warning, when neither is to be had."""
     try:
         if (own := getattr(server, "tokenizer", None)) is not None:
             return own
@@ -474,7 +474,7 @@ def _tokenizer_of(server: Server) -> Tokenizer:
 
 
 def before_stop(text: str, stop: Sequence[str] | str | None) -> str:
-    r"""The text up to the first of the stop strings.
+    r"""Return the text up to the first of the stop strings.
 
     >>> before_stop("Thought: a\nObservation:", ["Observation:"])
     'Thought: a\n'
@@ -485,13 +485,13 @@ def before_stop(text: str, stop: Sequence[str] | str | None) -> str:
 
 
 def _for_the_rest(sampling: Mapping[str, Json], spent: int) -> JsonObject:
-    """The parameters for one choice of which `spent` tokens are there."""
+    """Return the parameters for one choice of which `spent` tokens are there."""
     left = {key: max(1, limit - spent) for key in TOKEN_LIMITS if isinstance(limit := sampling.get(key), int)}
     return {**sampling, "n": 1, **left}
 
 
 def _whole(message: Message, opening: str) -> Message:
-    """The message with the opening of its thought that stood in the prompt, unless it has one of its own."""
+    """Return the message with the opening of its thought that stood in the prompt, unless it has one of its own."""
     content = message["content"] or ""
     return (
         message if not opening or content.lstrip().startswith("<think>") else {**message, "content": opening + content}

@@ -138,7 +138,7 @@ class Sessions:
         track_tree: bool,
         reasoning_parser: str | None = None,
     ) -> SessionState:
-        """A new session on `server`; ConfigError for an unknown tool parser."""
+        """Return a new session on `server`; ConfigError for an unknown tool parser."""
         self._expire()
         now, name = time.time(), str(uuid.uuid4())
         tool_format(tool_parser)
@@ -178,7 +178,7 @@ class Sessions:
             session.last_accessed, session.used = time.time(), time.monotonic()
 
     def rollout(self, session_uuid: str) -> Rollout:
-        """The rollout of a session, which does not expire while a request of it runs.
+        """Return the rollout of a session, which does not expire while a request of it runs.
 
         Raises:
             UnknownSessionError: there is none of that id.
@@ -194,7 +194,7 @@ class Sessions:
         del self._sessions[session_uuid]
 
     def all(self) -> list[SessionState]:
-        """Every session that has not expired."""
+        """Return every session that has not expired."""
         self._expire()
         return list(self._sessions.values())
 
@@ -213,7 +213,7 @@ class Sessions:
 
 
 def choose_server(servers: Sequence[Server], base_url: str | None) -> Server:
-    """The server at `base_url`, else the one with most free slots; RequestFault where there is none."""
+    """Return the server at `base_url`, else the one with most free slots; RequestFault where there is none."""
     if not servers:
         raise RequestFault("the proxy has no inference servers yet; POST them to /setup")
     try:
@@ -231,7 +231,7 @@ def create_app(
     token: str | None = None,
     log: CallLog | None = None,
 ) -> FastAPI:
-    """The proxy application.
+    """Return the proxy application.
 
     Args:
         server_manager: whose `servers` generate; /setup replaces them.
@@ -467,12 +467,12 @@ def _access_check(gateway: Gateway) -> Callable[[Request], Awaitable[None]]:
 
 
 async def _answer_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-    """The reply to a body that does not fit; FastAPI's own would repeat it, and cannot where it holds NaN."""
+    """Return the reply to a body that does not fit; FastAPI's own would repeat it, and cannot where it holds NaN."""
     return invalid_request(error)
 
 
 async def _answer_error(_: Request, error: Exception) -> Response:
-    """The reply to a request that failed, in OpenAI's form."""
+    """Return the reply to a request that failed, in OpenAI's form."""
     reply = failure(CHAT, error, is_session=True)
     if isinstance(error, HTTPException):
         reply.headers.update(error.headers or {})

@@ -208,7 +208,7 @@ class OneByOne:
         request: GenerationRequest,
         ask: Callable[[Draft, GenerationRequest], Awaitable[None]],
     ) -> list[Draft]:
-        """The finished responses to one request, in order; those that are known already are not asked for."""
+        """Return the finished responses to one request, in order; those that are known already are not asked for."""
         work = current_work.get()
         assert work is not None
         digest, row = digest_of(route, server.config.model_name, request.options), row_with_own_responses()
@@ -277,7 +277,7 @@ def digest_of(route: str, model: str, options: Mapping[str, object]) -> bytes:
 
 
 def seed_of(seed: int, item_key: str, place: bytes) -> int:
-    """A seed of 31 bits for one response of one item; the same after a restart."""
+    """Return a seed of 31 bits for one response of one item; the same after a restart."""
     name = f"{seed}/{item_key}/".encode() + place
     return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big") >> 1
 
@@ -290,7 +290,7 @@ def _places(work: Work, digest: bytes, n: int) -> list[bytes]:
 
 
 def _named(name: str) -> bytes:
-    """A name for the journal that no response has."""
+    """Return a name for the journal that no response has."""
     return hashlib.blake2b(name.encode(), digest_size=16, person=b"kept").digest() + bytes(PLACE_BYTES)
 
 

@@ -82,7 +82,7 @@ class ProxyManagedServer:
         return {"nodes": list(self._nodes)}
 
     async def fetch_state(self) -> State:
-        """The same, fetched now: what other clients of the session generated is in it."""
+        """Return the same, fetched now: what other clients of the session generated is in it."""
         async with self._talking:  # of two fetches the later one also answers later
             await self._pass_reset_on()
             reply = await self._call("GET", "nodes", timeout_s=CONTROL_TIMEOUT_S)
@@ -137,7 +137,7 @@ async def create_proxy_session(
     track_tree: bool = False,
     model_name: str = "unknown",
 ) -> ProxyManagedServer:
-    """A new session on the proxy.
+    """Return a new session on the proxy.
 
     Args:
         proxy_url: such as http://localhost:9100.

@@ -71,21 +71,21 @@ class GenerationRequest:
         return max(1, self.options.get("top_k") or self.options.get("top_logprobs") or 1)
 
     def of(self, **changes: object) -> Self:
-        """The same request with other options."""
+        """Return the same request with other options."""
         return type(self)({**self.options, **changes})
 
     def without(self, *names: str) -> Self:
-        """The same request without these options."""
+        """Return the same request without these options."""
         return type(self)({key: value for key, value in self.options.items() if key not in names})
 
     def to_server(self, model: str) -> Self:
-        """The same request as the server of this model gets it: `split` is ours alone."""
+        """Return the same request as the server of this model gets it: `split` is ours alone."""
         options = {**self.options, "model": model}
         options.pop("split", None)
         return type(self)(options)
 
     def body(self) -> JsonObject:
-        """The JSON for OpenAI's routes: `extra_body` merged in, what is not given and client options left out.
+        """Return the JSON for OpenAI's routes: `extra_body` merged in, what is not given and client options left out.
 
         Raises:
             RequestFault: `stream=True`; replies are read as a whole.
@@ -105,7 +105,7 @@ TOKEN_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 
 
 def max_tokens_of(body: Mapping[str, Json]) -> int | None:
-    """The limit of new tokens per choice in a request, under any of its names."""
+    """Return the limit of new tokens per choice in a request, under any of its names."""
     for name in TOKEN_LIMITS:
         if isinstance(body.get(name), int):
             return body[name]
@@ -113,7 +113,7 @@ def max_tokens_of(body: Mapping[str, Json]) -> int | None:
 
 
 def words(text: str) -> frozenset[str]:
-    """The words of a text."""
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
@@ -199,7 +199,7 @@ def as_plain(value: object) -> Json:
 
 
 def unknown_key(key: str, known: Collection[str], engine: str) -> str:
-    """The sentence about an unknown sampling parameter, with the nearest known one."""
+    """Return the sentence about an unknown sampling parameter, with the nearest known one."""
     near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
     return f"{engine} does not know the sampling parameter {key!r}; {hint}"
@@ -254,11 +254,11 @@ class PackedIds(Sequence[int]):
         return cast(list[int], self)
 
     def json(self) -> orjson.Fragment:
-        """The ids as a JSON array."""
+        """Return the ids as a JSON array."""
         return orjson.Fragment(b"[" + self._json + b"]")
 
     def tolist(self) -> list[int]:
-        """The ids as a list."""
+        """Return the ids as a list."""
         return self._ids.tolist()
 
     def __len__(self) -> int:

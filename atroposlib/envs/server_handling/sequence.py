@@ -84,12 +84,12 @@ class Codec:
 
 @lru_cache(maxsize=8)
 def codec_of(tokenizer: Encoder) -> Codec:
-    """The codec of a tokenizer; made once."""
+    """Return the codec of a tokenizer; made once."""
     return Codec(tokenizer)
 
 
 def _plain_backend(tokenizer: Tokenizer) -> "Backend | None":
-    """The Rust tokenizer if `tokenizer` adds nothing to it, else None."""
+    """Return the Rust tokenizer if `tokenizer` adds nothing to it, else None."""
     if not hasattr(type(tokenizer), "backend_tokenizer"):
         return None
     from transformers import PreTrainedTokenizerFast as Plain  # loaded already: a tokenizer of its kind is here
@@ -180,7 +180,7 @@ class Call:
         self.logprobs = array("d", self.logprobs)
 
     def path(self) -> list["Call"]:
-        """The calls of the sequence, from the first to this one."""
+        """Return the calls of the sequence, from the first to this one."""
         calls: list[Call] = [self]
         while calls[-1].parent is not None:
             calls.append(calls[-1].parent)
@@ -207,7 +207,7 @@ class Reached:
     forks: list[tuple[Fork, int]]
 
     def best(self) -> tuple[Call, int]:
-        """The call that nobody has continued, nor is continuing; then the first."""
+        """Return the call that nobody has continued, nor is continuing; then the first."""
         return max(self.calls, key=lambda found: (not found[0].is_continued, -found[0].extensions))
 
 
@@ -225,7 +225,7 @@ class Lineage:
         self.differences = 0  # turns taken as unchanged although white space, ids of calls or thoughts differed
 
     def find(self, chat: Conversation, *, keeps_thoughts: bool = True) -> tuple[Call, int] | None:
-        """The call whose conversation is the longest beginning of `chat`, and the number of turns of that.
+        """Return the call whose conversation is the longest beginning of `chat`, and the number of turns of that.
 
         Among equals the one that nobody has continued, nor is continuing; then the first.
 
@@ -300,7 +300,7 @@ class Lineage:
 
 
 def _first(replies: dict[Hashable, list[Call]], keys: Iterable[Hashable]) -> tuple[int, list[Call]]:
-    """The calls of the strictest key that is known, and its place among the keys."""
+    """Return the calls of the strictest key that is known, and its place among the keys."""
     return next(((level, replies[key]) for level, key in enumerate(keys) if key in replies), (0, []))
 
 
@@ -338,7 +338,7 @@ class Prompt:
 
 
 def find_text_base(ends: Iterable[Call], text: str) -> Call | None:
-    """The one of these calls with the longest text that `text` starts with.
+    """Return the one of these calls with the longest text that `text` starts with.
 
     A sequence that ended itself (end token) is not extended by its own text: that asks for another sample.
     """
@@ -376,7 +376,7 @@ class Prefix:
 
 
 def inserted_in(prompt_ids: list[int], prompt: Prompt) -> tuple[Call | None, list[int]]:
-    """The call that a prompt continues as the engine saw it, and the ids behind that call; None: all are new."""
+    """Return the call that a prompt continues as the engine saw it, and the ids behind that call; None: all are new."""
     base = prompt.base
     if base is None or prompt_ids is prompt.ids or prompt_ids == prompt.ids:
         return base, prompt_ids if base is None else prompt.inserted
@@ -406,7 +406,7 @@ def grow(
     chat: Conversation | None,
     metadata: JsonObject,
 ) -> SequenceNode:
-    """The node of a completion.
+    """Return the node of a completion.
 
     Args:
         output_ids: [C] generated.
@@ -482,7 +482,7 @@ class TrackedSequences:
         self.current_nodes, self.sequences = [], {}
 
     def nodes(self) -> list[SequenceNode]:
-        """The sequences; in tree mode every intermediate one."""
+        """Return the sequences; in tree mode every intermediate one."""
         return list(self.sequences.values()) if self.track_tree else list(self.current_nodes)
 
     def _store(self, nodes: list[SequenceNode], base: Call | None = None, *, made_up: bool = False) -> None:

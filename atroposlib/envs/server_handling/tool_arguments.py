@@ -26,7 +26,7 @@ def escaped(text: str) -> str:
 
 
 def json_call(text: str, *keys: str) -> WrittenCall | None:
-    """A call that is a JSON object with `name` and one of the keys for its arguments."""
+    """Return a call that is a JSON object with `name` and one of the keys for its arguments."""
     value = parse_lenient_object(text.strip())
     if value is None or not isinstance(value.get("name"), str):
         return None
@@ -65,7 +65,7 @@ def python_call(node: ast.expr) -> WrittenCall | None:
 
 
 def arguments_of(call: WrittenCall) -> JsonObject | str:
-    """The arguments as a value; text that is no JSON object as it is."""
+    """Return the arguments as a value; text that is no JSON object as it is."""
     value = parse_lenient_object(call.arguments)
     return call.arguments if value is None else value
 
@@ -77,7 +77,7 @@ def dumped(value: object) -> str:
 def typed_call(
     name: str, values: Mapping[str, str], tools: Tools, *, is_text: Mapping[str, bool] | None = None
 ) -> WrittenCall | None:
-    """A call whose values are plain text: the schema of the tool says what they are.
+    """Return a call whose values are plain text: the schema of the tool says what they are.
 
     Where it allows text and something else, the something else comes first; where it says nothing, JSON does.
     """
@@ -109,7 +109,7 @@ _KINDS_OF: dict[type, set[str]] = {
 
 
 def _kinds(schema: object) -> set[str]:
-    """The JSON types that a schema allows."""
+    """Return the JSON types that a schema allows."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")

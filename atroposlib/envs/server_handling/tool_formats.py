@@ -102,7 +102,7 @@ class ToolFormat:
 
 
 def tool_format(name: str) -> ToolFormat:
-    """The format of a parser name; ConfigError for one that is not known."""
+    """Return the format of a parser name; ConfigError for one that is not known."""
     if name not in FORMATS:
         raise ConfigError(f"tool_parser is {name!r}; known parsers: {', '.join(sorted(FORMATS))}")
     return FORMATS[name]
@@ -118,7 +118,7 @@ class Parsed:
 
 
 def find_calls(name: str, text: str, tools: Tools = (), *, is_cut: bool = False) -> Parsed | None:
-    """The calls of a text, in the format of that name, and the text around them; None where there are none.
+    """Return the calls of a text, in the format of that name, and the text around them; None where there are none.
 
     >>> find_calls("hermes", 'So: <tool_call>{"name": "f"}</tool_call>')
     Parsed(before='So: ', calls=[WrittenCall(name='f', arguments='{}', id=None)], after='')
@@ -149,7 +149,7 @@ def _thoughts_end(text: str) -> int | None:
 def _blocks(
     pattern: str, read: Callable[[re.Match[str], Tools], WrittenCall | None]
 ) -> Callable[[str, Tools, bool], Found | None]:
-    """A parser for calls that a pattern finds; a group `end` that is empty marks one without its end."""
+    """Return a parser for calls that a pattern finds; a group `end` that is empty marks one without its end."""
     compiled = re.compile(pattern, re.DOTALL)
 
     def parse(text: str, tools: Tools, is_cut: bool) -> Found | None:
@@ -165,7 +165,7 @@ def _blocks(
 def _within(
     outer: str, inner: str, read: Callable[[re.Match[str], Tools], WrittenCall | None]
 ) -> Callable[[str, Tools, bool], Found | None]:
-    """A parser for sections that each hold some calls; a section is closed by its group `end`."""
+    """Return a parser for sections that each hold some calls; a section is closed by its group `end`."""
     sections, block = re.compile(outer, re.DOTALL), re.compile(inner, re.DOTALL)
 
     def parse(text: str, tools: Tools, is_cut: bool) -> Found | None:

@@ -99,7 +99,7 @@ _WHITE = b" \t\n\r"
 
 
 def _messages_in(data: bytes) -> bytes | None:
-    """The bytes of a body's messages; None without any."""
+    """Return the bytes of a body's messages; None without any."""
     try:
         return bytes(_decoder.decode(data).messages)
     except msgspec.DecodeError:

@@ -128,7 +128,7 @@ def _events_completion(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
 
 
 def openai_error(status: int, message: str, kind: str) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Return an error as OpenAI's clients read it."""
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 

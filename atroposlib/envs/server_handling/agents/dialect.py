@@ -47,20 +47,20 @@ def sse(data: Any, event: str | None = None) -> bytes:
 
 
 def name_of(prefix: str, rollout: Rollout, exchange: Exchange, part: str = "") -> str:
-    """An id of a reply or a part of it, the same whenever it is asked for again."""
+    """Return an id of a reply or a part of it, the same whenever it is asked for again."""
     text = f"{rollout.id}/{exchange.number}/{part}"
     return f"{prefix}{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
 
 
 def objects(value: Any, what: str) -> Sequence[dict[str, Any]]:
-    """A list of objects, or what is wrong with it."""
+    """Return a list of objects, or what is wrong with it."""
     if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
         raise RequestFault(f"{what} must be a list of objects, not {value!r:.100}")
     return value
 
 
 def object_of(value: Any, what: str) -> Mapping[str, Any]:
-    """An object, empty where nothing was given; RequestFault for anything else."""
+    """Return an object, empty where nothing was given; RequestFault for anything else."""
     if value is not None and not isinstance(value, dict):
         raise RequestFault(f"{what} must be an object, not {value!r:.100}")
     return value or {}
@@ -73,7 +73,7 @@ def sampling_of(
     ignored: frozenset[str],
     form: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The sampling parameters of a request under the engines' names, checked; a grammar by SGLang's.
+    """Return the sampling parameters of a request under the engines' names, checked; a grammar by SGLang's.
 
     Args:
         rollout: which may be a session, whose client may say more than an agent.
@@ -128,7 +128,7 @@ _GRAMMAR_FIELDS = frozenset({*GRAMMARS, *_GUIDED, "structured_outputs"})
 
 
 def grammar_of(body: Body, form: Mapping[str, Any]) -> dict[str, str]:
-    """The grammar that a request names, by SGLang's name for it; {} where it names none.
+    """Return the grammar that a request names, by SGLang's name for it; {} where it names none.
 
     Args:
         body: with fields of the engines, such as `regex`, `guided_json`, `structured_outputs`.
@@ -165,7 +165,7 @@ def grammar_of(body: Body, form: Mapping[str, Any]) -> dict[str, str]:
 
 
 def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]], *, left_out: bool = False) -> str | dict[str, Any]:
-    """A tool choice in the form of chat completions.
+    """Return a tool choice in the form of chat completions.
 
     Args:
         tools: in that form, too.

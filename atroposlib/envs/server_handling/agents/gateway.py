@@ -220,7 +220,7 @@ class Gateway:
         return holders[0] if holders else None
 
     def _key_holders(self, request: Request) -> list[Rollout]:
-        """The rollouts whose keys are in headers."""
+        """Return the rollouts whose keys are in headers."""
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         keys = [bearer.strip() if scheme.lower() == "bearer" else ""]
         keys += [request.headers.get(name, "") for name in ("x-api-key", "x-goog-api-key")]
@@ -429,7 +429,7 @@ def _reason(error: BaseException) -> tuple[int, str, str]:
 
 
 def failure(dialect: Dialect, error: BaseException, *, is_session: bool = False) -> Response:
-    """The reply to a request that failed, in the form of its API."""
+    """Return the reply to a request that failed, in the form of its API."""
     status, sentence, kind = _reason(error)
     if is_session and isinstance(error, RolloutFault) and status > 400:
         status = 500  # clients of sessions know no other

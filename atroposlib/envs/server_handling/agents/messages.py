@@ -64,7 +64,7 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
 
 
 def _chat(system: list[Message], given: Any) -> Sequence[Message]:
-    """The messages in the form of chat completions; those of an earlier request are the same objects."""
+    """Return the messages in the form of chat completions; those of an earlier request are the same objects."""
     known = given.known if isinstance(given, GrownMessages) else 0
     before = given.before.plain if isinstance(given, GrownMessages) and given.before is not None else None
     if before is None or before[: before.head] != system:

@@ -59,7 +59,7 @@ RULES: dict[str, Callable[[Message, HandedOut], Message]] = {"smolagents": _smol
 
 
 def normaliser(names: Sequence[str]) -> Normalise | None:
-    """The rules of these names in one, None without any.
+    """Return the rules of these names in one, None without any.
 
     Args:
         names: of `RULES`; or a regular expression between slashes: what it matches in a message that is not the
@@ -93,7 +93,7 @@ def normaliser(names: Sequence[str]) -> Normalise | None:
 
 
 def _text_of(message: Message) -> str:
-    """The text of a message whose content is a text, or parts that are texts; "" of any other."""
+    """Return the text of a message whose content is a text, or parts that are texts; "" of any other."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
@@ -125,7 +125,7 @@ class SystemPrompts:
 
 
 def _differing(one: str, other: str) -> tuple[str, str]:
-    """The parts of two texts between their common beginning and end.
+    """Return the parts of two texts between their common beginning and end.
 
     >>> _differing("Today is Monday.", "Today is Sunday.")
     ('Mon', 'Sun')

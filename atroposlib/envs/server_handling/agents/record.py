@@ -224,7 +224,7 @@ class _Copy:
         self.thread = threading.Thread(target=self._run, name=f"copying {path.name}", daemon=True)
 
     def finished(self) -> AppendFile:
-        """The copy in the place of the file; OSError, PathError: it is not there."""
+        """Return the copy in the place of the file; OSError, PathError: it is not there."""
         if self._error is not None:
             raise self._error
         check_replaceable(self._path)
@@ -241,7 +241,7 @@ class _Copy:
         return copy
 
     def places_of(self, rollout: str, starts: "array[int]") -> "array[int]":
-        """The places of a rollout's lines in the copy, by those in the file."""
+        """Return the places of a rollout's lines in the copy, by those in the file."""
         later = bisect_left(starts, self._old_size)
         places = self._places[rollout] if later else array("q")  # an id may have been used again
         places.extend(start + self._moved for start in starts[later:])
@@ -336,7 +336,7 @@ class Places:
         self._seen = 0
 
     def of(self, call: Call | None) -> list[int] | None:
-        """The place of a call; None where it has none."""
+        """Return the place of a call; None where it has none."""
         for exchange in self._exchanges[self._seen :]:
             self._places |= {id(one): [exchange.number, index] for index, one in enumerate(exchange.calls)}
         self._seen = len(self._exchanges)
@@ -344,7 +344,7 @@ class Places:
 
 
 def written(exchange: Exchange, places: Places) -> dict[str, Any]:
-    """An exchange as JSON values."""
+    """Return an exchange as JSON values."""
     return {
         "number": exchange.number,
         "digest": exchange.digest.hex(),
@@ -379,7 +379,7 @@ def _call(call: Call, parent: list[int] | None) -> dict[str, Any]:
 
 
 def restored(line: dict[str, Any], earlier: Sequence[Exchange], managed: ManagedServer) -> Exchange:
-    """The exchange that was written; its calls take their places in the lineage of `managed`."""
+    """Return the exchange that was written; its calls take their places in the lineage of `managed`."""
     answers = [Answer(**answer) for answer in line["answers"]]
     exchange = Exchange(
         **{key: line[key] for key in ("number", "dialect", "asked", "used", "started", "ended", "versions", "notes")},

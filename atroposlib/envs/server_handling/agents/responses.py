@@ -82,7 +82,7 @@ def _declared(given: Sequence[dict[str, Any]], namespace: str = "") -> Iterator[
 
 
 def _tools(given: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
-    """The tools in the form of chat completions."""
+    """Return the tools in the form of chat completions."""
     tools: list[dict[str, Any]] = []
     for name, _, tool in _declared(given):
         kind = tool.get("type")
@@ -102,7 +102,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
     messages: list[Message] = []
 
     def answer(*, new: bool) -> Message:
-        """The assistant's message that an item belongs to."""
+        """Return the assistant's message that an item belongs to."""
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if last is None or (new and ("tool_calls" in last or last["content"] is not None)):
             messages.append(last := {"role": "assistant", "content": None})
@@ -251,7 +251,7 @@ def _events(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
 
 
 def _empty(item: dict[str, Any]) -> dict[str, Any]:
-    """An item before its first delta."""
+    """Return an item before its first delta."""
     nothing = {"content": [], "summary": [], "arguments": "", "input": ""}
     started = {key: nothing.get(key, value) for key, value in item.items()}
     return {**started, "status": "in_progress"} if "status" in item else started

@@ -101,7 +101,7 @@ class Rollout:
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def exchange(self, asked: Asked, digest: bytes, *, is_retry: bool = False) -> Exchange:
-        """The reply to a request, once it is recorded.
+        """Return the reply to a request, once it is recorded.
 
         Args:
             digest: of the request; a retry joins the running request of the same digest, or gets its reply again.
@@ -224,7 +224,7 @@ class Rollout:
                 trace.record(reply)
 
     def finished(self, score: float) -> FinishedRollout:
-        """The rollout as it is kept until its group is written."""
+        """Return the rollout as it is kept until its group is written."""
         lines = [written(exchange, self.places) for exchange in self.exchanges]
         return FinishedRollout(self.id, score, lines, self.replies)
 
@@ -369,7 +369,7 @@ class Rollout:
 
 
 def managed_for(server: Any, tokenizer: Any, settings: RolloutSettings) -> ManagedServer:
-    """The managed server of a rollout; ConfigError for an unknown tool parser."""
+    """Return the managed server of a rollout; ConfigError for an unknown tool parser."""
     tool_format(settings.tool_parser)
     return ManagedServer(
         server,
@@ -413,7 +413,7 @@ class Rollouts:
             self._by_id[rollout_id].set_aside(reason)
 
     def create(self, settings: RolloutSettings) -> Rollout:
-        """A new rollout; the same one for an id that is there. RequestFault: that has other settings."""
+        """Return a new rollout; the same one for an id that is there. RequestFault: that has other settings."""
         self._look_at_all()
         if (known := self._by_id.get(settings.rollout_id or "")) is not None:
             before, now = (each.model_dump(exclude={"rollout_id"}) for each in (known.settings, settings))
@@ -428,15 +428,15 @@ class Rollouts:
         return self._added(rollout)
 
     def of_key(self, key: str | None) -> Rollout | None:
-        """The rollout whose key this is."""
+        """Return the rollout whose key this is."""
         return self._looked_at(self._by_key.get(key) if key else None)
 
     def of_score_key(self, key: str) -> Rollout | None:
-        """The rollout whose key for scores this is."""
+        """Return the rollout whose key for scores this is."""
         return self._looked_at(self._by_score_key.get(key))
 
     def of_id(self, rollout_id: str) -> Rollout | None:
-        """The rollout of this id."""
+        """Return the rollout of this id."""
         return self._looked_at(self._by_id.get(rollout_id))
 
     def forget(self, rollout: Rollout) -> None:

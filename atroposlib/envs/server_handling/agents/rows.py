@@ -111,7 +111,7 @@ def _system(call: Call) -> list[Any]:
 def group_of(
     rollouts: Sequence[Rollout], scores: Sequence[float] | None = None, *, trained: frozenset[str] = TRAINED
 ) -> ScoredDataGroup:
-    """The rows of rollouts of one item as a group, each token with the advantage of its rollout.
+    """Return the rows of rollouts of one item as a group, each token with the advantage of its rollout.
 
     Args:
         rollouts: that are compared.

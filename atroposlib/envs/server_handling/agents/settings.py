@@ -97,7 +97,7 @@ def counted_sampling(
     *,
     default_max_tokens: int | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The parameters that count, and what was overridden.
+    """Return the parameters that count, and what was overridden.
 
     Args:
         thoughts_before: tells if thoughts come before the answer; asked where a grammar must leave room for them.
