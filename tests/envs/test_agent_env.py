@@ -1,10 +1,12 @@
 """Agents as environments: scored, failed, timed out or out of budget, each apart; a whole run with its rollout file."""
 
 import asyncio
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from contextlib import nullcontext
@@ -16,7 +18,7 @@ import uvloop
 from fakes import FakeServer, FakeTokenizer
 
 from atroposlib.data.validate import Validation
-from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv
+from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv, packed_folder
 from atroposlib.environments.agents.stock_env import StockEnv
 from atroposlib.envs.agent_env import INSIDE, Access, AgentEnv, AgentEnvConfig, Command, in_container, run_command
 from atroposlib.envs.base import ServerBaseline
@@ -182,6 +184,29 @@ CHECKS = {
     "fails for a folder without measure": ("true", "truncate -s 99G big", {}, 0.0),
     "fails for what the agent makes last too long": ("test ! -e long || sleep 600", "echo > long", {}, 0.0),
 }
+
+
+def test_a_folder_of_nothing_but_links_has_a_size_too(tmp_path):
+    for number in range(50):
+        (tmp_path / f"link{number}").symlink_to("nowhere")
+    assert packed_folder(tmp_path, {}, 20_000) is None
+    assert packed_folder(tmp_path, {}, 2**20) is not None
+
+
+def test_a_file_that_shrinks_while_it_is_packed_costs_no_other(tmp_path, monkeypatch):
+    real = tarfile.TarFile.gettarinfo
+
+    def earlier(archive, path, name):
+        member = real(archive, path, name)
+        member.size += 700
+        return member
+
+    monkeypatch.setattr(tarfile.TarFile, "gettarinfo", earlier)
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    with tarfile.open(fileobj=io.BytesIO(packed_folder(tmp_path, {"check": "c"}, 2**20))) as archive:
+        held = {member.name: archive.extractfile(member).read() for member in archive}
+    assert held == {"a": b"a", "b": b"b", "check": b"c"}
 
 
 @pytest.mark.parametrize(("check", "script", "files", "score"), CHECKS.values(), ids=CHECKS)

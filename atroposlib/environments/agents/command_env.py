@@ -187,11 +187,12 @@ def packed_folder(folder: Path, added: Mapping[str, str], most_bytes: int) -> by
                 if member is None or is_hidden or (name in places and not member.isdir()):
                     continue
                 member.mode |= 0o700 if member.isdir() else 0o600
+                if packed.tell() + member.size > most_bytes:
+                    return None
                 if member.isreg():
-                    if packed.tell() + member.size > most_bytes:
-                        return None
-                    with path.open("rb") as file:
-                        archive.addfile(member, file)
+                    content = path.read_bytes()  # whole, before anything of it is in the archive
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
                 elif member.isdir() or member.issym() or member.islnk():
                     archive.addfile(member)
         for name, text in added.items():
