@@ -12,6 +12,7 @@ from atroposlib.environments.rows import write_rows
 from atroposlib.environments.tool_calling_server import written
 from atroposlib.environments.tool_use.mcp_session import Session
 from atroposlib.errors import ConfigError, EnvironmentFault, VerifierFault
+from atroposlib.launch.services import free_ports
 from tests.environments.test_multi_turn import make_env
 
 HTTP = [*INVENTORY, "--port", "{port}"]
@@ -126,6 +127,20 @@ async def test_what_a_server_detached_from_itself_ends_with_its_session(odd, wor
         pid = int(await session.call("detach", {}))
         assert Path(f"/proc/{pid}").exists()
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has names without files")
+async def test_two_sessions_that_find_the_same_port_free_have_a_server_each(odd, monkeypatch):
+    pytest.importorskip("mcp")
+    ports = free_ports(2)
+    found = iter([ports[:1], ports[:1], ports[1:], ports[:1]])
+    monkeypatch.setattr("atroposlib.launch.services.free_ports", lambda count: next(found))
+    one, other = [await Session.of(url=None, command=[*odd, "{port}"], timeout_s=10) for _ in range(2)]
+    async with one, other:
+        pids = [await session.call("number", {}) for session in (one, other)]
+    assert (len({*pids}), one.where, other.where) == (2, *(f"http://127.0.0.1:{port}/mcp" for port in ports))
+    async with await Session.of(url=None, command=[*odd, "{port}"], timeout_s=10) as again:
+        assert again.where == one.where
 
 
 async def test_a_check_that_hangs_is_no_score(env_of, odd):

@@ -9,9 +9,11 @@ task of its own, so that whatever becomes of it raises an EnvironmentFault where
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
@@ -37,12 +39,19 @@ class Session:
         name: of the server in messages.
         timeout_s: for each call; one that takes longer gives an error to whoever called.
         process: that serves the address, which ends with the session.
+        reservation: of its port, closed when it has ended.
     """
 
     def __init__(
-        self, where: Any, name: str, timeout_s: float, process: asyncio.subprocess.Process | None = None
+        self,
+        where: Any,
+        name: str,
+        timeout_s: float,
+        process: asyncio.subprocess.Process | None = None,
+        reservation: socket.socket | None = None,
     ) -> None:
         self.where, self.name, self.timeout_s, self.process = where, name, timeout_s, process
+        self._reservation = reservation
         self.tools: list[JsonObject] = []  # in the form of OpenAI's chat completions
         self.is_sound = True  # every call had its result in time
         self._asked: asyncio.Queue[tuple[str, JsonObject, asyncio.Future[str]] | None] = asyncio.Queue()
@@ -70,8 +79,7 @@ class Session:
 
     @classmethod
     async def _over_http(cls, command: Sequence[str], timeout_s: float) -> "Session":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port, reservation = _reserved_port()
         words = [word.replace("{port}", str(port)) for word in command]
         process = await asyncio.create_subprocess_exec(
             *kept(words, grace_s=TERM_S),
@@ -81,7 +89,7 @@ class Session:
             start_new_session=True,
         )
         url = f"http://127.0.0.1:{port}/mcp"
-        made, ends = cls(url, url, timeout_s, process), time.monotonic() + START_S
+        made, ends = cls(url, url, timeout_s, process, reservation), time.monotonic() + START_S
         while process.returncode is None and time.monotonic() < ends:
             with contextlib.suppress(OSError):
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -164,6 +172,30 @@ class Session:
     async def _end_process(self) -> None:
         if self.process is not None:
             await end_kept(self.process, grace_s=TERM_S)
+        if self._reservation is not None:
+            self._reservation.close()
+
+
+def _reserved_port() -> tuple[int, socket.socket | None]:
+    """Return a free port that no other session of this machine is given until the socket next to it is closed.
+
+    Its server does not listen yet: a session with the same port would talk to whichever of the two listens first. The
+    reservation is a name in Linux's abstract namespace, which ends with its process; elsewhere there is none.
+    """
+    from atroposlib.launch.services import free_ports
+
+    while True:
+        (port,) = free_ports(1)
+        if sys.platform != "linux":
+            return port, None
+        reservation = socket.socket(socket.AF_UNIX)
+        try:
+            reservation.bind(f"\0atropos-mcp-{port}")
+            return port, reservation
+        except OSError as error:
+            reservation.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
 
 
 class SessionPool:
