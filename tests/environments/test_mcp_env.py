@@ -1,5 +1,6 @@
 """Episodes with a local MCP server: both transports, servers that hang or end, sessions that are used again."""
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -127,6 +128,24 @@ async def test_what_a_server_detached_from_itself_ends_with_its_session(odd, wor
         pid = int(await session.call("detach", {}))
         assert Path(f"/proc/{pid}").exists()
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+@pytest.mark.parametrize("words", [[], ["{port}"]], ids=["stdio", "streamable HTTP"])
+async def test_a_server_whose_session_is_cancelled_while_it_starts_ends(tmp_path, words):
+    pytest.importorskip("mcp")
+
+    async def start():
+        script = f"echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; exec sleep 600"
+        async with await Session.of(url=None, command=["sh", "-c", script, *words], timeout_s=10):
+            pass
+
+    starting = asyncio.create_task(start())
+    while not (tmp_path / "pid").exists():
+        await asyncio.sleep(0.01)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has names without files")

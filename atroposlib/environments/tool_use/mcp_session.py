@@ -90,12 +90,16 @@ class Session:
         )
         url = f"http://127.0.0.1:{port}/mcp"
         made, ends = cls(url, url, timeout_s, process, reservation), time.monotonic() + START_S
-        while process.returncode is None and time.monotonic() < ends:
-            with contextlib.suppress(OSError):
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.close()
-                return made
-            await asyncio.sleep(0.05)
+        try:
+            while process.returncode is None and time.monotonic() < ends:
+                with contextlib.suppress(OSError):
+                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                    writer.close()
+                    return made
+                await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            await made._end_process()
+            raise
         await made._end_process()
         raise EnvironmentFault(f"no server listens at port {port}; see what this prints: {' '.join(words)}")
 
@@ -106,7 +110,11 @@ class Session:
 
     async def __aenter__(self) -> "Session":
         self._task = asyncio.create_task(self._keep())
-        await asyncio.wait([self._ready, self._task], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait([self._ready, self._task], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self.__aexit__(None, None, None)
+            raise
         if not self._ready.done():
             fault = self._ended(f"no answer after {START_S:.0f} s")
             await self.__aexit__(None, None, None)
