@@ -62,6 +62,16 @@ def test_no_two_rooms_import_each_other():
 NOT_PLAIN = re.compile(r'^ *r?"""\s*(What|Whether|How)\b.*|^.*\b(goes on|so many|anew)\b.*', re.M)
 
 
+def test_no_class_has_300_lines():
+    classes = [
+        (node.end_lineno - node.lineno + 1, name, node.name)
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert [each for each in classes if each[0] >= 300] == []
+
+
 def test_docstrings_begin_with_a_verb_or_a_noun_and_all_words_are_plain():
     texts = {path: path.read_text("utf-8") for path in MODULES.values()}
     assert [(path.name, found[0]) for path, text in texts.items() for found in NOT_PLAIN.finditer(text)] == []

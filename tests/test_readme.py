@@ -50,7 +50,7 @@ def commands_of(text):
 
 
 def unknown_in(words):
-    """What of a command is not there: the command itself, an option, a file of this repository."""
+    """Return what is not there of a command: the command itself, an option, a file of this repository."""
     tops = ("configs/", "tests/", "benchmarks/", "examples/", "environments/", "slurm/", "docs/", "atroposlib/")
     yield from (word for word in words if word.startswith(tops) and not any(ROOT.glob(word.split()[0].rstrip("/"))))
     if words[0] == "python" and words[1] == "-m":

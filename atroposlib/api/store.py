@@ -86,11 +86,7 @@ class Store:
         """
         size = sum(new.group.size for new in groups)
         if self._max_bytes is not None and size > self._max_bytes:
-            raise Refused(
-                413,
-                f"this takes {size / 1e6:.1f} MB, but --max-queue-mb allows {self._max_bytes / 1e6:.1f} in all; send "
-                "smaller or fewer groups at once, or raise --max-queue-mb",
-            )
+            raise _too_large(size, self._max_bytes)
         return await self._ask(lambda: self._add(groups), adds_bytes=size)
 
     async def change(self, change: Change) -> None:
@@ -309,13 +305,7 @@ class Store:
         return results
 
     def _add(self, groups: Sequence[NewGroup]) -> list[bool]:
-        seen: set[str] = set()
-        fresh = []
-        for new in groups:
-            group_id = new.encoded.group_id
-            fresh.append(group_id is None or (group_id not in seen and not self._tables.knows(group_id)))
-            if group_id is not None:
-                seen.add(group_id)
+        fresh = _first_seen([new.encoded.group_id for new in groups], self._tables.knows)
         adding = [new for new, is_fresh in zip(groups, fresh, strict=True) if is_fresh]
         size = sum(new.group.size for new in adding)
         if (reason := _over_limit(self.used_bytes + size, self._max_bytes) or self._folder.no_room(size)) is not None:
@@ -327,7 +317,7 @@ class Store:
         except StorageFull as error:
             self._refusal = str(error)
             raise
-        self._tables.insert(adding, [group_id for group_id in seen if not self._tables.knows(group_id)])
+        self._tables.insert(adding, [new.encoded.group_id for new in adding if new.encoded.group_id is not None])
         self.used_bytes += size
         return fresh
 
@@ -364,6 +354,25 @@ class Store:
             if self._folder.path is not None and self._tables.free_bytes() <= SLACK_BYTES:
                 self._db.executescript("PRAGMA incremental_vacuum")
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _first_seen(ids: Sequence[str | None], is_known: Callable[[str], bool]) -> list[bool]:
+    """Return which of these ids are met for the first time; what has none counts as such."""
+    seen: set[str] = set()
+    found = []
+    for group_id in ids:
+        found.append(group_id is None or (group_id not in seen and not is_known(group_id)))
+        if group_id is not None:
+            seen.add(group_id)
+    return found
+
+
+def _too_large(size: int, limit: int) -> Refused:
+    return Refused(
+        413,
+        f"this takes {size / 1e6:.1f} MB, but --max-queue-mb allows {limit / 1e6:.1f} in all; send smaller or fewer "
+        "groups at once, or raise --max-queue-mb",
+    )
 
 
 def _over_limit(used: int, most: int | None) -> str | None:

@@ -352,7 +352,7 @@ class Run:
             engine_down = self._env.engine_down()
             self.progress.wait_for("engine", engine_down)
             self._note_in_flight()
-            self.progress.stand_still(self._standstill.look(self._facts(), now))
+            self.progress.stand_still(self._standstill.look(_facts(self), now))
             self.engines.raise_checked()
             self.pool.expire(self._env.config.worker_timeout, outage_s=now - previous if engine_down else 0.0)
             if self.progress.state == "running" and (said := held.look(max(0.0, now - slept_at - TICK_S), now)):
@@ -371,34 +371,6 @@ class Run:
         return (
             f"an item: get_next_item has returned None for {self.source.idle_s:.0f} s and nothing runs; it is asked "
             "again ten times a second. If there are no more items, stop this environment"
-        )
-
-    def _facts(self) -> Facts:
-        progress = self.progress
-        engines, dropped, fruitless = progress.engines, progress.dropped, self.sink.fruitless
-        is_set_up = progress.state in ("running", "parked")
-        is_serving = is_set_up and progress.mode == "serve"
-        return Facts(
-            is_set_up=is_set_up,
-            is_told=progress.is_parked,
-            engine_down=self._env.engine_down(),
-            patience_s=self._env.outage_timeout_s(),
-            held_back=self._env.trainer_link.held_back() if is_serving else None,
-            not_taken=self._env.trainer_link.not_taken() if is_serving else None,
-            no_items=self._no_items(),
-            in_flight=progress.in_flight,
-            answers=progress.unfinished_answers,
-            tokens=progress.unfinished_tokens,
-            requests=engines.running + engines.queued if engines else None,
-            engine_tokens_s=engines.tokens_s if engines else None,
-            stored=progress.totals.groups,
-            dropped=fruitless.items,
-            fruitless=fruitless.sentence(),
-            reason=max(fruitless.reasons, key=fruitless.reasons.__getitem__, default=None),
-            withheld=dropped.withheld,
-            longest=dropped.longest,
-            scores=frozenset(dropped.scores),
-            max_token_len=self._env.max_token_len,
         )
 
     def _note_in_flight(self) -> None:
@@ -435,29 +407,30 @@ class Run:
             return  # the others have the rest
         if self.source.is_exhausted and self.health.all_set_aside:
             raise AtroposError(f"{self.health.summary()}; {groups} groups are done; {self._where_to_look()}")
-        if self.source.is_exhausted and not groups and self.failures.last:
-            raise AtroposError(
-                f"no item gave a group; the last failure: {self.failures.last['error']}; {self._where_to_look()}"
-            )
-        if self.source.is_exhausted and not groups and self.sink.fruitless.items:
-            why = ", ".join(f"{reason}: {count}" for reason, count in self.sink.fruitless.reasons.most_common())
-            raise AtroposError(f"the items are used up, and none gave a usable group ({why}); look at what was dropped")
-        if self.source.is_exhausted and not groups and self.files and self.files.ledger.done:
-            raise AtroposError(
-                "the items are used up, and none gave a usable group in earlier starts, which rejected "
-                f"{len(self.files.ledger.done)} items; look at what was dropped, or give --fresh"
-            )
         if self.source.is_exhausted and not groups:
-            hook = "get_item(0)" if self._env.has_get_item else "get_next_item()"
-            raise AtroposError(
-                f"{self._env.label} has no items: {hook} returned None; look at what setup() loads and makes"
-            )
+            raise AtroposError(self._why_none())
         if total is not None:
             logger.warning(
                 "the items are used up: groups=%d asked=%d; the same command with more items adds the rest",
                 groups,
                 total,
             )
+
+    def _why_none(self) -> str:
+        """Return why the items are used up without a group of this start."""
+        reasons = self.sink.fruitless.reasons.most_common()
+        if self.failures.last:
+            return f"no item gave a group; the last failure: {self.failures.last['error']}; {self._where_to_look()}"
+        if reasons:
+            why = ", ".join(f"{reason}: {count}" for reason, count in reasons)
+            return f"the items are used up, and none gave a usable group ({why}); look at what was dropped"
+        if self.files and (done := len(self.files.ledger.done)):
+            return (
+                "the items are used up, and none gave a usable group in earlier starts, which rejected "
+                f"{done} items; look at what was dropped, or give --fresh"
+            )
+        hook = "get_item(0)" if self._env.has_get_item else "get_next_item()"
+        return f"{self._env.label} has no items: {hook} returned None; look at what setup() loads and makes"
 
     def _where_to_look(self) -> str:
         return f"tracebacks are in {self.failures.path}" if self.failures.path else "see the log above"
@@ -486,6 +459,36 @@ class Run:
         self.progress.sample()
         self.progress.write()
         self._display.stop()
+
+
+def _facts(run: Run) -> Facts:
+    """Return what a standstill is told by."""
+    progress = run.progress
+    engines, dropped, fruitless = progress.engines, progress.dropped, run.sink.fruitless
+    is_set_up = progress.state in ("running", "parked")
+    is_serving = is_set_up and progress.mode == "serve"
+    return Facts(
+        is_set_up=is_set_up,
+        is_told=progress.is_parked,
+        engine_down=run._env.engine_down(),
+        patience_s=run._env.outage_timeout_s(),
+        held_back=run._env.trainer_link.held_back() if is_serving else None,
+        not_taken=run._env.trainer_link.not_taken() if is_serving else None,
+        no_items=run._no_items(),
+        in_flight=progress.in_flight,
+        answers=progress.unfinished_answers,
+        tokens=progress.unfinished_tokens,
+        requests=engines.running + engines.queued if engines else None,
+        engine_tokens_s=engines.tokens_s if engines else None,
+        stored=progress.totals.groups,
+        dropped=fruitless.items,
+        fruitless=fruitless.sentence(),
+        reason=max(fruitless.reasons, key=fruitless.reasons.__getitem__, default=None),
+        withheld=dropped.withheld,
+        longest=dropped.longest,
+        scores=frozenset(dropped.scores),
+        max_token_len=run._env.max_token_len,
+    )
 
 
 def _shared_draw(

@@ -37,8 +37,8 @@ def test_a_limit_of_the_system_is_a_sentence(capsys, number, said):
 
 def test_an_error_that_names_its_file_is_a_sentence(capsys):
     with pytest.raises(SystemExit, match="1"):
-        run_and_raise(IsADirectoryError(errno.EISDIR, "Is a directory", "/root/settings.json"))
-    assert capsys.readouterr().err == "atropos datagen: cannot use /root/settings.json: Is a directory\n"
+        run_and_raise(IsADirectoryError(errno.EISDIR, "Is a directory", "/home/ann/settings.json"))
+    assert capsys.readouterr().err == "atropos datagen: cannot use /home/ann/settings.json: Is a directory\n"
 
 
 def test_a_file_of_another_user_is_named_with_its_owner(capsys):

@@ -29,7 +29,7 @@ TOKENS = 32  # of each of three replies, of which the second one runs while the 
 APART = 0.3
 """Nats, on average: between what was drawn and the same scored in one batch are far less, between the weights more."""
 UPDATES = {"drain": None, "abort": "abort", "keep": "retract"}
-"""How generation is paused meanwhile; None: not at all, and the engine waits for what runs."""
+"""The way in which generation is paused meanwhile; None: not at all, and the engine waits for what runs."""
 
 
 @pytest.fixture(scope="module")

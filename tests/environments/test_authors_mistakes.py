@@ -1,4 +1,4 @@
-"""What an author of an environment gets wrong at first: each mistake is a sentence that says what to do."""
+"""Mistakes that authors of environments make at first: each is a sentence that says what to do."""
 
 import pytest
 

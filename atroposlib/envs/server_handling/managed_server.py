@@ -152,6 +152,21 @@ class Output:
         return [call.name for call in parsed.calls] if parsed is not None else []
 
 
+_NO_TOKENIZER = "no tokenizer: pass one to managed_server(tokenizer=...) or set the server's tokenizer_name"
+
+
+def _changed(known: Conversation, sent: Conversation, turns: int) -> int:
+    """Count the messages among the first `turns` that came back otherwise than they were; the assistant's excepted."""
+    pairs = zip(known.turns, sent.turns[:turns], strict=False)
+    return sum(a.said != b.said for a, b in pairs if a is not b and a.said.get("role") != "assistant")
+
+
+def _without_thoughts(message: Message, opening: str) -> Message:
+    """Return the assistant's message with its thoughts in `reasoning_content`."""
+    thoughts, answer = split_thoughts(message["content"] or "", opening)
+    return message if thoughts is None else {**message, "content": answer or None, "reasoning_content": thoughts}
+
+
 class ManagedServer(TrackedSequences):
     """Tracks the sequences of one rollout (or one group) on one server.
 
@@ -243,9 +258,7 @@ class ManagedServer(TrackedSequences):
                 message = {"role": "assistant", "content": text}
             record = translator.record_of(message, text + marks)
         if self._reasoning_parser:
-            thoughts, answer = split_thoughts(message["content"] or "", opening)
-            if thoughts is not None:
-                message = {**message, "content": answer or None, "reasoning_content": thoughts}
+            message = _without_thoughts(message, opening)
         return message, _whole(record, opening)
 
     async def _forced(self, request: ChatRequest, prompt: Prompt, prompt_ids: list[int], output: Output) -> Output:
@@ -266,8 +279,7 @@ class ManagedServer(TrackedSequences):
             instead = f"called {', '.join(made)}" if made else "called none"
             raise RequestFault(f"tool_choice says that the model must {what}, but it {instead}; leave tool_choice out")
         opening = translator.format.opening(name or None)
-        codec = codec_of(self.tokenizer)
-        given = codec.encode(opening, add_special_tokens=False)
+        given = codec_of(self.tokenizer).encode(opening, add_special_tokens=False)
         ids, sampling = prompt_ids + output.body + given, _for_the_rest(request.sampling, len(output.body))
         _, (rest,) = await self._generate(prompt.text + output.text + opening, ids, sampling, True)
         whole = output.continued(given, opening, rest)
@@ -332,10 +344,7 @@ class ManagedServer(TrackedSequences):
             base, turns = found
             assert base.chat is not None
             if self._normalise is not None:
-                pairs = zip(base.chat.turns, chat.turns[:turns], strict=False)
-                self.lineage.differences += sum(
-                    a.said != b.said for a, b in pairs if a is not b and a.said.get("role") != "assistant"
-                )
+                self.lineage.differences += _changed(base.chat, chat, turns)
             chat = base.chat.continued(chat, turns)
             shown = chat.shown
             behind = sum(turn.shown is not None for turn in chat.turns[turns:])
@@ -350,9 +359,7 @@ class ManagedServer(TrackedSequences):
     def _text_prompt(self, text: str, *, ends_turns: bool = False) -> Prompt:
         """Return a text as a prompt; with `ends_turns` it follows an end token only where it has that token itself."""
         if self.tokenizer is None:
-            raise ConfigError(
-                "no tokenizer: pass one to managed_server(tokenizer=...) or set the server's tokenizer_name"
-            )
+            raise ConfigError(_NO_TOKENIZER)
         codec = codec_of(self.tokenizer)
         base = find_text_base(self._ends, text)
         rest = text if base is None else text[len(base.full_text) :]

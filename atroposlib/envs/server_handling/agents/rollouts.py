@@ -29,7 +29,7 @@ from atroposlib.envs.server_handling.agents.record import (
     written,
 )
 from atroposlib.envs.server_handling.agents.settings import Asked, RolloutSettings, counted_sampling
-from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer
+from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, Reply
 from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import RequestFault, RolloutFault
 from atroposlib.rollouts.trace import EngineReply, current_trace, held_replies
@@ -185,11 +185,7 @@ class Rollout:
             if not await self._reserve(running, used):
                 return self._budget_said(asked, running.digest)
             with held_replies() as engine:
-                if asked.chat is not None:
-                    chat = asked.chat
-                    replies = await self.managed.answer(ChatRequest(chat.messages, chat.tools, chat.tool_choice, used))
-                else:
-                    replies = await self.managed.complete(asked.prompt or "", used)
+                replies = await _replies_of(self.managed, asked, used)
         except RolloutFault as fault:
             self.faults[fault.failure_class] += 1
             if not isinstance(fault, RequestFault):
@@ -201,19 +197,11 @@ class Rollout:
         self.note(engine)
         if asked.chat is not None and replies and replies[0].call.parent is None:
             notes += self._system_prompts.notes_of(asked.chat)
-        exchange = Exchange(
-            number=len(self.exchanges),
-            digest=running.digest,
-            dialect=asked.dialect,
-            asked=asked.recorded(),
-            used=used,
-            started=started,
-            ended=time.time(),
-            answers=[Answer.of(reply) for reply in replies],
-            calls=[reply.call for reply in replies],
-            versions=[reply.weight_version for reply in engine],
-            notes=[*asked.notes, *notes],
-        )
+        exchange = Exchange(0, running.digest, asked.dialect, asked.recorded(), used, started, time.time())
+        exchange.answers = [Answer.of(reply) for reply in replies]
+        exchange.calls = [reply.call for reply in replies]
+        exchange.versions = [reply.weight_version for reply in engine]
+        exchange.notes = [*asked.notes, *notes]
         return self._recorded(exchange)
 
     def note(self, replies: Sequence[EngineReply]) -> None:
@@ -366,6 +354,13 @@ class Rollout:
 
     def _counts(self) -> dict[str, Any]:
         return {"generated_tokens": self.generated_tokens(), "differences": self.managed.lineage.differences}
+
+
+async def _replies_of(managed: ManagedServer, asked: Asked, used: dict[str, Any]) -> list[Reply]:
+    """Return what the model says to a request, with these sampling parameters."""
+    if (chat := asked.chat) is not None:
+        return await managed.answer(ChatRequest(chat.messages, chat.tools, chat.tool_choice, used))
+    return await managed.complete(asked.prompt or "", used)
 
 
 def managed_for(server: Any, tokenizer: Any, settings: RolloutSettings) -> ManagedServer:
