@@ -25,7 +25,9 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
     },
 }
-MEAN_APART, P99_APART = 0.05, 0.5  # nats; bf16 against float32 measured mean .033 and max .39 over 1,467 tokens
+MEAN_APART, P99_APART = 0.08, 0.5
+"""Nats. SGLang in bf16 against float32 measured a mean of 0.033 over 1,467 tokens; the embedded engine, whose quantized
+arithmetic depends on what else is in the batch, 0.035 to 0.057 in twelve runs. A wrong temperature measures 0.33."""
 
 
 class Recorder:
