@@ -1,4 +1,4 @@
-"""Pauses between attempts: doubling up to a limit, and jittered, so that not all who wait come back at once."""
+"""Pauses between attempts, jittered so that not all who wait come back at once, and between two questions."""
 
 import math
 import random
@@ -25,3 +25,12 @@ def backoff_s(
     """
     doublings = min(failures - 1, 32)  # a float ends at 1024
     return max(least_s, min(longest_s, first_s * 2**doublings)) * random.uniform(*jitter)
+
+
+def poll_pause_s(waited_s: float, longest_s: float) -> float:
+    """Return the seconds until the next question: a tenth of the wait so far, so that no answer is found much later.
+
+    >>> [poll_pause_s(waited_s, longest_s=0.25) for waited_s in (0.0, 1.0, 60.0)]
+    [0.01, 0.1, 0.25]
+    """
+    return min(longest_s, max(0.01, 0.1 * waited_s))

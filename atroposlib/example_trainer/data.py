@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from atroposlib.api.client import Batch, TrainerClient
+from atroposlib.backoff import poll_pause_s
 from atroposlib.errors import ApiError, DataError
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, Json, JsonObject
 
 T = TypeVar("T")
-_FIRST_POLL_S, _POLL_S = 0.01, 0.25
-_POLL_SHARE = 0.1  # of the time waited so far: a batch is found after at most a tenth more
+_POLL_S = 0.25
 _REMIND_S = 8.0
 _REGISTER_DEADLINE_S = 300.0
 _ACK_DEADLINE_S = 60.0
@@ -246,7 +246,7 @@ class BatchFeed:
             if now - next_word > _REMIND_S:
                 logger.warning("waiting for a batch: waited_s=%.0f %s", now - started, self._why())
                 next_word = now
-            time.sleep(min(_POLL_S, max(_FIRST_POLL_S, _POLL_SHARE * (now - started))))
+            time.sleep(poll_pause_s(now - started, _POLL_S))
         return None
 
     def note_trained(self, batch: Batch) -> None:

@@ -12,6 +12,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from atroposlib.backoff import poll_pause_s
 from atroposlib.rollouts.failures import logged
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.rollouts.run import Environment, Pace, Run, RunOutcome
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STATUS_EVERY_S, FIRST_STATUS_S = 0.1, 0.01
-STATUS_SHARE = 0.1  # of the time without a rollout: room for one is found after at most a tenth more
+STATUS_EVERY_S = 0.1
 API_SLOW_S = 3.0
 GOODBYE_S = 2.0
 
@@ -131,8 +131,7 @@ async def _pace(env: ServingEnvironment, run: Run) -> None:
         await env.add_train_workers()
         now = time.monotonic()
         busy_at = now if run.pool.in_flight else busy_at
-        pause_s = STATUS_EVERY_S if run.pool.in_flight else max(FIRST_STATUS_S, STATUS_SHARE * (now - busy_at))
-        await asyncio.sleep(min(STATUS_EVERY_S, pause_s))
+        await asyncio.sleep(STATUS_EVERY_S if run.pool.in_flight else poll_pause_s(now - busy_at, STATUS_EVERY_S))
 
 
 async def _status(env: ServingEnvironment, run: Run) -> None:
