@@ -85,7 +85,7 @@ def main() -> None:
     os.close(0)  # a program that reads no more must be seen to
     status = _ended(program)
     if status is None:
-        _signal_all(signal.SIGTERM)
+        _signal(_descendants(), signal.SIGTERM)
         status = _ended(program, within_s=float(grace_s))
     killed = _kill_all()
     _exit_as(killed.get(program, 0) if status is None else status)
@@ -132,10 +132,6 @@ def _kill_all() -> dict[int, int]:
         _signal(stopped, signal.SIGKILL)
         time.sleep(0.002)
     return statuses
-
-
-def _signal_all(number: signal.Signals) -> None:
-    _signal(_descendants(), number)
 
 
 def _signal(pids: set[int], number: signal.Signals) -> None:

@@ -27,7 +27,8 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from atroposlib.sandbox.seccomp import ARCHITECTURES, filter_program
-from atroposlib.sandbox.workers import LONGEST_WAIT, SandboxError, time_left_s
+from atroposlib.sandbox.usage import LONGEST_WAIT, Limits, ResourceUse, inodes_in, shared_out, time_left_s, usage_of
+from atroposlib.sandbox.workers import SandboxError
 
 Verdict = Literal["exit", "time", "cpu", "memory", "processes", "disk", "file size", "output", "open files"]
 
@@ -42,22 +43,6 @@ _FIRST_TICK_S, _LAST_TICK_S = 0.01, 0.05
 """Between two looks at what a program uses: often while it is young, as it may be quick."""
 _END_TIMEOUT_S = 10.0
 _CHUNK = 2**16
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of one program; each has its word in `Verdict`."""
-
-    wall_s: float = 10.0  # while it waits; while it computes, as much processor time
-    cpu_s: float = 10.0  # of all its processes
-    memory_mb: int = 512  # of all its processes, in MiB
-    processes: int = 32
-    disk_mb: int = 64  # in /work, and the same in /dev/shm
-    inodes: int = 10_000
-    file_mb: int = 32
-    output_bytes: int = 2**20  # stdout and stderr together
-    kept_bytes: int = 16 * 2**20  # of files that are given back
-    open_files: int = 128
 
 
 @dataclass(frozen=True)
@@ -86,7 +71,8 @@ def find_tools() -> Tools:
     """Return the tools of this machine; SandboxError names what is missing. `host` tries whether they hold."""
     bwrap = shutil.which("bwrap", path=PATH)
     is_root = os.geteuid() == 0
-    absent = [name for name in ("tar", *(["setpriv"] if is_root else [])) if not _is_tool(name)]
+    needed = ("tar", "setpriv") if is_root else ("tar",)
+    absent = [name for name in needed if not os.access(f"/usr/bin/{name}", os.X_OK)]
     wrong = {
         f"this is {sys.platform}, and only Linux is known": sys.platform != "linux",
         f"the processor is {platform.machine()}, known are {', '.join(ARCHITECTURES)}": platform.machine()
@@ -98,10 +84,6 @@ def find_tools() -> Tools:
         raise SandboxError(f"no untrusted program can be held here: {'; '.join(reasons)}")
     assert bwrap is not None
     return Tools(bwrap, is_root)
-
-
-def _is_tool(name: str) -> bool:
-    return os.access(f"/usr/bin/{name}", os.X_OK)
 
 
 def next_user() -> int:
@@ -136,7 +118,7 @@ class Program:
             ValueError: a path leads out of /work.
         """
         self._tools, self._limits = tools, limits or Limits()
-        self._files = {inside_work(name): _as_bytes(content) for name, content in (files or {}).items()}
+        self._files = {inside_work(name): content for name, content in (files or {}).items()}
         self._keep = [inside_work(name) for name in keep]
         self._stdin, self._readable = stdin, [Path(sys.base_prefix), *readable]
         self._command = ["/bin/sh", "-c", _KEEPING if keep else _RUNNING, "sh", *command]
@@ -203,11 +185,11 @@ class Program:
             files={} if ended_by else dict(_regular_files(archive, self._keep)),
         )
 
-    def _memory(self, content: bytes) -> int:
+    def _memory(self, content: bytes | str) -> int:
         """Return a descriptor of a file in memory that nobody can change."""
         descriptor = os.memfd_create("sandbox", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
         self._descriptors.append(descriptor)
-        view = memoryview(content)
+        view = memoryview(content.encode() if isinstance(content, str) else content)
         while view:
             view = view[os.write(descriptor, view) :]
         os.lseek(descriptor, 0, os.SEEK_SET)
@@ -261,8 +243,7 @@ class Program:
             yield from ("--perms", "0777", "--file", str(self._memory(content)), f"{WORK}/{name}")
         yield from ("--perms", "0444", "--file", str(self._memory(self._stdin)), "/.stdin")
         if self._keep:
-            names = b"\0".join(name.encode() for name in self._keep)
-            yield from ("--perms", "0444", "--file", str(self._memory(names)), "/.keep")
+            yield from ("--perms", "0444", "--file", str(self._memory("\0".join(self._keep))), "/.keep")
 
 
 ENVIRONMENT = {"HOME": WORK, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -347,9 +328,8 @@ class _Watch:
                 self._unanswered = None
             if self._wake.fileno() in ready:
                 raise SandboxError("the program was cancelled")
-            if len(self.stdout) + len(self.stderr) > self._limits.output_bytes:
-                return "output"
-            if len(self.channel) > self._limits.kept_bytes:
+            written = len(self.stdout) + len(self.stderr)
+            if written > self._limits.output_bytes or len(self.channel) > self._limits.kept_bytes:
                 return "output"
             if pidfd in ready:
                 return None
@@ -406,7 +386,8 @@ class _Watch:
             return "memory"
         if usage.cpu_s > self._limits.cpu_s:
             return "cpu"
-        return "disk" if inodes_in(first, self._limits.disk_mb * 2**20) > self._limits.inodes else None
+        made = inodes_in(first, (WORK, "/dev/shm"), self._limits.disk_mb * 2**20)
+        return "disk" if made > self._limits.inodes else None
 
     def _first_process(self) -> int | None:
         if self._init is None and b"\n" in self._status:
@@ -416,7 +397,7 @@ class _Watch:
     def _limit(self, first: int) -> None:
         """Set the kernel's limits on the first process, whose children inherit them, and let it begin."""
         self._first_fd = os.pidfd_open(first)
-        for name, value in kernel_limits(self._limits).items():
+        for name, value in self._limits.of_kernel().items():
             resource.prlimit(first, name, (value, value))
         os.write(self._release, b"x")
 
@@ -442,71 +423,6 @@ class _Watch:
         self._process.returncode = os.waitstatus_to_exitcode(ending)
         self.wall_s = time.monotonic() - self._begun
         self.cpu_s = used.ru_utime + used.ru_stime
-
-
-# ---------------------------------------------------------------- what a running sandbox uses, from /proc
-
-
-@dataclass(frozen=True)
-class ResourceUse:
-    """Of all processes of a sandbox at one moment."""
-
-    processes: int
-    memory: int  # bytes; pages that forks share count for each
-    cpu_s: float
-    is_runnable: bool  # one of them computes, or would if it had a processor
-
-
-def usage_of(first: int) -> ResourceUse:
-    """Return what a sandbox uses. `first` is its first process, which is not among those counted."""
-    processes = list(_descendants(first))
-    memory, ticks, is_runnable = 0, 0, False
-    for process in (first, *processes):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
-            is_runnable |= fields[0] == b"R"
-            ticks += sum(map(int, fields[11:15]))  # its own time and that of children it waited for
-            memory += _kilobytes(process, "status", (b"RssAnon:", b"RssShmem:")) * 1024
-    return ResourceUse(len(processes), memory, ticks / os.sysconf("SC_CLK_TCK"), is_runnable)
-
-
-def shared_out(first: int) -> int:
-    """Return the bytes of memory of a sandbox, shared pages counted once."""
-    return (
-        sum(_kilobytes(process, "smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:")) for process in _descendants(first))
-        * 1024
-    )
-
-
-def inodes_in(first: int, disk_bytes: int) -> int:
-    """Return how many files a sandbox has made in /work and /dev/shm; 0 while these are still being mounted."""
-    count = 0
-    for folder in (WORK, "/dev/shm"):
-        with contextlib.suppress(OSError):
-            there = os.statvfs(f"/proc/{first}/root{folder}")
-            if there.f_blocks * there.f_frsize == disk_bytes:
-                count += there.f_files - there.f_ffree
-    return count
-
-
-def _descendants(first: int) -> Iterator[int]:
-    waiting, known = [first], {first}
-    while waiting:
-        parent = waiting.pop()
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                children = Path(f"/proc/{parent}/task/{thread}/children").read_bytes().split()
-                fresh = {int(child) for child in children} - known
-                known |= fresh
-                waiting += fresh
-                yield from fresh
-
-
-def _kilobytes(process: int, table: str, names: tuple[bytes, ...]) -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path(f"/proc/{process}/{table}").read_bytes().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith(names))
-    return 0
 
 
 # ---------------------------------------------------------------- in and out
@@ -553,22 +469,6 @@ def inside_work(name: str) -> str:
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name or "\n" in name:
         raise ValueError(f"{name!r} is no path below {WORK}")
     return str(path)
-
-
-def _as_bytes(content: bytes | str) -> bytes:
-    return content.encode() if isinstance(content, str) else content
-
-
-def kernel_limits(limits: Limits) -> dict[int, int]:
-    """Return what the kernel holds each process to. Address space far above memory, as interpreters reserve much."""
-    return {
-        resource.RLIMIT_NPROC: limits.processes,
-        resource.RLIMIT_NOFILE: limits.open_files,
-        resource.RLIMIT_FSIZE: limits.file_mb * 2**20,
-        resource.RLIMIT_CPU: int(limits.cpu_s) + 1,
-        resource.RLIMIT_AS: (2 * limits.memory_mb + 1024) * 2**20,
-        resource.RLIMIT_CORE: 0,
-    }
 
 
 def _system_folders() -> Iterator[str]:

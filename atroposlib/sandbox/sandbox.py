@@ -5,13 +5,23 @@ outcome = await sandbox.call(["python3", "main.py"], files={"main.py": source}, 
 outcome.verdict, outcome.exit_code, outcome.stdout
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from atroposlib.sandbox.host import require_host
 from atroposlib.sandbox.programs import Limits, Outcome, Program
+from atroposlib.sandbox.workers import awaited
+
+
+class Given(TypedDict, total=False):
+    """Given to a program, see `Program`."""
+
+    files: Mapping[str, bytes | str] | None
+    stdin: bytes
+    keep: Sequence[str]
+    limits: Limits | None
 
 
 class Sandbox:
@@ -30,62 +40,21 @@ class Sandbox:
         self._readable = readable
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="program")
 
-    async def call(
-        self,
-        command: Sequence[str],
-        *,
-        files: Mapping[str, bytes | str] | None = None,
-        stdin: bytes = b"",
-        keep: Sequence[str] = (),
-        limits: Limits | None = None,
-    ) -> Outcome:
-        """Run a program to its end; a cancelled call kills it. For the arguments see `Program`.
+    async def call(self, command: Sequence[str], **given: Unpack[Given]) -> Outcome:
+        """Run a program to its end; a cancelled call kills it.
 
         Raises:
             SandboxError: the sandbox itself failed.
             ValueError: a path leads out of /work.
         """
-        program = self._program(command, files, stdin, keep, limits)
-        result = asyncio.get_running_loop().run_in_executor(self._threads, program.to_end)
-        try:
-            return await asyncio.shield(result)
-        except asyncio.CancelledError:
-            program.cancel()
-            await asyncio.wait([result])
-            if not result.cancelled():
-                result.exception()  # nobody else will look at it
-            raise
+        program = Program(self._tools, command, readable=self._readable, **given)
+        return await awaited(self._threads.submit(program.to_end), program.cancel)
 
-    def run(
-        self,
-        command: Sequence[str],
-        *,
-        files: Mapping[str, bytes | str] | None = None,
-        stdin: bytes = b"",
-        keep: Sequence[str] = (),
-        limits: Limits | None = None,
-    ) -> Outcome:
+    def run(self, command: Sequence[str], **given: Unpack[Given]) -> Outcome:
         """Do what `call` does, and block until then."""
-        return self._threads.submit(self._program(command, files, stdin, keep, limits).to_end).result()
+        program = Program(self._tools, command, readable=self._readable, **given)
+        return self._threads.submit(program.to_end).result()
 
     def close(self) -> None:
         """Wait for the programs that run; none outlives its limits."""
         self._threads.shutdown()
-
-    def _program(
-        self,
-        command: Sequence[str],
-        files: Mapping[str, bytes | str] | None,
-        stdin: bytes,
-        keep: Sequence[str],
-        limits: Limits | None,
-    ) -> Program:
-        return Program(
-            self._tools,
-            command,
-            files=files,
-            stdin=stdin,
-            keep=keep,
-            limits=limits,
-            readable=self._readable,
-        )

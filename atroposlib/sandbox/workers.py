@@ -25,18 +25,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from atroposlib.errors import AtroposError
+from atroposlib.sandbox.usage import LONGEST_WAIT, clock_of, time_left_s
 from atroposlib.type_definitions import Json, JsonObject
 
 OPENING_TIMEOUT_S = 120.0
 """Seconds for importing what a function needs; on a busy machine a large package takes long."""
-
-LONGEST_WAIT = 10
-"""Times its limit after which a call ends that the machine gives no processor."""
 
 MAX_REPLY_BYTES = 16 * 2**20
 
@@ -48,6 +47,7 @@ _HEAD = struct.Struct(">I")
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 """All that a worker keeps of the environment, PYTHONPATH excepted; keys of services are not its business."""
 
+T = TypeVar("T")
 Opening = tuple[str, str]
 """Function ("module:name") and its argument."""
 
@@ -87,15 +87,7 @@ class WorkerPool:
     async def call(self, function: str, *args: object, opening: Opening | None = None) -> Json:
         """Return what `run` does. A call that was cancelled ends its worker, too."""
         call = self.submit(function, *args, opening=opening)
-        result = asyncio.wrap_future(call.future)
-        try:
-            return await asyncio.shield(result)
-        except asyncio.CancelledError:
-            call.cancel()
-            await asyncio.wait([result])
-            if not result.cancelled():
-                result.exception()  # nobody else will look at it
-            raise
+        return await awaited(call.future, call.cancel)
 
     def submit(self, function: str, *args: object, opening: Opening | None = None) -> "WorkerCall":
         """Start a call and return at once.
@@ -140,6 +132,19 @@ class WorkerPool:
                 self._running.discard(call)
                 self._idle.append(worker)
                 self._changed.notify_all()
+
+
+async def awaited(future: Future[T], cancel: Callable[[], object]) -> T:
+    """Return the result of work in a thread, which ends by `cancel` where waiting for it is cancelled."""
+    result = asyncio.wrap_future(future)
+    try:
+        return await asyncio.shield(result)
+    except asyncio.CancelledError:
+        cancel()
+        await asyncio.wait([result])
+        if not result.cancelled():
+            result.exception()  # nobody else will look at it
+        raise
 
 
 class WorkerCall:
@@ -312,7 +317,7 @@ class _Deadline:
 
     def __init__(self, pid: int, timeout_s: float) -> None:
         self._pid, self._timeout_s, self._begun = pid, timeout_s, time.monotonic()
-        self._used_s = _use_of(pid)[1]
+        self._used_s = clock_of(pid)[1]
         self._at = self._begun + timeout_s
 
     def wait_s(self) -> float:
@@ -321,38 +326,11 @@ class _Deadline:
 
     def is_over(self) -> bool:
         """Return False where the process still has a claim to processor time, which moves the deadline."""
-        is_runnable, used_s = _use_of(self._pid)
+        is_runnable, used_s = clock_of(self._pid)
         now = time.monotonic()
         left_s = time_left_s(self._timeout_s, now - self._begun, used_s - self._used_s, is_runnable=is_runnable)
         self._at = now + left_s
         return left_s == 0
-
-
-def time_left_s(limit_s: float, lasted_s: float, used_s: float, *, is_runnable: bool) -> float:
-    """Return how much longer what has lasted for its limit may take, 0 for no longer.
-
-    What waits (for sleep, a lock, input) has had its time. What computes has a claim to as much processor time, so that
-    a busy machine ends nothing that a quiet one does not; but it lasts at most LONGEST_WAIT times its limit.
-
-    Args:
-        used_s: processor time.
-        is_runnable: it computes, or would if it had a processor.
-    """
-    if not is_runnable or used_s >= limit_s or lasted_s >= LONGEST_WAIT * limit_s:
-        return 0.0
-    return max(limit_s - used_s, _LEAST_CLAIM_S)
-
-
-_LEAST_CLAIM_S = 0.02
-
-
-def _use_of(pid: int) -> tuple[bool, float]:
-    """Return whether a process computes or would, and its processor seconds; Linux only, else it does not."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return False, 0.0
-    return fields[0] == b"R", sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
