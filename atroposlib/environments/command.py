@@ -122,25 +122,6 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command("table")
-def print_table(
-    measure: Annotated[list[str] | None, typer.Option(help="Environments to measure again; repeatable.")] = None,
-    engine: Annotated[str | None, typer.Option(help="measure: an engine with smollm2-135m, with /v1.")] = None,
-    write: Annotated[bool, typer.Option("--write", help="Write it into the README of the environments.")] = False,
-) -> None:
-    """Show the environments of this package as a table: data, honesty of the rewards, speed, a small model's score.
-
-    Example:
-      atropos env table --measure countdown --engine http://localhost:9004/v1 --write
-    """
-    from atroposlib.environments import table
-
-    table.measure(measure or [], engine)
-    if write:
-        table.write()
-    print(table.table())
-
-
 def main() -> None:
     run(app, "atropos env")
 

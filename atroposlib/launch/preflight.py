@@ -3,7 +3,6 @@
 Every check returns sentences; all of them are shown at once, so that one look at the message is enough.
 """
 
-import ast
 import contextlib
 import importlib.util
 import json
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from pathlib import Path
 
 from atroposlib.data.tokenizers import cached_file
@@ -243,16 +241,6 @@ def check_environment(config: DatagenConfig, model: Model, *, starts: bool) -> t
 
 
 _PACKAGES = {"embedded": ("xllamacpp", "local"), "sglang": ("sglang", "sglang")}
-_ATTENTION = (
-    "triton torch_native flex_attention dsa nsa dsv4 compressed cutlass_mla fa3 fa4 flashinfer flashmla trtllm_mla "
-    "cutedsl_mla tokenspeed_mla trtllm_mha dual_chunk_flash_attn hpc_ops minicpm_flashattn minicpm_flashinfer aiter "
-    "wave intel_amx ascend intel_xpu"
-)
-_CHOICES = {
-    "--attention-backend": ("ATTENTION_BACKEND_CHOICES", _ATTENTION.split()),
-    "--grammar-backend": ("GRAMMAR_BACKEND_CHOICES", ["xgrammar", "outlines", "llguidance", "none"]),
-}
-"""Flags with the list in SGLang's `server_args.py` that holds their values, and what it held in 2026."""
 
 
 def engine_problems(config: DatagenConfig, environ: Mapping[str, str], *, starts: bool) -> list[str]:
@@ -271,7 +259,6 @@ def engine_problems(config: DatagenConfig, environ: Mapping[str, str], *, starts
         problems.append(f"engine.kind {engine.kind} needs the package {module}; run: pip install 'atroposlib[{extra}]'")
     if engine.kind == "embedded":
         return problems
-    problems += _choice_problems(engine.args)
     if engine_urls(config, environ):
         return [*problems, *_node_problems(engine, environ)]
     return [*problems, *(_gpu_problems(engine, environ) if starts or gpu_count(environ) else [])]
@@ -310,34 +297,6 @@ def _node_problems(engine: EngineConfig, environ: Mapping[str, str]) -> list[str
     if engine.router and importlib.util.find_spec("sglang_router") is None:
         problems.append("engine.router needs the package sglang_router; run: pip install sglang-router")
     return problems
-
-
-def _choice_problems(args: list[str]) -> list[str]:
-    """Backends that SGLang does not know: it would only say so after a minute of imports."""
-    words = [part for word in args for part in word.split("=", 1)]
-    given = {flag: value for flag, value in pairwise(words) if flag in _CHOICES}
-    problems = []
-    for flag, value in given.items():
-        variable, usual = _CHOICES[flag]
-        known = _installed_choices(variable) or usual
-        if value not in known:
-            problems.append(f"engine.args has {flag} {value}, which SGLang does not know; it takes {', '.join(known)}")
-    return problems
-
-
-def _installed_choices(variable: str) -> list[str]:
-    """A list of names in the source of the installed SGLang, which is not imported; [] without one."""
-    spec = importlib.util.find_spec("sglang")
-    for folder in (spec and spec.submodule_search_locations) or []:
-        source = Path(folder, "srt", "server_args.py")
-        if not source.is_file():
-            continue
-        for node in ast.parse(source.read_text(encoding="utf-8")).body:
-            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.List):
-                continue
-            if [target.id for target in node.targets if isinstance(target, ast.Name)] == [variable]:
-                return [str(item.value) for item in node.value.elts if isinstance(item, ast.Constant)]
-    return []
 
 
 def model_problems(config: DatagenConfig, model: Model) -> list[str]:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from atroposlib import examples
 from atroposlib.cli.new import env as new_env
 from atroposlib.environments import check as check_module
-from atroposlib.environments import community, table
+from atroposlib.environments import community
 from atroposlib.environments.check import Finding, check, missing
 from atroposlib.environments.command import app
 from atroposlib.envs import catalog
@@ -19,6 +19,7 @@ from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.cli import MODES
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.launch.config import load_config
+from benchmarks import environment_table as table
 
 OURS = {
     name: f"{entry.module}:{entry.attribute}"
@@ -182,7 +183,7 @@ def test_one_is_listed_shown_and_run_by_its_name():
 
 def test_the_readme_has_the_table_that_the_command_makes():
     readme = table.README.read_text(encoding="utf-8")
-    assert table.with_table(readme, table.table()) == readme, "run `atropos env table --write`"
+    assert table.with_table(readme, table.table()) == readme, "run `python -m benchmarks.environment_table --write`"
     verifiable = {name for name in OURS if getattr(catalog.load(name), "is_verifiable", False)}
     assert table.read_measured().keys() == verifiable
 

@@ -165,11 +165,10 @@ def test_a_damaged_file_of_a_model_is_named(sglang, tmp_path):
 
 @pytest.fixture
 def sglang(tmp_path, monkeypatch) -> Path:
-    """The source of an installed SGLang, as far as it is read, and a node with four GPUs."""
-    package = tmp_path / "site" / "sglang" / "srt"
+    """An installed SGLang that is not imported, and a node with four GPUs."""
+    package = tmp_path / "site" / "sglang"
     package.mkdir(parents=True)
-    (package.parent / "__init__.py").touch()
-    (package / "server_args.py").write_text('ATTENTION_BACKEND_CHOICES = ["triton", "brand_new"]\nOTHER = [1]\n')
+    (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     importlib.invalidate_caches()
@@ -187,15 +186,6 @@ def test_more_gpus_than_there_are_is_said_before_the_start_and_in_a_check_where_
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     with pytest.raises(LaunchError, match="4 are visible"):
         preflight(wants_8, starts=False)
-
-
-@pytest.mark.parametrize("flags", [["--attention-backend", "tritn"], ["--attention-backend=tritn"]])
-def test_a_backend_that_sglang_does_not_know_is_named_with_those_it_does(sglang, tmp_path, flags):
-    message = complaint(config(tmp_path, engine={**SGLANG, "args": flags}))
-    assert "--attention-backend tritn, which SGLang does not know; it takes triton, brand_new" in message
-    (sglang / "server_args.py").unlink()
-    assert "flashinfer" in complaint(config(tmp_path, engine={**SGLANG, "args": flags}))
-    preflight(config(tmp_path, engine={**SGLANG, "args": ["--attention-backend", "fa3"]}))
 
 
 def test_on_several_nodes_infer_tp_must_be_what_a_server_takes_and_the_router_be_installed(

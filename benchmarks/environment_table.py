@@ -1,8 +1,11 @@
 """The table of environments in README.md: what the classes say, and what was measured once and is kept in a file.
 
-`atropos env table --measure NAME` measures again; `atropos env table --write` writes the table into the README.
+python -m benchmarks.environment_table                                     # show it
+python -m benchmarks.environment_table --measure countdown --write         # measure again, write it into the README
+python -m benchmarks.environment_table --measure countdown --engine http://localhost:9004/v1
 """
 
+import argparse
 import json
 import tempfile
 import time
@@ -10,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from atroposlib import environments
 from atroposlib.environments.adapters.framework import FrameworkEnv
 from atroposlib.environments.check import rates_of
 from atroposlib.environments.multi_turn import Ask, MultiTurnEnv, Player
@@ -24,9 +28,8 @@ from atroposlib.paths import write_text_atomic
 from atroposlib.testing import roll_out, write_tokenizer
 from atroposlib.type_definitions import JsonObject
 
-FOLDER = Path(__file__).parent
-MEASURED, README = FOLDER / "measured.json", FOLDER / "README.md"
-BEGIN, END = "<!-- table: atropos env table --write -->", "<!-- end of table -->"
+MEASURED, README = Path(__file__).with_suffix(".json"), Path(environments.__path__[0], "README.md")
+BEGIN, END = "<!-- table: python -m benchmarks.environment_table --write -->", "<!-- end of table -->"
 COLUMNS = (
     "environment",
     "turns",
@@ -79,11 +82,6 @@ def with_table(readme: str, made: str) -> str:
     if not begin or not end:
         raise DataError(f"{README} has no place for the table; it needs the lines {BEGIN} and {END}")
     return f"{before}{BEGIN}\n{made}\n{END}{after}"
-
-
-def write() -> None:
-    """Write the table into the README."""
-    write_text_atomic(README, with_table(README.read_text(encoding="utf-8"), table()))
 
 
 def measure(names: Sequence[str], engine: str | None) -> None:
@@ -184,3 +182,22 @@ def _line(name: str, env_cls: type[BaseEnv], measured: Mapping[str, object]) -> 
         numbers[1] = NO_TOOLS
     assert isinstance(rates, list)
     return "| " + " | ".join([f"`{name}`", turns, data, extra, *rates, *numbers]) + " |"
+
+
+def main() -> None:
+    """Measure what is asked for, and show the table or write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", nargs="+", default=[], help="environments to measure again")
+    parser.add_argument(
+        "--engine", help="with --measure: an engine with smollm2-135m, with /v1, for the model's columns"
+    )
+    parser.add_argument("--write", action="store_true", help="write the table into the README of the environments")
+    args = parser.parse_args()
+    measure(args.measure, args.engine)
+    if args.write:
+        write_text_atomic(README, with_table(README.read_text(encoding="utf-8"), table()))
+    print(table())
+
+
+if __name__ == "__main__":
+    main()
