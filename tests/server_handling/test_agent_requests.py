@@ -2,31 +2,22 @@
 
 import asyncio
 import json
-import operator
-import re
 
 import httpx
 import jinja2
-import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from test_agent_rollouts import ADMIN, HELLO, SlowServer, Tokenizer, ask, client_of, new_rollout, record_of
 
 from atroposlib.envs.agent_env import GatewayService
 from atroposlib.envs.server_handling.agents import gateway as gateway_module
 from atroposlib.envs.server_handling.agents import rollouts as rollouts_module
-from atroposlib.envs.server_handling.agents.body import BodyReader
-from atroposlib.envs.server_handling.agents.dialect import checked_messages, grammar_of
+from atroposlib.envs.server_handling.agents.dialect import grammar_of
 from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.conversation import ChatRequest
-from atroposlib.envs.server_handling.sampling import PackedIds, new_ids
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.tool_formats import MOST_BLANKS, tool_format
-from atroposlib.envs.server_handling.transport import request_json
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.errors import RequestFault
 from tests.fakes import FakeServer
 
 URL = "data:image/png;base64,AAAA"
@@ -570,72 +561,6 @@ async def test_a_gateway_with_a_token_shows_its_routes_to_nobody(path):
 # -- bodies that repeat what was sent before ------------------------------------------------------------------------
 
 
-def said(*texts):
-    return [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
-
-
-def dumped(messages, head="{", tail="}"):
-    return f'{head}"messages": {json.dumps(messages)}{tail}'.encode()
-
-
-THREE, FIVE = said("a", "b", "c"), said("a", "b", "c", "d", "e")
-BODIES = {  # the second body, and how many of its messages are known from the first one
-    "longer": (dumped(FIVE), 3),
-    "the same": (dumped(THREE), 3),
-    "other fields behind": (dumped(FIVE, tail=', "n": 2, "tools": []}'), 3),
-    "white space": (dumped(FIVE, tail=" \n }").replace(b"}, {", b"},\n{").replace(b"\n", b" ", 2), 3),
-    "white space before a comma": (dumped(THREE)[:-2] + b" \r\n,\t" + dumped(said("d"))[14:], 3),
-    "shorter": (dumped(THREE[:1]), 0),
-    "another first field": (dumped(FIVE, head='{"n": 2, '), 0),
-    "an edit": (dumped(said("a", "B", "c", "d", "e")), 0),
-    "an edit of the last": (dumped(said("a", "b", "C", "d", "e")), 0),
-    "a longer last": (dumped(THREE)[:-4] + b'!"}]}', 0),
-    "twice": (dumped(FIVE, tail=', "messages": [{"role": "user", "content": "z"}]}'), 0),
-    "twice, escaped": (dumped(FIVE, tail=r', "m\u0065ssages": [{"role": "user", "content": "z"}]}'), 0),
-    "twice, what is new": (dumped(FIVE, tail=f', "messages": {json.dumps(FIVE[3:])}}}'), 0),
-    "twice, by none": (dumped(THREE, tail=', "messages": []}'), 0),
-    "no list": (dumped(THREE, tail=', "messages": "x"}'), 0),
-    "inside another field": (dumped(FIVE, head='{"metadata": {', tail='}, "messages": [{"role": "user"}]}'), 0),
-    "no object": (b"[]", None),
-    "a comma too many": (dumped(THREE)[:-2] + b",]}", None),
-    "two commas": (dumped(FIVE).replace(b'"c"}, ', b'"c"},, '), None),
-    "cut off": (dumped(FIVE)[:-5], None),
-    "cut off behind what is known": (dumped(THREE)[:-2], None),
-    "a form feed": (dumped(FIVE).replace(b'"c"}, ', b'"c"}\x0c, '), None),
-}
-
-
-@pytest.mark.parametrize(("data", "known"), BODIES.values(), ids=BODIES)
-def test_a_body_that_begins_as_an_earlier_one_is_read_as_if_it_were_the_first(data, known):
-    reader = BodyReader()
-    first = reader.read(dumped(THREE))
-    reader.keep(first)
-    if known is None:
-        with pytest.raises(RequestFault) as alone:
-            BodyReader().read(data)
-        with pytest.raises(RequestFault, match=re.escape(str(alone.value))):
-            reader.read(data)
-        return
-    read = reader.read(data)
-    assert read.fields == json.loads(data)
-    messages = read.fields["messages"]
-    assert getattr(messages, "known", 0) == known
-    assert all(map(operator.is_, messages[:known], first.fields["messages"]))
-    reader.keep(read)
-    more = data.replace(b"}]", b'}, {"role": "user", "content": "more"}]', 1)
-    assert reader.read(more).fields == json.loads(more)
-
-
-def test_messages_that_were_refused_are_looked_at_again():
-    reader = BodyReader()
-    reader.read(dumped([{"content": "no role"}]))  # and not kept
-    with pytest.raises(RequestFault, match="has no role"):
-        checked_messages(reader.read(dumped([{"content": "no role"}, *THREE])).fields["messages"])
-    reader.keep(reader.read(dumped(THREE)))
-    with pytest.raises(RequestFault, match=r"messages\[3\] has no role"):
-        checked_messages(reader.read(dumped([*THREE, {"content": "no role"}])).fields["messages"])
-
-
 def parts_of(content):
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
@@ -703,19 +628,3 @@ async def test_every_request_sends_the_recorded_ids_of_its_history_and_those_tha
     sent = [paths[number][: -len(call["output"])] for number, call in enumerate(calls)]
     assert [body["input_ids"] for path, body in engine.requests if path == "/generate"] == sent
     assert [call["parent"] for call in calls] == [None, [0, 0], None, [2, 0]]
-
-
-@given(st.lists(st.tuples(st.lists(st.integers(0, 2**31 - 1)), st.lists(st.integers(0, 2**31 - 1)))), st.data())
-def test_packed_ids_are_a_list_that_is_sent_as_one(parts, data):
-    packed, ids, known = PackedIds.of([]), [], 0
-    for wrote, new in parts:
-        ids = ids + wrote
-        known = len(ids)
-        before, (packed, ids) = packed, (packed.extended(wrote, new), ids + new)
-        assert len(before) == known - len(wrote)  # as it was
-    assert (packed, list(packed), len(packed), packed.known, packed + ids) == (ids, ids, len(ids), known, ids + ids)
-    assert orjson.loads(request_json({"input_ids": packed})) == {"input_ids": ids}
-    assert orjson.loads(request_json({"input_ids": packed, "logit_bias": {1: 2}}))["input_ids"] == ids
-    part = data.draw(st.slices(len(ids)))
-    assert packed[part] == ids[part]
-    assert new_ids(packed) == ids[known:]

@@ -9,7 +9,6 @@ import pytest
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.one_by_one import OneByOne, digest_of
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.sampling import PackedIds
 from atroposlib.envs.server_handling.server_baseline import MAX_TRIES
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.sglang_server import is_resumable
@@ -45,12 +44,6 @@ def keep(server, folder, *, streams=False, seed=None, done=()):
 
 def asked(engine):
     return [body for _, body in engine.requests]
-
-
-def test_a_request_has_one_name_in_every_process_however_its_ids_are_held():
-    packed = [PackedIds.of(PROMPT["input_ids"]), PackedIds.of([10]).extended([11], [12])]
-    named = [digest_of("tokens", "fake", {**PROMPT, "input_ids": ids}) for ids in (PROMPT["input_ids"], *packed)]
-    assert named == [named[0]] * 3
 
 
 async def test_a_request_for_n_becomes_n_requests_with_one_reply_in_order(engine, sglang, tmp_path):

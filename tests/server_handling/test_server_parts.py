@@ -14,7 +14,6 @@ from atroposlib.envs.server_handling.sampling import (
     SGLANG_SAMPLING,
     VLLM_NAMES,
     VLLM_SAMPLING,
-    ExtendedIds,
     checked_ids,
     drop_doubled_bos,
     sampling_of,
@@ -186,15 +185,6 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one():
 )
 def test_ids_that_would_kill_an_engine_are_refused(ids, words):
     with pytest.raises(RequestFault, match=words):
-        checked_ids(ids, vocabulary=10)
-
-
-def test_of_a_sequence_that_was_sent_before_only_the_new_ids_are_checked():
-    ids = ExtendedIds([11, 3, 4])
-    ids.known = 1
-    assert checked_ids(ids, vocabulary=10) is ids
-    ids.append(10)
-    with pytest.raises(RequestFault, match="prompt token 3 is id 10"):
         checked_ids(ids, vocabulary=10)
 
 

@@ -1,9 +1,7 @@
 """From messages to the text of a prompt, without letting a chat template rewrite what a model wrote."""
 
 import re
-from collections.abc import Hashable, Sequence
-from functools import lru_cache
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Literal
 
 from atroposlib.envs.server_handling.conversation import Conversation
@@ -14,8 +12,6 @@ TURN_MARK = "ATROPOSxTURNxMARK"
 
 Thoughts = Literal["opened", "allowed", "none"]
 """Of an answer: the prompt has opened them, the model may open them, or it has none."""
-
-MOST_SHAPES = 4096
 
 _THOUGHT_OPENS = re.compile(r"<think>\s*\Z")
 _THINK_MARKS = {"<think>": "ATROPOSxTHINKxOPEN", "</think>": "ATROPOSxTHINKxCLOSE"}
@@ -78,35 +74,7 @@ def render_keeping_thoughts(tokenizer: object, messages: Sequence[JsonObject], t
 
 
 def render_after_turn(tokenizer: object, messages: Sequence[JsonObject], turn: int, tools: object = None) -> str | None:
-    """Return the template's text behind the content of `messages[turn]`; None when the template does not show it once.
-
-    Between the first user's message and that turn the template is shown nothing, so that a long history costs nothing,
-    as long as that gives the same text: compared for each form of history, and whenever one has doubled.
-    """
-    head = next((i for i, message in enumerate(messages) if message.get("role") == "user"), len(messages)) + 1
-    if turn <= head:
-        return _behind(tokenizer, messages, turn, tools)
-    window, same = [*messages[:head], *messages[turn:]], _same_by_shape(tokenizer)
-    roles = [message.get("role") for message in messages[head - 1 : turn + 1]]
-    shape = (bool(tools), frozenset(pairwise(roles)), *((message.get("role"), *message) for message in window))
-    is_checked = shape in same and len(messages).bit_length() == turn.bit_length()
-    after = _behind(tokenizer, window, head, tools) if same.get(shape, True) else None
-    if after is not None and is_checked:
-        return after
-    whole = _behind(tokenizer, messages, turn, tools)
-    if len(same) > MOST_SHAPES:
-        same.clear()
-    same[shape] = whole is not None and after == whole
-    return whole
-
-
-@lru_cache(maxsize=8)
-def _same_by_shape(tokenizer: Tokenizer) -> dict[tuple[Hashable, ...], bool]:
-    """Tell, by what is left out (pairs of roles) and what is shown, if the template writes the same behind both."""
-    return {}
-
-
-def _behind(tokenizer: object, messages: Sequence[JsonObject], turn: int, tools: object) -> str | None:
+    """Return the template's text behind the content of `messages[turn]`; None unless the template shows it once."""
     marked = [*messages[:turn], {**messages[turn], "content": TURN_MARK}, *messages[turn + 1 :]]
     _, mark, after = render(tokenizer, marked, tools).partition(TURN_MARK)
     return after if mark and TURN_MARK not in after else None

@@ -6,11 +6,9 @@ arguments, the ids of its calls, or (where it has none) its thoughts differ; any
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import is_
 
 import orjson
 from pydantic import BaseModel
-from xxhash import xxh3_128_digest
 
 from atroposlib.errors import RequestFault
 from atroposlib.type_definitions import Json, JsonObject
@@ -25,9 +23,6 @@ HandedOut = Callable[[str], Message | None]
 
 Normalise = Callable[[Message, HandedOut], Message]
 """Writes a message that came back as it was before an agent program rewrote it; the message itself where none did."""
-
-MOST_RECENT = 4
-"""Requests that are kept at hand: an agent and its helpers take turns."""
 
 THINK, THINK_END = "<think>", "</think>"
 _THOUGHT_KEYS = ("reasoning_content", "reasoning")
@@ -64,15 +59,6 @@ class Conversation:
         return Conversation((*self.turns, Turn(said, {"role": "assistant", "content": text}, ())), self.tools)
 
 
-class GrownMessages(list[Message]):
-    """Messages that never change; the first `known` are those of an earlier request, object for object."""
-
-    known: int = 0
-    before: "GrownMessages | None" = None  # of that request, while this one is read
-    plain: "GrownMessages | None" = None  # these in the form of chat completions, where they have another
-    head: int = 0  # messages of a plain list that stand before those of the request's
-
-
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """One request for an assistant's turn, from whichever API it came."""
@@ -102,87 +88,34 @@ class ChatRequest:
         return (choice.get("function") or choice).get("name")
 
 
-@dataclass(slots=True)
-class _Asked:
-    """The messages of an earlier request."""
-
-    turns: tuple[Turn, ...]
-    messages: GrownMessages | None = None
-    name: bytes | None = None  # of the messages; where they never change, made when it is first needed
-
-    def begins(self, messages: Messages) -> bool:
-        """Tell if the messages are the first of these, by their name."""
-        if self.messages is not None and self.name is None:
-            self.name = _name_of(self.messages)
-        size = len(self.turns)
-        return self.name is not None and size <= len(messages) and _name_of(messages[:size]) == self.name
-
-    def is_in(self, messages: Messages) -> bool:
-        """Tell it without looking into them; False: it is not known."""
-        is_shorter = self.messages is not None and len(self.turns) <= len(messages)
-        return is_shorter and isinstance(messages, GrownMessages) and all(map(is_, self.messages or (), messages))
-
-
-class Reader:
-    """Takes the messages of one rollout's requests apart into turns; those that it knows it does not look at again.
+def conversation_of(
+    request: ChatRequest,
+    *,
+    knows_developer: bool,
+    as_text: Callable[[Message], Message],
+    normalise: Callable[[Message], Message] | None = None,
+) -> Conversation:
+    """Return the conversation of a request.
 
     Args:
-        knows_developer: tells if the chat template has a place for a developer's messages.
+        knows_developer: the chat template has a place for a developer's messages.
         as_text: writes an assistant's message with calls as the text that the model wrote.
         normalise: undoes what the agent program does to messages that it sends back, for their comparison only.
+
+    Raises:
+        RequestFault: a message is no text.
     """
-
-    def __init__(
-        self,
-        knows_developer: Callable[[], bool],
-        as_text: Callable[[Message], Message],
-        normalise: Callable[[Message], Message] | None = None,
-    ) -> None:
-        self._knows_developer, self._as_text, self._normalise = knows_developer, as_text, normalise
-        self._turns: dict[bytes, Turn] = {}  # by the names of their messages
-        self._asked: list[_Asked] = []  # of the last requests, the last first
-
-    def read(self, request: ChatRequest) -> Conversation:
-        """Return the conversation of a request; RequestFault for a message that is no text."""
-        messages, known = request.messages, self._known(request.messages)
-        new = messages[len(known) :]
-        if any(message.get("role") == "developer" for message in new if isinstance(message, dict)):
-            said = [copied(message) for message in messages]
-            plain = plain_messages(said, knows_developer=self._knows_developer())
-            turns = tuple(self._turn(message, shown) for message, shown in zip(said, plain, strict=True))
-        else:
-            turns = (*known, *(self._known_turn(message, index) for index, message in enumerate(new, len(known))))
-        is_fixed = isinstance(messages, GrownMessages)
-        asked = _Asked(turns, messages) if is_fixed else _Asked(turns, name=_name_of(messages))
-        self._asked = [asked, *(one for one in self._asked if one.turns is not known)][:MOST_RECENT]
-        return Conversation(turns, request.tools)
-
-    def _known(self, messages: Messages) -> tuple[Turn, ...]:
-        """Return the turns of the last request whose messages are the first of these: nothing is done for each."""
-        found = next((asked for asked in self._asked if asked.is_in(messages)), None)
-        found = found or next((asked for asked in self._asked if asked.begins(messages)), None)
-        return () if found is None else found.turns
-
-    def _known_turn(self, message: Message, index: int) -> Turn:
-        name = _name_of(message)
-        turn = self._turns.get(name) if name is not None else None
-        if turn is None:
-            said = copied(message)
-            (shown,) = plain_messages([said], offset=index)
-            turn = self._turn(said, shown)
-            if name is not None:
-                self._turns[name] = turn
-        return turn
-
-    def _turn(self, said: Message, shown: Message | None) -> Turn:
-        compared = said if shown is None or said.get("role") == "assistant" else shown
+    said = [copied(message) for message in request.messages]
+    plain = plain_messages(said, knows_developer=knows_developer)
+    turns = []
+    for message, shown in zip(said, plain, strict=True):
+        compared = message if shown is None or message.get("role") == "assistant" else shown
         keys = keys_of(compared)
-        if self._normalise is not None and (plain := self._normalise(compared)) != compared:
-            same = keys_of(
-                plain
-            )  # an assistant's turn is also known by what it is not; any other by what is left of it
-            keys = (*keys, *same) if compared.get("role") == "assistant" else same
-        return Turn(said, None if shown is None else self._as_text(shown), keys)
+        if normalise is not None and (before := normalise(compared)) != compared:
+            # an assistant's turn is also known by what it is not; any other by what is left of it
+            keys = (*keys, *keys_of(before)) if compared.get("role") == "assistant" else keys_of(before)
+        turns.append(Turn(message, None if shown is None else as_text(shown), keys))
+    return Conversation(tuple(turns), request.tools)
 
 
 def copied(message: object) -> Json:
@@ -196,20 +129,17 @@ def copied(message: object) -> Json:
     return message
 
 
-def plain_messages(messages: Messages, *, knows_developer: bool = False, offset: int = 0) -> list[Message | None]:
+def plain_messages(messages: Messages, *, knows_developer: bool) -> list[Message | None]:
     """Return the messages in the form that chat templates know: text contents, no `developer`.
 
     A developer's message becomes the system's; one behind a leading system message becomes part of it, and None stands
     in its place.
 
-    Args:
-        offset: number of the first message, for what is said of one.
-
     Raises:
         RequestFault: a part of a message is no text.
     """
     plain: list[Message | None] = []
-    for index, message in enumerate(messages, offset):
+    for index, message in enumerate(messages):
         content = message.get("content")
         if not isinstance(content, str | list | None) or not isinstance(message.get("role"), str):
             raise RequestFault(f"messages[{index}] is {message!r:.120}; a message needs a role, and content as text")
@@ -323,11 +253,3 @@ def _call_key(call: Mapping[str, Json]) -> tuple[str, bytes]:
 def _present(message: Message) -> Message:
     """Return what a message says: clients add and leave out keys without a value."""
     return {key: value for key, value in message.items() if value is not None and value != "" and value != []}
-
-
-def _name_of(value: object) -> bytes | None:
-    """A name that only equal JSON has; None where it is none: an object of a client, a number of more than 64 bits."""
-    try:
-        return xxh3_128_digest(orjson.dumps(value))
-    except TypeError:
-        return None

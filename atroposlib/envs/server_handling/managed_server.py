@@ -30,13 +30,13 @@ from atroposlib.envs.server_handling.conversation import (
     Message,
     Messages,
     Normalise,
-    Reader,
+    conversation_of,
     copied,
     split_thoughts,
 )
 from atroposlib.envs.server_handling.openai_server import DummyManagedServer
 from atroposlib.envs.server_handling.openai_wire import Made, ManagedServerAdapter, chat_of, completion_of
-from atroposlib.envs.server_handling.sampling import TOKEN_LIMITS, PackedIds, drop_doubled_bos
+from atroposlib.envs.server_handling.sampling import TOKEN_LIMITS, drop_doubled_bos
 from atroposlib.envs.server_handling.sequence import (
     Call,
     Codec,
@@ -203,7 +203,6 @@ class ManagedServer(TrackedSequences):
         self._ends: list[Call] = []  # of the sequences
         self.lineage = Lineage()
         self._normalise = normalise
-        self._reader = self._new_reader()
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         self._keeps_thoughts = keeps_thoughts
@@ -234,7 +233,7 @@ class ManagedServer(TrackedSequences):
         """
         if request.tools:
             check_tools(self._tool_parser, self.tokenizer)
-        prompt = self._chat_prompt(self._reader.read(request))
+        prompt = self._chat_prompt(self._read(request))
         with prompt.base or nullcontext():
             prompt_ids, outputs = await self._generate(prompt.text, prompt.ids, request.sampling, bool(request.tools))
             if request.tools and request.wanted_tool is not None:
@@ -299,7 +298,7 @@ class ManagedServer(TrackedSequences):
     def prompt_of(self, request: ChatRequest) -> Prompt:
         """Return the prompt that a request would send; nothing is generated, tracked or counted."""
         counted = self.lineage.differences
-        prompt = self._chat_prompt(self._reader.read(request))
+        prompt = self._chat_prompt(self._read(request))
         self.lineage.differences = counted
         return prompt
 
@@ -334,7 +333,6 @@ class ManagedServer(TrackedSequences):
         super().reset()
         self._ends = []
         self.lineage.clear()
-        self._reader = self._new_reader()
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
@@ -351,7 +349,7 @@ class ManagedServer(TrackedSequences):
             rest = render_after_turn(self.tokenizer, shown, len(shown) - behind - 1, chat.tools)
             if rest is not None:
                 inserted = behind_text(base, rest, codec_of(self.tokenizer))
-                return Prompt(base.full_text + rest, base.followed_by(inserted), rest, base, inserted, chat, turns)
+                return Prompt(base.full_text + rest, base.tokens + inserted, rest, base, inserted, chat, turns)
         text = self._convert_messages_to_prompt(chat.shown, chat.tools)
         prompt = self._text_prompt(text, ends_turns=True)
         return replace(prompt, chat=chat)
@@ -365,7 +363,7 @@ class ManagedServer(TrackedSequences):
         rest = text if base is None else text[len(base.full_text) :]
         if base is not None and not (ends_turns and base.tail and without_repeated(base.tail, rest) == rest):
             inserted = behind_text(base, rest, codec)
-            return Prompt(text, base.followed_by(inserted), rest, base, inserted)
+            return Prompt(text, base.tokens + inserted, rest, base, inserted)
         ids = drop_doubled_bos(codec.encode(text, add_special_tokens=True), codec.bos_token_id)
         return Prompt(text, ids, text)
 
@@ -410,14 +408,11 @@ class ManagedServer(TrackedSequences):
         """Return the choices, after their sequences are stored in the same order."""
         prefix = None if self._for_agents else prefix_of(prompt_ids, prompt)
         base, inserted = (prefix.base, prefix.inserted) if prefix is not None else inserted_in(prompt_ids, prompt)
-        packed = PackedIds.of(prompt_ids) if isinstance(self.server, TokenServer) and prefix is None else prompt_ids
         replies: list[Reply] = []
         nodes: list[SequenceNode] = []
         for output, (message, record) in zip(outputs, messages, strict=True):
             call = output.call(prompt, base, inserted, record)
-            if prefix is None:
-                call.behind = prompt.text, packed
-            else:
+            if prefix is not None:
                 call.node = grow(
                     prefix,
                     output.ids,
@@ -431,7 +426,7 @@ class ManagedServer(TrackedSequences):
                 self.lineage.add(call, message)
             replies.append(Reply(output.text, output.reason, message, call, len(prompt_ids)))
         if prompt.base is not None:
-            prompt.base.is_continued, prompt.base.behind = True, None
+            prompt.base.is_continued = True
         if not self._for_agents:
             self._store(nodes, prompt.base)
         self._note_ends([reply.call for reply in replies], prompt.base)
@@ -446,12 +441,13 @@ class ManagedServer(TrackedSequences):
             self._ends[at : at + 1] = calls[:1]
             self._ends += calls[1:]
 
-    def _new_reader(self) -> Reader:
+    def _read(self, request: ChatRequest) -> Conversation:
         normalise = self._normalise
-        return Reader(
-            lambda: knows_developer(self.tokenizer),
-            self._as_text,
-            None if normalise is None else lambda message: normalise(message, self._handed_out),
+        return conversation_of(
+            request,
+            knows_developer=knows_developer(self.tokenizer),
+            as_text=self._as_text,
+            normalise=None if normalise is None else lambda message: normalise(message, self._handed_out),
         )
 
     def _handed_out(self, call_id: str) -> Message | None:

@@ -18,7 +18,7 @@ import orjson
 
 from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
 from atroposlib.envs.server_handling.openai_wire import Parsed, join_choices, parse_chat, parse_completion, reply_facts
-from atroposlib.envs.server_handling.sampling import GenerationRequest, PackedIds
+from atroposlib.envs.server_handling.sampling import GenerationRequest
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.errors import RolloutFault
 from atroposlib.paths import expand_path
@@ -270,7 +270,7 @@ def digest_of(route: str, model: str, options: Mapping[str, object]) -> bytes:
         asked.pop("prompt", None)  # the same in words
     text = orjson.dumps(
         [route, model, asked],
-        default=lambda value: value.json() if isinstance(value, PackedIds) else repr(value),
+        default=repr,
         option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY,
     )
     return hashlib.blake2b(text, digest_size=16).digest()

@@ -6,13 +6,10 @@ caught here and become a `RequestFault` that says what is wrong.
 
 import difflib
 import logging
-from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self, cast, overload
-
-import orjson
+from typing import Self
 
 from atroposlib.errors import RequestFault
 from atroposlib.type_definitions import Json, JsonObject
@@ -219,77 +216,6 @@ def _note_ignored(key: str) -> None:
     logger.warning("request field ignored, no engine knows it: %s", key)
 
 
-class ExtendedIds(list[int]):
-    """Prompt ids that never change; the first `known` were sent to the engine, or written by it, in this process."""
-
-    known: int = 0
-
-
-class PackedIds(Sequence[int]):
-    """Prompt ids that never change, as int32 and as the JSON that is sent: to extend them costs what is new.
-
-    The first `known` were sent to the engine, or written by it, in this process.
-    """
-
-    __slots__ = ("_ids", "_json", "known")
-
-    def __init__(self, ids: "array[int]", json: bytes, known: int) -> None:
-        self._ids, self._json, self.known = ids, json, known
-
-    @classmethod
-    def of(cls, ids: Sequence[int]) -> "PackedIds":
-        """Pack ids, of which none is known."""
-        return ids if isinstance(ids, PackedIds) else cls(array("i", ids), orjson.dumps(list(ids))[1:-1], 0)
-
-    def extended(self, written: Sequence[int], new: Sequence[int]) -> "PackedIds":
-        """These, the ids that the engine wrote behind them, and new ones."""
-        ids = self._ids + array("i", written)
-        known = len(ids)
-        ids.extend(new)
-        parts = (self._json, orjson.dumps(list(written))[1:-1], orjson.dumps(list(new))[1:-1])
-        return PackedIds(ids, b",".join(part for part in parts if part), known)
-
-    def as_list(self) -> list[int]:
-        """These themselves, for whoever only reads them: they do what a list does that nobody changes."""
-        return cast(list[int], self)
-
-    def json(self) -> orjson.Fragment:
-        """Return the ids as a JSON array."""
-        return orjson.Fragment(b"[" + self._json + b"]")
-
-    def tolist(self) -> list[int]:
-        """Return the ids as a list."""
-        return self._ids.tolist()
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return self._ids[index].tolist() if isinstance(index, slice) else self._ids[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._ids)
-
-    def __add__(self, other: list[int]) -> list[int]:
-        return self.tolist() + other
-
-    def __eq__(self, other: object) -> bool:
-        return self.tolist() == (other.tolist() if isinstance(other, PackedIds) else other)
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] (as a list's)
-
-
-def new_ids(ids: Sequence[int]) -> Sequence[int]:
-    """Those of a prompt that this process has not sent before."""
-    return ids[ids.known :] if isinstance(ids, ExtendedIds | PackedIds) else ids
-
-
 def checked_ids(ids: Sequence[int], vocabulary: int | None) -> list[int]:
     """Prompt ids that are safe to send.
 
@@ -302,15 +228,13 @@ def checked_ids(ids: Sequence[int], vocabulary: int | None) -> list[int]:
     """
     if len(ids) == 0:
         raise RequestFault("the prompt has no tokens; give at least one")
-    new = new_ids(ids)
-    if len(new) and (min(new) < 0 or (vocabulary is not None and max(new) >= vocabulary)):
-        known = len(ids) - len(new)
-        bad = next(i for i in range(known, len(ids)) if ids[i] < 0 or (vocabulary is not None and ids[i] >= vocabulary))
+    if min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary):
+        bad = next(i for i, token in enumerate(ids) if token < 0 or (vocabulary is not None and token >= vocabulary))
         raise RequestFault(
             f"prompt token {bad} is id {ids[bad]}, outside the vocabulary of {vocabulary} ids; "
             "does tokenizer_name belong to the served model?"
         )
-    return ids.as_list() if isinstance(ids, PackedIds) else ids if isinstance(ids, ExtendedIds) else list(ids)
+    return list(ids)
 
 
 def drop_doubled_bos(ids: list[int], bos_token_id: int | None) -> list[int]:

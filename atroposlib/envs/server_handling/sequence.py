@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, cast
 
 from pydantic import BaseModel
 
-from atroposlib.envs.server_handling.conversation import MOST_RECENT, Conversation, Message, Turn, canonical, keys_of
-from atroposlib.envs.server_handling.sampling import ExtendedIds, PackedIds
+from atroposlib.envs.server_handling.conversation import Conversation, Message, canonical, keys_of
 from atroposlib.rollouts.trace import Chat, current_trace
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, Json, JsonObject, Tokenizer
 
@@ -123,7 +122,7 @@ class Call:
     turns: int = 0  # of the chat that are those of the parent
     after: "Fork | None" = None  # once its lineage has a place for it
     node: "SequenceNode | None" = None  # while it ends a sequence
-    behind: tuple[str, list[int] | PackedIds] | None = None  # text and ids of its prompt, while it does so without
+    place: tuple[int, int] | None = None  # number of its exchange, index of the choice; once an agent's is recorded
     is_continued: bool = False
     extensions: int = 0  # requests that are extending it now
 
@@ -137,42 +136,20 @@ class Call:
     @property
     def full_text(self) -> str:
         """Text of the sequence, without the end tokens at its very end."""
-        return "".join(self._texts())
-
-    def begins(self, text: str) -> int | None:
-        """Characters of the sequence's text where `text` begins with it, else None; mostly the first few tell."""
-        size = 0
-        for part in self._texts():
-            if not text.startswith(part, size):
-                return None
-            size += len(part)
-        return size
-
-    def _texts(self) -> list[str]:
         if self.node is not None:
-            return [self.node.full_text]
-        if self.behind is not None:
-            return [self.behind[0], self.text]
-        return [text for call in self.path() for text in (call.rest, call.text)]
+            return self.node.full_text
+        return "".join(text for call in self.path() for text in (call.rest, call.text))
 
     @property
     def tokens(self) -> list[int]:
         """Ids of the sequence [T]."""
-        return self.node.tokens if self.node is not None else list(self.followed_by([]))
-
-    def followed_by(self, ids: list[int]) -> list[int]:
-        """Ids of the sequence and these; those of a long history are copied once, and checked when they are new."""
         if self.node is not None:
-            whole = ExtendedIds(self.node.tokens)
-        elif self.behind is None:  # it may be of an earlier process, with another engine
-            return [*(token for call in self.path() for part in (call.inserted, call.output) for token in part), *ids]
-        elif isinstance(prompt := self.behind[1], PackedIds):
-            return prompt.extended(self.output, ids).as_list()
-        else:
-            whole = ExtendedIds([*prompt, *self.output])
-        whole.known = len(whole)
-        whole.extend(ids)
-        return whole
+            return self.node.tokens
+        ids: list[int] = []
+        for call in self.path():
+            ids.extend(call.inserted)
+            ids.extend(call.output)
+        return ids
 
     def pack(self) -> None:
         """Hold ids as int32 and log-probabilities as float64."""
@@ -197,31 +174,13 @@ class Fork:
         self.replies: dict[Hashable, list[Call]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """The end of a way through the forest: the points behind the last generated one, and the calls that it is."""
-
-    root: Fork
-    turns: tuple[Turn, ...]  # as they were asked, up to and including the generated one
-    calls: list[tuple[Call, int]]  # each with the number of turns on its path that are known by a looser key
-    forks: list[tuple[Fork, int]]
-
-    def best(self) -> tuple[Call, int]:
-        """Return the call that nobody has continued, nor is continuing; then the first."""
-        return max(self.calls, key=lambda found: (not found[0].is_continued, -found[0].extensions))
-
-
 class Lineage:
-    """All generated turns of a rollout as a forest: conversations with the same tools and beginning share their calls.
-
-    Finding what a request continues costs one look-up for each message that is new since the last request.
-    """
+    """All generated turns of a rollout as a forest: conversations of the same tools and beginning share their calls."""
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, Fork] = {}
         self._new: list[tuple[Call, tuple[Message, ...]]] = []  # that nobody has looked for yet
         self._calls: list[Call] = []
-        self._reached: list[Reached] = []  # by the last requests, the last first
         self.differences = 0  # turns taken as unchanged although white space, ids of calls or thoughts differed
 
     def find(self, chat: Conversation, *, keeps_thoughts: bool = True) -> tuple[Call, int] | None:
@@ -235,12 +194,11 @@ class Lineage:
         for call, others in self._new:
             self._place(call, others)
         self._new = []
-        root, turns = self._root(chat), chat.turns
-        known = [one for one in self._reached if one.root is root and one.turns == turns[: len(one.turns)]]
-        reached = max(known, key=lambda one: len(one.turns), default=None)
-        forks = [(root, 0)] if reached is None else reached.forks
-        for index in range(0 if reached is None else len(reached.turns), len(turns)):
-            keys = turns[index].keys
+        forks = [(self._root(chat), 0)]  # each with the number of turns on its path that are known by a looser key
+        reached: list[tuple[Call, int]] = []  # the last that were, with that number
+        size = 0
+        for index, turn in enumerate(chat.turns):
+            keys = turn.keys
             wanted = (
                 keys if keeps_thoughts else [key for key in keys if not (isinstance(key, tuple) and key[0] == "bare")]
             )
@@ -254,15 +212,14 @@ class Lineage:
             onward = [(fork.given[keys[0]], loose) for fork, loose in forks if keys[0] in fork.given]
             forks = [*onward, *((call.after, loose) for call, loose in calls if call.after is not None)]
             if calls:
-                reached = Reached(root, turns[: index + 1], calls, forks)
+                reached, size = calls, index + 1
             if not forks:
                 break
-        if reached is None:
+        if not reached:
             return None
-        self._reached = [reached, *(one for one in self._reached if one not in known)][:MOST_RECENT]
-        call, loose = reached.best()
+        call, loose = max(reached, key=lambda found: (not found[0].is_continued, -found[0].extensions))
         self.differences += loose
-        return call, len(reached.turns)
+        return call, size
 
     def add(self, call: Call, *others: Message) -> None:
         """Remember a call; its turn may also come back in the form of `others`."""
@@ -271,15 +228,13 @@ class Lineage:
     def clear(self) -> None:
         """Forget all calls, and let go of what they hold of each other: such circles are rarely looked for."""
         for call in [*self._calls, *(call for call, _ in self._new)]:
-            call.parent, call.node, call.behind, call.after = None, None, None, None
-        self._roots, self._new, self._calls, self._reached = {}, [], [], []
+            call.parent, call.node, call.after = None, None, None
+        self._roots, self._new, self._calls = {}, [], []
 
     def _place(self, call: Call, others: Iterable[Message]) -> None:
         assert call.chat is not None
         call.pack()
         self._calls.append(call)
-        depth, first = len(call.chat.turns), call.chat.turns[0].keys
-        self._reached = [one for one in self._reached if len(one.turns) < depth or one.turns[0].keys != first]
         call.after = Fork()
         parent = call.parent
         fork = self._root(call.chat) if parent is None or parent.after is None or not call.turns else parent.after
@@ -342,8 +297,9 @@ def find_text_base(ends: Iterable[Call], text: str) -> Call | None:
 
     A sequence that ended itself (end token) is not extended by its own text: that asks for another sample.
     """
-    calls = (call for call in ends if (size := call.begins(text)) is not None and (len(text) > size or not call.tail))
-    return max(calls, key=lambda call: (len(call.full_text), -call.extensions), default=None)
+    begun = [(call, len(whole)) for call in ends if text.startswith(whole := call.full_text)]
+    found = [(call, size) for call, size in begun if len(text) > size or not call.tail]
+    return max(found, key=lambda one: (one[1], -one[0].extensions), default=(None, 0))[0]
 
 
 def behind_text(base: Call, rest: str, codec: Codec) -> list[int]:

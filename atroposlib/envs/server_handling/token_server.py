@@ -14,7 +14,7 @@ from atroposlib.envs.server_handling.engine_info import (
 )
 from atroposlib.envs.server_handling.faults import EndpointUnavailable
 from atroposlib.envs.server_handling.openai_server import HttpServer
-from atroposlib.envs.server_handling.sampling import GenerationRequest, checked_ids, drop_doubled_bos, new_ids
+from atroposlib.envs.server_handling.sampling import GenerationRequest, checked_ids, drop_doubled_bos
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ReasoningConfig
 from atroposlib.errors import AtroposError, ConfigError, RequestFault
 from atroposlib.type_definitions import Tokenizer
@@ -131,7 +131,7 @@ class TokenServer(HttpServer):
         if ids is None:
             ids = drop_doubled_bos(self.tokenizer.encode(prompt), self.tokenizer.bos_token_id)
         known = self._known_ids()
-        if known is not None and not self._is_identified and max(new_ids(ids), default=-1) >= known:
+        if known is not None and not self._is_identified and max(ids, default=-1) >= known:
             await self.identify()
             known = self._known_ids()
         return checked_ids(ids, known)

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavailable, ReplyFault, fault_of_status
 from atroposlib.envs.server_handling.plain_http import PlainConnections, Reply
-from atroposlib.envs.server_handling.sampling import PackedIds, as_plain
+from atroposlib.envs.server_handling.sampling import as_plain
 from atroposlib.errors import RequestFault
 from atroposlib.type_definitions import JsonObject
 
@@ -163,16 +163,12 @@ def request_json(payload: JsonObject) -> bytes:
         RequestFault: something in it cannot be written, such as half a surrogate pair.
     """
     try:
-        return orjson.dumps(payload, default=_fragment)
+        return orjson.dumps(payload, default=_jsonable)
     except TypeError:  # keys that are numbers (`logit_bias`), integers beyond 64 bits
         try:
             return json.dumps(payload, default=_jsonable, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise RequestFault(f"the request cannot be written as JSON: {error}") from error
-
-
-def _fragment(value: object) -> object:
-    return value.json() if isinstance(value, PackedIds) else _jsonable(value)
 
 
 def _jsonable(value: object) -> object:

@@ -132,7 +132,7 @@ def openai_error(status: int, message: str, kind: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-CHAT = Dialect("chat", _parse, _reply, _events, openai_error, b": still generating\n\n", grows=True)
+CHAT = Dialect("chat", _parse, _reply, _events, openai_error, b": still generating\n\n")
 COMPLETIONS = Dialect(
     "completions", _parse_completion, _reply_completion, _events_completion, openai_error, b": still generating\n\n"
 )

@@ -14,7 +14,6 @@ import orjson
 from atroposlib.envs.server_handling.agents.record import Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Rollout
 from atroposlib.envs.server_handling.agents.settings import Asked
-from atroposlib.envs.server_handling.conversation import GrownMessages
 from atroposlib.envs.server_handling.sampling import AGENT_OPTIONS, GRAMMARS, OPTIONS, known_options, words
 from atroposlib.errors import RequestFault
 
@@ -37,7 +36,6 @@ class Dialect:
     events: Callable[[dict[str, Any], Body], Iterator[bytes]]  # of a reply
     error: Callable[[int, str, str], dict[str, Any]]  # status, sentence, kind
     keep_alive: bytes  # an event that says nothing
-    grows: bool = False  # the list `messages` of a request has all messages of the one before, as they are
 
 
 def sse(data: Any, event: str | None = None) -> bytes:
@@ -57,6 +55,17 @@ def objects(value: Any, what: str) -> Sequence[dict[str, Any]]:
     if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
         raise RequestFault(f"{what} must be a list of objects, not {value!r:.100}")
     return value
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """Parse the body of a request; RequestFault unless it is a JSON object."""
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise RequestFault(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestFault(f"the body must be a JSON object, not {type(body).__name__}")
+    return body
 
 
 def object_of(value: Any, what: str) -> Mapping[str, Any]:
@@ -203,14 +212,11 @@ def refuse_begun_answer(messages: Sequence[Mapping[str, Any]]) -> None:
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages that each have a role, and a content that is a text or a list of parts; RequestFault otherwise."""
-    known = messages.known if isinstance(messages, GrownMessages) else 0
-    new = objects(messages[known:] if known else messages, "messages")
-    if not messages:
+    if not objects(messages, "messages"):
         raise RequestFault("messages must not be empty")
-    for index, message in enumerate(new, known):
+    for index, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
             raise RequestFault(f"messages[{index}] has no role; give each message one, such as 'user'")
-    for index, message in enumerate(new, known):
         content = message.get("content")
         if not isinstance(content, str | list | None):
             raise RequestFault(

@@ -21,9 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from xxhash import xxh3_128_digest
 
 from atroposlib.api.auth import is_authorized
-from atroposlib.envs.server_handling.agents.body import json_object
 from atroposlib.envs.server_handling.agents.chat import CHAT, COMPLETIONS
-from atroposlib.envs.server_handling.agents.dialect import Body, Dialect, refuse_begun_answer
+from atroposlib.envs.server_handling.agents.dialect import Body, Dialect, json_object, refuse_begun_answer
 from atroposlib.envs.server_handling.agents.messages import MESSAGES
 from atroposlib.envs.server_handling.agents.responses import RESPONSES
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, SealedError
@@ -134,13 +133,8 @@ class Gateway:
             try:
                 rollout = self._agents_rollout(request)
                 data = await request.body()
-                if dialect.grows:
-                    read = rollout.bodies.read(data)
-                    body, asked = read.fields, dialect.parse(read.fields, rollout)
-                    rollout.bodies.keep(read)
-                else:
-                    body = json_object(data)
-                    asked = dialect.parse(body, rollout)
+                body = json_object(data)
+                asked = dialect.parse(body, rollout)
                 if asked.chat is not None and not rollout.is_session:
                     refuse_begun_answer(asked.chat.messages)
             except Exception as error:

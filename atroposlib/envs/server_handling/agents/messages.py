@@ -24,7 +24,7 @@ from atroposlib.envs.server_handling.agents.dialect import (
 from atroposlib.envs.server_handling.agents.record import Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Rollout
 from atroposlib.envs.server_handling.agents.settings import Asked
-from atroposlib.envs.server_handling.conversation import GrownMessages, Message, joined_text
+from atroposlib.envs.server_handling.conversation import Message, joined_text
 from atroposlib.envs.server_handling.managed_server import ChatRequest
 from atroposlib.envs.server_handling.sampling import words
 from atroposlib.errors import RequestFault
@@ -40,7 +40,7 @@ _ERRORS |= {409: "invalid_request_error", 429: "rate_limit_error", 503: "overloa
 
 def _parse(body: Body, rollout: Rollout) -> Asked:
     notes: list[str] = []
-    first: list[Message] = []
+    messages: list[Message] = []
     system = body.get("system")
     if system:
         texts = (
@@ -49,8 +49,12 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
             else [joined_text([part], "system") for part in objects(system, "system")]
         )
         if text := "\n\n".join(text for text in texts if not text.startswith(_BILLING)):
-            first.append({"role": "system", "content": text})
-    messages = _chat(first, body.get("messages"))
+            messages.append({"role": "system", "content": text})
+    given = objects(body.get("messages"), "messages")
+    if not given:
+        raise RequestFault("messages must not be empty")
+    for index, message in enumerate(given):
+        messages += _turns(message, f"messages[{index}]")
     choice = object_of(body.get("tool_choice"), "tool_choice")
     tools = _tools(objects(body.get("tools") or [], "tools"), notes)
     asked = choice if choice.get("type") == "tool" else _CHOICES.get(choice.get("type", "auto"), choice)
@@ -61,23 +65,6 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     strict = strict_of((str(tool.get("name")), tool) for tool in body.get("tools") or ())
     one_call = choice.get("disable_parallel_tool_use") is True
     return Asked("messages", chat, None, sampling, str(body.get("model")), notes, strict, one_call=one_call)
-
-
-def _chat(system: list[Message], given: Any) -> Sequence[Message]:
-    """Return the messages in the form of chat completions; those of an earlier request are the same objects."""
-    known = given.known if isinstance(given, GrownMessages) else 0
-    before = given.before.plain if isinstance(given, GrownMessages) and given.before is not None else None
-    if before is None or before[: before.head] != system:
-        before, known = GrownMessages(system), 0
-    new = objects(given[known:] if known else given, "messages")
-    if not given:
-        raise RequestFault("messages must not be empty")
-    turns = [turn for index, message in enumerate(new, known) for turn in _turns(message, f"messages[{index}]")]
-    plain = GrownMessages([*before, *turns])
-    plain.head = len(system)
-    if isinstance(given, GrownMessages):
-        given.plain = plain
-    return plain
 
 
 def _tools(given: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
@@ -203,4 +190,4 @@ def _error(status: int, message: str, kind: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": message}}
 
 
-MESSAGES = Dialect("messages", _parse, _reply, _events, _error, sse({"type": "ping"}, "ping"), grows=True)
+MESSAGES = Dialect("messages", _parse, _reply, _events, _error, sse({"type": "ping"}, "ping"))

@@ -5,17 +5,13 @@ are whole or cut off: a torn end is what a kill left, and nobody was told of it.
 """
 
 import contextlib
-import heapq
 import logging
 import os
-import threading
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import repeat
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import msgspec
 import orjson
@@ -33,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 LEFT_OUT_BYTES = 64 * 1024 * 1024
 """So much of deleted rollouts may always stay in a file."""
-PIECE_BYTES = 256 * 1024
-PAUSE_S = 0.002
-"""A file is copied in such pieces, with such pauses, so that the gateway keeps answering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +61,11 @@ class Exchange:
     calls: list[Call] = field(default_factory=list)  # empty for a text of our own
     versions: list[str | None] = field(default_factory=list)  # of the weights, in the order of the engine's replies
     notes: list[str] = field(default_factory=list)  # of what was left out or overridden
+
+    def place_calls(self) -> None:
+        """Tell the calls where they are, once the exchange has its number."""
+        for index, call in enumerate(self.calls):
+            call.place = self.number, index
 
 
 class _Head(msgspec.Struct):
@@ -106,12 +104,12 @@ class CallLog:
                 f"{path} is written by process {error.pid}; give every gateway a file of its own"
             ) from error
         self._path, self._lines = path, dict[str, _Lines]()
+        self._copy_path = path.with_name(path.name + ".new")
         self._kept = 0  # bytes of all these lines
-        self._copy: _Copy | None = None  # without deleted rollouts, which shall take the place of the file
-        self._copied_from = 0  # bytes; a shorter file is not copied
+        self._rewritten_from = 0  # bytes; a shorter file is not written again
         self._file = AppendFile(path)
         try:
-            _copy_of(path).unlink(missing_ok=True)  # a kill left it
+            self._copy_path.unlink(missing_ok=True)  # a kill left it
             self._find_lines()
         except BaseException:
             self.close()
@@ -122,8 +120,6 @@ class CallLog:
         start = self._file.size
         self._file.write(orjson.dumps(event, default=repr, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
         self._note(event["rollout"], start, self._file.size - start)
-        if self._copy is not None and self._copy.is_over:
-            self._replace()
 
     def events(self, rollout: str | None = None) -> Iterator[dict[str, Any]]:
         """Read what is not forgotten, in order; with `rollout` only what is of it, and nothing else of the file."""
@@ -136,20 +132,22 @@ class CallLog:
     def forget(self, rollout: str) -> None:
         """Leave out a rollout from now on; OSError: it is still known.
 
-        Where more than half of the file (and `LEFT_OUT_BYTES`) is of such rollouts, a thread copies it without them,
-        and one of the next events puts the copy in its place.
+        Where more than half of the file (and `LEFT_OUT_BYTES`) is of such rollouts, it is written again without them.
         """
         self.append({"forgotten": True, "rollout": rollout})
         self._drop(rollout)
         left_out = self._file.size - self._kept
-        if self._copy is None and left_out > max(self._kept, LEFT_OUT_BYTES) and self._file.size >= self._copied_from:
-            self._copy = _Copy(self._path, self._file, self._lines)
-            self._copy.thread.start()
+        if left_out > max(self._kept, LEFT_OUT_BYTES) and self._file.size >= self._rewritten_from:
+            try:
+                self._rewrite()
+            except (OSError, PathError) as error:
+                logger.warning("records of deleted rollouts stay in the file: file=%s error=%s", self._path, error)
+                self._rewritten_from = self._file.size + LEFT_OUT_BYTES
+                with contextlib.suppress(OSError):  # the next start removes it
+                    self._copy_path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file and leave it to others."""
-        if self._copy is not None:
-            self._copy.discard()
         self._file.close()
         os.close(self._lock)
 
@@ -183,103 +181,27 @@ class CallLog:
                     self._note(head.rollout, start, len(line))
                 start += len(line)
 
-    def _replace(self) -> None:
-        """Put the copy in the place of the file, at once and whole: a kill leaves the one or the other."""
-        assert self._copy is not None
-        copy, self._copy = self._copy, None
-        try:
-            appending = copy.finished()
-        except (OSError, PathError) as error:
-            logger.warning("records of deleted rollouts stay in the file: file=%s error=%s", self._path, error)
-            self._copied_from = self._file.size + LEFT_OUT_BYTES
-            copy.discard()
-            return
-        old, self._file = self._file, appending
-        for rollout, lines in self._lines.items():
-            lines.starts = copy.places_of(rollout, lines.starts)
-        with contextlib.suppress(OSError):  # all of it is in the copy
-            old.close()
-
-
-def _copy_of(path: Path) -> Path:
-    return path.with_name(path.name + ".new")
-
-
-class _Copy:
-    """A copy of a file without its deleted rollouts, made by a thread while the file grows.
-
-    Of the lines that the file has at the start it has those of known rollouts; all that came since follows as it is,
-    deletions too, so that it says the same as the file at every moment.
-    """
-
-    def __init__(self, path: Path, file: AppendFile, lines: dict[str, _Lines]) -> None:
-        self._path, self._new, self._file = path, _copy_of(path), file
-        self._old_size = self._copied = file.size  # bytes
-        self._known = [(rollout, one.starts, len(one.starts)) for rollout, one in lines.items()]
-        self._places: dict[str, array[int]] = {}  # of these lines in the copy
-        self._moved = 0  # bytes from the place of a later line to its place in the copy
-        self._error: Exception | None = None
-        self._discarded = threading.Event()
-        self.is_over = False  # finished, or failed
-        self.thread = threading.Thread(target=self._run, name=f"copying {path.name}", daemon=True)
-
-    def finished(self) -> AppendFile:
-        """Return the copy in the place of the file; OSError, PathError: it is not there."""
-        if self._error is not None:
-            raise self._error
+    def _rewrite(self) -> None:
+        """Put a copy without deleted rollouts in the place of the file, in one step: a kill leaves one of them."""
         check_replaceable(self._path)
-        copy = AppendFile(self._new)
+        copied = {rollout: _Lines() for rollout in self._lines}
+        with self._path.open("rb") as old, self._copy_path.open("wb") as new:
+            os.fchmod(new.fileno(), os.fstat(old.fileno()).st_mode)
+            for start, rollout in sorted((start, name) for name, one in self._lines.items() for start in one.starts):
+                old.seek(start)
+                copied[rollout].note(new.tell(), new.write(old.readline()))
+            new.flush()
+            os.fsync(new.fileno())
+        file = AppendFile(self._copy_path)
         try:
-            with self._path.open("rb") as old:
-                old.seek(self._copied)
-                copy.write(old.read(self._file.size - self._copied))
-            os.replace(self._new, self._path)
+            os.replace(self._copy_path, self._path)
         except BaseException:
-            copy.close()
+            file.close()
             raise
-        copy.path = self._path
-        return copy
-
-    def places_of(self, rollout: str, starts: "array[int]") -> "array[int]":
-        """Return the places of a rollout's lines in the copy, by those in the file."""
-        later = bisect_left(starts, self._old_size)
-        places = self._places[rollout] if later else array("q")  # an id may have been used again
-        places.extend(start + self._moved for start in starts[later:])
-        return places
-
-    def discard(self) -> None:
-        """Stop the thread, and leave nothing of the copy."""
-        self._discarded.set()
-        self.thread.join()
-        with contextlib.suppress(OSError):  # the next start removes it
-            self._new.unlink(missing_ok=True)
-
-    def _run(self) -> None:
-        try:
-            with self._path.open("rb") as old, self._new.open("wb") as new:
-                os.fchmod(new.fileno(), os.fstat(old.fileno()).st_mode)
-                self._copy_known(old, new)
-                self._moved = new.tell() - self._old_size
-                old.seek(self._copied)
-                while (rest := self._file.size - self._copied) > PIECE_BYTES and not self._discarded.wait(PAUSE_S):
-                    self._copied += new.write(old.read(min(rest, PIECE_BYTES)))
-                new.flush()
-                os.fsync(new.fileno())
-        except Exception as error:  # raised by `finished`
-            self._error = error
-        self.is_over = True
-
-    def _copy_known(self, old: BinaryIO, new: BinaryIO) -> None:
-        ordered = heapq.merge(*(zip(starts[:count], repeat(rollout)) for rollout, starts, count in self._known))
-        piece = 0  # bytes
-        for start, rollout in ordered:
-            old.seek(start)
-            self._places.setdefault(rollout, array("q")).append(new.tell())
-            piece += new.write(old.readline())
-            if piece >= PIECE_BYTES:
-                piece = 0
-                if self._discarded.wait(PAUSE_S):
-                    return
+        file.path = self._path
+        replaced, self._file, self._lines = self._file, file, copied
+        with contextlib.suppress(OSError):  # all of it is in the copy
+            replaced.close()
 
 
 class RolloutLog:
@@ -327,23 +249,7 @@ class FinishedRollout(msgspec.Struct):
         return msgspec.msgpack.decode(body, type=cls)
 
 
-class Places:
-    """The place (number of the exchange, index) of each call of a rollout; every exchange is looked at once."""
-
-    def __init__(self, exchanges: Sequence[Exchange]) -> None:
-        self._exchanges = exchanges  # which may grow
-        self._places: dict[int, list[int]] = {}
-        self._seen = 0
-
-    def of(self, call: Call | None) -> list[int] | None:
-        """Return the place of a call; None where it has none."""
-        for exchange in self._exchanges[self._seen :]:
-            self._places |= {id(one): [exchange.number, index] for index, one in enumerate(exchange.calls)}
-        self._seen = len(self._exchanges)
-        return None if call is None else self._places.get(id(call))
-
-
-def written(exchange: Exchange, places: Places) -> dict[str, Any]:
+def written(exchange: Exchange) -> dict[str, Any]:
     """Return an exchange as JSON values."""
     return {
         "number": exchange.number,
@@ -356,15 +262,15 @@ def written(exchange: Exchange, places: Places) -> dict[str, Any]:
         "versions": exchange.versions,
         "notes": exchange.notes,
         "answers": [asdict(answer) for answer in exchange.answers],
-        "calls": [_call(call, places.of(call.parent)) for call in exchange.calls],
+        "calls": [_call(call) for call in exchange.calls],
     }
 
 
-def _call(call: Call, parent: list[int] | None) -> dict[str, Any]:
+def _call(call: Call) -> dict[str, Any]:
     chat = call.chat
     new = () if chat is None else chat.turns[call.turns :]
     return {
-        "parent": parent,
+        "parent": call.parent.place if call.parent is not None else None,
         "inserted": list(call.inserted),
         "output": list(call.output),
         "logprobs": list(call.logprobs),
@@ -411,6 +317,7 @@ def restored(line: dict[str, Any], earlier: Sequence[Exchange], managed: Managed
             parent.is_continued = True
         if chat is not None:
             managed.lineage.add(call, answer.message)
+    exchange.place_calls()
     return exchange
 
 

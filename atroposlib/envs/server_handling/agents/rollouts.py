@@ -16,14 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.envs.server_handling.agents.body import BodyReader
 from atroposlib.envs.server_handling.agents.normalise import SystemPrompts, normaliser
 from atroposlib.envs.server_handling.agents.record import (
     Answer,
     CallLog,
     Exchange,
     FinishedRollout,
-    Places,
     RolloutLog,
     restored,
     written,
@@ -82,9 +80,7 @@ class Rollout:
         self.created = time.time() if created is None else created
         self._began = time.monotonic() - max(0.0, time.time() - self.created)  # ago by the clock of the last process
         self.last_used = time.monotonic()
-        self.bodies = BodyReader()
         self.exchanges: list[Exchange] = []
-        self.places = Places(self.exchanges)
         self.replies: list[EngineReply] = []
         self.scores: list[dict[str, Any]] = []
         self.end_reason: str | None = None
@@ -213,7 +209,7 @@ class Rollout:
 
     def finished(self, score: float) -> FinishedRollout:
         """Return the rollout as it is kept until its group is written."""
-        lines = [written(exchange, self.places) for exchange in self.exchanges]
+        lines = [written(exchange) for exchange in self.exchanges]
         return FinishedRollout(self.id, score, lines, self.replies)
 
     def resume(self, finished: FinishedRollout) -> None:
@@ -256,9 +252,10 @@ class Rollout:
     def _recorded(self, exchange: Exchange) -> Exchange:
         self.last_used = time.monotonic()
         exchange.number = len(self.exchanges)
+        exchange.place_calls()
         self.exchanges.append(exchange)
         if self._log.is_kept:
-            self._log.write({"exchange": written(exchange, self.places)})
+            self._log.write({"exchange": written(exchange)})
         return exchange
 
     # -- what the environment says -------------------------------------------------------------------------------
@@ -312,8 +309,7 @@ class Rollout:
             self._end(f"idle: no request for {idle_s:g} s", is_sealed=True)
         if self._log.is_kept and self._left is None:
             self._left = self._counts()
-            self.bodies, self.exchanges, self.replies = BodyReader(), [], []
-            self.places = Places(self.exchanges)
+            self.exchanges, self.replies = [], []
             self._system_prompts = SystemPrompts()
             self.managed.reset()
         return True
@@ -338,7 +334,7 @@ class Rollout:
 
     def record(self) -> dict[str, Any]:
         """Everything that is known of the rollout, as JSON values."""
-        here = [written(exchange, self.places) for exchange in self.exchanges]
+        here = [written(exchange) for exchange in self.exchanges]
         return {
             "id": self.id,
             "settings": self.settings.model_dump(),

@@ -35,20 +35,15 @@ class Row:
 
 def rows_of(rollout: Rollout, *, trained: frozenset[str] = TRAINED) -> list[Row]:
     """The paths of a rollout, in the order of their last calls; those whose role is not in `trained` take no loss."""
-    place = {
-        id(call): (exchange.number, index)
-        for exchange in rollout.exchanges
-        for index, call in enumerate(exchange.calls)
-    }
     calls = [call for exchange in rollout.exchanges for call in exchange.calls]
     parents = {id(call.parent) for call in calls}
     leaves = [call for call in calls if id(call) not in parents]
     learned: set[int] = set()  # calls that take loss in an earlier row
     roles = roles_of(leaves, rollout.exchanges)
-    return [_row(leaf, role, role in trained, learned, place) for leaf, role in zip(leaves, roles, strict=True)]
+    return [_row(leaf, role, role in trained, learned) for leaf, role in zip(leaves, roles, strict=True)]
 
 
-def _row(leaf: Call, role: Role, is_trained: bool, learned: set[int], place: dict[int, tuple[int, int]]) -> Row:
+def _row(leaf: Call, role: Role, is_trained: bool, learned: set[int]) -> Row:
     tokens: list[int] = []
     masks: list[int] = []
     logprobs: list[float] = []
@@ -68,7 +63,7 @@ def _row(leaf: Call, role: Role, is_trained: bool, learned: set[int], place: dic
     chat = leaf.chat
     messages = None if chat is None else [turn.said for turn in chat.turns]
     tools = None if chat is None else chat.tools
-    return Row(tokens, masks, logprobs, messages, tools, role, [place[id(call)] for call in path])
+    return Row(tokens, masks, logprobs, messages, tools, role, [call.place for call in path if call.place is not None])
 
 
 def roles_of(leaves: Sequence[Call], exchanges: Sequence[Exchange]) -> list[Role]:
