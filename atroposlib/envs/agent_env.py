@@ -17,7 +17,7 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,6 +35,7 @@ from atroposlib.envs.server_handling.sampling import words
 from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, KilledFault, RolloutFault, VerifierFault
 from atroposlib.rollouts.trace import EngineReply, row_of_group
+from atroposlib.sandbox.apart import apart, can_part, new_folder
 from atroposlib.sandbox.keeper import end_kept, kept
 from atroposlib.type_definitions import FinishReason, Item, JsonObject, ScoredDataGroup
 
@@ -73,6 +74,11 @@ class AgentEnvConfig(TurnSettings, BaseEnvConfig):
         False,
         description="Bind the model to the grammar of a request (response_format, guided_*, strict tools), where the "
         "engine can: log-probabilities are then of another distribution. false: note it in the record only.",
+    )
+    keep_apart: bool = Field(
+        True,
+        description="Commands see neither the folders nor the processes of agents that run at the same time (by "
+        "bubblewrap, where that works). false: for those that need sudo or other programs of root.",
     )
     gateway_host: str = Field(
         "127.0.0.1", description="Address of this machine at which agents find the model; containers may need another."
@@ -134,6 +140,7 @@ class Command:
     variables: Mapping[str, str] = field(default_factory=dict)
     stdin: bytes = b""
     clean_up: Sequence[str] = ()  # a program to run when it has ended, however it did
+    is_contained: bool = False  # a container keeps it apart from others
 
 
 def in_container(
@@ -162,14 +169,14 @@ def in_container(
         inside = {f"APPTAINERENV_{name}": value for name, value in given.items()}
         places = ["--bind", f"{access.folder}:{INSIDE}", "--home", f"{access.folder}/.home:{home}", "--pwd", INSIDE]
         start = [program, "exec", "--containall", *places, *options, image]
-        return Command([*start, *arguments], {**client, **inside})
+        return Command([*start, *arguments], {**client, **inside}, is_contained=True)
     name = f"atropos-{uuid.uuid4().hex}"
     user = ["--userns", "keep-id"] if program == "podman" else ["--user", f"{os.getuid()}:{os.getgid()}"]
     places = ["--network", network, "--volume", f"{access.folder}:{INSIDE}", "--workdir", INSIDE]
     known = [part for key in given for part in ("--env", key)]
     start = [program, "run", "--rm", "--init", "--name", name, *user, *places, *known, "--env", f"HOME={home}"]
     clean_up = [program, "rm", "--force", name]
-    return Command([*start, *options, image, *arguments], client, clean_up=clean_up)
+    return Command([*start, *options, image, *arguments], client, clean_up=clean_up, is_contained=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +281,7 @@ class AgentEnv(BaseEnv):
 
     async def _roll_out(self, item: Item) -> tuple[Rollout, float]:
         service = await self._running_service()
-        folder = Path(tempfile.mkdtemp(prefix="atropos-agent-"))
+        folder = new_folder()
         try:
             return await self._roll_out_in(folder, item, service)
         finally:
@@ -331,7 +338,7 @@ class AgentEnv(BaseEnv):
             async with asyncio.timeout(config.agent_timeout_s):
                 result, code, output = await contained(self.run_agent(item, access)), None, ""
                 if isinstance(result, Command):
-                    code, output = await _run_agent(result, access)
+                    code, output = await _run_agent(result, access, is_apart=config.keep_apart)
                     result = None
                     if code != 0 and not _is_spent(rollout):
                         raise EnvironmentFault(f"the agent ended with exit code {code}: {output[-500:].strip()}")
@@ -375,9 +382,15 @@ def _is_spent(rollout: Rollout) -> bool:
     return (rollout.end_reason or "").startswith("budget")
 
 
-async def _run_agent(command: Command, access: Access) -> tuple[int, str]:
+async def _run_agent(command: Command, access: Access, *, is_apart: bool) -> tuple[int, str]:
+    variables = access.variables()
     try:
-        return await run_command(command, access.folder, access.variables())
+        if not is_apart or command.is_contained or not await asyncio.to_thread(can_part):
+            return await run_command(command, access.folder, variables)
+        parted = apart(command.arguments, access.folder, command.variables.get("PATH"))
+        command = replace(command, arguments=parted)
+        code, output = await run_command(command, access.folder, variables)
+        return 128 - code if code > 128 else code, output  # bubblewrap tells a signal as shells do
     except OSError as error:
         raise EnvironmentFault(
             f"the agent's program cannot be started: {error}; give its full path, or a name that is on PATH"

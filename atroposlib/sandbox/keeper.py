@@ -85,7 +85,9 @@ def main() -> None:
     os.close(0)  # a program that reads no more must be seen to
     status = _ended(program)
     if status is None:
-        _signal(_descendants(), signal.SIGTERM)
+        # bubblewrap would end at once, and with it what runs in it; it ends by itself when that does
+        is_bubble = os.path.basename(arguments[0]) == "bwrap"
+        _signal(_descendants() - ({program} if is_bubble else set()), signal.SIGTERM)
         status = _ended(program, within_s=float(grace_s))
     killed = _kill_all()
     _exit_as(killed.get(program, 0) if status is None else status)

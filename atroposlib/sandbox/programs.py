@@ -100,7 +100,7 @@ class Program:
         command: Sequence[str],
         *,
         files: Mapping[str, bytes | str] | None = None,
-        stdin: bytes = b"",
+        stdin: bytes | Path = b"",
         keep: Sequence[str] = (),
         limits: Limits | None = None,
         readable: Sequence[Path] = (),
@@ -109,7 +109,7 @@ class Program:
         Args:
             command: looked up in /usr and next to the interpreter, run in /work.
             files: contents by path below /work.
-            stdin: what it may read there.
+            stdin: what it may read there; a path: that file, which is not copied.
             keep: paths below /work to give back when it has ended.
             limits: default: `Limits()`.
             readable: folders it may read, at their own paths; the interpreter's is one anyway.
@@ -241,7 +241,10 @@ class Program:
             for folder in reversed(PurePosixPath(name).parents[:-1]):
                 yield from ("--perms", "0777", "--dir", f"{WORK}/{folder}")
             yield from ("--perms", "0777", "--file", str(self._memory(content)), f"{WORK}/{name}")
-        yield from ("--perms", "0444", "--file", str(self._memory(self._stdin)), "/.stdin")
+        if isinstance(self._stdin, Path):
+            yield from ("--ro-bind", str(self._stdin), "/.stdin")
+        else:
+            yield from ("--perms", "0444", "--file", str(self._memory(self._stdin)), "/.stdin")
         if self._keep:
             yield from ("--perms", "0444", "--file", str(self._memory("\0".join(self._keep))), "/.keep")
 

@@ -19,7 +19,7 @@ class Given(TypedDict, total=False):
     """Given to a program, see `Program`."""
 
     files: Mapping[str, bytes | str] | None
-    stdin: bytes
+    stdin: bytes | Path
     keep: Sequence[str]
     limits: Limits | None
 

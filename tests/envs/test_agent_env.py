@@ -1,6 +1,7 @@
 """Agents as environments: scored, failed, timed out or out of budget, each apart; a whole run with its rollout file."""
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -18,11 +19,12 @@ import uvloop
 from fakes import FakeServer, FakeTokenizer
 
 from atroposlib.data.validate import Validation
-from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv, packed_folder
+from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv, pack_folder
 from atroposlib.environments.agents.stock_env import StockEnv
 from atroposlib.envs.agent_env import INSIDE, Access, AgentEnv, AgentEnvConfig, Command, in_container, run_command
 from atroposlib.envs.base import ServerBaseline
-from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, RequestFault, VerifierFault
+from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, PathError, RequestFault, VerifierFault
+from atroposlib.sandbox.apart import can_part, new_folder
 from atroposlib.sandbox.host import require_host
 from atroposlib.sandbox.workers import SandboxError
 from atroposlib.type_definitions import IGNORE_INDEX
@@ -189,8 +191,8 @@ CHECKS = {
 def test_a_folder_of_nothing_but_links_has_a_size_too(tmp_path):
     for number in range(50):
         (tmp_path / f"link{number}").symlink_to("nowhere")
-    assert packed_folder(tmp_path, {}, 20_000) is None
-    assert packed_folder(tmp_path, {}, 2**20) is not None
+    assert not pack_folder(tmp_path, {}, 20_000, io.BytesIO())
+    assert pack_folder(tmp_path, {}, 2**20, io.BytesIO())
 
 
 def test_a_file_that_shrinks_while_it_is_packed_costs_no_other(tmp_path, monkeypatch):
@@ -204,7 +206,10 @@ def test_a_file_that_shrinks_while_it_is_packed_costs_no_other(tmp_path, monkeyp
     monkeypatch.setattr(tarfile.TarFile, "gettarinfo", earlier)
     for name in "ab":
         (tmp_path / name).write_text(name)
-    with tarfile.open(fileobj=io.BytesIO(packed_folder(tmp_path, {"check": "c"}, 2**20))) as archive:
+    packed = io.BytesIO()
+    assert pack_folder(tmp_path, {"check": "c"}, 2**20, packed)
+    packed.seek(0)
+    with tarfile.open(fileobj=packed) as archive:
         held = {member.name: archive.extractfile(member).read() for member in archive}
     assert held == {"a": b"a", "b": b"b", "check": b"c"}
 
@@ -230,10 +235,73 @@ async def test_without_a_sandbox_a_check_is_refused_with_a_way_out(tmp_path, mon
         await command_env(tmp_path, check_in="sandbox").setup()
 
 
+PRYING = (
+    """
+import glob, os, subprocess, sys, time
+told, own = sys.argv[-1], os.path.basename(os.getcwd())
+above = os.path.dirname(os.getcwd())
+open("planted", "w").close()
+open(f"{told}/is-here-{own}", "w").close()
+while len(glob.glob(f"{told}/is-here-*")) < 2:
+    time.sleep(0.01)
+subprocess.run(["umount", above], stderr=subprocess.DEVNULL)
+found = [path for place in ("", "/proc/[0-9]*/root") for path in glob.glob(f"{place}{above}/*/planted")]
+found = [path for path in found + glob.glob("/proc/[0-9]*/cwd/planted") if not os.path.samefile(path, "planted")]
+entries = {entry for path in glob.glob("/proc/[0-9]*/environ") for entry in open(path).read().split(chr(0))}
+keys = {entry for entry in entries if "API_KEY=" in entry} - {f"{name}={os.environ[name]}" for name in os.environ}
+print(found, keys, file=open(f"{told}/saw-{own}", "w"))
+"""
+    + SCRIPT
+)
+
+
+@pytest.fixture
+def parted():
+    if not can_part():
+        pytest.skip("bubblewrap cannot keep agents apart here")
+
+
+async def test_an_agent_sees_neither_folder_nor_key_of_one_that_runs_at_the_same_time(tmp_path, parted):
+    (told := tmp_path / "told").mkdir()
+    env = command_env(tmp_path, check="true", script=PRYING, group_size=2)
+    env.server.servers = [FakeServer(["no", "maybe"] * 2)]
+    await rolled_out(env, {**await item_of(env), "prompt": str(told)})
+    assert [path.read_text() for path in told.glob("saw-*")] == ["[] set()\n"] * 2
+
+
+async def test_an_agent_is_told_before_it_is_killed(tmp_path, parted):
+    script = "import signal, sys, time\nsignal.signal(15, lambda *_: (open(sys.argv[-1], 'a').write('bye'), exit()))\n"
+    env = command_env(tmp_path, script=script + "open(sys.argv[-1], 'w').write('here, ')\ntime.sleep(600)")
+    item = {**await item_of(env), "prompt": str(tmp_path / "told")}
+    agent = asyncio.create_task(rolled_out(env, item))
+    while not (tmp_path / "told").exists() or not (tmp_path / "told").read_text():
+        await asyncio.sleep(0.01)
+    agent.cancel()
+    await asyncio.wait([agent])
+    assert (tmp_path / "told").read_text() == "here, bye"
+
+
+def test_where_agents_cannot_be_kept_apart_it_is_said(monkeypatch, caplog):
+    monkeypatch.setattr("atroposlib.sandbox.apart.PATH", "/nowhere")
+    assert not can_part.__wrapped__()
+    assert "agents that run at the same time can read each other's folders" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", ["a folder that others can read", "a link"])
+def test_a_folder_that_others_have_made_is_not_used_for_agents(tmp_path, monkeypatch, wrong):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if wrong == "a link":
+        (tmp_path / f"atropos-agents-{os.getuid()}").symlink_to(tmp_path)
+    else:
+        new_folder().parent.chmod(0o755)
+    with pytest.raises(PathError, match="set TMPDIR"):
+        new_folder()
+
+
 STUBBORN = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", sys.argv[-1]])
 open(sys.argv[-1], "w").write(f"{os.getpid()} {child.pid}")
 time.sleep(600)
 """
@@ -246,6 +314,16 @@ def is_running(pid):
         return False
 
 
+def running_with(argument):
+    """Pids of the processes that were started with it, as this process sees them: an agent may see others."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(argument).encode() in place.read_bytes() and is_running(int(place.parent.name)):
+                found.append(int(place.parent.name))
+    return found
+
+
 KILLED = STUBBORN.removesuffix("time.sleep(600)\n") + "os.kill(os.getpid(), signal.SIGKILL)\n"
 
 
@@ -254,8 +332,8 @@ async def test_an_agent_that_somebody_kills_is_a_fault_of_its_own_and_leaves_no_
     item = {**await item_of(env), "prompt": str(tmp_path / "pids")}
     with pytest.raises(EnvironmentFault, match="exit code -9"):
         await rolled_out(env, item)
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert [is_running(pid) for pid in pids] == [False, False]
+    assert (tmp_path / "pids").exists()
+    assert running_with(tmp_path / "pids") == []
 
 
 async def test_an_agent_that_takes_too_long_ends_with_everything_it_started(tmp_path, monkeypatch):
@@ -264,8 +342,8 @@ async def test_an_agent_that_takes_too_long_ends_with_everything_it_started(tmp_
     item = {**await item_of(env), "prompt": str(tmp_path / "pids")}
     with pytest.raises(EnvironmentFault, match=r"more than 2 s .agent_timeout_s"):
         await rolled_out(env, item)
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert [is_running(pid) for pid in pids] == [False, False]
+    assert (tmp_path / "pids").exists()
+    assert running_with(tmp_path / "pids") == []
 
 
 DETACHED = """
@@ -309,7 +387,8 @@ async def test_what_an_agent_detached_from_itself_ends_with_it(tmp_path, monkeyp
     env = command_env(tmp_path, "true", DETACHED.format(end=end), agent_timeout_s=3, max_calls=None)
     with pytest.raises(EnvironmentFault, match=fault) if fault else nullcontext():
         await rolled_out(env, {**await item_of(env), "prompt": str(tmp_path / "pid")})
-    assert not is_running(int((tmp_path / "pid").read_text()))
+    assert (tmp_path / "pid").exists()
+    assert running_with(tmp_path / "pid") == []
 
 
 CALLER = """
@@ -471,7 +550,7 @@ async def test_an_agent_whose_rollout_cannot_be_made_leaves_no_folder(tmp_path, 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(ConfigError):
         await rolled_out(make(tool_parser="no such parser"))
-    assert [*tmp_path.iterdir()] == []
+    assert [*tmp_path.glob("*/*")] == []
 
 
 async def test_an_agent_that_never_asks_its_model_is_a_fault_and_no_score_of_0():

@@ -24,7 +24,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Literal, NotRequired, TypedDict
+from typing import IO, Literal, NotRequired, TypedDict
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -39,10 +39,9 @@ logger = logging.getLogger(__name__)
 
 CANNOT_TELL = (None, 125, 126, 127)
 """Exit codes of a check that could not be made; from the agent's folder they say nothing, as the agent may cause it."""
-_FOLDER = "folder.tar"
 _CHECKING = (
-    f"mkdir box && tar -C box -xf {_FOLDER} && rm {_FOLDER} && cd box || exit 125; "
-    'unset OMP_NUM_THREADS OPENBLAS_NUM_THREADS; PYTHONSAFEPATH=1 exec sh -c "$1"'
+    "mkdir box && tar -C box -xf - && cd box || exit 125; "
+    'unset OMP_NUM_THREADS OPENBLAS_NUM_THREADS; PYTHONSAFEPATH=1 exec sh -c "$1" </dev/null'
 )
 
 
@@ -131,7 +130,7 @@ class CommandEnv(AgentEnv):
     async def verify(self, item: Task, run: AgentRun) -> float:
         code, said = await self._check(item, run.folder)
         if code in CANNOT_TELL:
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory(dir=run.folder.parent) as folder:
                 write_files(item.get("files", {}), Path(folder))
                 again, said_again = await self._check(item, Path(folder))
             if again in CANNOT_TELL:
@@ -150,9 +149,6 @@ class CommandEnv(AgentEnv):
                     return await run_command(Command(["sh", "-c", item["check"]]), folder, {})
             except TimeoutError:
                 return None, f"more than {timeout_s:g} s (env.check_timeout_s)"
-        packed = await asyncio.to_thread(packed_folder, folder, check_files, disk_mb * 2**20)
-        if packed is None:
-            return None, f"the folder has more than {disk_mb} MiB (env.check_disk_mb)"
         limits = Limits(
             wall_s=timeout_s,
             cpu_s=timeout_s * (os.cpu_count() or 1),
@@ -165,20 +161,23 @@ class CommandEnv(AgentEnv):
             open_files=1024,
         )
         command = ["sh", "-c", _CHECKING, "sh", item["check"]]
-        outcome = await self.sandbox.call(command, files={_FOLDER: packed}, limits=limits)
+        with tempfile.NamedTemporaryFile(dir=folder.parent, suffix=".tar") as packed:
+            if not await asyncio.to_thread(pack_folder, folder, check_files, disk_mb * 2**20, packed):
+                return None, f"the folder has more than {disk_mb} MiB (env.check_disk_mb)"
+            os.fchmod(packed.fileno(), 0o444)  # a check is another user where this one is root
+            outcome = await self.sandbox.call(command, stdin=Path(packed.name), limits=limits)
         said = (outcome.stdout + outcome.stderr)[-500:].decode("utf-8", "replace")
         return outcome.exit_code, said if outcome.exit_code is not None else f"{said} (limit: {outcome.verdict})"
 
 
-def packed_folder(folder: Path, added: Mapping[str, str], most_bytes: int) -> bytes | None:
-    """Return a tar of what an agent left, links as links; None where that is larger.
+def pack_folder(folder: Path, added: Mapping[str, str], most_bytes: int, into: IO[bytes]) -> bool:
+    """Write a tar of what an agent left, links as links; False where that is larger.
 
     Args:
         added: files by name that are in it in any case, in the place of what the agent has there.
     """
     places = {str(parent) for name in added for parent in PurePosixPath(name).parents[:-1]}
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
+    with tarfile.open(fileobj=into, mode="w") as archive:
         for path in _below(folder):
             name = path.relative_to(folder).as_posix()
             is_hidden = any(name == one or name.startswith(f"{one}/") for one in added)
@@ -187,19 +186,33 @@ def packed_folder(folder: Path, added: Mapping[str, str], most_bytes: int) -> by
                 if member is None or is_hidden or (name in places and not member.isdir()):
                     continue
                 member.mode |= 0o700 if member.isdir() else 0o600
-                if packed.tell() + member.size > most_bytes:
-                    return None
+                if archive.offset + member.size > most_bytes:
+                    return False
                 if member.isreg():
-                    content = path.read_bytes()  # whole, before anything of it is in the archive
-                    member.size = len(content)
-                    archive.addfile(member, io.BytesIO(content))
+                    _add_file(archive, member, path)
                 elif member.isdir() or member.issym() or member.islnk():
                     archive.addfile(member)
         for name, text in added.items():
             member = tarfile.TarInfo(name)
             member.size, member.mode = len(content := text.encode()), 0o755
             archive.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
+    into.flush()
+    return True
+
+
+def _add_file(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    """Add a file piece by piece, and nothing of one that shrinks meanwhile, which is an OSError."""
+    begun = archive.offset
+    with path.open("rb") as file:
+        member.size = os.fstat(file.fileno()).st_size
+        try:
+            archive.addfile(member, file)
+        except OSError:
+            assert archive.fileobj is not None
+            archive.fileobj.seek(begun)
+            archive.fileobj.truncate()
+            archive.offset = begun
+            raise
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -1,0 +1,80 @@
+"""Folders of programs that one user runs at the same time: none of them sees those of the others.
+
+They lie in one folder of the user. Bubblewrap shows a program that folder with nothing but its own in it, and no other
+process, whose variables and working folder it could read. All else stays as it is: user, files, network, devices. This
+is no sandbox: as root a program can still read the device of the disk.
+"""
+
+import errno
+import functools
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from atroposlib.errors import PathError
+from atroposlib.sandbox.programs import PATH
+
+logger = logging.getLogger(__name__)
+
+TRIAL_S = 30.0
+
+
+def new_folder() -> Path:
+    """Make an empty folder for a program; PathError where somebody else has made the one that it shall lie in."""
+    above = Path(tempfile.gettempdir()).resolve() / f"atropos-agents-{os.getuid()}"
+    above.mkdir(mode=0o700, exist_ok=True)
+    found = above.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PathError(f"{above} is no folder of this user alone; remove it, or set TMPDIR to a folder of yours")
+    return Path(tempfile.mkdtemp(dir=above))
+
+
+def apart(arguments: Sequence[str], folder: Path, path: str | None = None) -> list[str]:
+    """Return the command that runs a program in its folder, which `new_folder` made, without sight of the others'.
+
+    Args:
+        path: where programs are looked up; None: the PATH of this process.
+
+    Raises:
+        OSError: the program is not there, or bubblewrap is not.
+    """
+    if (bwrap := shutil.which("bwrap", path=PATH)) is None:
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), "bwrap")
+    place = folder / arguments[0]
+    if shutil.which(place if "/" in arguments[0] else arguments[0], path=path) is None:
+        number = errno.EACCES if "/" in arguments[0] and place.exists() else errno.ENOENT
+        raise OSError(number, os.strerror(number), arguments[0])
+    above = str(folder.parent)
+    own = ["--tmpfs", above, "--bind", str(folder), str(folder), "--remount-ro", above, "--chdir", str(folder)]
+    # with these root could take the cover away, or find what is below it
+    less = [word for name in ("SYS_ADMIN", "DAC_READ_SEARCH") for word in ("--cap-drop", f"CAP_{name}")]
+    view = ["--bind", "/", "/", "--dev-bind", "/dev", "/dev", "--unshare-pid", "--proc", "/proc", *own, *less]
+    return [bwrap, "--die-with-parent", *view, "--", *arguments]
+
+
+@functools.cache
+def can_part() -> bool:
+    """Tell if programs can be kept apart on this machine, by trying it once; a warning says why not."""
+    own, other = new_folder(), new_folder()
+    try:
+        trial = apart(["sh", "-c", 'test ! -e "$1" && echo > own', "sh", str(other)], own)
+        ended = subprocess.run(trial, check=False, capture_output=True, timeout=TRIAL_S, stdin=subprocess.DEVNULL)
+        reason = ended.stderr.decode(errors="replace").strip() or f"exit code {ended.returncode}"
+        is_apart = ended.returncode == 0 and (own / "own").exists()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        is_apart, reason = False, str(error)
+    finally:
+        for folder in (own, other):
+            shutil.rmtree(folder, ignore_errors=True)
+    if not is_apart:
+        logger.warning(
+            "agents that run at the same time can read each other's folders, as bubblewrap cannot keep them apart here "
+            "(%s); install it and allow user namespaces, or run agents in containers",
+            reason[-300:],
+        )
+    return is_apart
