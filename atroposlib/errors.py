@@ -1,7 +1,8 @@
 """Every error this package raises on purpose.
 
 A flat family under `AtroposError`; each also subclasses the builtin a caller would expect. Messages say what
-was found, what was expected and what to do. Commands print an `AtroposError` as one sentence and exit with 1.
+was found, what was expected and what to do. Commands print an `AtroposError` as one sentence and exit with its
+`exit_code`: 2 where what they were given is wrong, 1 where anything else failed.
 
 `RolloutFault` and its children are the failure classes of a rollout: they are counted apart and none of them
 ever becomes a score.
@@ -11,13 +12,25 @@ ever becomes a score.
 class AtroposError(Exception):
     """Base of all errors with a message meant for the user."""
 
+    exit_code = 1
+
 
 class ConfigError(AtroposError, ValueError):
     """A configuration value, flag or key is wrong."""
 
+    exit_code = 2
+
 
 class PathError(AtroposError, ValueError):
-    """A path cannot be used: unresolved `~` or `$VAR`, or not writable."""
+    """A path that was given cannot be used: unresolved `~` or `$VAR`, not there, or not writable."""
+
+    exit_code = 2
+
+
+class DiskError(PathError):
+    """A file cannot be written or read although its path is right: a full disk, a limit, damage."""
+
+    exit_code = 1
 
 
 class GroupError(AtroposError, ValueError):

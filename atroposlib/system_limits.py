@@ -5,7 +5,7 @@ import errno
 import resource
 from collections.abc import Iterator
 
-from atroposlib.errors import PathError
+from atroposlib.errors import DiskError
 
 MOST_DESCRIPTORS = 1 << 16
 
@@ -49,10 +49,10 @@ def limit_reached(error: OSError) -> str | None:
 
 @contextlib.contextmanager
 def told_limits() -> Iterator[None]:
-    """Raise PathError, a sentence, for an OSError in the block that met a limit of the system."""
+    """Raise DiskError, a sentence, for an OSError in the block that met a limit of the system."""
     try:
         yield
     except OSError as error:
         if (sentence := limit_reached(error)) is None:
             raise
-        raise PathError(f"{sentence}, and give the same command again") from error
+        raise DiskError(f"{sentence}, and give the same command again") from error

@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import ArgumentInfo, OptionInfo
 
-from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.errors import AtroposError, ConfigError, LaunchError
 from atroposlib.paths import remedy
 from atroposlib.system_limits import limit_reached
 
@@ -130,7 +130,7 @@ def run(app: typer.Typer, name: str, *, log_level: int | None = logging.WARNING)
         app(prog_name=name)
     except AtroposError as error:
         print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(error.exit_code)
     except OSError as error:
         if sentence := limit_reached(error):
             print(f"{name}: {sentence}, and try again", file=sys.stderr)
@@ -204,7 +204,7 @@ def http_url(text: str) -> str:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A bound socket; ConfigError when the host has no address, or the address is taken or not ours."""
+    """Return a bound socket; ConfigError when the host is not of this machine, LaunchError when the port is taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -215,10 +215,8 @@ def listening(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}"
-        ) from error
+        kind, flag = (ConfigError, "--host") if error.errno == errno.EADDRNOTAVAIL else (LaunchError, "--port")
+        raise kind(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}") from error
     return listener
 
 

@@ -34,7 +34,7 @@ Examples:
 
   atropos datagen configs/intern_bootcamp_r1.yaml --set engine.tp=2 --set engine.dp=4
 
-Exit codes: 0 done, 1 failed with a sentence, 75 stopped by a signal with work left.
+Exit codes: 0 done, 1 failed with a sentence, 2 wrong settings, 75 stopped by a signal with work left.
 """
 QUICKSTART_HELP = """Roll out 48 problems with a small model on the CPU, score every answer, and write the right
 ones as a dataset.

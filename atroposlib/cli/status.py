@@ -89,7 +89,7 @@ def _serve_metrics(folder: Path, address: str) -> None:
     try:
         server = serve_metrics(folder, host or "127.0.0.1", int(port))
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"--metrics {address} cannot be listened on ({error}); choose another port") from error
+        raise LaunchError(f"--metrics {address} cannot be listened on ({error}); choose another port") from error
     print(f"metrics of {folder}: http://{host or '127.0.0.1'}:{server.server_port}/metrics", flush=True)
     threading.Event().wait()
 
@@ -108,7 +108,7 @@ def runs(
 ) -> None:
     root = expand_path(folder, what="FOLDER")
     if not root.is_dir():
-        raise LaunchError(f"{root} is no folder; give the one that holds your runs, such as runs or ~/atropos/data")
+        raise ConfigError(f"{root} is no folder; give the one that holds your runs, such as runs or ~/atropos/data")
     found = [run for run in find_runs(root) if run.running or not running]
     if as_json:
         print(json.dumps([run.as_json() for run in found], indent=1))

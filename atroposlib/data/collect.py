@@ -22,7 +22,7 @@ from atroposlib.data.lazy_group import hash64
 from atroposlib.data.report import ExportReport, finished_report, is_dataset
 from atroposlib.data.rollout_files import expand_input, read_lines
 from atroposlib.data.table import Table, concatenate, index_path, scan_after
-from atroposlib.errors import ApiError, ConfigError, PathError
+from atroposlib.errors import ApiError, ConfigError, DiskError, PathError
 from atroposlib.json_lines import one_line
 from atroposlib.lock_files import HeldError, hold
 from atroposlib.paths import expand_path
@@ -215,7 +215,7 @@ class CollectedGroups:
         """Write the groups that are not on disk and sync them.
 
         Raises:
-            PathError: the disk is full or gone.
+            DiskError: the disk is full or gone.
         """
         lines = []
         for group in groups:
@@ -231,7 +231,7 @@ class CollectedGroups:
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError as error:
-            raise PathError(
+            raise DiskError(
                 f"{self._path} cannot be written: {error.strerror}; the batch was not acknowledged"
             ) from error
 

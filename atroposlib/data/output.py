@@ -29,7 +29,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.data.rollout_files import read_lines, zstd
-from atroposlib.errors import DataError, PathError
+from atroposlib.errors import DataError, DiskError, PathError
 from atroposlib.json_lines import one_line
 from atroposlib.lock_files import HeldError, hold, is_file_at, try_lock
 from atroposlib.paths import check_replaceable, expand_path
@@ -421,7 +421,7 @@ def _part_file(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
             os.close(descriptor)
     except OSError as error:
-        raise PathError(f"{path} was not written: {error.strerror or error}; nothing was changed") from error
+        raise DiskError(f"{path} was not written: {error.strerror or error}; nothing was changed") from error
 
 
 def _new_part(path: Path) -> tuple[Path, int]:

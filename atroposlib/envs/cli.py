@@ -38,7 +38,7 @@ MODES: dict[Mode, str] = {
     "process": "write groups to a file; needs no trajectory API",
     "evaluate": "measure the model and write the results",
 }
-EXIT_FAILED, EXIT_USAGE = 1, 2
+EXIT_FAILED = 1
 SECRET_FIELDS = frozenset({"api_key"})
 Model = TypeVar("Model", bound=BaseModel)
 _SERVING = (
@@ -218,12 +218,9 @@ def main(env_cls: type[CliEnv], arguments: Sequence[str] | None = None) -> int:
             return 0
         flags, _ = split_flags(given)
         return command_cls(**{name: texts[0] if texts else True for name, texts in flags.items()}).run() or 0
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
     except AtroposError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return error.exit_code
     except PermissionError as error:
         if error.filename is None:
             raise

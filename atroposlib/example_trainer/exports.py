@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from atroposlib.errors import AtroposError, ModelError, PathError
+from atroposlib.errors import AtroposError, DiskError, ModelError
 from atroposlib.system_limits import limit_reached
 
 CURRENT = "current"
@@ -74,7 +74,7 @@ def write_whole(target: Path, write: Callable[[Path], object]) -> None:
     """Build a folder next to its place, then rename it.
 
     Raises:
-        PathError: it cannot be written, as on a full disk; nothing of it is left.
+        DiskError: it cannot be written, as on a full disk; nothing of it is left.
     """
     with folder_in_the_making(target) as making:
         write(making)
@@ -87,7 +87,7 @@ def folder_in_the_making(target: Path) -> Iterator[Path]:
     """An empty folder next to `target`, gone when the block ends unless it was renamed; so is what a kill left.
 
     Raises:
-        PathError: it cannot be written, as on a full disk.
+        DiskError: it cannot be written, as on a full disk.
     """
     making = target.with_name(f".making.{target.name}")
     for stale in target.parent.glob(f".making.{target.name.rstrip('0123456789')}*"):
@@ -102,7 +102,7 @@ def folder_in_the_making(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def written_or_told(target: Path) -> Iterator[None]:
-    """Raise PathError for whatever libraries raise in the block when they cannot write, as on a full disk."""
+    """Raise DiskError for whatever libraries raise in the block when they cannot write, as on a full disk."""
     try:
         yield
     except AtroposError:
@@ -110,7 +110,7 @@ def written_or_told(target: Path) -> Iterator[None]:
     except _of_libraries() as error:
         free = shutil.disk_usage(target.parent).free
         why = (limit_reached(error) if isinstance(error, OSError) else None) or error
-        raise PathError(f"{target} cannot be written, with {free / 1e9:.3f} GB free there: {why}") from error
+        raise DiskError(f"{target} cannot be written, with {free / 1e9:.3f} GB free there: {why}") from error
 
 
 def _of_libraries() -> tuple[type[Exception], ...]:

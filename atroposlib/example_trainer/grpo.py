@@ -38,10 +38,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     _quiet_threads()
     try:
         config = config_from_args(parse_args(argv))
-    except ConfigError as error:
-        print(f"atropos-grpo: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    try:
         require_torch()
         from atroposlib.example_trainer.loop import train
 
@@ -49,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             result = train(config)
     except AtroposError as error:
         print(f"atropos-grpo: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(error.exit_code) from None
     print(f"step {result.step}; checkpoint {result.checkpoint}")
     raise SystemExit(0 if result.finished else EXIT_WORK_REMAINS)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import aiohttp
 
-from atroposlib.errors import AtroposError, ConfigError, LaunchError
+from atroposlib.errors import AtroposError, LaunchError
 from atroposlib.example_trainer.config import RunConfig
 from atroposlib.example_trainer.recipe import build, parser_of, require_torch
 from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan, make_plan
@@ -51,15 +51,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser = parser_of(RunConfig, "Train with engine, API, environment and trainer in one command.", _EXAMPLES)
         args = parser.parse_args(argv)
         config = build(RunConfig, vars(args), os.environ)
-    except ConfigError as error:
-        print(f"atropos-grpo-run: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    try:
         with told_limits():
             code = run(config)
     except AtroposError as error:
         print(f"atropos-grpo-run: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(error.exit_code) from None
     print(
         _END.get(code, "training ended with exit code {code}; read {folder}/logs").format(
             code=code, folder=config.run_dir

@@ -252,7 +252,7 @@ def main() -> None:
         print(generate_html(*sys.argv[1:]))
     except (AtroposError, OSError) as error:
         print(f"jsonl2html: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(error.exit_code if isinstance(error, AtroposError) else 1)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import msgspec
 
 from atroposlib.data.rollout_files import DAMAGED_REST, LineNumbers, SpanReader, is_compressed, read_lines
 from atroposlib.data.set_aside import SetAside
-from atroposlib.errors import PathError, RowError
+from atroposlib.errors import DiskError, RowError
 from atroposlib.json_lines import as_json
 from atroposlib.rollouts.locations import RunFiles
 from atroposlib.type_definitions import Item, Json
@@ -140,7 +140,7 @@ def read_ledger(files: RunFiles, *, accept_score: float, keep_unacknowledged: bo
         keep_unacknowledged: remember groups that are not in the file of acknowledged ids.
 
     Raises:
-        PathError: a file of the run cannot be read.
+        DiskError: a file of the run cannot be read.
     """
     ledger = Ledger()
     entries, index_is_whole = _entries(files, accept_score, ledger.set_aside, repair=True)
@@ -298,7 +298,7 @@ def _scan(
     `odd` gets the lines that are no groups of a run, and the end of a compressed file that is damaged.
 
     Raises:
-        PathError: the file cannot be read.
+        DiskError: the file cannot be read.
     """
     decoder = msgspec.json.Decoder(_LineFacts)
     numbers, end, is_packed = LineNumbers(), start, is_compressed(path)
@@ -325,5 +325,5 @@ def _scan(
                     tail.write(b"\n")
     except RowError as error:
         if error.reason != DAMAGED_REST:
-            raise PathError(f"{error.where} {error.text}; the run cannot tell what is done") from error
+            raise DiskError(f"{error.where} {error.text}; the run cannot tell what is done") from error
         odd.add(RowError(f"{path}:{numbers.at(path, end)}", DAMAGED_REST, error.text))

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from atroposlib.cli import inference_node_wandb_watcher
 from atroposlib.cli.boundary import command, listening
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, LaunchError
 from atroposlib.example_trainer import fake_trainer
 
 NO_ADDRESSES = ("ftp://x", "nonsense", "localhost:8000", "http://", "http://[::1", "http://x:port", "http://x:65536")
@@ -49,7 +49,7 @@ def test_a_taken_port_is_blamed_on_the_port():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match="choose another --port"):
+        with pytest.raises(LaunchError, match="choose another --port"):
             listening("127.0.0.1", taken.getsockname()[1])
 
 

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from atroposlib.cli import boundary
+from atroposlib.errors import AtroposError, ConfigError, DataError, DiskError, LaunchError, PathError
 
 
-def run_and_raise(error: OSError) -> None:
+def run_and_raise(error: Exception) -> None:
     """Run a command that ends with `error`."""
 
     def app(prog_name):
@@ -33,6 +34,15 @@ def test_a_limit_of_the_system_is_a_sentence(capsys, number, said):
     with pytest.raises(SystemExit, match="1"):
         run_and_raise(OSError(number, "why", "runs/a.json"))
     assert re.match("atropos datagen: " + said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [(ConfigError, 2), (PathError, 2), (DiskError, 1), (DataError, 1), (LaunchError, 1)]
+)
+def test_the_exit_code_tells_a_command_to_correct_from_one_that_failed(capsys, kind: type[AtroposError], code):
+    with pytest.raises(SystemExit, match=str(code)):
+        run_and_raise(kind("what was found"))
+    assert capsys.readouterr().err == "atropos datagen: what was found\n"
 
 
 def test_an_error_that_names_its_file_is_a_sentence(capsys):

@@ -40,11 +40,12 @@ def exit_code_of(app, monkeypatch, *words):
 
 def test_exit_codes_are_0_1_and_2(rollouts, tmp_path, monkeypatch, capsys):
     assert exit_code_of(sft.app, monkeypatch, rollouts, "--output", tmp_path / "o.jsonl") == 0
-    assert exit_code_of(sft.app, monkeypatch, rollouts, "--output", tmp_path / "o.jsonl") == 1
+    assert exit_code_of(sft.app, monkeypatch, rollouts, "--output", tmp_path / "o.jsonl") == 2
     assert "command: --output" in capsys.readouterr().err
     assert exit_code_of(sft.app, monkeypatch, rollouts, "--nonsense") == 2
-    assert exit_code_of(sft.app, monkeypatch, rollouts, rollouts) == 1
+    assert exit_code_of(sft.app, monkeypatch, rollouts, rollouts) == 2
     assert "give --output" in capsys.readouterr().err
+    assert exit_code_of(sft.app, monkeypatch, rollouts, "--min-score", "9", "--output", tmp_path / "none.jsonl") == 1
 
 
 @pytest.mark.parametrize(("app", "kind"), [(sft.app, "sft"), (dpo.app, "dpo")])
@@ -54,7 +55,7 @@ def test_a_dataset_without_a_name_lies_beside_its_rollouts(rollouts, monkeypatch
     assert str(made) in capsys.readouterr().out
     assert exit_code_of(app, monkeypatch, rollouts.parent) == 0
     assert (rollouts.parent / f"{kind}.jsonl").read_bytes() == made.read_bytes()
-    assert exit_code_of(app, monkeypatch, made) == 1
+    assert exit_code_of(app, monkeypatch, made) == 2
     assert "is a dataset that was made already" in capsys.readouterr().err
 
 
@@ -70,7 +71,7 @@ def test_an_output_that_exists_is_refused_with_flags_of_that_command(rollouts, m
     monkeypatch.chdir(rollouts.parent)
     for name in ("there.jsonl", "val.jsonl"):
         (rollouts.parent / name).touch()
-    assert exit_code_of(data.app, monkeypatch, *words, rollouts) == 1
+    assert exit_code_of(data.app, monkeypatch, *words, rollouts) == 2
     assert capsys.readouterr().err == f"command: {sentence}\n"
 
 

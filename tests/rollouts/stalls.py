@@ -475,6 +475,9 @@ fewer groups are recorded than were asked for stands in the log and in `atropos 
 continues; after 1, too, once what it says is mended. `atropos datagen` has the same codes; it also ends with 1 when a
 dataset would be empty, when a service fails for good, and when nothing was recorded. In a SLURM job they are the job's:
 after 0 it is COMPLETED, so that `afterok` jobs start, after 75 it is queued again where SLURM asked it to stop.
+
+Every other command keeps to 0, 1 and 2, too: 2 says that the command, a settings file or a path that was given must be
+corrected (an unknown flag, an `--output` that exists, a folder that is not there), 1 that it failed otherwise.
 """
 
 if __name__ == "__main__":
