@@ -10,31 +10,22 @@ Turns are counted from 0, t. The score of an episode is the sum of discount**t t
 """
 
 import asyncio
-import json
 import logging
-import random
-import re
 import statistics
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field, PositiveInt
 
+from atroposlib.environments.problems import Part, ProblemsConfig, ProblemsEnv, as_number
+from atroposlib.environments.replies import Message, Reply, ToolCall, last_move, message_of, reply_of  # noqa: F401
 from atroposlib.environments.rows import Split, item_at
-from atroposlib.environments.single_turn import Part, as_number, local_engine
-from atroposlib.environments.thoughts import opening_of
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataGroup, ScoredDataItem
-from atroposlib.envs.eval import evaluate_items
-from atroposlib.envs.reward_fns.math_answers import after_thinking
+from atroposlib.envs.base import BaseEnvConfig, Item, ScoredDataGroup, ScoredDataItem
 from atroposlib.envs.server_handling.agents.rows import advantages
-from atroposlib.envs.server_handling.chat_prompt import render
-from atroposlib.envs.server_handling.tool_formats import find_calls
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
 from atroposlib.rollouts.groups import merge_items
 from atroposlib.rollouts.source import of_hook
@@ -45,20 +36,13 @@ logger = logging.getLogger(__name__)
 End = Literal["over", "turns", "invalid", "length"]
 """Why an episode ended: by itself; at the limit of turns; after replies that were no move; a reply was cut off."""
 
-_MARKED = re.compile(r"\\boxed\{([^{}]*)\}|<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-
-Message = JsonObject
 Ask = Callable[[Sequence[Message], Sequence[Message]], Awaitable[tuple[Message, str]]]
 """From a conversation and its tools to the model's message and why that ended ("length": cut off)."""
 
 
-class MultiTurnConfig(BaseEnvConfig):
-    """Settings of choosing, limiting and rewarding episodes. `max_token_length` limits one reply."""
+class MultiTurnConfig(ProblemsConfig):
+    """Settings of limiting and rewarding episodes. `max_token_length` limits one reply."""
 
-    seed: int = Field(default=0, description="Decides which episodes come, and in which order.")
-    levels: list[PositiveInt] = Field(
-        default=[1], min_length=1, description="Difficulties from 1 on, each equally often."
-    )
     max_turns: PositiveInt = Field(
         default=32, description="Replies of one episode; one that is not over then ends as it is."
     )
@@ -76,31 +60,9 @@ class MultiTurnConfig(BaseEnvConfig):
         default=None,
         description="An episode with this many tokens, prompt included, ends; null: no limit but the engine's.",
     )
-    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of rollouts.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling of rollouts.")
-    system_prompt: str | None = Field(default=None, description="null: the environment's own; empty: none.")
     tool_parser: str = Field(
         default="hermes", description="Worlds with tools: how the model writes calls; names as SGLang's."
     )
-    eval_problems: PositiveInt = Field(default=64, description="Episodes of an evaluation.")
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call of a tool."""
-
-    id: str
-    name: str
-    arguments: JsonObject | None  # None: they are no JSON object
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A turn of the model."""
-
-    text: str  # without thoughts and calls, stripped
-    calls: tuple[ToolCall, ...] = ()
-    whole: str = ""  # everything that was written except for calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,81 +225,28 @@ class EpisodeItem(ScoredDataItem):
     players: list[Player]
 
 
-class MultiTurnEnv(BaseEnv):
-    """Episodes of a world; the base of games, tools and code that is repaired."""
+class MultiTurnEnv(ProblemsEnv):
+    """Episodes of a world, each problem one; the base of games, tools and code that is repaired."""
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = MultiTurnConfig
     config: MultiTurnConfig  # pyright: ignore[reportIncompatibleVariableOverride]
-    system: ClassVar[str] = ""  # the system prompt, unless the settings name another
     seats: int = 1  # players of an episode, all of them the model
     uses_tools: ClassVar[bool] = False  # worlds have tools that are called
     forfeit: float = 0.0  # score after too many replies that are no move; not above that of a lost game
-    is_verifiable: ClassVar[bool] = True  # worlds know right replies
     is_solvable: ClassVar[bool] = True  # right replies score 1.0, and what solves nothing scores 0
-    guessing: ClassVar[float] = 0.05  # mean score that the best constant reply may have
     least_problems: ClassVar[int] = 0  # that a check of the rewards needs, where chance decides much
     data: ClassVar[str] = "made"  # where items come from, for the table
-    extra: ClassVar[str] = ""  # of this package, which it needs
-    needs: ClassVar[str] = ""  # module that the extra installs
-
-    @classmethod
-    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        engine = local_engine()
-        return cls.env_config_cls(group_size=8, tokenizer_name=engine[0].model_name), engine
-
-    # -- what an author writes -------------------------------------------------------------------------------------
-
-    def make(self, rng: random.Random, level: int) -> Item:
-        """Return an item of a difficulty, drawn with `rng`. JSON-shaped."""
-        raise NotImplementedError(f"{type(self).__name__} must define make(rng, level), or problem(part, index)")
-
-    async def problem(self, part: Part, index: int) -> Item | None:
-        """Optional: return item number `index`, the same at every call; None from the end on. Default: `make`."""
-        rng = random.Random(f"{self.config.seed}/{part}/{index}")
-        return self.make(rng, rng.choice(self.config.levels))
 
     async def open(self, item: Item) -> World:
         """Return the world of an item, not yet begun."""
         raise NotImplementedError(f"{type(self).__name__} must define open(item)")
 
-    @classmethod
-    def check_flags(cls, folder: Path) -> list[str]:
-        """Optional: flags for checks of the environment, which may write data to `folder`."""
-        return []
-
     # -- an episode --------------------------------------------------------------------------------------------------
-
-    async def setup(self) -> None:
-        """Call it first in a `setup` of your own."""
-        if self.needs:
-            try:
-                __import__(self.needs)
-            except ImportError as error:
-                wanted = f"pip install 'atroposlib[{self.extra}]'"
-                raise ConfigError(f"{self.label} needs the package {self.needs}; run: {wanted}") from error
-
-    @cached_property
-    def opening(self) -> str:
-        """The tag that opens a thought, where the chat template writes it into the prompt; else ""."""
-        return opening_of(render(self.tokenizer, [{"role": "user", "content": ""}]))
 
     @cached_property
     def counts(self) -> Counter[str]:
         """Counts of episodes by how they ended, since the last log."""
         return Counter()
-
-    @cached_property
-    def eval_metrics(self) -> dict[str, float]:
-        """Metrics of the newest evaluation, until they are logged."""
-        return {}
-
-    async def get_item(self, index: int) -> Item | None:
-        return await of_hook(self.problem("train", index), "problem")
-
-    def system_turns(self) -> list[Message]:
-        """Return the system prompt as a turn; none when it is empty."""
-        system = self.system if self.config.system_prompt is None else self.config.system_prompt
-        return [{"role": "system", "content": system}] if system else []
 
     def name_of(self, item: Item) -> str:
         """Optional: what is said to have failed when a world does."""
@@ -462,24 +371,6 @@ class MultiTurnEnv(BaseEnv):
 
     # -- evaluation and logs -----------------------------------------------------------------------------------------
 
-    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Play `eval_problems` episodes that are not trained on, at temperature 0; those that fail are counted."""
-        started = time.time()
-        at_once = asyncio.Semaphore(self.config.max_eval_workers)
-        items = [await self.problem("test", index) for index in range(self.config.eval_problems)]
-        found = await evaluate_items(self.evaluate_one(item, at_once) for item in items if item is not None)
-        samples = [sample for sample in found if sample is not None]
-        if not samples:
-            raise EnvironmentFault(f"all {len(found)} episodes of the evaluation failed; the log has the reasons")
-        self.eval_metrics = self.sample_metrics(samples) | {"eval/failed": len(found) - len(samples)}
-        await self.evaluate_log(
-            self.eval_metrics,
-            samples=samples,
-            start_time=started,
-            end_time=time.time(),
-            generation_parameters={"temperature": 0.0},
-        )
-
     def sample_metrics(self, samples: Sequence[JsonObject]) -> dict[str, float]:
         """Optional: return the metrics of an evaluation's episodes; add yours to these."""
         return eval_metrics(samples)
@@ -499,14 +390,15 @@ class MultiTurnEnv(BaseEnv):
         facts = {"item": item, "score": player.score, "messages": player.messages}
         return {**facts, **player.facts(), "rewards": player.rewards}
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        metrics = {**(wandb_metrics or {}), **self.eval_metrics}
+    def train_metrics(self) -> dict[str, float]:
+        """Return the turns of an episode, and shares of episodes by how they ended."""
+        metrics: dict[str, float] = {}
         turns = self.counts.pop("turns", 0)
         if episodes := self.counts.total():
             metrics["train/turns_mean"] = turns / episodes
             metrics |= {f"train/ended_{end}": count / episodes for end, count in self.counts.items()}
-        self.counts, self.eval_metrics = Counter(), {}
-        await super().wandb_log(metrics)
+        self.counts = Counter()
+        return metrics
 
 
 class MultiTurnRowsConfig(MultiTurnConfig):
@@ -555,50 +447,6 @@ def by_turn(players: Sequence[Player]) -> list[list[float]]:
 
 def _forfeited(player: Player) -> list[float]:
     return [player.forfeit * player.config.discount**turn for turn in reversed(range(len(player.rewards)))]
-
-
-def reply_of(message: Mapping[str, Json], opening: str = "") -> Reply:
-    """Return a message of the model as worlds take it; a thought that never ends leaves no text and no calls."""
-    thoughts, content = message.get("reasoning_content"), str(message.get("content") or "")
-    whole = f"<think>{thoughts}</think>{content}" if thoughts else content
-    if opening and not whole.lstrip().startswith("<think>") and not thoughts:
-        whole = opening + whole
-    said = after_thinking(whole)
-    if said is None:
-        return Reply("", (), whole)
-    return Reply(said.strip(), tuple(map(_call_of, message.get("tool_calls") or ())), whole)
-
-
-def last_move(text: str) -> str:
-    r"""Return the move that a reply ends with: what the last box or answer tag holds, or else the last line.
-
-    >>> last_move("I could hit, but\n**Stick.**")
-    'Stick'
-    """
-    marked = _MARKED.findall(text)
-    said = "".join(marked[-1]) if marked else (text.strip().splitlines() or [""])[-1]
-    return said.strip(" \t\n*_`'\".,!")
-
-
-def message_of(text: str, tools: Sequence[Message], parser: str = "hermes", *, is_cut: bool = False) -> Message:
-    """Return the text of a reply as the message that a managed server makes of it."""
-    parsed = find_calls(parser, text, tools, is_cut=is_cut) if tools else None
-    if parsed is None:
-        return {"role": "assistant", "content": text}
-    calls = [
-        {"id": f"call_{number}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for number, call in enumerate(parsed.calls)
-    ]
-    return {"role": "assistant", "content": parsed.before + parsed.after, "tool_calls": calls}
-
-
-def _call_of(call: Mapping[str, Json]) -> ToolCall:
-    function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"])
-    except (TypeError, ValueError):
-        arguments = None
-    return ToolCall(str(call.get("id")), function["name"], arguments if isinstance(arguments, dict) else None)
 
 
 def eval_metrics(samples: Sequence[Mapping[str, Json]]) -> dict[str, float]:

@@ -7,55 +7,39 @@ pass@k, distinct@k and coverage@k with confidence intervals.
 """
 
 import asyncio
-import inspect
 import logging
-import random
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field, PositiveInt
 
-from atroposlib.environments.cut_off import overrides_of
+from atroposlib.environments.problems import Part, ProblemsConfig, ProblemsEnv, as_number, closed, local_engine
+from atroposlib.environments.replies import text_of
 from atroposlib.environments.rows import Row, Split, item_at, load_split, write_rows
-from atroposlib.environments.thoughts import opening_of, text_of
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
-from atroposlib.envs.eval import evaluate_items
+from atroposlib.envs.base import BaseEnvConfig, Item, ScoredDataGroup
 from atroposlib.envs.reward_fns.math_answers import after_thinking
-from atroposlib.envs.server_handling.chat_prompt import render
+from atroposlib.envs.server_handling.managed_server import SequenceNode
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
 from atroposlib.rollouts.early_stop import sample_until
 from atroposlib.rollouts.failures import Unscored, describe_error, is_scored
 from atroposlib.rollouts.source import of_hook
-from atroposlib.type_definitions import Json, JsonObject, Message
+from atroposlib.type_definitions import JsonObject, Message
 from atroposlib.utils.eval_statistics import Answers, answer_metrics
 
 logger = logging.getLogger(__name__)
 
-Part = Literal["train", "test", "shot"]
-"""shot: solved problems that are shown in prompts."""
-
-MOST_EVALUATED = 20_000
-"""Problems of an evaluation of all rows; of made ones there is no end."""
+__all__ = ["THINK", "Part", "RowsConfig", "RowsEnv", "SingleTurnConfig", "SingleTurnEnv", "as_number", "local_engine"]
 
 THINK = "Think about the problem step by step inside <think> and </think>. After that, "
 
 
-class SingleTurnConfig(BaseEnvConfig):
+class SingleTurnConfig(ProblemsConfig):
     """Settings of choosing, asking and evaluating problems."""
 
-    seed: int = Field(default=0, description="Decides which problems come, and in which order.")
-    levels: list[PositiveInt] = Field(
-        default=[1], min_length=1, description="Made problems: difficulties from 1 on, each as often as the others."
-    )
-    system_prompt: str | None = Field(default=None, description="null: the environment's own; empty: none.")
     few_shot: int = Field(default=0, ge=0, le=32, description="Solved problems shown before each problem.")
-    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature of rollouts.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling of rollouts.")
-    eval_problems: PositiveInt | None = Field(default=64, description="Problems of an evaluation.")
     eval_samples: PositiveInt = Field(default=1, description="Answers to each of them.")
     eval_temperature: float | None = Field(
         default=None, ge=0, description="Of an evaluation; null: 0 for one answer, for several that of the rollouts."
@@ -63,32 +47,13 @@ class SingleTurnConfig(BaseEnvConfig):
     eval_top_p: float | None = Field(default=None, gt=0, le=1, description="Of an evaluation; null: all tokens.")
 
 
-class SingleTurnEnv(BaseEnv):
+class SingleTurnEnv(ProblemsEnv):
     """One question, one reply, one grade between 0 and 1."""
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = SingleTurnConfig
-    config: SingleTurnConfig
-    system: ClassVar[str] = ""  # the system prompt, unless the settings name another
-    is_verifiable: ClassVar[bool] = True  # a right reply can be told from a wrong one
-    guessing: ClassVar[float] = 0.05  # mean grade that the best constant reply may have
-    extra: ClassVar[str] = ""  # of this package, which it needs
-    needs: ClassVar[str] = ""  # module that the extra installs
-
-    @classmethod
-    def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        engine = local_engine()
-        return cls.env_config_cls(group_size=8, tokenizer_name=engine[0].model_name), engine
+    config: SingleTurnConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     # -- what an author writes -------------------------------------------------------------------------------------
-
-    def make(self, rng: random.Random, level: int) -> Item:
-        """Return a problem of a difficulty, drawn with `rng`. JSON-shaped."""
-        raise NotImplementedError(f"{type(self).__name__} must define make(rng, level), or problem(part, index)")
-
-    async def problem(self, part: Part, index: int) -> Item | None:
-        """Optional: return problem number `index`, the same at every call; None from the end on. Default: `make`."""
-        rng = random.Random(f"{self.config.seed}/{part}/{index}")
-        return self.make(rng, rng.choice(self.config.levels))
 
     def question(self, item: Item) -> str:
         """Return the problem in words."""
@@ -126,11 +91,6 @@ class SingleTurnEnv(BaseEnv):
         return grade
 
     @classmethod
-    def check_flags(cls, folder: Path) -> list[str]:
-        """Optional: flags for checks of the environment, which may write data to `folder`."""
-        return []
-
-    @classmethod
     def check_judge(cls, prompt: str) -> str:
         """Optional: what a model says that your `grades` ask, in its place when the rewards are checked."""
         return ""
@@ -138,22 +98,9 @@ class SingleTurnEnv(BaseEnv):
     # -- a group -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def opening(self) -> str:
-        """The tag that opens a thought, where the chat template writes it into the prompt; else ""."""
-        return opening_of(render(self.tokenizer, [{"role": "user", "content": ""}]))
-
-    @cached_property
     def counts(self) -> dict[str, Counter[str]]:
         """Counts of "responses" and "right" by task, since the last log."""
         return {}
-
-    @cached_property
-    def eval_metrics(self) -> dict[str, float]:
-        """Metrics of the newest evaluation, until they are logged."""
-        return {}
-
-    async def get_item(self, index: int) -> Item | None:
-        return await of_hook(self.problem("train", index), "problem")
 
     async def messages(self, item: Item) -> list[Message]:
         """Return the prompt of one problem: system prompt, solved problems, question."""
@@ -167,11 +114,6 @@ class SingleTurnEnv(BaseEnv):
             raise EnvironmentFault(f"question(item) returned {question!r:.80}; it must return the problem as text")
         turns.append({"role": "user", "content": question})
         return turns
-
-    def system_turns(self) -> list[Message]:
-        """Return the system prompt as a turn; none when it is empty."""
-        system = self.system if self.config.system_prompt is None else self.config.system_prompt
-        return [{"role": "system", "content": system}] if system else []
 
     async def shots(self, item: Item) -> list[tuple[str, str]]:
         """Return `few_shot` questions and right replies, none of them of this item; ConfigError when none is known."""
@@ -250,36 +192,13 @@ class SingleTurnEnv(BaseEnv):
 
     # -- evaluation and logs -----------------------------------------------------------------------------------------
 
-    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Ask `eval_problems` problems that are not trained on; those that fail are left out and counted."""
-        started, config = time.time(), self.config
-        at_once = asyncio.Semaphore(config.max_eval_workers)
-        numbers = range(config.eval_problems or MOST_EVALUATED)
-        items: list[Item] = []
-        for index in numbers:
-            if (item := await self.problem("test", index)) is None:
-                break
-            items.append(item)
-        results = await evaluate_items(self.evaluate_one(item, at_once) for item in items)
-        samples = [sample for sample in results if sample is not None]
-        if not samples:
-            raise EnvironmentFault(f"all {len(results)} problems of the evaluation failed; the log has the reasons")
-        self.eval_metrics = self._metrics(samples) | {"eval/failed": len(results) - len(samples)}
-        await self.evaluate_log(
-            self.eval_metrics,
-            samples=samples,
-            start_time=started,
-            end_time=time.time(),
-            generation_parameters=self._eval_sampling(),
-        )
-
     async def evaluate_one(self, item: Item, at_once: asyncio.Semaphore) -> JsonObject | None:
         """Return one answered problem: task, messages, responses, grades and which answers were right; None: failed."""
         try:
             messages = await of_hook(self.messages(item), "messages")
             async with at_once:
                 reply = await self.server.chat_completion(
-                    messages=messages, max_tokens=self.config.max_token_length, split="eval", **self._eval_sampling()
+                    messages=messages, max_tokens=self.config.max_token_length, split="eval", **self.eval_sampling()
                 )
             texts = [text_of(choice.message, self.opening) for choice in reply.choices]
             grades = await of_hook(self.grades(texts, item), "grades")
@@ -305,7 +224,8 @@ class SingleTurnEnv(BaseEnv):
             "right_answers": self.right_answers(item),
         }
 
-    def _eval_sampling(self) -> JsonObject:
+    def eval_sampling(self) -> JsonObject:
+        """Return them as the settings have them."""
         config = self.config
         temperature = config.eval_temperature
         if temperature is None:
@@ -313,7 +233,8 @@ class SingleTurnEnv(BaseEnv):
         given = {} if config.eval_top_p is None else {"top_p": config.eval_top_p}
         return {"n": config.eval_samples, "temperature": temperature, **given}
 
-    def _metrics(self, samples: Sequence[Mapping[str, Json]]) -> dict[str, float]:
+    def sample_metrics(self, samples: Sequence[JsonObject]) -> dict[str, float]:
+        """Return shares of right answers, and what `answer_metrics` makes of the grades."""
         answers = [Answers(sample["grades"], sample["right"], sample["right_answers"]) for sample in samples]
         metrics = {f"eval/{name}": value for name, value in answer_metrics(answers).items()}
         shares = [sum(grade >= 1 for grade in sample["grades"]) / len(sample["grades"]) for sample in samples]
@@ -324,37 +245,29 @@ class SingleTurnEnv(BaseEnv):
             metrics[f"eval/percent_correct_{task}"] = sum(of_task) / len(of_task)
         return metrics
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        metrics = {**(wandb_metrics or {}), **self.eval_metrics}
+    def train_metrics(self) -> dict[str, float]:
+        """Return the share of right responses, of all and by task."""
         counts = {task: found for task, found in self.counts.items() if found["responses"]}
+        metrics: dict[str, float] = {}
         if total := sum(counts.values(), Counter()):
             metrics["train/percent_correct"] = total["right"] / total["responses"]
         for task, found in counts.items() if len(counts) > 1 else ():
             metrics[f"train/percent_correct_{task}"] = found["right"] / found["responses"]
-        self.counts, self.eval_metrics = {}, {}
-        await super().wandb_log(metrics)
+        self.counts = {}
+        return metrics
 
 
-def as_number(given: object, name: str) -> float:
-    """Return the number that an author's function of this name returned.
+def overrides_of(nodes: Sequence[SequenceNode], right: Sequence[bool]) -> list[JsonObject] | None:
+    """[G] trainer switches that keep responses which the length limit cut off from counting as mistakes.
 
-    Raises:
-        TypeError: it returned something else.
+    Whether they would have been right is not known; those that are right count. None when no response needs one. The
+    score stays in the group, where files and tables show it.
     """
-    try:
-        if not isinstance(given, str | bytes):
-            return float(given)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError):
-        pass
-    closed(given)
-    hint = "; it is called, not awaited: write it as `def`" if inspect.isawaitable(given) else ""
-    raise TypeError(f"{name} returned {given!r:.80}; it must return a number, such as 1.0 or 0.0{hint}")
-
-
-def closed(given: object) -> None:
-    """Close what an `async def` returned, so that Python does not warn that nobody awaited it."""
-    if inspect.iscoroutine(given):
-        given.close()
+    ignored = [
+        (node.metadata or {}).get("finish_reason") == "length" and not is_right
+        for node, is_right in zip(nodes, right, strict=True)
+    ]
+    return [{"set_advantage_to_zero": True} if ignore else {} for ignore in ignored] if any(ignored) else None
 
 
 class RowsConfig(SingleTurnConfig):
@@ -427,9 +340,3 @@ class RowsEnv(SingleTurnEnv):
         if self.problems is None:
             return await super().problem(part, index)
         return item_at(self.problems, part, index, seed=self.config.seed, epochs=self.config.epochs)
-
-
-def local_engine(model: str = "Qwen/Qwen3-4B", port: int = 9001) -> list[APIServerConfig]:
-    """Return the engine of a `config_init`: SGLang, or one that speaks like it, on this machine."""
-    url = f"http://localhost:{port}/v1"
-    return [APIServerConfig(model_name=model, base_url=url, server_type="sglang", api_key="x")]

@@ -10,8 +10,8 @@ from openai.types.chat import ChatCompletionMessage
 
 from atroposlib.environments.gsm8k_server import GSM8kConfig, GSM8kEnv
 from atroposlib.environments.math_server import to_question
+from atroposlib.environments.replies import text_of
 from atroposlib.environments.rows import load_split
-from atroposlib.environments.thoughts import text_of
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.errors import ConfigError, DataError, EnvironmentFault, RequestFault
 from tests.fakes import FakeServer, FakeTokenizer

@@ -12,8 +12,8 @@ from pathlib import Path
 from openai.types.chat import ChatCompletionMessage
 
 from atroposlib.environments.multi_turn import MultiTurnEnv, Player, message_of
+from atroposlib.environments.replies import text_of
 from atroposlib.environments.single_turn import SingleTurnEnv
-from atroposlib.environments.thoughts import text_of
 from atroposlib.envs import catalog
 from atroposlib.envs.base import APIServerConfig, Item
 from atroposlib.envs.cli import resolve

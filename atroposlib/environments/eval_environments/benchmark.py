@@ -10,7 +10,7 @@ import asyncio
 import importlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -20,16 +20,16 @@ from atroposlib.environments.eval_environments.eval_helpers import HERMES_REASON
 from atroposlib.environments.eval_environments.kinds import KINDS, Judged, Math, Rated, benchmarks
 from atroposlib.environments.eval_environments.upstream_names import translated, with_old_names
 from atroposlib.environments.judging import Grader
+from atroposlib.environments.replies import text_of
 from atroposlib.environments.rows import Row, Split, is_file, load_items, read_rows
 from atroposlib.environments.single_turn import Part, RowsConfig, RowsEnv, local_engine
-from atroposlib.environments.thoughts import text_of
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, Item
 from atroposlib.envs.eval import evaluate_items
 from atroposlib.envs.reward_fns.math_answers import after_thinking
 from atroposlib.envs.reward_fns.math_judge import MathJudge, scores
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
 from atroposlib.rollouts.failures import Unscored
-from atroposlib.type_definitions import Json, JsonObject, Message
+from atroposlib.type_definitions import JsonObject, Message
 from atroposlib.utils.eval_statistics import standard_error
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class BenchmarkEnv(RowsEnv):
                     messages=list(messages),
                     max_tokens=self.config.max_token_length,
                     split="eval",
-                    **{**self._eval_sampling(), "n": 1},
+                    **{**self.eval_sampling(), "n": 1},
                 )
             said.append((after_thinking(text_of(reply.choices[0].message, self.opening)) or "").strip())
             messages.append({"role": "assistant", "content": said[-1]})
@@ -197,7 +197,7 @@ class BenchmarkEnv(RowsEnv):
         sample = {"task": self.item_task(item), "item": item, "messages": messages, "responses": said}
         return {**sample, "ratings": ratings, "grades": [grade], "score": grade, "right": [None], "right_answers": None}
 
-    def _metrics(self, samples: Sequence[Mapping[str, Json]]) -> dict[str, float]:
+    def sample_metrics(self, samples: Sequence[JsonObject]) -> dict[str, float]:
         """Return those of every environment, what the kind measures of items, and the mean grade of each group."""
         found: dict[str, list[float]] = {}
         for sample in samples:
@@ -213,7 +213,7 @@ class BenchmarkEnv(RowsEnv):
         means = {f"eval/{name}": sum(values) / len(values) for name, values in found.items()}
         count = min(len(sample["grades"]) for sample in samples)
         error = standard_error([sum(sample["grades"]) / len(sample["grades"]) for sample in samples])
-        return {**super()._metrics(samples), f"eval/mean@{count}_stderr": error, **means, **judged}
+        return {**super().sample_metrics(samples), f"eval/mean@{count}_stderr": error, **means, **judged}
 
     async def evaluate_log(self, *args: Any, **kwargs: Any) -> None:
         """Log as `BaseEnv` does, under the name of the benchmark."""

@@ -9,7 +9,7 @@ The files are those of Judgemark v2: `{writer: {"samples": {iteration: {item: te
 import json
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
@@ -21,7 +21,7 @@ from atroposlib.envs.base import Item
 from atroposlib.errors import ConfigError, VerifierFault
 from atroposlib.paths import expand_path
 from atroposlib.rollouts.failures import Unscored
-from atroposlib.type_definitions import Json
+from atroposlib.type_definitions import JsonObject
 from atroposlib.utils.eval_statistics import kendall_tau
 
 PLACE = "[TEST MODEL RESPONSE]"
@@ -82,7 +82,7 @@ class JudgeMarkEvalEnv(BenchmarkEnv):
             return Unscored(VerifierFault("the judgement has no line such as `Coherence: 7` with a score in range"))
         return statistics.fmean(found) / config.scoring_max
 
-    def _metrics(self, samples: Sequence[Mapping[str, Json]]) -> dict[str, float]:
+    def sample_metrics(self, samples: Sequence[JsonObject]) -> dict[str, float]:
         """Return each writer's mean score, how far apart they are, and the agreement with the reference."""
         scores: dict[str, list[float]] = {}
         for sample in samples:

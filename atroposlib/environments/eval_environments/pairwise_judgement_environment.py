@@ -20,7 +20,7 @@ from atroposlib.environments.rows import Row, Split
 from atroposlib.envs.base import Item
 from atroposlib.errors import RolloutFault
 from atroposlib.rollouts.failures import Unscored
-from atroposlib.type_definitions import Json, JsonObject
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +90,9 @@ class PairwiseJudgementEnv(_OfTable):
         sample = {"task": TIES, "item": item, "messages": [], "responses": answers, "margins": list(margins)}
         return {**sample, "grades": [grade], "score": grade, "right": [None], "right_answers": None}
 
-    def _metrics(self, samples: Sequence[Mapping[str, Json]]) -> dict[str, float]:
+    def sample_metrics(self, samples: Sequence[JsonObject]) -> dict[str, float]:
         """Return those of every benchmark, the score of Ties, and the mean of the subsets with that score in it."""
-        found = super()._metrics(samples)
+        found = super().sample_metrics(samples)
         margins = {sample["item"]["id"]: Margins(*sample["margins"]) for sample in samples if "margins" in sample}
         subsets = {name: value for name, value in found.items() if name.startswith("eval/mean_")}
         if margins and (ties := ties_score(margins)) is not None:

@@ -5,14 +5,14 @@ python environments/eval_environments/phybench_eval.py evaluate --env.dataset my
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from atroposlib.environments.eval_environments import expression_distance
 from atroposlib.environments.eval_environments.benchmark import of_table
 from atroposlib.envs.base import Item
 from atroposlib.envs.reward_fns.math_answers import after_thinking, final_answer
 from atroposlib.sandbox.workers import SandboxError
-from atroposlib.type_definitions import Json, JsonObject
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,11 @@ class PHYBenchEvalEnv(_OfTable):
             logger.warning("no edit distance: answer=%r right=%r reason=%s", answer[:100], right, error)
             return None
 
-    def _metrics(self, samples: Sequence[Mapping[str, Json]]) -> dict[str, float]:
+    def sample_metrics(self, samples: Sequence[JsonObject]) -> dict[str, float]:
         means = [sum(sample["eed"]) / len(sample["eed"]) for sample in samples if sample["eed"]]
         unknown = sum(len(sample["responses"]) - len(sample["eed"]) for sample in samples)
         found = {"eval/eed": sum(means) / len(means)} if means else {}
-        return {**super()._metrics(samples), **found, "eval/eed_unknown": float(unknown)}
+        return {**super().sample_metrics(samples), **found, "eval/eed_unknown": float(unknown)}
 
 
 if __name__ == "__main__":
