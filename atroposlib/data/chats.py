@@ -173,18 +173,12 @@ def written(message: Message) -> list[str]:
 
 
 def read_chat(
-    group: LazyGroup,
-    index: int,
-    where: str,
-    runs: tuple[int, int],
-    decode_runs: Callable[[], list[str]] | None = None,
+    group: LazyGroup, index: int, where: str, decode_runs: Callable[[], list[str]] | None = None
 ) -> RecordedChat:
     """The conversation of one response and which of its turns were generated.
 
     Args:
         where: `file:line[index]`.
-        runs: how many runs of its mask take loss, and how many positions follow the last; (0, 0) when no ids were
-            recorded.
         decode_runs: gives the text of each run, asked where their number does not tell; None: there is no tokenizer.
 
     Raises:
@@ -198,7 +192,7 @@ def read_chat(
     if fault := chat_fault(messages):
         hint = "use --format prefix or tokens, which need only ids, or set include_messages: true in the environment"
         raise RowError(where, fault, f"{fault}; {hint}" if messages is None else "")
-    generated = _generated(messages, where, runs, decode_runs)
+    generated = _generated(messages, where, group.stretches(index), decode_runs)
     kept = [
         {**({} if "content" in each else _NO_CONTENT), **{key: each[key] for key in each if key != "reward"}}
         for each in _kept_decoder.decode(raw)

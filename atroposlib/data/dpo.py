@@ -127,7 +127,7 @@ def _length_ratio(left: int, right: int) -> float:
 
 DpoFormat: TypeAlias = Literal["trl", "messages", "prefix", "tokens"]
 Pair: TypeAlias = tuple[int, int]
-PairConverter: TypeAlias = Callable[[Table, Chosen, int, int], JsonObject | None]
+PairConverter: TypeAlias = Callable[[Chosen, int, int], JsonObject | None]
 """Of a group's better and worse response; None when their prompts differ."""
 
 _SEVERAL = (
@@ -199,7 +199,7 @@ def export_dpo(
             first = chosen.rows[0] - chosen.indices[0]
             for better, worse in pairs[int(table.responses["group"][first])]:
                 try:
-                    record = convert(table, chosen, better - first, worse - first)
+                    record = convert(chosen, better - first, worse - first)
                     if record is None:
                         differing += 1
                     elif options.target is None or count < options.target:
@@ -279,7 +279,7 @@ def _count_writable(
         first = chosen.rows[0] - chosen.indices[0]
         for better, worse in pairs[int(table.responses["group"][first])]:
             try:
-                is_writable[better, worse] = convert(table, chosen, better - first, worse - first) is not None
+                is_writable[better, worse] = convert(chosen, better - first, worse - first) is not None
             except RowError:
                 is_writable[better, worse] = False
     return sum(is_writable[pair] for each in pairs.values() for pair in each)
@@ -290,14 +290,14 @@ def _converter(options: DpoOptions) -> PairConverter:
     if options.format in ("trl", "messages"):
         write = _trl if options.format == "trl" else _messages
         decode = partial(decode_runs, tokenizer) if tokenizer else None
-        return lambda table, chosen, better, worse: write(
-            chat_of(table, chosen, better, decode), chat_of(table, chosen, worse, decode), chosen, better, worse
+        return lambda chosen, better, worse: write(
+            chat_of(chosen, better, decode), chat_of(chosen, worse, decode), chosen, better, worse
         )
     if options.format == "tokens":
-        return lambda table, chosen, better, worse: _tokens(chosen, better, worse)
+        return _tokens
     if tokenizer is None:
         raise ConfigError("--format prefix decodes token ids: give --tokenizer")
-    return lambda table, chosen, better, worse: _prefix(tokenizer, chosen, better, worse)
+    return partial(_prefix, tokenizer)
 
 
 def _trl(left: RecordedChat, right: RecordedChat, chosen: Chosen, better: int, worse: int) -> JsonObject | None:

@@ -172,7 +172,7 @@ def contaminated(table: Table, keep: Array, against: list[str], ngram: int) -> t
     library = [NgramIndex.build(texts, length, ngram) for length in range(shortest, ngram + 1)]
     found = np.zeros_like(keep)
     report: list[Contamination] = []
-    for chosen in table.read(keep, with_ids=False):
+    for chosen in table.read(keep):
         if not chosen.group.messages:
             raise DataError(f"{chosen.line.where}: no messages were recorded, so its words cannot be compared")
         prompt_hit = _first_hit(library, prompt_text(chosen.group, chosen.indices[0]))

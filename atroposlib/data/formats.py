@@ -32,7 +32,7 @@ from atroposlib.data.chats import (
     reasoning_of,
 )
 from atroposlib.data.lazy_group import Raw, hash64
-from atroposlib.data.table import Chosen, Table
+from atroposlib.data.table import Chosen
 from atroposlib.data.tokenizers import check_ids
 from atroposlib.errors import RowError
 from atroposlib.type_definitions import IGNORE_INDEX, JsonObject
@@ -62,9 +62,7 @@ _DIGITS = b"0123456789,"
 _ids_decoder = msgspec.json.Decoder(list[int])
 
 
-def chat_of(
-    table: Table, chosen: Chosen, index: int, decode: Callable[[Chosen, int], list[str]] | None = None
-) -> RecordedChat:
+def chat_of(chosen: Chosen, index: int, decode: Callable[[Chosen, int], list[str]] | None = None) -> RecordedChat:
     """The conversation of one of a group's responses, and which of its turns were generated.
 
     `decode` gives the text of each stretch that its mask trains, where only that tells; None: there is no tokenizer.
@@ -72,14 +70,8 @@ def chat_of(
     Raises:
         RowError: see `read_chat`.
     """
-    facts = table.responses[chosen.rows[0] - chosen.indices[0] + index]
-    return read_chat(
-        chosen.group,
-        index,
-        f"{chosen.line.where}[{index}]",
-        (int(facts["stretches"]), int(facts["behind"])),
-        (lambda: decode(chosen, index)) if decode else None,
-    )
+    decode_runs = (lambda: decode(chosen, index)) if decode else None
+    return read_chat(chosen.group, index, f"{chosen.line.where}[{index}]", decode_runs)
 
 
 def to_prompt_completion(chat: RecordedChat, score: float) -> Iterator[Record]:

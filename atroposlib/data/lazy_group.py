@@ -17,7 +17,6 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,77 +26,50 @@ from atroposlib.errors import RowError
 from atroposlib.json_lines import LONE_SURROGATE, check_depth, read_leniently, strict_json
 from atroposlib.type_definitions import FAILURE_CLASSES, IGNORE_INDEX
 
-_KEY = re.compile(rb"\w+")
-_LONGEST_KEY = 64
 _AFTER_A_LIST = b", }\r\n"
-_ENOUGH = 0.8  # of a line: to decode the rest costs less than to search it
 _MARK = b"-1.0000000001e-"  # starts a number that no rollout file holds
 
 
-class CutLine(NamedTuple):
-    """One line, taken apart."""
+def cut_lists(data: bytes) -> tuple[bytes, list[bytes]]:
+    """Cut the nested lists without strings out of a JSON object: a list of one number stands in place of each.
 
-    rest: bytes  # the line's JSON; in place of each cut list stands a list of one number, see `cut_number`
-    lists: list[tuple[int, int]]  # where the cut lists start and end in `data`
-    hole: tuple[int, int]  # likewise, the longest stretch of neighbouring ones
-
-
-def cut_number(value: bytes) -> int | None:
-    """The cut list that the number `value` of `CutLine.rest` stands for; None when it is one of the line's own."""
-    return int(value.removeprefix(_MARK)) if value.startswith(_MARK) else None
-
-
-def cut_lists(data: bytes, first: int, last: int) -> CutLine:
-    """Cut the nested lists without strings out of the JSON object at `first` to `last` of `data`, until little is left.
-
-    A quote that follows a word and precedes `:[[` closes a key, whatever stands before it, so text that looks like
-    a list is never cut. What is laid out in other ways, or small, is left in place.
+    A quote that follows a letter and precedes `:[[` closes a key, whatever stands before it, so text that looks like
+    a list is never cut. What is laid out in other ways is left in place.
     """
     view = memoryview(data)
-    opening = b": [[" if b'": ' in data[first : first + _LONGEST_KEY] else b":[["
+    opening = b'": [[' if b'": ' in data[:64] else b'":[['
     pieces: list[bytes | memoryview] = []
-    lists: list[tuple[int, int]] = []
-    hole = stretch = (first, first)
-    kept = at = first
-    while hole[1] - hole[0] < _ENOUGH * (last - first) and (colon := data.find(opening, at, last)) >= 0:
-        start = colon + len(opening) - 2
+    lists: list[bytes] = []
+    kept = at = 0
+    while (at := data.find(opening, at)) >= 0:
+        is_key = data[at - 1 : at].isalnum()
+        start = at + len(opening) - 2
         at = start + 2
-        key = data.rfind(b'"', max(first, colon - _LONGEST_KEY), colon - 1)
-        if data[colon - 1] != ord('"') or key < 0 or not _KEY.fullmatch(data, key + 1, colon - 1):
-            continue
-        quote = data.find(b'"', start, last)
-        quote = last if quote < 0 else quote
+        quote = data.find(b'"', at)
+        quote = len(data) if quote < 0 else quote
         end = data.rfind(b"]]", start, quote) + 2
-        if end < 2 or data[end:quote].strip(_AFTER_A_LIST):
-            continue
-        follows = bool(lists) and not data[kept:key].strip(b", ")
-        stretch = (stretch[0] if follows else start, end)
-        hole = max(hole, stretch, key=lambda each: each[1] - each[0])
-        pieces += [view[kept:start], b"[%b%d]" % (_MARK, len(lists))]
-        lists.append((start, end))
-        kept = at = end
-    return CutLine(b"".join([*pieces, view[kept:last]]), lists, hole)
+        if is_key and end >= 2 and not data[end:quote].strip(_AFTER_A_LIST):
+            pieces += [view[kept:start], b"[%b%d]" % (_MARK, len(lists))]
+            lists.append(data[start:end])
+            kept = at = end
+    return b"".join([*pieces, view[kept:]]), lists
 
 
-def split_rows(data: bytes, start: int, end: int) -> list[memoryview]:
-    """The JSON of each row of the list of flat lists at `start` to `end` of `data`.
+def split_rows(data: bytes) -> list[bytes]:
+    """The JSON of each row of a list of flat lists.
 
     Raises:
         ValueError: there is something else.
     """
-    view = memoryview(data)
-    rows: list[memoryview] = []
-    at = start + 1
-    while True:
-        after = data.find(b"]", at) + 1
-        rows.append(view[at:after])
-        at = data.find(b"[", after, end)
-        if at < 0:
-            break
-        if data[after:at].strip() != b",":
+    rows: list[bytes] = []
+    after = 1
+    while (at := data.find(b"[", after)) >= 0:
+        if data[after:at].strip() != (b"," if rows else b""):
             raise ValueError(f"something stands between the lists at byte {after}")
-    if data[after : end - 1].strip():
-        raise ValueError(f"something follows the list at byte {after}")
+        after = data.find(b"]", at) + 1
+        rows.append(data[at:after])
+    if data[after:].strip() != b"]":
+        raise ValueError(f"something follows the lists at byte {after}")
     return rows
 
 
@@ -136,8 +108,6 @@ class LazyGroup(msgspec.Struct):
     engine: Raw = Raw()
     unscored: Raw = Raw()
     recorded_scores: list[float | bool | None] | None = msgspec.field(default=None, name="scores")
-    hole: tuple[int, int] = msgspec.field(default=(0, 0), name="(known after reading)")
-    """Start and end of a stretch of the line that holds only lists of numbers."""
     odd: dict[int, int] = msgspec.field(default_factory=dict, name="(marked after reading)")
     """Index of each response that must not be used, and its reason's place in `ODD`."""
 
@@ -226,16 +196,14 @@ _PROMPT_MASK = re.compile(rb"\[\s*(?:-100\s*,?\s*)*")
 _decoder = msgspec.json.Decoder(LazyGroup)
 
 
-def parse_lazily(line: Line, *, has_lists: bool = True) -> LazyGroup:
+def parse_lazily(line: Line) -> LazyGroup:
     """The group of one line.
-
-    `has_lists` False: the line is known to hold few numbers, so looking for them is no gain.
 
     Raises:
         RowError: not a group, or lists that differ in length.
     """
     try:
-        group = (_decoded_without_lists(line) if has_lists else None) or _decoded(line.data)
+        group = _decoded_without_lists(line.data) or _decoded(line.data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         group = _leniently(line)
         if group is None:
@@ -253,16 +221,14 @@ def parse_lazily(line: Line, *, has_lists: bool = True) -> LazyGroup:
     return group
 
 
-def _decoded_without_lists(line: Line) -> LazyGroup | None:
+def _decoded_without_lists(data: bytes) -> LazyGroup | None:
     """The group of a line in a usual layout; None when only decoding all of it can tell what it is."""
-    rest, lists, hole = cut_lists(line.block, line.start, line.start + line.size)
+    rest, lists = cut_lists(data)
     try:
         group = _decoded(rest)
-        group.tokens = _rows(line.block, group.tokens, lists)
-        group.masks = _rows(line.block, group.masks, lists)
+        group.tokens, group.masks = _rows(group.tokens, lists), _rows(group.masks, lists)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
         return None
-    group.hole = (hole[0] - line.start, hole[1] - line.start)
     return group
 
 
@@ -294,10 +260,10 @@ def _lone_surrogates(value: object) -> int:
     return (_NOT_UTF8 if any("\udc80" <= each <= "\udcff" for each in found) else _SURROGATE) if found else 0
 
 
-def _rows(data: bytes, rows: list[Raw] | None, lists: list[tuple[int, int]]) -> list[Raw] | None:
+def _rows(rows: list[Raw] | None, lists: list[bytes]) -> list[Raw] | None:
     """`rows`, or those of the list that was cut out in their place."""
-    number = cut_number(bytes(rows[0])) if rows is not None and len(rows) == 1 else None
-    return rows if number is None else [Raw(row) for row in split_rows(data, *lists[number])]
+    only = bytes(rows[0]) if rows is not None and len(rows) == 1 else b""
+    return [Raw(row) for row in split_rows(lists[int(only[len(_MARK) :])])] if only.startswith(_MARK) else rows
 
 
 def hash64(data: bytes) -> int:

@@ -142,7 +142,7 @@ class TextStep(Step):
     def apply(self, table: Table, keep: Array, seed: int) -> Array:
         """Read the messages of all rows in `keep`; where none were recorded nothing is found."""
         text, found = SearchText(self.contains), np.zeros_like(keep)
-        for chosen in table.read(keep, with_ids=False):
+        for chosen in table.read(keep):
             for index, row in zip(chosen.indices, chosen.rows, strict=True):
                 found[row] = text.is_in(chosen.group, index)
         return found

@@ -92,7 +92,7 @@ class Rerenderer:
 
     def _segments(self, chosen: Chosen, index: int) -> list[Segment]:
         where = f"{chosen.line.where}[{index}]"
-        chat = read_chat(chosen.group, index, where, (0, 0))
+        chat = read_chat(chosen.group, index, where)
         try:
             return self._renderer.segments(
                 chat.messages,
@@ -125,20 +125,13 @@ class Conversion:
         self._tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer and not self.is_chat else None
         self._rerenderer: Rerenderer | None = None
 
-    def needs_ids(self, table: Table, keep: Array) -> bool:
-        """True when ids must be read: of whole conversations, only where they may tell which turns were generated."""
-        if not self.is_chat:
-            return True
-        facts = table.responses[keep]
-        return self.options.tokenizer is not None and bool(((facts["stretches"] > 1) | (facts["behind"] > 0)).any())
-
-    def records(self, table: Table, groups: Iterator[Chosen]) -> Iterator[Record]:
-        """The records of all chosen responses of `table`; one that cannot be converted is set aside.
+    def records(self, groups: Iterator[Chosen]) -> Iterator[Record]:
+        """The records of all chosen responses; one that cannot be converted is set aside.
 
         Raises:
             DataError: that one's, when the options are strict.
         """
-        convert = self._converter(table)
+        convert = self._converter()
         return chain.from_iterable(self._possible_records(chosen, convert) for chosen in groups)
 
     def check_tokenizer(self, table: Table, keep: Array) -> None:
@@ -158,7 +151,7 @@ class Conversion:
                 f"{self.options.tokenizer} is not the tokenizer of the model that generated them"
             )
 
-    def _converter(self, table: Table) -> Converter:
+    def _converter(self) -> Converter:
         if self.options.format == "tokens":
             vocabulary_size = len(self._tokenizer) if self._tokenizer else None
             return to_tokens(vocabulary_size, as_lists=self.options.pack is not None)
@@ -170,7 +163,7 @@ class Conversion:
 
         def convert(chosen: Chosen) -> Iterator[Record]:
             for index in chosen.indices:
-                chat, score = chat_of(table, chosen, index, decode), chosen.group.scores[index]
+                chat, score = chat_of(chosen, index, decode), chosen.group.scores[index]
                 yield from (
                     write(chat, score, per_turn=self.options.per_turn) if write else to_prompt_completion(chat, score)
                 )
@@ -342,10 +335,8 @@ def _write(
     if converter.is_chat:
         warn_of_cut(table, selection.keep)
     copies = Copies()
-    groups = table.read(
-        selection.keep, advance, with_ids=converter.needs_ids(table, selection.keep), by_item=options.by_item
-    )
-    records = map(copies.note, converter.records(table, groups))
+    groups = table.read(selection.keep, advance, by_item=options.by_item)
+    records = map(copies.note, converter.records(groups))
     count = 0
 
     def report(size: int) -> ExportReport:

@@ -1,7 +1,7 @@
 """The table that selection works on, of a set of rollout files: two arrays, one row per group and one per response.
 
 About 50 bytes a response, so 800,000 responses are 40 MB. Policies choose rows of `responses`; the files are then
-read again, but only lines with a chosen row, and where no ids are asked for, only what is left without the lists.
+read again, but only lines with a chosen row.
 
 The table of a rollout file is kept next to it, as `.<name>.idx`, with the size that the file had: nothing is read
 twice, and any group is found at once. A file that grew is read from there on; one that shrank or was replaced is read
@@ -15,6 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -34,11 +36,9 @@ logger = logging.getLogger(__name__)
 FINISH_REASONS = ("unknown", "stop", "length", "abort", "tool_calls")
 _FINISH_CODES: dict[str | None, int] = {reason: code for code, reason in enumerate(FINISH_REASONS)}
 UNKNOWN_LENGTH = -1
-MOST = np.iinfo(np.uint16).max
 NOTHING_GENERATED = ODD.index("nothing generated")
 DOUBLE = "double"
 
-_OPEN_FILES = 16
 _FIRST_LOOK_S = 0.1
 
 GROUP = np.dtype(
@@ -55,8 +55,6 @@ GROUP = np.dtype(
         ("item", "u8"),  # names the item: recorded key, else prompt
         ("prompt", "u8"),  # names the prompt
         ("id", "u8"),  # names the group, from its recorded id; 0: it has none
-        ("hole", "u4"),  # byte of the line where a stretch of nothing but lists of numbers starts
-        ("hole_size", "u4"),  # its bytes
     ]
 )
 RESPONSE = np.dtype(
@@ -68,8 +66,6 @@ RESPONSE = np.dtype(
         ("score", "f8"),  # NaN: it has none
         ("total", "i4"),  # prompt + completion tokens, UNKNOWN_LENGTH when no ids were recorded
         ("completion", "i4"),  # tokens that take loss, likewise
-        ("stretches", "u2"),  # runs of tokens that take loss, at most MOST; 0 when no ids were recorded
-        ("behind", "u2"),  # tokens behind the last of them, likewise
     ]
 )
 
@@ -123,14 +119,11 @@ class Table:
         group = self.groups[response["group"]]
         return f"{shown(self.files[group['file']])}:{group['line']}[{response['index']}]"
 
-    def read(
-        self, keep: Array, advance: Advance = ignore, *, with_ids: bool = True, by_item: bool = False
-    ) -> Iterator[Chosen]:
+    def read(self, keep: Array, advance: Advance = ignore, *, by_item: bool = False) -> Iterator[Chosen]:
         """The groups with at least one response in `keep` ([responses] of bool), in order; no other line is read.
 
         Args:
             advance: told the bytes of every line gone past.
-            with_ids: False: `tokens` and `masks` may be missing, which saves reading most of the file.
             by_item: in the order of the items, which does not depend on which of them was finished first, instead of
                 the order of the files. Of compressed files, what comes later is held in memory.
 
@@ -138,41 +131,34 @@ class Table:
             DataError: a file has changed since it was scanned.
         """
         wanted = self.groups[np.unique(self.responses["group"][keep])]
-        if by_item:
-            wanted = wanted[np.argsort(wanted["item"], kind="stable")]
-        readers: dict[int, SpanReader] = {}  # by file, the one used last at the end
-        ahead: dict[tuple[int, int], Chosen] = {}  # by file and offset
-        try:
-            for row in wanted:
-                file, offset = int(row["file"]), int(row["offset"])
-                if by_item and is_compressed(self.files[file]):
-                    if (file, offset) not in ahead:
-                        ahead.update(self._read_file(file, wanted[wanted["file"] == file], keep, advance, with_ids))
-                    yield ahead.pop((file, offset))
-                    continue
-                if file not in readers and len(readers) >= _OPEN_FILES:
-                    readers.pop(next(iter(readers))).close()
-                readers[file] = reader = readers.pop(file, None) or SpanReader(self.files[file])
-                advance(int(row["size"]))
-                yield self._read_group(reader, self.files[file], row, keep, with_ids)
-        finally:
-            for reader in readers.values():
-                reader.close()
+        if not by_item:
+            yield from self._read(wanted, keep, advance)
+            return
+        ahead: dict[int, Chosen] = {}  # by the row of a group's first response
+        for at in np.argsort(wanted["item"], kind="stable").tolist():
+            file, first = int(wanted["file"][at]), int(wanted["first"][at])
+            if not is_compressed(self.files[file]):
+                yield from self._read(wanted[at : at + 1], keep, advance)
+                continue
+            if first not in ahead:
+                of_file = self._read(wanted[wanted["file"] == file], keep, advance)
+                ahead |= {each.rows[0] - each.indices[0]: each for each in of_file}
+            yield ahead.pop(first)
 
-    def _read_file(
-        self, file: int, rows: Array, keep: Array, advance: Advance, with_ids: bool
-    ) -> Iterator[tuple[tuple[int, int], Chosen]]:
-        """These groups of one file from its beginning to its end, by file and offset."""
-        with SpanReader(self.files[file]) as reader:
-            for row in np.sort(rows, order="offset"):
-                advance(int(row["size"]))
-                yield (file, int(row["offset"])), self._read_group(reader, self.files[file], row, keep, with_ids)
+    def _read(self, wanted: Array, keep: Array, advance: Advance) -> Iterator[Chosen]:
+        """These groups in their order; of compressed files that is the order of their lines."""
+        for file, rows in groupby(wanted, key=itemgetter("file")):
+            with SpanReader(self.files[file]) as reader:
+                for row in rows:
+                    advance(int(row["size"]))
+                    yield self._read_group(reader, self.files[file], row, keep)
 
-    def _read_group(self, reader: SpanReader, path: Path, row: np.void, keep: Array, with_ids: bool) -> Chosen:
-        line = Line(path, int(row["line"]), int(row["offset"]), _read_json(reader, row, with_ids), True)
+    def _read_group(self, reader: SpanReader, path: Path, row: np.void, keep: Array) -> Chosen:
+        start, end = int(row["offset"]), int(row["offset"]) + int(row["size"])
+        line = Line(path, int(row["line"]), start, reader.read(start, end), True)
         changed = f"{line.where}: changed while it was read; run the command again"
         try:
-            group = parse_lazily(line, has_lists=with_ids)
+            group = parse_lazily(line)
         except RowError as error:
             raise DataError(changed) from error
         if len(group.scores) != row["responses"]:
@@ -217,17 +203,14 @@ class TableBuilder:
                 *(line.number, line.offset, line.size),
                 *(self._response_rows, len(group.scores)),
                 *(item, group.prompt_hash(), _group_hash(group, item, lengths)),
-                *(group.hole[0], group.hole[1] - group.hole[0]),
             )
         )
         reasons = group.finish_reasons or [None] * len(group.scores)
         for index, (score, reason, known) in enumerate(zip(group.scores, reasons, lengths, strict=True)):
             total, trained = known or (UNKNOWN_LENGTH, UNKNOWN_LENGTH)
-            runs, behind = group.stretches(index)
             odd = group.odd.get(index, 0) or (0 if trained else NOTHING_GENERATED)
             finish = _FINISH_CODES.get(reason, 0)
-            row = (self._group_rows, index, finish, odd, score, total, trained, min(runs, MOST), min(behind, MOST))
-            self._responses.append(row)
+            self._responses.append((self._group_rows, index, finish, odd, score, total, trained))
         self._group_rows += 1
         self._response_rows += len(group.scores)
         if len(self._responses) >= 10_000:
@@ -344,17 +327,7 @@ def _group_hash(group: LazyGroup, item: int, lengths: list[tuple[int, int] | Non
     return hash64(name.encode())
 
 
-def _read_json(reader: SpanReader, row: np.void, with_ids: bool) -> bytes:
-    """The line of a group row; without ids, `null` stands in place of its stretch of number lists."""
-    start, size, before_hole, hole_size = (int(row[name]) for name in ("offset", "size", "hole", "hole_size"))
-    end, hole = start + size, start + before_hole  # of ints: a number and an uint32 would add up as uint32
-    resume = hole + hole_size
-    if with_ids or resume == hole:
-        return reader.read(start, end)
-    return reader.read(start, hole) + b"null" + reader.read(resume, end)
-
-
-_VERSION = 7  # a change to `GROUP`, `RESPONSE`, `ODD` or a hash needs a new one
+_VERSION = 8  # a change to `GROUP`, `RESPONSE`, `ODD` or a hash needs a new one
 _END_BYTES = 1 << 16
 
 

@@ -54,7 +54,7 @@ class LiveRollouts:
     def group(self, row: int) -> bytes:
         return self._lines[row]
 
-    def read(self, table: Table, rows: Array, *, with_ids: bool) -> Iterator[tuple[int, Line, LazyGroup]]:
+    def read(self, table: Table, rows: Array) -> Iterator[tuple[int, Line, LazyGroup]]:
         for row in rows.tolist():
             line = self._line(row, self._lines[row])
             yield row, line, parse_lazily(line)

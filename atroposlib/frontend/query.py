@@ -301,15 +301,15 @@ Measure = Callable[[Line, LazyGroup], Sequence[float]]
 _UNWATCHED_S = 20.0  # a scan that nobody has asked for this long stops
 
 
-Read = Callable[..., Iterator[tuple[int, Line, LazyGroup]]]
-"""Called with a table, rows of it and `with_ids`: group row, line and group of each of the rows, ascending."""
+Read = Callable[[Table, Array], Iterator[tuple[int, Line, LazyGroup]]]
+"""Called with a table and rows of it: group row, line and group of each of the rows, ascending."""
 
 
 class Scan:
     """Values of the responses of a source, filled in by a thread."""
 
-    def __init__(self, read: Read, measure: Measure, *, with_ids: bool = False) -> None:
-        self._read, self._measure, self._with_ids = read, measure, with_ids
+    def __init__(self, read: Read, measure: Measure) -> None:
+        self._read, self._measure = read, measure
         self._lock = threading.Lock()
         self._table = Table([], [], np.zeros(0, _NO_GROUPS), np.zeros(0))
         self._values, self._is_read = np.zeros(0), np.zeros(0, bool)  # [responses], [groups]
@@ -356,7 +356,7 @@ class Scan:
             if not len(rows):
                 return
             try:
-                for row, line, group in self._read(table, rows, with_ids=self._with_ids):
+                for row, line, group in self._read(table, rows):
                     found = self._measure(line, group)
                     with self._lock:
                         if table is not self._table:

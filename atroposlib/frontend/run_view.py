@@ -77,7 +77,7 @@ class RolloutSource(Protocol):
         """The recorded line of one group row."""
         ...
 
-    def read(self, table: Table, rows: Array, *, with_ids: bool) -> Iterator[tuple[int, Line, LazyGroup]]:
+    def read(self, table: Table, rows: Array) -> Iterator[tuple[int, Line, LazyGroup]]:
         """Group row, line and group of each of `rows` of `table`, ascending."""
         ...
 
@@ -144,10 +144,10 @@ class FileRollouts:
         """The recorded line of one group row."""
         return read_group(self.table(), row)[0].data
 
-    def read(self, table: Table, rows: Array, *, with_ids: bool) -> Iterator[tuple[int, Line, LazyGroup]]:
+    def read(self, table: Table, rows: Array) -> Iterator[tuple[int, Line, LazyGroup]]:
         """Group row, line and group of each of `rows` of `table`, ascending."""
         keep = np.isin(table.responses["group"], rows)
-        for chosen in table.read(keep, with_ids=with_ids):
+        for chosen in table.read(keep):
             yield int(table.responses["group"][chosen.rows[0]]), chosen.line, chosen.group
 
     def state(self) -> str:
@@ -161,7 +161,7 @@ class View:
     def __init__(self, rollouts: RolloutSource, texts: TokenTexts) -> None:
         self.rollouts, self.texts = rollouts, texts
         self._searches: dict[str, Scan] = {}
-        self._gaps = Scan(rollouts.read, _gaps, with_ids=True)
+        self._gaps = Scan(rollouts.read, _gaps)
         self._has_gaps: bool | None = None
         self._names: tuple[list[Path], list[str], list[str]] = ([], [], [])
 
@@ -424,7 +424,7 @@ def make_app(rollouts: RolloutSource, texts: TokenTexts | None = None) -> FastAP
 
 def _chosen_lines(rollouts: RolloutSource, table: Table, keep: Array) -> Iterator[bytes]:
     """The lines of groups with a response in `keep`, each with those responses only."""
-    for row, line, _ in rollouts.read(table, np.unique(table.responses["group"][keep]), with_ids=True):
+    for row, line, _ in rollouts.read(table, np.unique(table.responses["group"][keep])):
         group = table.groups[row]
         first = int(group["first"])
         indices = np.flatnonzero(keep[first : first + int(group["responses"])]).tolist()

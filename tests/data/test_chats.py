@@ -78,14 +78,16 @@ GENERATED = {
 }
 
 
-def group_of(messages):
-    return msgspec.json.decode(json.dumps({"scores": [1.0], "messages": [messages]}), type=LazyGroup)
+def group_of(messages, runs):
+    """One response whose mask trains so many runs, with so many positions behind the last."""
+    mask = [-100, 5] * runs[0] + [-100] * runs[1]
+    return msgspec.json.decode(json.dumps({"scores": [1.0], "messages": [messages], "masks": [mask]}), type=LazyGroup)
 
 
 @pytest.mark.parametrize(("messages", "runs", "texts", "expected"), GENERATED.values(), ids=GENERATED)
 def test_the_mask_tells_which_turns_were_generated(messages, runs, texts, expected):
     decode = (lambda: texts) if texts else None
-    assert read_chat(group_of(messages), 0, "a:1[0]", runs, decode).generated == expected
+    assert read_chat(group_of(messages, runs), 0, "a:1[0]", decode).generated == expected
 
 
 UNKNOWN = {
@@ -100,7 +102,7 @@ UNKNOWN = {
 @pytest.mark.parametrize(("messages", "runs", "texts", "sentence"), UNKNOWN.values(), ids=UNKNOWN)
 def test_where_it_is_not_known_who_wrote_a_turn_the_row_is_refused(messages, runs, texts, sentence):
     with pytest.raises(RowError, match=sentence):
-        read_chat(group_of(messages), 0, "a:1[0]", runs, (lambda: texts) if texts else None)
+        read_chat(group_of(messages, runs), 0, "a:1[0]", (lambda: texts) if texts else None)
 
 
 def test_tools_are_the_groups_or_each_responses_own():
@@ -108,6 +110,6 @@ def test_tools_are_the_groups_or_each_responses_own():
     record = {"scores": [1.0, 0.0], "messages": [[user(), said()]] * 2}
     own = msgspec.json.decode(json.dumps({**record, "tools": tools}), type=LazyGroup)
     shared = msgspec.json.decode(json.dumps({**record, "tools": tools[0]}), type=LazyGroup)
-    first, second = (read_chat(own, index, "a", (1, 0)).tools for index in (0, 1))
+    first, second = (read_chat(own, index, "a").tools for index in (0, 1))
     assert (bytes(first or b""), second) == (json.dumps(tools[0]).encode(), None)
-    assert bytes(read_chat(shared, 1, "a", (1, 0)).tools or b"") == json.dumps(tools[0]).encode()
+    assert bytes(read_chat(shared, 1, "a").tools or b"") == json.dumps(tools[0]).encode()

@@ -5,7 +5,6 @@ import json
 import pytest
 from rollout_factory import make_group, write_groups
 
-from atroposlib.data import table as table_module
 from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.rollouts.files import compress
 
@@ -24,8 +23,7 @@ def groups(*items):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_problems_come_by_number_over_all_files(tmp_path, monkeypatch, packed):
-    monkeypatch.setattr(table_module, "_OPEN_FILES", 1)
+def test_problems_come_by_number_over_all_files(tmp_path, packed):
     folder = tmp_path / "rollouts"
     folder.mkdir()
     for name, items in (("a", (10, 2, 7)), ("b", (1, 9)), ("c", (3,))):
