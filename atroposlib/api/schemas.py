@@ -171,12 +171,6 @@ class NoExample(ScoredData):
     generation_params: Annotated[list[Json], Field(max_length=0)]  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
 
 
-class Message(BaseModel):
-    """An answer in one sentence."""
-
-    message: str
-
-
 class Uuid(BaseModel):
     """The trainer's number."""
 
