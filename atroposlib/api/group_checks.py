@@ -2,7 +2,7 @@
 
 Senders get a sentence that names field, index, what was found and what was expected. simdjson reads a JSON body and
 makes arrays of its matrices without a Python number for each value. What it does not take for surely plain is read by
-msgspec, and value by value where that finds a fault.
+msgspec, value by value.
 """
 
 import json
@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, TypeVar, cast
+from typing import TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -82,31 +82,19 @@ _FIELD_NAMES = frozenset(_Fields.__struct_fields__)
 _decode_fields = msgspec.json.Decoder(_Fields).decode
 _decode_fields_list = msgspec.json.Decoder(list[_Fields]).decode
 _decode_any = msgspec.json.decode
-_decode_floats = msgspec.json.Decoder(list[list[float]]).decode
-_decode_integers = msgspec.json.Decoder(
-    list[list[Annotated[int, msgspec.Meta(ge=-MAX_TOKEN_ID - 1, le=MAX_TOKEN_ID)]]]
-).decode
-_decode_tokens = msgspec.json.Decoder(list[list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]]).decode
 _decode_scores = msgspec.json.Decoder(list[float | bool]).decode
 
 
 @dataclass(slots=True)
 class EncodedGroup:
-    """A valid group as it is stored.
+    """A valid group as it is stored."""
 
-    Attributes:
-        content: its binary form; `env_id` is part of it, `group_id` is not.
-        digest: 16 bytes (XXH3-128) of the content, which tell damage and repeats; not against who makes them collide.
-        sequences: G.
-        longest: tokens of its longest sequence.
-    """
-
-    content: bytes
-    digest: bytes
+    content: bytes  # its binary form; `env_id` is part of it, `group_id` is not
+    digest: bytes  # XXH3-128 of the content, which tells damage and repeats; not against who makes them collide
     env_id: int | None
     group_id: str | None
     sequences: int
-    longest: int
+    longest: int  # tokens of its longest sequence
 
     def json(self) -> bytes:
         """Return the group as trainers of 0.4.0 get it."""
@@ -297,20 +285,9 @@ def _head(fields: _Fields, scores: bytes, matrices: dict[str, Matrix]) -> bytes:
     return b"".join([*members, b"}"])
 
 
-def _read_matrix(text: msgspec.Raw, name: str) -> Matrix | list[int]:
+def _read_matrix(text: msgspec.Raw, field: str) -> Matrix | list[int]:
     """Return a JSON matrix as an array, or its row lengths where it fits none; GroupError at the first bad value."""
-    integers = name in INTEGER_ROWS
-    decode = _decode_tokens if name == "tokens" else _decode_integers if integers else _decode_floats
-    try:
-        rows = decode(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        rows = _careful_rows(text, name, integers)
-    return matrix_of(rows, integers=integers) or [len(row) for row in rows]
-
-
-def _careful_rows(text: msgspec.Raw, field: str, integers: bool) -> list[list[Json]]:
-    """Return rows, having looked at every value; GroupError with the place of the first bad one."""
-    rows = _parse(_decode_any, text, "JSON", field)
+    rows, integers = _parse(_decode_any, text, "JSON", field), field in INTEGER_ROWS
     if not isinstance(rows, list):
         raise GroupError(f"{field} is {_show(rows)}; expected a list with one list of numbers per sequence")
     for i, row in enumerate(rows):
@@ -318,7 +295,7 @@ def _careful_rows(text: msgspec.Raw, field: str, integers: bool) -> list[list[Js
             raise GroupError(f"{field}[{i}] is {_show(row)}; expected a list of numbers")
         for j, value in enumerate(row):
             _check_number(value, f"{field}[{i}][{j}]", integers, 0 if field == "tokens" else None)
-    return rows
+    return matrix_of(rows, integers=integers) or [len(row) for row in rows]
 
 
 def _check_number(value: object, place: str, integers: bool, lowest: int | None) -> None:

@@ -159,7 +159,7 @@ def _add_env_routes(api: FastAPI) -> None:
         env = await service.register_env(body)
         registration = service.run.registration
         if env is None or registration is None:
-            return schemas.EnvRegistered(status="wait for trainer to start")
+            return schemas.EnvRegistered(status="wait for trainer to start", run_id=None)
         return schemas.EnvRegistered(
             status="success",
             env_id=env.env_id,
@@ -265,7 +265,7 @@ class DirectRoutes:
 
     def __init__(self, app: ASGIApp, *, routes: Sequence[BaseRoute]) -> None:
         self._app = app
-        self._routes = {(method, r.path): r for r in routes if isinstance(r, APIRoute) for method in r.methods}
+        self._routes = {(method, r.path): r for r in routes if isinstance(r, APIRoute) for method in r.methods or ()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get((scope.get("method", ""), scope.get("path", "")))

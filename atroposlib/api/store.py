@@ -12,6 +12,7 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,8 +50,7 @@ class _Job(Generic[T]):
     """Something to do for a request that waits; `is_read` needs no transaction."""
 
     work: Callable[[], T]
-    loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[T]
+    done: Future[T] = field(default_factory=Future)
     is_read: bool = False
     adds_bytes: int = 0
     change: tuple[Change, int] | None = None  # and the number of the last log entry that its `run` includes
@@ -86,7 +86,11 @@ class Store:
         """
         size = sum(new.group.size for new in groups)
         if self._max_bytes is not None and size > self._max_bytes:
-            raise _too_large(size, self._max_bytes)
+            raise Refused(
+                413,
+                f"this takes {size / 1e6:.1f} MB, but --max-queue-mb allows {self._max_bytes / 1e6:.1f} in all; send "
+                "smaller or fewer groups at once, or raise --max-queue-mb",
+            )
         return await self._ask(lambda: self._add(groups), adds_bytes=size)
 
     async def change(self, change: Change) -> None:
@@ -130,8 +134,7 @@ class Store:
             self._dead += [group.number for group in groups]
 
         if not self.is_stuck():  # else a start forgets them
-            loop = asyncio.get_running_loop()
-            self._put(_Job(forget, loop, loop.create_future(), is_read=True))
+            self._put(_Job(forget, is_read=True))
 
     async def reset(self, run: bytes) -> None:
         """Forget everything and begin with `run`."""
@@ -174,10 +177,10 @@ class Store:
         adds_bytes: int = 0,
         change: tuple[Change, int] | None = None,
     ) -> T:
-        loop = asyncio.get_running_loop()
-        asked = _Job(work, loop, loop.create_future(), is_read, adds_bytes, change)
-        self._put(asked)
-        return await asyncio.shield(asked.done)
+        job = _Job(work, is_read=is_read, adds_bytes=adds_bytes, change=change)
+        job.done.set_running_or_notify_cancel()  # it cannot be cancelled: whoever leaves leaves the work in the queue
+        self._put(job)
+        return await asyncio.shield(asyncio.wrap_future(job.done))
 
     def _put(self, job: _Job | None) -> None:
         if self.is_stuck() and job is not None:
@@ -229,7 +232,7 @@ class Store:
             asked = [job for job in jobs if job is not None]
             for job in asked:
                 if job.is_read:
-                    _finish(job, *_attempt(job.work))
+                    _read(job)
             if writes := [job for job in asked if not job.is_read]:
                 self._write(writes)
             self._tidy()
@@ -252,9 +255,12 @@ class Store:
         self._written += sum(job.change[0].logged for job in jobs if job.change is not None)
         for job, result in zip(jobs, results, strict=True):
             failed = isinstance(result, AtroposError)
-            if job.adds_bytes and not failed:
+            if failed:
+                job.done.set_exception(result)
+                continue
+            if job.adds_bytes:
                 self._refusal = None
-            _finish(job, None if failed else result, result if failed else None)
+            job.done.set_result(result)
 
     def _write_with_reserve(self, job: _Job, error: Exception) -> None:
         """Write a change on a full disk with the help of the reserve; keep it for the next one when that is gone
@@ -264,18 +270,20 @@ class Store:
             self._write([job])
             return
         if not isinstance(error, sqlite3.OperationalError):
-            _finish(job, None, error)
+            job.done.set_exception(error)
             return
         what = "no space left in" if "full" in str(error) else f"{FILE} cannot be written in"
         full = StorageFull(f"{what} {self._folder.path} ({error}); this passes by itself when it can be")
         if job.change is None:
             self._refusal = str(full)
-            _finish(job, None, full)
+            job.done.set_exception(full)
             return
         self._unwritten.append(job.change)
         if job.change[0].logged:
             logger.warning("a delivery stays in the log until the database can take it: %s", full)
-        _finish(job, None, None if job.change[0].logged else full)
+            job.done.set_result(None)
+        else:
+            job.done.set_exception(full)
 
     def _transact(self, works: Sequence[Callable[[], object]]) -> list[object]:
         """Do all in one commit; an AtroposError of one, raised before it wrote anything, is its result."""
@@ -305,7 +313,10 @@ class Store:
         return results
 
     def _add(self, groups: Sequence[NewGroup]) -> list[bool]:
-        fresh = _first_seen([new.encoded.group_id for new in groups], self._tables.knows)
+        fresh, seen = [], set[str | None]()
+        for group_id in (new.encoded.group_id for new in groups):
+            fresh.append(group_id is None or not (group_id in seen or self._tables.knows(group_id)))
+            seen.add(group_id)
         adding = [new for new, is_fresh in zip(groups, fresh, strict=True) if is_fresh]
         size = sum(new.group.size for new in adding)
         if (reason := _over_limit(self.used_bytes + size, self._max_bytes) or self._folder.no_room(size)) is not None:
@@ -317,7 +328,7 @@ class Store:
         except StorageFull as error:
             self._refusal = str(error)
             raise
-        self._tables.insert(adding, [new.encoded.group_id for new in adding if new.encoded.group_id is not None])
+        self._tables.insert(adding)
         self.used_bytes += size
         return fresh
 
@@ -356,25 +367,6 @@ class Store:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def _first_seen(ids: Sequence[str | None], is_known: Callable[[str], bool]) -> list[bool]:
-    """Return which of these ids are met for the first time; what has none counts as such."""
-    seen: set[str] = set()
-    found = []
-    for group_id in ids:
-        found.append(group_id is None or (group_id not in seen and not is_known(group_id)))
-        if group_id is not None:
-            seen.add(group_id)
-    return found
-
-
-def _too_large(size: int, limit: int) -> Refused:
-    return Refused(
-        413,
-        f"this takes {size / 1e6:.1f} MB, but --max-queue-mb allows {limit / 1e6:.1f} in all; send smaller or fewer "
-        "groups at once, or raise --max-queue-mb",
-    )
-
-
 def _over_limit(used: int, most: int | None) -> str | None:
     """Say that groups would take more bytes than are allowed; None when they do not."""
     if most is None or used <= most:
@@ -385,25 +377,8 @@ def _over_limit(used: int, most: int | None) -> str | None:
     )
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _read(job: _Job) -> None:
     try:
-        return work(), None
+        job.done.set_result(job.work())
     except Exception as error:  # the waiting request gets it; the thread must live on
-        return None, error
-
-
-def _finish(job: _Job, result: object, error: Exception | None) -> None:
-    """Wake the request that waits for a job."""
-
-    def wake() -> None:
-        if job.done.cancelled():
-            return
-        if error is None:
-            job.done.set_result(result)
-        else:
-            job.done.set_exception(error)
-
-    try:
-        job.loop.call_soon_threadsafe(wake)
-    except RuntimeError:
-        logger.debug("the event loop ended before a job did")
+        job.done.set_exception(error)

@@ -2,7 +2,7 @@
 
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,9 +79,10 @@ class Tables:
         """Return True when a group of this id was stored before."""
         return self._db.execute("SELECT 1 FROM group_ids WHERE group_id = ?", (group_id,)).fetchone() is not None
 
-    def insert(self, groups: Sequence[NewGroup], group_ids: Iterable[str]) -> None:
-        self._db.executemany("INSERT INTO group_ids VALUES (?)", [(group_id,) for group_id in group_ids])
+    def insert(self, groups: Sequence[NewGroup]) -> None:
         for new in groups:
+            if new.encoded.group_id is not None:
+                self._db.execute("INSERT INTO group_ids VALUES (?)", (new.encoded.group_id,))
             g = new.group
             row = (g.number, g.env_id, g.sequences, g.size, g.digest, BUFFERED if new.buffered else QUEUED)
             self._db.execute("INSERT INTO groups VALUES (?,?,?,?,?,?)", row)

@@ -16,9 +16,10 @@ golden-section search: J. Kiefer, Proc. AMS 4 (1953), 502, and Press et al., Num
 """
 
 import asyncio
+import itertools
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -32,39 +33,33 @@ class GroupTimes:
     def __init__(self) -> None:
         self.took: list[float] = []  # s, of the groups that ended well
         self.ended_ever = 0
-        self._running: list[int] = [0]  # groups of each tick that still run
-        self._ticks: list[float] = [0.0]  # its beginning
-        self._first = 0  # number of the first of them
+        self._running: dict[int, float] = {}  # number of a group -> when it began
+        self._numbers = itertools.count()
+        self._now = 0.0
 
     def mark(self, now: float) -> None:
         """Forget what was noted."""
-        self._first += len(self._ticks)
-        self.took, self._running, self._ticks = [], [0], [now]
+        self.took, self._running, self._now = [], {}, now
 
     def tick(self, now: float) -> None:
         """Groups that begin from here on count from `now`."""
-        if self._running[-1]:
-            self._running.append(0)
-            self._ticks.append(now)
-        else:
-            self._ticks[-1] = now
+        self._now = now
 
     def begin(self) -> int:
         """A group begins; `end` wants the number returned."""
-        self._running[-1] += 1
-        return self._first + len(self._ticks) - 1
+        number = next(self._numbers)
+        self._running[number] = self._now
+        return number
 
-    def end(self, began: int, seconds: float | None) -> None:
+    def end(self, number: int, seconds: float | None) -> None:
         """That group ended; None: by a failure, of which the time says nothing."""
         self.ended_ever += seconds is not None
-        if began >= self._first:
-            self._running[began - self._first] -= 1
-            if seconds is not None:
-                self.took.append(seconds)
+        if self._running.pop(number, None) is not None and seconds is not None:
+            self.took.append(seconds)
 
     def ages(self, now: float) -> list[tuple[float, int]]:
         """(age in s, groups) of those that still run, oldest first."""
-        return [(now - tick, count) for tick, count in zip(self._ticks, self._running, strict=True) if count > 0]
+        return [(now - began, groups) for began, groups in Counter(self._running.values()).items()]
 
 
 def mean_time(ended: Sequence[float], running: Sequence[tuple[float, int]]) -> tuple[float, float]:

@@ -6,7 +6,6 @@ Items are counted where the evaluation hands them to `evaluate_items`; answers a
 """
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -16,11 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, overload
 
-import orjson
-
-from atroposlib.paths import write_text_atomic
 from atroposlib.rollouts.failures import describe_error
-from atroposlib.rollouts.progress import ProgressDisplay, Rates, file_head
+from atroposlib.rollouts.progress import ProgressDisplay, ProgressFile, Rates, State
 from atroposlib.rollouts.trace import Chat, Chats, EngineReply, RolloutTrace, tracing
 from atroposlib.status.page import write_last_page
 from atroposlib.status.table import duration
@@ -52,16 +48,16 @@ class _Replies(RolloutTrace):
         self.usage["completion_tokens"] += reply.completion_tokens
 
 
-@dataclass(slots=True)
-class Evaluation:
+@dataclass
+class Evaluation(ProgressFile):
     """One evaluation. Plain data, except for `write`."""
 
     env: str
-    path: Path | None = None  # None: nothing is written
+    path: Path | None = None
     step: int | None = None  # of the trainer, when it began; None: no trainer
     requests_out: Callable[[], int] = lambda: 0
     missing: Callable[[], str | None] = lambda: None  # the counterpart that it waits for
-    state: str = "running"
+    state: State = "running"
     items: int = 0  # 0: the evaluation does not say how many there are
     items_done: int = 0
     last_error: str | None = None
@@ -69,7 +65,8 @@ class Evaluation:
     _began_s: float = field(default_factory=time.monotonic)
     replies: _Replies = field(default_factory=_Replies)
     _rates: Rates = field(default_factory=Rates)  # of items, answers, tokens
-    _writing: threading.Lock = field(default_factory=threading.Lock)  # the newest state is written last
+    _is_failing: bool = False
+    _writing: threading.Lock = field(default_factory=threading.Lock)
 
     mode = "evaluate"
 
@@ -97,33 +94,16 @@ class Evaluation:
         """Remember the counts now, for the rates of the last minute."""
         self._rates.add(self.items_done, self.replies.answers, self.replies.usage["completion_tokens"])
 
-    def rates(self) -> tuple[float, float, float]:
-        """Items, answers and tokens per second over the last minute."""
-        items_s, answers_s, tokens_s = map(self._rates.per_second, range(3))
-        return items_s, answers_s, tokens_s
-
-    def snapshot(self) -> JsonObject:
-        """Return the content of the progress file."""
+    def counts(self) -> JsonObject:
         return {
-            **file_head(self.env, self.mode, self.state),
             "waiting_for": self.missing() if self.state == "running" else None,
             "groups_done": self.items_done,
             "groups_total": self.items or None,
             "responses": self.replies.answers,
             "completion_tokens": self.replies.usage["completion_tokens"],
             "in_flight": self.requests_out(),
-            "rates": dict(zip(("groups_s", "responses_s", "tokens_s"), self.rates(), strict=True)),
-            "started_at": self.started_at,
             "elapsed_s": time.monotonic() - self._began_s,
-            "updated_at": time.time(),
-            "last_error": self.last_error,
         }
-
-    def write(self) -> None:
-        """Replace the progress file; a full disk only costs the update."""
-        with self._writing, contextlib.suppress(OSError):
-            if self.path is not None:
-                write_text_atomic(self.path, orjson.dumps(self.snapshot(), option=orjson.OPT_INDENT_2).decode())
 
     def remove(self) -> None:
         """Remove the progress file, whose results say it all, for good: a thread may be about to write it again."""

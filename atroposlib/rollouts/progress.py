@@ -12,10 +12,10 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import orjson
 
@@ -64,6 +64,67 @@ class Rates:
         return max(0.0, last[place] - first[place]) / (ended - began)  # a failed try takes its tokens back
 
 
+class ProgressFile:
+    """What rollouts and an evaluation have in common: a small file that says how far they are, and their rates."""
+
+    path: Path | None  # None: nothing is written
+    env: str
+    mode: str
+    state: State
+    last_error: str | None
+    started_at: float
+    _is_failing: bool  # the file could not be written last
+    _writing: threading.Lock  # what is written last was noted last
+    _rates: Rates
+
+    def line(self) -> str:
+        """Return the state in one line."""
+        raise NotImplementedError
+
+    def counts(self) -> JsonObject:
+        """Return what only this kind says in its file."""
+        raise NotImplementedError
+
+    def rates(self) -> tuple[float, float, float]:
+        """Groups (or items), responses and completion tokens per second over the last minute, unfinished included."""
+        groups_s, responses_s, tokens_s = map(self._rates.per_second, range(3))
+        return groups_s, responses_s, tokens_s
+
+    def snapshot(self) -> JsonObject:
+        """Return the content of the file: whose it is, who writes it, and the counts."""
+        return {
+            "schema_version": 1,
+            "env": self.env,
+            "mode": self.mode,
+            "pid": os.getpid(),
+            "node": socket.gethostname(),
+            "started": start_time(os.getpid()),
+            "state": self.state,
+            **self.counts(),
+            "rates": dict(zip(("groups_s", "responses_s", "tokens_s"), self.rates(), strict=True)),
+            "started_at": self.started_at,
+            "updated_at": time.time(),
+            "last_error": self.last_error,
+        }
+
+    def write(self) -> None:
+        """Replace the progress file; a full disk only costs the update."""
+        with self._writing:
+            if self.path is None:
+                return
+            try:
+                text = orjson.dumps(as_json(self.snapshot()), option=orjson.OPT_INDENT_2).decode()
+                write_text_atomic(self.path, text)
+                self._is_failing = False
+            except OSError as error:
+                if not self._is_failing:
+                    logger.warning("progress is not written for now: file=%s error=%s", self.path, error)
+                self._is_failing = True
+                with contextlib.suppress(OSError):
+                    now = time.time()
+                    os.utime(self.path, (now, now))  # its time says that this process continues, which takes no space
+
+
 @dataclass(frozen=True, slots=True)
 class EngineUse:
     """The load of all engines together. `slots` is the most that has run at once, so that a busy engine is at 1."""
@@ -74,11 +135,11 @@ class EngineUse:
     tokens_s: float | None = None  # None: they do not say
 
 
-@dataclass(slots=True)
-class Progress:
+@dataclass
+class Progress(ProgressFile):
     """The state of one run. Plain data, except for `write`."""
 
-    path: Path | None  # None: nothing is written
+    path: Path | None
     env: str
     mode: str
     limits: RunLimits
@@ -104,8 +165,8 @@ class Progress:
     _earlier_s: float = 0.0  # that earlier processes took
     _earlier_starts: int = 0
     _killed_tokens: int = 0  # in flight when earlier processes ended
-    _is_failing: bool = False  # the file could not be written last
-    _writing: threading.Lock = field(default_factory=threading.Lock)  # what is written last was noted last
+    _is_failing: bool = False
+    _writing: threading.Lock = field(default_factory=threading.Lock)
     _waits: dict[str, str] = field(default_factory=dict)  # by counterpart: "engine", "disk", "api"
     _said_at: dict[str, float] = field(default_factory=dict)  # by cause of a standstill
     _rates: Rates = field(default_factory=Rates)  # of groups, responses, tokens, share of the run
@@ -147,16 +208,6 @@ class Progress:
         return bool(self._waits)
 
     @property
-    def rejected_for(self) -> Counter[str]:
-        """Groups of no use (wrong size, equal scores, none at all) by reason, this process only."""
-        return self.dropped.reasons
-
-    @property
-    def rejected(self) -> int:
-        """Groups of no use, this process only."""
-        return self.dropped.reasons.total()
-
-    @property
     def share_done(self) -> float | None:
         """Of the limit that is nearest, 0 to 1; None: the run has no end."""
         return self.limits.share_done(self.totals)
@@ -176,12 +227,12 @@ class Progress:
             "rejected": counts["rejected"] + self.totals.rejected_tokens,
         }
 
-    def snapshot(self) -> JsonObject:
+    def counts(self) -> JsonObject:
+        rejected = self.dropped.reasons
         tasks = {
             name: self.totals.tasks.get(name, TaskCount()) for name in {*self.totals.tasks, *self.health.set_aside}
         }
         return {
-            **file_head(self.env, self.mode, self.state),
             "waiting_for": self.waiting_for,
             "evaluating": self.evaluating,
             "groups_done": self.totals.groups,
@@ -196,26 +247,18 @@ class Progress:
             "killed_tokens": self._killed_tokens,
             "reused_responses": self.reused_responses,
             "reused_tokens": self.reused_tokens,
-            "rates": dict(zip(("groups_s", "responses_s", "tokens_s"), self.rates(), strict=True)),
             "engines": asdict(self.engines) if self.engines else None,
             "wasted": self.wasted(),
-            "rejected": self.rejected,
-            "rejected_for": dict(self.rejected_for),
+            "rejected": rejected.total(),
+            "rejected_for": dict(rejected),
             "withheld": self.dropped.withheld,
             "unscored": self.failures.unscored,
             "unfinished": {"answers": self.unfinished_answers, "tokens": self.unfinished_tokens},
-            "started_at": self.started_at,
             "elapsed_s": self._earlier_s + time.monotonic() - self._began_s,
             "starts": self._earlier_starts + 1,
-            "updated_at": time.time(),
             "failures": self.failure_counts(),
             "tasks": {
-                name: {
-                    "groups": count.groups,
-                    "responses": count.responses,
-                    "accepted": count.accepted,
-                    "set_aside": self.health.set_aside.get(name),
-                }
+                name: {**asdict(count), "set_aside": self.health.set_aside.get(name)}
                 for name, count in sorted(tasks.items())
             },
             "outputs": {
@@ -223,26 +266,8 @@ class Progress:
                 "failures": str(self.failures.path) if self.failures.path and self.failures.counts else None,
                 "html": [str(path) for path in self.html],
             },
-            "last_error": self.last_error,
             "last_failure": self.failures.last,
         }
-
-    def write(self) -> None:
-        """Replace the progress file; a full disk only costs the update."""
-        if self.path is None:
-            return
-        with self._writing:
-            try:
-                text = orjson.dumps(as_json(self.snapshot()), option=orjson.OPT_INDENT_2).decode()
-                write_text_atomic(self.path, text)
-                self._is_failing = False
-            except OSError as error:
-                if not self._is_failing:
-                    logger.warning("progress is not written for now: file=%s error=%s", self.path, error)
-                self._is_failing = True
-                with contextlib.suppress(OSError):
-                    now = time.time()
-                    os.utime(self.path, (now, now))  # its time says that this process continues, which takes no space
 
     def sample(self) -> None:
         """Remember the counts now, for the rates of the last minute."""
@@ -250,11 +275,6 @@ class Progress:
         tokens = totals.completion_tokens + totals.rejected_tokens + self.unfinished_tokens
         answers = totals.responses + self.unfinished_answers
         self._rates.add(totals.groups, answers, tokens, self.share_done or 0.0)
-
-    def rates(self) -> tuple[float, float, float]:
-        """Groups, responses and completion tokens per second over the last minute, unfinished groups included."""
-        groups_s, responses_s, tokens_s = map(self._rates.per_second, range(3))
-        return groups_s, responses_s, tokens_s
 
     def eta_s(self) -> float | None:
         """Seconds until the nearest limit at the rate of the last minute; None when unknown."""
@@ -287,8 +307,8 @@ class Progress:
             parts.append("failures " + " ".join(f"{kind}={n}" for kind, n in sorted(counts.items())))
         if self.failures.unscored:
             parts.append(f"unscored responses {self.failures.unscored}")
-        if self.rejected:
-            parts.append(f"rejected {self.rejected}")
+        if rejected := self.dropped.reasons.total():
+            parts.append(f"rejected {rejected}")
         if self.dropped.withheld:
             parts.append(f"withheld {self.dropped.withheld}")
         if self.evaluating:
@@ -298,43 +318,13 @@ class Progress:
         return " | ".join(parts)
 
 
-def file_head(env: str, mode: str, state: str) -> JsonObject:
-    """Return how a progress file begins, of rollouts and of an evaluation alike: whose it is, and who writes it."""
-    return {
-        "schema_version": 1,
-        "env": env,
-        "mode": mode,
-        "pid": os.getpid(),
-        "node": socket.gethostname(),
-        "started": start_time(os.getpid()),
-        "state": state,
-    }
-
-
 LOG_EVERY_S = 10.0
-
-
-class Shown(Protocol):
-    """A run or an evaluation, as far as a display needs it."""
-
-    @property
-    def state(self) -> str: ...
-
-    @property
-    def mode(self) -> str: ...
-
-    @property
-    def path(self) -> Path | None: ...
-
-    def line(self) -> str: ...
-
-    def snapshot(self) -> JsonObject: ...
 
 
 class ProgressDisplay:
     """Shows a run or an evaluation on stderr and, where no supervisor does, as a page. `update` may be called often."""
 
-    def __init__(self, progress: Shown) -> None:
+    def __init__(self, progress: ProgressFile) -> None:
         self._progress = progress
         self._live = _live() if sys.stderr.isatty() else None
         is_alone = progress.mode == "evaluate" or (progress.path and "_progress_" in progress.path.name)
