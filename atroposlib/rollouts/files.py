@@ -103,13 +103,18 @@ class ItemLines:
 
     entries: Sequence[LedgerEntry]
     lines: Sequence[bytes]
+    written: asyncio.Future[None]
+
+    def tell(self) -> None:
+        """Wake who waits for the end of the writing."""
+        if not self.written.done():
+            self.written.set_result(None)
 
 
 class ShardWriter:
     """Appends to the last shard of a run, or to its one file, and to the index. Used by one thread at a time.
 
-    Lines that wait together are written in one piece; a write that fails, as on a full disk, leaves nothing of it. The
-    index may lag behind the rollouts; its only gaps are damaged lines, so what it lacks is found again at their end.
+    The index may lag behind; its only gaps are damaged lines, so what it lacks is found at the end of the shards.
     """
 
     def __init__(self, files: RunFiles, ledger: Ledger, *, lines_per_shard: int) -> None:
@@ -126,32 +131,27 @@ class ShardWriter:
         self.on_shard_complete: Callable[[Path], object] = lambda path: None
 
     def write(self, waiting: deque[ItemLines]) -> None:
-        """Write from the front of `waiting`, and take away what is written.
-
-        Raises:
-            OSError: what is left was not written.
-        """
+        """Write from the front of `waiting`, and take away what is written; OSError: what is left was not."""
         while waiting:
             shard = self._open_shard()
             items = self._that_fit(waiting)
             place = shard.size
             shard.write(b"".join(line for item in items for line in item.lines))
-            for item in items:
-                place = self._note_places(item, place)
-                waiting.popleft()
             self.is_dirty = True
             entries = [entry for item in items for entry in item.entries]
+            for entry, line in zip(entries, (line for item in items for line in item.lines), strict=True):
+                entry.shard, entry.start, entry.end = self._number, place, place + len(line)
+                place = entry.end
+            self._lines += len(entries)
+            for _ in items:
+                waiting.popleft()
             try:
                 self.write_index(entries)
             except OSError:  # the lines themselves are safe, and without room the next ones will say so
                 self._index_owed += _index_lines(entries)
 
     def write_index(self, entries: Sequence[LedgerEntry]) -> None:
-        """Append entries, after those that are owed.
-
-        Raises:
-            OSError: none was written.
-        """
+        """Append entries, after those that are owed; OSError: none was written."""
         self._index.write(self._index_owed + _index_lines(entries))
         self._index_owed = b""
 
@@ -176,13 +176,6 @@ class ShardWriter:
             items.append(item)
             lines += len(item.lines)
         return items
-
-    def _note_places(self, item: ItemLines, place: int) -> int:
-        for entry, line in zip(item.entries, item.lines, strict=True):
-            entry.shard, entry.start, entry.end = self._number, place, place + len(line)
-            place = entry.end
-        self._lines += len(item.lines)
-        return place
 
     def _open_shard(self) -> AppendFile:
         """The shard to write to: a new one when the last is full or compressed."""
@@ -212,12 +205,7 @@ class RolloutFiles:
     """
 
     def __init__(self, files: RunFiles, *, groups_per_shard: int, accept_score: float, sends: bool) -> None:
-        """Lock the run, read its ledger and repair its files.
-
-        Args:
-            groups_per_shard: lines per file, except where the user named one file.
-            accept_score: a response is accepted when its score is above.
-            sends: the groups also go to the trajectory API, so acknowledgements are kept.
+        """Lock the run, read its ledger and repair its files. `sends`: acknowledgements of the API are kept.
 
         Raises:
             LaunchError: another process writes this run.
@@ -238,7 +226,7 @@ class RolloutFiles:
         self._shards = ShardWriter(files, self.ledger, lines_per_shard=groups_per_shard)
         self._acked = AppendFile(files.sidecar("acked")) if sends else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
-        self._waiting: deque[_Item] = deque()  # in the order in which they came
+        self._waiting: deque[ItemLines] = deque()  # in the order in which they came
         self._piece: deque[ItemLines] = deque()  # the first of them, as far as the thread has not written them
         self._handed = 0  # items the piece began with
         self._writing: asyncio.Task[None] | None = None
@@ -263,7 +251,7 @@ class RolloutFiles:
         lines = [one_line(to_json(record)) + b"\n" for record in records]
         if self._is_closed:  # by a rollout that did not heed its cancellation
             raise OSError(errno.ESHUTDOWN, "the run has ended")
-        item = _Item(entries, lines, asyncio.get_running_loop().create_future())
+        item = ItemLines(entries, lines, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_waiting())
@@ -271,12 +259,7 @@ class RolloutFiles:
         return item.entries
 
     async def reject(self, item_key: str, tokens: int, backlog: Sequence[Item] = ()) -> None:
-        """Remember that this item gave no usable group, so that a restart does not roll it out again.
-
-        Args:
-            tokens: generated for it.
-            backlog: items that it asked for all the same.
-        """
+        """Remember that this item gave no usable group, so that a restart does not roll it out again."""
         entry = LedgerEntry(shard=REJECTED, item_key=item_key, completion_tokens=tokens, backlog=as_json(list(backlog)))
         self.ledger.add(entry, acknowledged=True)
         await self._patiently(lambda: self._shards.write_index([entry]))
@@ -341,7 +324,7 @@ class RolloutFiles:
 
     def _hand_over(self) -> deque[ItemLines]:
         """Return what waits now, for the writing thread to take from."""
-        self._piece = deque[ItemLines](self._waiting)
+        self._piece = deque(self._waiting)
         self._handed = len(self._piece)
         return self._piece
 
@@ -353,8 +336,7 @@ class RolloutFiles:
             for entry in item.entries:
                 self.ledger.add(entry, acknowledged=self._acked is None)
             self.ledger.finish(item.entries[0].item_key)
-            if not item.written.done():
-                item.written.set_result(None)
+            item.tell()
 
     def _drop_what_is_not_ours(self) -> None:
         """While we waited for space, another member of a shared run may have taken an item over."""
@@ -365,8 +347,7 @@ class RolloutFiles:
                 self._waiting.remove(item)
                 self._handed -= 1
                 item.entries = []
-                if not item.written.done():
-                    item.written.set_result(None)
+                item.tell()
 
     async def _patiently(self, write: Callable[[], None], before_retry: Callable[[], None] = lambda: None) -> None:
         loop = asyncio.get_running_loop()
@@ -383,13 +364,6 @@ class RolloutFiles:
             else:
                 self.on_wait(None)
                 return
-
-
-@dataclass(slots=True, eq=False)
-class _Item(ItemLines):
-    """Lines that wait to be written, and who waits for them."""
-
-    written: asyncio.Future[None]
 
 
 async def _uncancelled(done: asyncio.Future[None]) -> None:
@@ -419,8 +393,7 @@ class Reports:
     """Makes the twins of one run."""
 
     def __init__(self, write_html: Callable[[str, str], None], *, compress: bool) -> None:
-        """`write_html(input, output)` renders one rollout file."""
-        self._write_html = write_html
+        self._write_html = write_html  # of (rollout file, page)
         self._compress = compress
         self._running: set[asyncio.Task[None]] = set()
 

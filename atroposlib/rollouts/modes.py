@@ -1,10 +1,8 @@
 """The two ways to run an environment.
 
-`process` rolls out exactly `total_steps` groups into a rollout file; no trajectory API, no trainer.
-
-`serve` rolls out groups for a trainer through the trajectory API, at the pace the trainer needs them. Under
-back-pressure and during evaluations no new rollout starts; those that run are finished and sent. The run ends when the
-trainer's steps are served, when `total_groups` groups are stored and acknowledged, or when the items end.
+`process` rolls out exactly `total_steps` groups into a rollout file. `serve` rolls out groups for a trainer through the
+trajectory API, at the pace the trainer needs them; it ends when the trainer's steps are served, when `total_groups`
+groups are stored and acknowledged, or when the items end.
 """
 
 import asyncio
@@ -59,8 +57,7 @@ async def run_serve(env: ServingEnvironment) -> RunOutcome:
     """Run until done; the same call after any interruption resumes.
 
     Raises:
-        LaunchError: another process writes this run.
-        ApiError: the API refuses this environment.
+        LaunchError: another process writes this run. ApiError: the API refuses this environment.
         AtroposError: nothing works any more.
     """
     api, files = env.trainer_link.api, RunFiles.of(env.config, env.label, must_write=False)
@@ -154,14 +151,7 @@ LOG_EVERY_S = 10.0
 
 
 async def run_process(env: Environment) -> RunOutcome:
-    """Run until the asked number of groups is on disk (negative: until the items end).
-
-    The same call after any interruption resumes.
-
-    Raises:
-        LaunchError: another process writes this run.
-        AtroposError: nothing works any more.
-    """
+    """Run until the asked number of groups is on disk (negative: until the items end); raises as `run_serve`."""
     wanted, files = env.config.total_steps, RunFiles.of(env.config, env.label, must_write=True)
     run = Run(env, mode="process", total=None if wanted < 0 else wanted, files=files, sender=None)
     env.attach(run)

@@ -59,8 +59,7 @@ class RolloutPool:
         """
         Args:
             roll_out: rolls out, checks and stores the item `running_items[uuid]`; raises when it fails.
-            may_start: given the number in flight, may one more be started?
-            pause_s: seconds to wait before the next start.
+            may_start: tells for a number in flight whether one more may be started, after `pause_s()` seconds.
             tasks, running_items: the environment's own views of what runs; kept up to date here.
             settled: told the key of every item that is done or given up.
         """

@@ -84,9 +84,7 @@ class Sink:
     async def store(self, groups: Sequence[Mapping[str, Json]], work: Work, *, send: Sequence[bool]) -> int:
         """Store the groups of one item and send those for which `send` is true; how many were stored.
 
-        Raises:
-            StorageError: the rollout file cannot be written.
-            EnvironmentFault: the API refuses a group.
+        StorageError when the file cannot be written, EnvironmentFault when the API refuses a group.
         """
         self.fruitless.end()
         work = _named(work)
@@ -119,11 +117,7 @@ class Sink:
         return len(records)
 
     async def reject(self, work: Work, reason: str) -> None:
-        """Note that the item is done without a usable group; `reason` in a few words.
-
-        Raises:
-            StorageError: that cannot be noted.
-        """
+        """Note that the item is done without a usable group; StorageError: that cannot be noted."""
         self.fruitless.add(reason, asked_an_engine=work.trace.replies > 0)
         work = _named(work)
         if self._files:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Container, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 from atroposlib.errors import EnvironmentFault
 from atroposlib.json_lines import as_json, to_json
@@ -72,12 +72,8 @@ MAX_SET_ASIDE_IN_A_ROW = 1000
 """Items of set-aside tasks drawn one after the other before the source counts as exhausted."""
 
 
-class Draw(Protocol):
-    """Gives the items of an environment."""
-
-    async def __call__(self) -> tuple[str, Item] | None:
-        """Key and item of the next one; None: nothing now."""
-        ...
+Draw: TypeAlias = Callable[[], Awaitable[tuple[str, Item] | None]]
+"""Gives key and item of an environment's next item; None: nothing now."""
 
 
 class ItemSource:
@@ -96,10 +92,7 @@ class ItemSource:
     ) -> None:
         """
         Args:
-            draw: the environment's items.
-            is_done: by key; such items are skipped.
-            task_of: an item's task.
-            is_set_aside: by task; items of such tasks are skipped.
+            is_done, is_set_aside: tell by key, and by task, which items are skipped.
             backlog: the environment's list of items to roll out before drawing new ones; emptied from the front.
             ends: a None of `draw` means that there will be no more items.
             lost: told the key of an item that will not be rolled out, as its task cannot be told.
