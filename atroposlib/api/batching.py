@@ -162,9 +162,9 @@ def _bits(value: int) -> Iterable[int]:
         value ^= low
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class EnvShare:
-    """An environment, connected and alive, as the queue formulas see it."""
+    """An environment as the queue formulas see it."""
 
     env_id: int
     max_token_length: int
@@ -176,7 +176,8 @@ class EnvShare:
 def env_status(me: EnvShare, envs: Sequence[EnvShare], classes: Classes, batch_size: int) -> dict[str, int | float]:
     """The answer to `/status-env` without `current_step`: how much is queued, in units of my own groups.
 
-    Other environments count with whole multiples of the largest queued group, less what is reserved for them.
+    `envs` are those that are connected and alive. Others count with whole multiples of the largest queued group, less
+    what is reserved for them.
     """
     queued: dict[EnvId, int] = {}
     largest = 1

@@ -19,41 +19,25 @@ DEFAULT_ENV_NAME = "env"
 
 
 @dataclass
-class EnvRecord:
+class EnvRecord(EnvShare):
     """One registered environment; it keeps its number when it disconnects."""
 
-    env_id: int
-    max_token_length: int
-    weight: float
     desired_name: str
     real_name: str
-    group_size: int
-    min_batch_allocation: float | None
     connected: bool = True
-
-    def share(self) -> EnvShare:
-        """Return what the queue formulas need of it."""
-        return EnvShare(self.env_id, self.max_token_length, self.weight, self.group_size, self.min_batch_allocation)
 
 
 @dataclass
 class RunState:
-    """Everything that survives a restart except the groups.
+    """Everything that survives a restart except the groups."""
 
-    Attributes:
-        run_id: changes with every reset, so that a late group of an earlier run can be told apart.
-        started: the trainer asked for its first batch.
-        formed: how many batches were formed; numbers them.
-        acked: ids of the last acknowledged leases, so that an acknowledgement may be repeated.
-    """
-
-    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    run_id: str = field(default_factory=lambda: secrets.token_hex(8))  # another one after a reset
     registration: Registration | None = None
     step: int = 0
-    started: bool = False
-    formed: int = 0
+    started: bool = False  # the trainer asked for its first batch
+    formed: int = 0  # batches so far; numbers them
     envs: list[EnvRecord] = field(default_factory=list)
-    acked: list[str] = field(default_factory=list)
+    acked: list[str] = field(default_factory=list)  # the last ended leases, whose acknowledgement may be repeated
 
     def to_json(self) -> bytes:
         registration = None if self.registration is None else self.registration.model_dump()

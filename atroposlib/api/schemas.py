@@ -41,23 +41,8 @@ def _encodable(value: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 
 
-def _example(**fields: Json) -> ConfigDict:
-    return ConfigDict(json_schema_extra={"example": fields})
-
-
 class Registration(BaseModel):
     """A trainer announces a run."""
-
-    model_config = _example(
-        wandb_group="grpo",
-        wandb_project="math",
-        batch_size=256,
-        max_token_len=16384,
-        checkpoint_dir="checkpoints",
-        save_checkpoint_interval=50,
-        starting_step=0,
-        num_steps=1000,
-    )
 
     wandb_group: Text = Field(description="wandb group that environments join.")
     wandb_project: Text = Field(description="wandb project that environments log to.")
@@ -90,10 +75,6 @@ class Registration(BaseModel):
 class RegisterEnv(BaseModel):
     """An environment announces itself."""
 
-    model_config = _example(
-        max_token_length=8192, desired_name="gsm8k", weight=1.0, group_size=8, min_batch_allocation=None
-    )
-
     max_token_length: PositiveInt = Field(le=2**31 - 1, description="Tokens of the longest sequence it generates.")
     desired_name: Text | None = Field(description="Name in wandb and in paths; null: `env`. A number is appended.")
     weight: FiniteFloat | None = Field(description="Share of inference slots relative to others; null: 1.")
@@ -121,15 +102,11 @@ class RegisterEnv(BaseModel):
 class EnvIdentifier(BaseModel):
     """Which environment asks."""
 
-    model_config = _example(env_id=0)
-
     env_id: NonNegativeInt = Field(le=2**53, description="The number that /register-env returned.")
 
 
 class BatchAck(BaseModel):
     """A trainer confirms that it has a leased batch."""
-
-    model_config = _example(batch_id="7-3f9a6c1e")
 
     batch_id: str = Field(description="`batch_id` of the answer to GET /batch?lease_s=...")
 
@@ -137,13 +114,17 @@ class BatchAck(BaseModel):
 class ScoredData(BaseModel):
     """One scored group. G = sequences, T = tokens of one sequence (may differ between sequences)."""
 
-    model_config = _example(
-        tokens=[[1, 2, 3], [1, 2, 4]],
-        masks=[[-100, 2, 3], [-100, 2, 4]],
-        scores=[1.0, -1.0],
-        inference_logprobs=[[1.0, -0.1, -0.2], [1.0, -0.1, -1.7]],
-        env_id=0,
-        group_id="gsm8k-000017",
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "tokens": [[1, 2, 3], [1, 2, 4]],
+                "masks": [[-100, 2, 3], [-100, 2, 4]],
+                "scores": [1.0, -1.0],
+                "inference_logprobs": [[1.0, -0.1, -0.2], [1.0, -0.1, -1.7]],
+                "env_id": 0,
+                "group_id": "gsm8k-000017",
+            }
+        }
     )
 
     tokens: list[list[int]] = Field(description="[G][T] token ids of prompt and completion.")

@@ -87,8 +87,7 @@ class TrajectoryService:
     def env_status(self, env_id: int) -> dict[str, int | float]:
         """The six numbers an environment bases its back-pressure on."""
         me = self._live.speaking_env(env_id)
-        envs = [env.share() for env in self._live.counting_envs()]
-        status = env_status(me.share(), envs, self.queue.pool.classes, self.run.batch_size or 0)
+        status = env_status(me, self._live.counting_envs(), self.queue.pool.classes, self.run.batch_size or 0)
         return {"current_step": self.run.step, **status}
 
     async def reset(self) -> None:

@@ -49,11 +49,7 @@ class StorageFull(AtroposError, OSError):
 
 
 class StateFolder:
-    """A folder that one server at a time may use; without a path, a database in memory.
-
-    Attributes:
-        db: for one thread at a time, without transactions of its own.
-        log: see `DeliveryLog`; None in memory.
+    """A folder that one server at a time may use, its `db` and its `log`; without a path, a database in memory.
 
     Raises:
         PathError: the folder cannot be created or written.
@@ -231,7 +227,7 @@ def _private_file(path: Path) -> int:
 
 _HEAD = struct.Struct("<q")  # how many changes the database had when this was written
 
-Commit = Callable[[], None]
+Commit = Callable[[], object]
 """Makes a prepared entry count."""
 
 
@@ -286,7 +282,7 @@ class DeliveryLog:
         self.last = entry.number
         if place < LOG_BYTES:
             return partial(self._map.__setitem__, place, line[0])
-        return lambda: self._write_byte(place, line[:1])
+        return partial(os.pwrite, self._fd, line[:1], place)
 
     def clear_if_written(self, written: int) -> None:
         """Begin again when the database has all of the entries' changes, `written` of them."""
@@ -305,15 +301,12 @@ class DeliveryLog:
         return entries
 
     def clear(self) -> None:
-        self._write_byte(_HEAD.size, b"\0")
+        os.pwrite(self._fd, b"\0", _HEAD.size)
         self._end = _HEAD.size
 
     def close(self) -> None:
         self._map.close()
         os.close(self._fd)
-
-    def _write_byte(self, place: int, byte: bytes) -> None:
-        os.pwrite(self._fd, byte, place)
 
 
 def free_disk_bytes(path: Path) -> int:

@@ -75,14 +75,10 @@ class Store:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="atropos-store", daemon=True)
 
-    # -- event loop -----------------------------------------------------------------------------------------------
-
     async def add(self, groups: Sequence[NewGroup]) -> list[bool]:
         """Store all or none, durably when this returns; False for each whose `group_id` was stored before.
 
-        Raises:
-            StorageFull: no room now.
-            Refused: there can never be room for this many bytes.
+        StorageFull when there is no room now, Refused when there can never be for this many bytes.
         """
         size = sum(new.group.size for new in groups)
         if self._max_bytes is not None and size > self._max_bytes:
@@ -106,14 +102,11 @@ class Store:
                 self._log.clear_if_written(self._written)
 
     def log_delivered(self, groups: Sequence[Group], step: int) -> Commit:
-        """Prepare it; once the commit is called, no death of the process delivers these groups again.
-
-        The `change` that consumes the groups follows.
-        """
+        """Prepare it; once committed, no death delivers these groups again. The `change` that consumes them follows."""
         return self._prepare(LogEntry(step, delivered=[group.number for group in groups]))
 
     def log_restored(self, groups: Sequence[Group], step: int) -> None:
-        """From now on no death of the process loses these groups; the `change` that restores them follows."""
+        """From now on no death loses these groups; the `change` that restores them follows."""
         self._prepare(LogEntry(step, restored=[group.number for group in groups]))()
 
     def _prepare(self, entry: LogEntry) -> Commit:
@@ -189,12 +182,10 @@ class Store:
             self._thread.start()
         self._jobs.put(job)
 
-    # -- opening --------------------------------------------------------------------------------------------------
-
     def load(self) -> Snapshot:
         """Return everything that waits; called once, before anything else."""
         if self._log is not None:
-            if entries := self._log.read():
+            if entries := self._log.read():  # logged before the process died, and perhaps not written
                 self._repeat(entries)
                 self._log.clear()
             self._log.last = self._written = self._tables.get("logged")
@@ -214,15 +205,12 @@ class Store:
         return snapshot
 
     def _repeat(self, entries: Sequence[LogEntry]) -> None:
-        """Do what was logged before the process died and perhaps not written."""
         repeat = partial(self._tables.repeat, entries)
         try:
             self._transact([repeat])
         except sqlite3.OperationalError:
             self._folder.free_reserve()
             self._transact([repeat])
-
-    # -- the thread -----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while True:
@@ -331,8 +319,6 @@ class Store:
         self._tables.insert(adding)
         self.used_bytes += size
         return fresh
-
-    # -- room -----------------------------------------------------------------------------------------------------
 
     def _make_room(self, size: int) -> None:
         """Empty the WAL before a commit that might not find room with it."""

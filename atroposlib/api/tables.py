@@ -40,24 +40,15 @@ class NewGroup:
 
 @dataclass
 class Change:
-    """The changes that one event makes to the stored state, all or nothing.
+    """The changes that one event makes to the stored state, all or nothing."""
 
-    Attributes:
-        run: the new `RunState.to_json`, when it changed.
-        consumed: groups that have reached a trainer.
-        restored: consumed groups whose delivery turned out to have failed.
-        logged: `log_delivered` or `log_restored` was called for these groups.
-        completed: numbers of groups that left a buffer for the queue.
-        leased / ended: leases that began; numbers of the batches whose lease ended.
-    """
-
-    run: bytes | None = None
-    consumed: Sequence[Group] = ()
-    restored: Sequence[Group] = ()
-    logged: bool = False
-    completed: Sequence[int] = ()
-    leased: Sequence[Batch] = ()
-    ended: Sequence[int] = ()
+    run: bytes | None = None  # the new `RunState.to_json`, when it changed
+    consumed: Sequence[Group] = ()  # that have reached a trainer
+    restored: Sequence[Group] = ()  # consumed ones whose delivery turned out to have failed
+    logged: bool = False  # `log_delivered` or `log_restored` was called for these groups
+    completed: Sequence[int] = ()  # numbers of groups that left a buffer for the queue
+    leased: Sequence[Batch] = ()  # that began
+    ended: Sequence[int] = ()  # numbers of the batches whose lease ended
 
 
 class Tables:
@@ -121,12 +112,7 @@ class Tables:
         return [number for (number,) in self._db.execute("SELECT number FROM groups")]
 
     def content(self, group: Group) -> bytes:
-        """Return a group as it was stored.
-
-        Raises:
-            GroupLost: it is gone or damaged.
-            Unreadable: not now.
-        """
+        """Return a group as it was stored; GroupLost when it is gone or damaged, Unreadable when not now."""
         try:
             row = self._db.execute("SELECT content FROM contents WHERE number = ?", (group.number,)).fetchone()
         except (sqlite3.OperationalError, MemoryError) as error:
@@ -142,14 +128,12 @@ class Tables:
 
         A lease begins again: nobody knows for how long the server was away.
         """
-        now = time.monotonic()
-        return [
-            (
-                Batch(number, [], counted=True, batch_id=batch_id, lease_s=lease_s, expires=now + lease_s),
-                msgspec.json.decode(members),
-            )
-            for number, batch_id, lease_s, members in self._db.execute("SELECT * FROM leases ORDER BY number")
-        ]
+        found = []
+        for number, batch_id, lease_s, members in self._db.execute("SELECT * FROM leases ORDER BY number"):
+            expires = time.monotonic() + lease_s
+            batch = Batch(number, [], counted=True, batch_id=batch_id, lease_s=lease_s, expires=expires)
+            found.append((batch, msgspec.json.decode(members)))
+        return found
 
     def groups(self) -> Iterator[tuple[Group, int]]:
         """Yield all groups with their states, numbers ascending."""

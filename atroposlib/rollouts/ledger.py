@@ -61,14 +61,16 @@ class TaskCount:
     responses: int = 0
     accepted: int = 0
 
+    def add(self, entry: LedgerEntry) -> None:
+        self.groups += 1
+        self.responses += entry.responses
+        self.accepted += entry.accepted
+
 
 @dataclass(slots=True)
-class Totals:
+class Totals(TaskCount):
     """Counts over every line of the run, earlier processes included."""
 
-    groups: int = 0
-    responses: int = 0
-    accepted: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     length_stops: int = 0
@@ -77,17 +79,12 @@ class Totals:
     tasks: dict[str, TaskCount] = field(default_factory=dict)
 
     def add(self, entry: LedgerEntry) -> None:
-        self.groups += 1
-        self.responses += entry.responses
-        self.accepted += entry.accepted
+        TaskCount.add(self, entry)
+        self.tasks.setdefault(entry.task, TaskCount()).add(entry)
         self.prompt_tokens += entry.prompt_tokens
         self.completion_tokens += entry.completion_tokens
         self.length_stops += entry.length_stops
         self.length_tokens += entry.length_tokens
-        task = self.tasks.setdefault(entry.task, TaskCount())
-        task.groups += 1
-        task.responses += entry.responses
-        task.accepted += entry.accepted
 
 
 class Ledger:

@@ -8,17 +8,12 @@ groups are stored and acknowledged, or when the items end.
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Protocol
 
 from atroposlib.backoff import poll_pause_s
 from atroposlib.rollouts.failures import logged
 from atroposlib.rollouts.locations import RunFiles
-from atroposlib.rollouts.run import Environment, Pace, Run, RunOutcome
+from atroposlib.rollouts.run import Environment, Run, RunOutcome
 from atroposlib.rollouts.source import of_hook
-
-if TYPE_CHECKING:
-    from atroposlib.api.client import EnvClient
-
 
 logger = logging.getLogger(__name__)
 
@@ -27,33 +22,7 @@ API_SLOW_S = 3.0
 GOODBYE_S = 2.0
 
 
-class ServingLink(Pace, Protocol):
-    """The connection to the trainer, over the trajectory API."""
-
-    @property
-    def api(self) -> "EnvClient": ...
-
-    def is_served(self) -> bool: ...
-
-
-class ServingEnvironment(Environment, Protocol):
-    """The further hooks that `serve` needs."""
-
-    @property
-    def trainer_link(self) -> ServingLink: ...
-
-    async def register_env(self) -> None: ...
-
-    async def get_server_info(self) -> None: ...
-
-    async def get_status(self) -> None: ...
-
-    async def env_step_checks(self) -> None: ...
-
-    async def add_train_workers(self) -> None: ...
-
-
-async def run_serve(env: ServingEnvironment) -> RunOutcome:
+async def run_serve(env: Environment) -> RunOutcome:
     """Run until done; the same call after any interruption resumes.
 
     Raises:
@@ -70,7 +39,7 @@ async def run_serve(env: ServingEnvironment) -> RunOutcome:
         await api.close()
 
 
-async def _serve(env: ServingEnvironment, run: Run) -> None:
+async def _serve(env: Environment, run: Run) -> None:
     if run.sink.is_full and not run.sink.unsent:
         logger.info("already complete: groups=%d", run.sink.totals.groups)
         await run.report()
@@ -95,7 +64,7 @@ async def _serve(env: ServingEnvironment, run: Run) -> None:
     await run.report()
 
 
-async def _resend(env: ServingEnvironment, run: Run) -> None:
+async def _resend(env: Environment, run: Run) -> None:
     if not run.sink.unsent:
         return
     run.progress.wait_for(
@@ -105,7 +74,7 @@ async def _resend(env: ServingEnvironment, run: Run) -> None:
     run.progress.wait_for("api", None)
 
 
-async def _roll_out(env: ServingEnvironment, run: Run) -> None:
+async def _roll_out(env: Environment, run: Run) -> None:
     rolling = asyncio.create_task(run.pool.run(lambda: run.sink.is_full))
     pacing = asyncio.create_task(_pace(env, run))
     try:
@@ -117,7 +86,7 @@ async def _roll_out(env: ServingEnvironment, run: Run) -> None:
         await asyncio.wait({rolling, pacing})
 
 
-async def _pace(env: ServingEnvironment, run: Run) -> None:
+async def _pace(env: Environment, run: Run) -> None:
     """Follow the trainer until it has all it wants; closely at first where no rollout may run, as the engine idles."""
     busy_at = time.monotonic()
     while True:
@@ -131,7 +100,7 @@ async def _pace(env: ServingEnvironment, run: Run) -> None:
         await asyncio.sleep(STATUS_EVERY_S if run.pool.in_flight else poll_pause_s(now - busy_at, STATUS_EVERY_S))
 
 
-async def _status(env: ServingEnvironment, run: Run) -> None:
+async def _status(env: Environment, run: Run) -> None:
     """Ask for the status; say so when the API takes long, as it does while it is down."""
     asking = asyncio.create_task(env.get_status())
     try:

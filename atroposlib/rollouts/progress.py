@@ -65,7 +65,7 @@ class Rates:
 
 
 class ProgressFile:
-    """What rollouts and an evaluation have in common: a small file that says how far they are, and their rates."""
+    """A small file that says how far rollouts or an evaluation are, and their rates."""
 
     path: Path | None  # None: nothing is written
     env: str
