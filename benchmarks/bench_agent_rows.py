@@ -34,7 +34,7 @@ PROGRAMS = {"openai_agents": MODES, "langgraph": MODES, "smolagents": [{}], "com
 class Tokenizer(FakeTokenizer):
     """Renders everything that a message holds, and the tools in front."""
 
-    def apply_chat_template(self, conversation, tokenize=True, add_generation_prompt=False, tools=None):
+    def apply_chat_template(self, conversation, tokenize=True, add_generation_prompt=False, tools=None, **_):
         turns = [f"<|im_start|>{said['role']}\n{json.dumps(said)}<|im_end|>\n" for said in conversation]
         return f"{json.dumps(tools)}\n{''.join(turns)}" + ("<|im_start|>assistant\n" if add_generation_prompt else "")
 
@@ -113,7 +113,7 @@ def measured(name: str, settings: dict, tasks: int) -> str:
         try:
             await env.setup()
             groups = [(await env.collect_trajectories(await env.get_item(index)))[0] for index in range(tasks)]
-            return [score for group in groups for score in set(group["scores"])]
+            return [score for group in groups for score in set(group.get("scores", []))]
         finally:
             await env.teardown()
 

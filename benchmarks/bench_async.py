@@ -102,9 +102,9 @@ def asynchronous(config: RunConfig, folder: Path, engine_gpus: str, trainer_gpus
     found = [json.loads(line) for line in (folder / "metrics" / "metrics.jsonl").read_text().splitlines()]
     return [
         Step(
-            each["time/step_s"],
-            *(each[f"time/{part}_s"] for part in PARTS),
-            round(each["time/tokens_per_s"] * each["time/step_s"]),
+            seconds=each["time/step_s"],
+            tokens=round(each["time/tokens_per_s"] * each["time/step_s"]),
+            **{part: each[f"time/{part}_s"] for part in PARTS},
         )
         for each in found
     ]
@@ -120,7 +120,8 @@ def alternating(config: RunConfig, folder: Path, engine_gpus: str, trainer_gpus:
 
 async def _alternate(config: RunConfig, training: TrainingConfig, url: str, folder: Path) -> list[Step]:
     learner, sync = Learner(training), make_sync(training, folder)
-    tokenizer, settings = learner.policy.tokenizer, config.environment_config
+    tokenizer: Any = learner.policy.tokenizer
+    settings = config.environment_config
     numbers, largest = settings.get("numbers", 3), settings.get("largest", 20)
     name, its_tokenizer = model_names(config)
     server = APIServerConfig(
@@ -130,8 +131,8 @@ async def _alternate(config: RunConfig, training: TrainingConfig, url: str, fold
 
     async def group(number: int, place: int) -> list[TrainingRow]:
         item = make_problem(f"0/train/{number}", numbers, largest)
-        ids: Any = tokenizer.apply_chat_template(
-            prompt(item, few_shot=settings.get("few_shot", 3), largest=largest),  # pyright: ignore[reportArgumentType]
+        ids = tokenizer.apply_chat_template(
+            prompt(item, few_shot=settings.get("few_shot", 3), largest=largest),
             add_generation_prompt=True,
             return_dict=False,
         )

@@ -22,7 +22,7 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "tests" / "rollouts"
 PHASE_S, STEP_S = 60, 5
@@ -99,12 +99,17 @@ def watch(url: str, log: Path, capacity: int, seconds: float) -> None:
         )
 
 
-def start(script: str, *arguments: str, **streams: Any) -> subprocess.Popen[bytes]:
+def start(
+    script: str, *arguments: str, stdout: int | None = None, stderr: BinaryIO | None = None
+) -> subprocess.Popen[bytes]:
     """Start a script of `tests/rollouts`, or the one with that path."""
     tests = SCRIPTS.parent
     paths = os.pathsep.join(map(str, (tests, tests.parent)))
     return subprocess.Popen(
-        [sys.executable, str(SCRIPTS / script), *arguments], env={**os.environ, "PYTHONPATH": paths}, **streams
+        [sys.executable, str(SCRIPTS / script), *arguments],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=stdout,
+        stderr=stderr,
     )
 
 

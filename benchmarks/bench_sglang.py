@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.bench_clients import CPU, GROUP, Load, bare, both, flush, framework, sized
+from benchmarks.bench_clients import CPU, GROUP, Load, bare, both, flush, framework, side_by_side, sized
 
 WAYS = ("bare", "process", "serve", "responses", "tokens")
 
@@ -71,9 +71,7 @@ def main() -> None:
         for _ in range(args.repeat):
             reference = 0.0
             for way in args.ways:
-                run = _measure(
-                    way, load, concurrency, reference, side_by_side=args.side_by_side, server_pid=args.server_pid
-                )
+                run = _measure(way, load, concurrency, reference, paired=args.side_by_side, server_pid=args.server_pid)
                 reference = run.rate if way == "bare" else reference
                 runs.append(run)
                 print(f"{way} {concurrency} x {new_tokens}: {run.rate:,.0f} tok/s, {run.ratio:.3f}", flush=True)
@@ -105,12 +103,10 @@ def line(runs: Sequence[Run]) -> str:
     return "| " + " | ".join(map(str, (*cells, f"{slots:.3f}", cores))) + " |"
 
 
-def _measure(
-    way: str, load: Load, concurrency: int, reference: float, *, side_by_side: bool, server_pid: int | None
-) -> Run:
+def _measure(way: str, load: Load, concurrency: int, reference: float, *, paired: bool, server_pid: int | None) -> Run:
     flush(load)
     server, started = CPU(server_pid), time.time()
-    if side_by_side:
+    if paired:
         spans, other = side_by_side(way, load)
         window = both(spans, other)
         reference = other.rate(window)
