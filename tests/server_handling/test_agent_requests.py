@@ -16,7 +16,8 @@ from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollout
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.conversation import ChatRequest
 from atroposlib.envs.server_handling.server_config import APIServerConfig
-from atroposlib.envs.server_handling.tool_formats import MOST_BLANKS, tool_format
+from atroposlib.envs.server_handling.tool_formats import tool_format
+from atroposlib.envs.server_handling.tool_grammars import MOST_BLANKS, grammar_of_calls
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from tests.fakes import FakeServer
 
@@ -142,12 +143,9 @@ async def test_strict_tools_bind_the_arguments_where_grammars_do(path, tools, se
         assert tag is None
         assert bool(call["notes"]) == bool(settings)
         return
-    begin = '<tool_call>\n{"name": "%s", "arguments": '
-    structures = [
-        {"begin": begin % name, "schema": schema, "end": "}\n</tool_call>"}
-        for name, schema in (("f", SCHEMA), ("g", {"type": "object"}))
-    ]
-    assert json.loads(tag) == {"type": "structural_tag", "structures": structures, "triggers": ["<tool_call>"]}
+    tags = [call_of("f", SCHEMA), call_of("g", {"type": "object"})]
+    wanted = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags, "stop_after_first": False}
+    assert json.loads(tag) == {"type": "structural_tag", "format": wanted}
 
 
 def call_of(name, schema):
@@ -196,7 +194,7 @@ async def test_a_reply_has_one_call_at_most_where_that_is_asked_and_grammars_are
     assert call["asked"]["parallel_tool_calls"] is False
     tag = client.engine.requests[0].get("structural_tag")
     if settings != {"grammars": True}:
-        assert "stop_after_first" not in str(tag)
+        assert '"stop_after_first":true' not in str(tag)
         return
     tags = [call_of("f", SCHEMA)] * is_strict + [call_of("g", {"type": "object"})]
     wanted = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags, "stop_after_first": True}
@@ -227,7 +225,7 @@ THOUGHTS = {
 
 @pytest.mark.parametrize(("thoughts", "before"), THOUGHTS.items(), ids=THOUGHTS)
 def test_a_call_that_must_be_made_leaves_room_for_thoughts_before_it(thoughts, before):
-    tag = tool_format("hermes").one_call({"f": SCHEMA}, "f", thoughts)
+    tag = grammar_of_calls(tool_format("hermes"), {"f": SCHEMA}, "f", thoughts)
     blanks = {"type": "regex", "pattern": r"\s{0,2}"}
     elements = [*before, blanks, {"type": "or", "elements": [call_of("f", SCHEMA)]}]
     assert tag == {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
@@ -278,7 +276,9 @@ FOLLOWS = {  # with whether it is taken where the call must be made, and where i
 def test_xgrammar_takes_one_call_that_must_or_may_be_made_and_no_second(thoughts, text, forced, free, must):
     is_taken = forced if must else free
     xgrammar = pytest.importorskip("xgrammar", reason="the grammars of SGLang and vLLM are not installed")
-    tag = json.dumps(tool_format("hermes").one_call({"f": SCHEMA}, "f" if must else None, thoughts))
+    tag = json.dumps(
+        grammar_of_calls(tool_format("hermes"), {"f": SCHEMA}, "f" if must else None, thoughts, is_one=True)
+    )
     letters = xgrammar.TokenizerInfo([chr(code) for code in range(256)])
     grammar = xgrammar.GrammarCompiler(letters).compile_grammar(xgrammar.Grammar.from_structural_tag(tag))
     matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True)

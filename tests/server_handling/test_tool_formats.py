@@ -1,12 +1,15 @@
 """Every format: what its writer writes its parser reads, and what is no call stays text."""
 
+import itertools
 import json
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.envs.server_handling.tool_formats import FORMATS, WrittenCall, find_calls
+from atroposlib.envs.server_handling.tool_grammars import grammar_of_calls
 
 KINDS = {"text": {"type": "string"}, "number": {"type": "integer"}, "flag": {"type": "boolean"}}
 KINDS |= {"deep": {"type": "object"}, "many": {"type": "array"}}
@@ -85,6 +88,7 @@ def test_text_around_calls_stays_byte_for_byte(name):
 
 
 TYPED = {
+    "a word of an enum in blanks": ({"enum": ["a", "b"]}, "\n a\n", "a"),
     "a union takes what is no text first": ({"type": ["string", "boolean"]}, "true", True),
     "a union keeps text": ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "x1", "x1"),
     "a number that is text": ({"type": "string"}, "12", "12"),
@@ -113,3 +117,85 @@ def test_mistral_writes_calls_in_two_ways():
         ("look", {"text": "x"}),
         ("add_two", {}),
     ]
+
+
+# -- grammars ------------------------------------------------------------------------------------------------------
+
+BOUND = sorted(name for name, known in FORMATS.items() if known.closing is not None)
+CHOSEN = {"number": {"enum": [3, -7]}, "text": {"enum": ["x", 'a "b"']}, "flag": {"type": "boolean"}}
+CLOSED = {"type": "object", "properties": CHOSEN, "required": ["number", "text"], "additionalProperties": False}
+chosen = st.fixed_dictionaries(
+    {"number": st.sampled_from([3, -7]), "text": st.sampled_from(["x", 'a "b"'])}, optional={"flag": st.booleans()}
+)
+
+
+LETTERS = [*map(chr, range(128)), "｜", "▁"]
+
+
+def matcher_of(name, wanted, **options):
+    xgrammar = pytest.importorskip("xgrammar", reason="the grammars of SGLang and vLLM are not installed")
+    tag = grammar_of_calls(FORMATS[name], {"look": CLOSED, "add_two": CLOSED}, wanted, "none", **options)
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(LETTERS))
+    compiled = compiler.compile_grammar(xgrammar.Grammar.from_structural_tag(json.dumps(tag)))
+    return xgrammar, xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+
+
+def is_admitted(matcher, text):
+    is_whole = matcher.accept_string(text) and matcher.is_terminated()
+    matcher.reset()
+    return is_whole
+
+
+@pytest.mark.parametrize("name", BOUND)
+@given(tool=st.sampled_from(["look", "add_two"]), arguments=chosen, other=st.sampled_from(["", " and words"]))
+@settings(max_examples=10, deadline=None)
+def test_a_grammar_admits_what_is_written_and_nothing_behind_it(name, tool, arguments, other):
+    arguments = {key: arguments[key] for key in CHOSEN if key in arguments}  # grammars have an order of them
+    text = FORMATS[name].write([WrittenCall(tool, json.dumps(arguments))])
+    _, must = matcher_of(name, "")
+    assert is_admitted(must, text + other) == (not other)
+    assert not is_admitted(must, f"Well. {text}")
+    if FORMATS[name].is_marked:
+        _, may = matcher_of(name, None, is_one=True)
+        assert is_admitted(may, f"Well. {text}{other}") == (not other)
+
+
+@pytest.mark.parametrize("name", BOUND)
+@given(wanted=st.sampled_from(["", "look"]), choose=st.randoms(use_true_random=False))
+@settings(max_examples=10, deadline=None)
+def test_what_a_grammar_admits_is_one_call_by_the_schema(name, wanted, choose):
+    xgrammar, matcher = matcher_of(name, wanted)
+    mask, text = xgrammar.allocate_token_bitmask(1, len(LETTERS)), ""
+    while not matcher.is_terminated():
+        matcher.fill_next_token_bitmask(mask)
+        bits = numpy.unpackbits(mask.numpy().view(numpy.uint8), bitorder="little")[: len(LETTERS)]
+        at = choose.choice(bits.nonzero()[0].tolist())
+        assert matcher.accept_token(at)
+        text += LETTERS[at]
+    tools = [{"function": {"name": tool, "parameters": CLOSED}} for tool in ("look", "add_two")]
+    (call,) = find_calls(name, text, tools).calls
+    arguments = json.loads(call.arguments)
+    assert call.name in (["look"] if wanted else ["look", "add_two"])
+    assert (arguments.pop("number"), arguments.pop("text")) in itertools.product([3, -7], ["x", 'a "b"'])
+    assert arguments in ({}, {"flag": True}, {"flag": False})
+
+
+@pytest.mark.parametrize("name", sorted(set(BOUND) - {"llama3", "mistral"}))
+def test_a_grammar_keeps_every_call_to_its_schema_where_any_number_may_be_made(name):
+    _, may = matcher_of(name, None)
+    calls = [WrittenCall("look", '{"number": 3, "text": "x"}'), WrittenCall("add_two", '{"number": -7, "text": "x"}')]
+    text = FORMATS[name].write(calls)
+    assert may.accept_string(f"So. {text}")
+    may.reset()
+    assert not may.accept_string(text.replace("-7", "-8"))
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral", "pythonic", "gpt-oss"])
+def test_a_call_that_may_be_made_has_no_grammar_where_nothing_announces_it(name):
+    assert grammar_of_calls(FORMATS[name], {"look": CLOSED}, None, "none", is_one=True) is None
+
+
+@pytest.mark.parametrize("name", sorted(name for name, known in FORMATS.items() if known.opening is not None))
+def test_the_beginning_of_a_call_is_that_of_what_is_written(name):
+    written = FORMATS[name].write([WrittenCall("look", '{"text": "x"}')])
+    assert [written.startswith(FORMATS[name].begun(tool)) for tool in ("look", None)] == [True, True]

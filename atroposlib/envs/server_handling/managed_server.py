@@ -274,10 +274,10 @@ class ManagedServer(TrackedSequences):
         if output.reason == "length" or (made and (not name or name in made)):
             return output
         what = f"call {name!r}" if name else "call a tool"
-        if made or translator.format.opening is None:
+        opening = translator.format.begun(name or None)
+        if made or opening is None:
             instead = f"called {', '.join(made)}" if made else "called none"
             raise RequestFault(f"tool_choice says that the model must {what}, but it {instead}; leave tool_choice out")
-        opening = translator.format.opening(name or None)
         given = codec_of(self.tokenizer).encode(opening, add_special_tokens=False)
         ids, sampling = prompt_ids + output.body + given, _for_the_rest(request.sampling, len(output.body))
         _, (rest,) = await self._generate(prompt.text + output.text + opening, ids, sampling, True)

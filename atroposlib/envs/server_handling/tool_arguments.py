@@ -83,8 +83,15 @@ def typed_call(
     """
     schema = _schema_of(name, tools)
     told = is_text or {}
-    arguments = {key: value if told.get(key) else _value(value, schema.get(key)) for key, value in values.items()}
+    words = {key: _word(value, schema.get(key)) for key, value in values.items()}
+    arguments = {key: word if told.get(key) else _value(word, schema.get(key)) for key, word in words.items()}
     return written_call(name, arguments)
+
+
+def _word(text: str, schema: object) -> str:
+    """Return the text without white space where that makes it one of the words that the schema has."""
+    words = schema.get("enum") if isinstance(schema, Mapping) else None
+    return text.strip() if isinstance(words, list) and text not in words and text.strip() in words else text
 
 
 def _value(text: str, schema: object) -> Json:

@@ -6,11 +6,10 @@ call that cannot be read stays text, and so do drafts inside thoughts and a call
 
 import ast
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 
-from atroposlib.envs.server_handling.chat_prompt import Thoughts
 from atroposlib.envs.server_handling.tool_arguments import (
     Tools,
     WrittenCall,
@@ -25,10 +24,7 @@ from atroposlib.envs.server_handling.tool_arguments import (
     typed_call,
 )
 from atroposlib.errors import ConfigError
-from atroposlib.type_definitions import Json, JsonObject
-
-MOST_BLANKS = 16
-"""In one place of the arguments that a grammar binds; a model that may writes blanks without end."""
+from atroposlib.type_definitions import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,61 +40,22 @@ class ToolFormat:
     """One way to write calls.
 
     `parse` takes the text behind the thoughts, the tools that were offered, and whether the text is cut; None: the text
-    has no calls, or one that cannot be read. `opening` begins a call of a name, or of any where it is None; where the
-    arguments behind it are JSON, `closing` ends it.
+    has no calls, or one that cannot be read. Within a `section` of calls, `opening` begins one of a name, or of any
+    where that is None, and `closing` ends it.
     """
 
     parse: Callable[[str, Tools, bool], Found | None]
     write: Callable[[Sequence[WrittenCall]], str]
     opening: Callable[[str | None], str] | None = None
-    closing: str | None = None
+    closing: str | None = None  # None: there is no grammar
+    section: tuple[str, str] = ("", "")
+    style: str = "json"  # of the arguments, by XGrammar's name
+    number: str = ""  # pattern of what stands between opening and arguments
+    is_marked: bool = True  # nothing but a call begins as one does; otherwise only one that must be made has a grammar
 
-    def strict_calls(self, schemas: Mapping[str, Json]) -> JsonObject | None:
-        """SGLang's structural tag that keeps the arguments of each tool to its schema; None: the format has none."""
-        if self.opening is None or self.closing is None:
-            return None
-        tags = [
-            {"begin": self.opening(name), "schema": schema, "end": self.closing} for name, schema in schemas.items()
-        ]
-        return {"type": "structural_tag", "structures": tags, "triggers": [self._trigger()]}
-
-    def one_call(self, schemas: Mapping[str, Json], wanted: str | None, thoughts: Thoughts) -> JsonObject | None:
-        """Return XGrammar's structural tag of a reply with one call, which ends it; None: the format has no grammar.
-
-        A call that must be made begins at once, or behind thoughts where there are any. No second one may follow it:
-        a model that may write another one need not end before its limit, and a cut reply calls nothing.
-
-        Args:
-            wanted: name of the tool that must be called; "" for any, None where there may be words and no call.
-
-        Source: `format` of structural tags, https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
-        """
-        if self.opening is None or self.closing is None:
-            return None
-        tags: list[Json] = [
-            {
-                "type": "tag",
-                "begin": self.opening(name),
-                "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_BLANKS},
-                "end": self.closing,
-            }
-            for name, schema in schemas.items()
-            if wanted in (None, "", name)
-        ]
-        answer: JsonObject = {"type": "or", "elements": tags}
-        if wanted is None:
-            answer = {"type": "triggered_tags", "triggers": [self._trigger()], "tags": tags, "stop_after_first": True}
-        if thoughts != "none":
-            begin = "" if thoughts == "opened" else "<think>"
-            thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>"}
-            nothing = {"type": "const_string", "value": ""}
-            first = thought if thoughts == "opened" else {"type": "or", "elements": [nothing, thought]}
-            blanks = {"type": "regex", "pattern": r"\s{0,2}"}
-            answer = {"type": "sequence", "elements": [first, blanks, answer]}
-        return {"type": "structural_tag", "format": answer}
-
-    def _trigger(self) -> str:
-        return self.opening(None).partition("\n")[0] if self.opening is not None else ""
+    def begun(self, name: str | None) -> str | None:
+        """Return the beginning of a reply that calls a tool (None: any); None where the format has none to give."""
+        return None if self.opening is None else self.section[0] + self.opening(name)
 
 
 def tool_format(name: str) -> ToolFormat:
@@ -236,6 +193,8 @@ _QWEN3_CODER = ToolFormat(
     ),
     _write_qwen3_coder,
     lambda name: "<tool_call>\n<function=" + ("" if name is None else f"{name}>\n"),
+    "</function>\n</tool_call>",
+    style="qwen_xml",
 )
 
 
@@ -253,7 +212,7 @@ _INVOKE_PARAMETER = re.compile(
 )
 
 
-def _invokes(section: str, mark: str = "") -> ToolFormat:
+def _invokes(section: str, style: str, mark: str = "") -> ToolFormat:
     """`<invoke>` blocks in a section; DeepSeek puts a mark into each tag, and tells which values are text."""
 
     def parameter(key: str, value: Json) -> str:
@@ -272,11 +231,18 @@ def _invokes(section: str, mark: str = "") -> ToolFormat:
         rf'<{mark}invoke name="(?P<name>[^"]+)">(?P<body>.*?)</{mark}invoke>',
         _read_invoke,
     )
-    return ToolFormat(parse, write)
+    return ToolFormat(
+        parse,
+        write,
+        lambda name: f'<{mark}invoke name="' + ("" if name is None else f'{name}">\n'),
+        f"</{mark}invoke>",
+        (f"<{section}>\n", f"\n</{section}>"),
+        style,
+    )
 
 
-_MINIMAX = _invokes("minimax:tool_call")
-_DEEPSEEK_32 = _invokes("｜DSML｜function_calls", "｜DSML｜")
+_MINIMAX = _invokes("minimax:tool_call", "minimax_xml")
+_DEEPSEEK_32 = _invokes("｜DSML｜function_calls", "deepseek_xml", "｜DSML｜")
 
 
 def _read_glm(match: re.Match[str], tools: Tools) -> WrittenCall | None:
@@ -306,6 +272,8 @@ def _glm(newline: str) -> ToolFormat:
         _blocks(r"<tool_call>(?P<name>[^<\n]+)(?P<body>.*?)(?P<end></tool_call>|\Z)", _read_glm),
         write,
         lambda name: "<tool_call>" + ("" if name is None else f"{name}{newline}"),
+        "</tool_call>",
+        style="glm_xml",
     )
 
 
@@ -328,7 +296,13 @@ def _deepseek(before: str, head: str, foot: str, inner: str) -> ToolFormat:
         inner,
         lambda match, _: json_text_call(match["name"], match["body"]),
     )
-    return ToolFormat(parse, write)
+    return ToolFormat(
+        parse,
+        write,
+        lambda name: f"{_DS_CALL}{before}" + ("" if name is None else head.format(name=name)),
+        f"{foot}{_DS_CALL_END}",
+        (_DS_BEGIN, _DS_END),
+    )
 
 
 _DEEPSEEK_3 = _deepseek(
@@ -363,6 +337,10 @@ _KIMI = ToolFormat(
         _read_kimi,
     ),
     _write_kimi,
+    lambda name: "<|tool_call_begin|>functions." + ("" if name is None else f"{name}:"),
+    "<|tool_call_end|>",
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    number=r"[0-9]{1,4}<\|tool_call_argument_begin\|>",
 )
 
 
@@ -399,6 +377,15 @@ def _write_mistral(calls: Sequence[WrittenCall]) -> str:
     return f"{_MISTRAL_MARK} {dumped(written)}"
 
 
+_MISTRAL = ToolFormat(
+    _parse_mistral,
+    _write_mistral,
+    lambda name: '{"name": "' + ("" if name is None else f'{name}", "arguments": '),
+    "}",
+    (f"{_MISTRAL_MARK} [", "]"),
+    is_marked=False,
+)
+
 _PYTHON_TAG = "<|python_tag|>"
 
 
@@ -420,6 +407,16 @@ def _parse_llama3(text: str, tools: Tools, is_cut: bool) -> Found | None:
 def _write_llama3(calls: Sequence[WrittenCall]) -> str:
     written = (dumped({"name": call.name, "parameters": arguments_of(call)}) for call in calls)
     return _PYTHON_TAG + "; ".join(written)
+
+
+_LLAMA3 = ToolFormat(
+    _parse_llama3,
+    _write_llama3,
+    lambda name: '{"name": "' + ("" if name is None else f'{name}", "parameters": '),
+    "}",
+    (_PYTHON_TAG, ""),
+    is_marked=False,
+)
 
 
 def _parse_pythonic(text: str, tools: Tools, is_cut: bool) -> Found | None:
@@ -468,9 +465,9 @@ FORMATS: dict[str, ToolFormat] = {
     "qwen": _HERMES,
     "qwen25": _HERMES,
     "qwen3_coder": _QWEN3_CODER,
-    "llama3": ToolFormat(_parse_llama3, _write_llama3),
+    "llama3": _LLAMA3,
     "pythonic": ToolFormat(_parse_pythonic, _write_pythonic),
-    "mistral": ToolFormat(_parse_mistral, _write_mistral),
+    "mistral": _MISTRAL,
     "deepseekv3": _DEEPSEEK_3,
     "deepseekv31": _DEEPSEEK_31,
     "deepseekv32": _DEEPSEEK_32,

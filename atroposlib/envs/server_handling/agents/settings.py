@@ -11,6 +11,7 @@ from atroposlib.envs.server_handling.chat_prompt import Thoughts
 from atroposlib.envs.server_handling.managed_server import ChatRequest
 from atroposlib.envs.server_handling.sampling import GRAMMARS, words
 from atroposlib.envs.server_handling.tool_formats import tool_format
+from atroposlib.envs.server_handling.tool_grammars import grammar_of_calls
 from atroposlib.errors import RequestFault
 
 _SHAPES = words(
@@ -145,10 +146,8 @@ def _bind(
     if not schemas:
         return []
     calls, wanted = tool_format(settings.tool_parser), chat.wanted_tool
-    if wanted is None and not is_one:
-        tag = calls.strict_calls(schemas)
-    else:  # a tag that a trigger begins would not bind a model that must call: it need not write the trigger
-        tag = calls.one_call(schemas, wanted, thoughts_before(chat))
+    thoughts = "none" if wanted is None and not is_one else thoughts_before(chat)
+    tag = grammar_of_calls(calls, schemas, wanted, thoughts, is_one=is_one)
     if tag is None:
         asked = " and ".join(["strict"] * bool(request.strict) + ["parallel_tool_calls=false"] * is_one)
         return [f"{asked} was not used: there is no grammar for calls as {settings.tool_parser} has them"]
