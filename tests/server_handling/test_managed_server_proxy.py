@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from atroposlib.envs.server_handling import managed_server_proxy as proxy_module
 from atroposlib.envs.server_handling import proxy_client
 from atroposlib.envs.server_handling.managed_server_proxy import Sessions, choose_server, create_app
+from atroposlib.envs.server_handling.openai_server import HttpServer
 from atroposlib.envs.server_handling.proxy_client import UnknownSessionError, create_proxy_session
 from atroposlib.envs.server_handling.sampling import _note_ignored
 from atroposlib.envs.server_handling.server_config import APIServerConfig, load_config
@@ -265,6 +266,33 @@ async def test_setup_replaces_the_servers():
         reply = (await client.post("/setup", json=config)).json()
     assert reply == {"status": "ok", "servers": 1, "model_name": "fake"}
     assert manager.servers[0].config.base_url == "http://one/v1"
+
+
+async def test_servers_that_were_replaced_are_closed_once_nobody_uses_them(monkeypatch):
+    closed = []
+
+    async def close(server):
+        closed.append(server.config.base_url)
+
+    monkeypatch.setattr(HttpServer, "close", close)
+    manager = manager_of()
+    app = create_app(manager, FakeTokenizer(), "fake")
+
+    async def set_up(*urls):
+        servers = [{"base_url": url, "server_type": "sglang"} for url in urls]
+        reply = await client.post("/setup", json={"model_name": "fake", "servers": servers})
+        assert reply.status_code == 200, reply.text
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://proxy") as client:
+        await set_up("http://one/v1", "http://two/v1", "http://three/v1")
+        session = await created(client, base_url="http://one/v1")
+        rollout = (await client.post("/rollouts", json={"base_url": "http://two/v1"})).json()
+        await set_up("http://four/v1")
+        assert closed == ["http://three/v1"]
+        await client.delete(f"/{session}")
+        await client.post(f"/rollouts/{rollout['id']}/end")
+        await set_up("http://five/v1")
+    assert sorted(closed) == ["http://four/v1", "http://one/v1", "http://three/v1", "http://two/v1"]
 
 
 async def test_a_token_is_asked_for_when_one_is_set():

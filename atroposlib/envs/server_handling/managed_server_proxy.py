@@ -15,7 +15,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ from atroposlib.envs.server_handling.agents.record import CallLog
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer
+from atroposlib.envs.server_handling.openai_server import HttpServer
 from atroposlib.envs.server_handling.proxy_client import UnknownSessionError
 from atroposlib.envs.server_handling.server_baseline import Server
 from atroposlib.envs.server_handling.server_config import ServersConfig, load_config
@@ -243,8 +244,9 @@ def create_app(
         log: where the records of rollouts are kept.
     """
     proxy = _Proxy(server_manager, tokenizer, model_name, Sessions(session_timeout_s))
+    proxy.rollouts = Rollouts(proxy.managed_server, log, idle_s=session_timeout_s)
     gateway = Gateway(
-        Rollouts(proxy.managed_server, log, idle_s=session_timeout_s),
+        proxy.rollouts,
         token=token,
         other=proxy.sessions.rollout,
         model=lambda: proxy.model_name,
@@ -280,6 +282,8 @@ class _Proxy:
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.sessions = sessions
+        self.rollouts: Iterable[Rollout] = ()
+        self._left: list[Server] = []  # replaced, and in use by those that were there before
 
     async def health(self) -> JsonObject:
         servers = self.manager.servers
@@ -292,11 +296,20 @@ class _Proxy:
         }
 
     async def setup(self, config: ServersConfig) -> JsonObject:
-        """Replace the servers; sessions that exist stay where they are. The tokenizer follows a new model."""
+        """Replace the servers; sessions and rollouts stay where they are, and the tokenizer follows the model.
+
+        Servers that were replaced are closed once nobody uses them, as far as this or a later call finds.
+        """
         servers = ServerManager(configs=config.server_configs()).servers
         if config.model_name != self.model_name:
             self.tokenizer, self.model_name = config.load_tokenizer(), config.model_name
-        self.manager.servers = servers
+        replaced, self.manager.servers = [*self._left, *self.manager.servers], servers
+        users = [session.managed_server for session in self.sessions.all()]
+        users += [rollout.managed for rollout in self.rollouts if not rollout.is_sealed]
+        self._left = [server for server in replaced if any(user.server is server for user in users)]
+        for server in replaced:
+            if server not in self._left and isinstance(server, HttpServer):
+                await server.close()
         return {"status": "ok", "servers": len(servers), "model_name": self.model_name}
 
     async def servers(self) -> JsonObject:
