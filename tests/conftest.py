@@ -35,7 +35,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     has_choice = getattr(options, "numprocesses", 0) is None and not hasattr(config, "workerinput")  # pytest-xdist's
     if is_whole and has_choice and not options.collectonly and not options.usepdb and (cores or 1) > 1:
-        options.numprocesses, options.dist = min((cores or 1) + 1, MOST_WORKERS), "loadfile"  # some test always waits
+        # Most tests wait, for processes and deadlines, for more than half of their time.
+        options.numprocesses, options.dist = min(2 * (cores or 1) + 1, MOST_WORKERS), "loadfile"
         options.loadscopereorder = False  # it would begin with the files of most tests
 
 

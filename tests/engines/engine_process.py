@@ -5,8 +5,12 @@ import sys
 
 
 def start_engine(*flags: str) -> tuple[subprocess.Popen[str], str]:
-    """The process and its URL, once it has announced itself; flags are those of `atropos engine`."""
-    command = [sys.executable, "-m", "atroposlib.cli.engine", "--port", "0", "--exit-with-parent", *flags]
+    """The process and its URL, once it has announced itself; flags are those of `atropos engine`.
+
+    It has one thread: several wait for each other by spinning, which takes the cores from other tests.
+    """
+    fixed = ["--port", "0", "--exit-with-parent", "--threads", "1"]
+    command = [sys.executable, "-m", "atroposlib.cli.engine", *fixed, *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
