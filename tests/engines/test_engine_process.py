@@ -75,9 +75,9 @@ def test_it_starts_from_weights_that_were_trained_under_the_models_name(local_mo
     ("flags", "code", "sentence"),
     [
         (("--model", "nothing"), 1, "neither a known name"),
-        (("--model", "$NO_SUCH_VARIABLE/x.gguf"), 1, "NO_SUCH_VARIABLE"),
-        (("--context", "9000"), 1, "was trained for 8192 tokens"),
-        (("--host", "0.0.0.0"), 1, "which others can reach"),
+        (("--model", "$NO_SUCH_VARIABLE/x.gguf"), 2, "NO_SUCH_VARIABLE"),
+        (("--context", "9000"), 2, "was trained for 8192 tokens"),
+        (("--host", "0.0.0.0"), 2, "which others can reach"),
         (("--weights", "/no/such.gguf"), 1, "model file /no/such.gguf does not exist"),
         (("--slots", "0"), 2, "--slots"),
         (("--port", "70000"), 2, "--port"),
