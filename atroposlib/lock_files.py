@@ -183,7 +183,7 @@ def end_leftovers(services: Iterable[Mapping[str, Json]], node: str) -> None:
     """End what outlived a killed supervisor and would hold ports and locks; nothing when that ran on another node.
 
     Args:
-        services: `name`, `pid` and `started` of each, and `grace_s` for one that needs longer than others.
+        services: `name`, `pid`, `started` and `grace_s` of each.
     """
     for service in services if node in ("", socket.gethostname()) else ():
         pid, started = service["pid"], service["started"]

@@ -7,7 +7,6 @@ The trainer's end is the end of the run, and its exit code is the command's. Eve
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import sys
@@ -19,14 +18,15 @@ import aiohttp
 from atroposlib.errors import AtroposError, LaunchError
 from atroposlib.example_trainer.config import RunConfig
 from atroposlib.example_trainer.recipe import build, parser_of, require_torch
-from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan, make_plan
+from atroposlib.example_trainer.run_plan import RunPlan, make_plan
 from atroposlib.launch.config import RestartConfig
-from atroposlib.launch.services import Service, Supervised, describe_exit
+from atroposlib.launch.services import describe_exit
+from atroposlib.launch.supervisor import Stopped, Supervisor
 from atroposlib.lock_files import end_leftovers, run_lock
 from atroposlib.paths import writable_dir
-from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, STOP_SIGNALS
-from atroposlib.status.page import StatusPage, write_last_page
-from atroposlib.status.runs import RunRecord, read_status
+from atroposlib.rollouts.stop import EXIT_WORK_REMAINS
+from atroposlib.status.page import write_last_page
+from atroposlib.status.runs import RunRecord, RunStatus
 from atroposlib.status.training import read_training
 from atroposlib.system_limits import told_limits
 
@@ -76,7 +76,7 @@ def run(config: RunConfig) -> int:
     with run_lock(run_dir):
         facts = {"name": run_dir.name, "problems": 0, "responses": config.num_generations, "kind": "train"}
         record = RunRecord.load(run_dir, **facts, steps=config.training_steps)
-        end_leftovers([{**service, "grace_s": _grace_s(service["name"])} for service in record.services], record.node)
+        end_leftovers(record.services, record.node)
         record.forget_services()
         record.begin(logs=run_dir / "logs")
         record.starts += 1
@@ -92,114 +92,43 @@ def run(config: RunConfig) -> int:
 
 
 async def _supervise(config: RunConfig, run_dir: Path, record: RunRecord) -> int:
-    running = _Running(RestartConfig(limit=config.restart_limit))  # pyright: ignore[reportCallIssue]
-    async with aiohttp.ClientSession() as session:
-        plan = make_plan(config, run_dir, session)
-        loop = asyncio.get_running_loop()
-        for sign in STOP_SIGNALS:
-            loop.add_signal_handler(sign, running.stop_requested.set)
-        recording = asyncio.create_task(_record(running, run_dir, record))
-        try:
-            return await running.until_trained(plan)
-        finally:
-            await running.stop_all()
-            recording.cancel()
+    step = -1
+
+    def log_step(_: RunStatus) -> None:
+        nonlocal step
+        training = read_training(run_dir / "metrics", record.steps, only_last=True)
+        if training.points and training.step != step:
+            step = training.step
+            logger.info("%s", training.line())
+
+    restarts = RestartConfig(limit=config.restart_limit)  # pyright: ignore[reportCallIssue]
+    async with aiohttp.ClientSession() as session, Supervisor(run_dir, record, restarts, log_step) as services:
+        return await until_trained(make_plan(config, run_dir, session), services)
 
 
-async def _record(running: "_Running", run_dir: Path, record: RunRecord) -> None:
-    """Keep on disk what runs and how far it is, for people and for the next start; log a line a step.
-
-    A disk that fails must not end the run; it is tried again.
-    """
-    page, step = StatusPage(), -1
-    while True:
-        await asyncio.sleep(0.5)
-        record.elapsed_s += 0.5
-        record.services = [service.as_record() for service in running.tasks.values()]
-        with contextlib.suppress(OSError, LaunchError):
-            record.save(run_dir, "running")
-            page.update(lambda: read_status(run_dir))
-            training = read_training(run_dir / "metrics", record.steps, only_last=True)
-            if training.points and training.step != step:
-                step = training.step
-                logger.info("%s", training.line())
-
-
-class _Running:
-    """The services that are up."""
-
-    def __init__(self, restarts: RestartConfig) -> None:
-        self.stop_requested = asyncio.Event()
-        self._restarts = restarts
-        self.tasks: dict[asyncio.Task[int], Supervised] = {}
-
-    async def until_trained(self, plan: RunPlan) -> int:
-        """Start everything in order; the trainer's exit code, or 75 when a signal came first."""
+async def until_trained(plan: RunPlan, services: Supervisor) -> int:
+    """Start everything in order; the trainer's exit code, or 75 when a signal came first."""
+    try:
         for service in plan.servers:
-            started = self._start(service)
-            await self._first_of(asyncio.create_task(started.ready.wait()))
-            if self.stop_requested.is_set():
-                return EXIT_WORK_REMAINS
-        trainer = self._start(plan.trainer)
-        ended = await self._first_of(asyncio.create_task(trainer.ready.wait()))
-        if ended is None and not self.stop_requested.is_set():
-            self._start(plan.environment)
-        while not self.stop_requested.is_set():
-            ended = await self._first_of()
-            if ended is None:
-                continue
-            code = self._take_code(ended)
-            if ended is trainer and code in (0, EXIT_WORK_REMAINS):
+            await services.until(services.start(service).ready.wait())
+        trainer = services.start(plan.trainer)
+        ended = await services.until(trainer.ready.wait())
+        if ended is None:
+            services.start(plan.environment)
+        while True:
+            service, code = ended or await services.until() or (None, 0)
+            ended = None
+            if service is trainer:
+                if code not in (0, EXIT_WORK_REMAINS):
+                    logger.error("the trainer failed; the end of %s:\n%s", trainer.service.log, trainer.tail(5))
                 return code
-            if ended is trainer:
-                logger.error("the trainer failed; the end of %s:\n%s", ended.service.log, ended.tail(5))
-                return code
-            if code != 0:
+            if service is not None and code != 0:
                 raise LaunchError(
-                    f"{ended.service.name} ended: {describe_exit(code)}; the end of {ended.service.log}:\n"
-                    f"{ended.tail(20)}"
+                    f"{service.service.name} ended: {describe_exit(code)}; the end of {service.service.log}:\n"
+                    f"{service.tail(20)}"
                 )
-        await trainer.stop(TRAINER_GRACE_S)
+    except Stopped:
         return EXIT_WORK_REMAINS
-
-    async def stop_all(self) -> None:
-        """End what is still running, the last started first."""
-        for task, service in reversed(self.tasks.items()):
-            await service.stop(_grace_s(service.service.name))
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
-    def _start(self, service: Service) -> Supervised:
-        supervised = Supervised(service, self._restarts)
-        self.tasks[asyncio.create_task(supervised.run())] = supervised
-        return supervised
-
-    async def _first_of(self, *others: "asyncio.Task[bool]") -> Supervised | None:
-        """Wait for the end of a service, a stop signal or one of `others`; the service, if it was one.
-
-        Raises:
-            LaunchError: a service failed for good.
-        """
-        stop = asyncio.create_task(self.stop_requested.wait())
-        done, _ = await asyncio.wait({stop, *others, *self.tasks}, return_when=asyncio.FIRST_COMPLETED)
-        for waiting in (stop, *others):
-            waiting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await waiting
-        for task in done & set(self.tasks):
-            task.result()
-            return self.tasks[task]
-        return None
-
-    def _take_code(self, service: Supervised) -> int:
-        """Exit code of a service that has ended; it is forgotten."""
-        task = next(task for task, other in self.tasks.items() if other is service)
-        del self.tasks[task]
-        return task.result()
-
-
-def _grace_s(name: str) -> float:
-    return TRAINER_GRACE_S if name == "trainer" else 10.0
 
 
 if __name__ == "__main__":

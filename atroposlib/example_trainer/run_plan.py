@@ -181,6 +181,7 @@ def make_plan(config: RunConfig, run_dir: Path, session: aiohttp.ClientSession) 
             ready_timeout_s=config.engine_ready_s,
             env={**gpus("ATROPOS_TRAINER_GPUS"), **_LAUNCHER_GRACE, **_DECIDED},
             is_job=True,
+            grace_s=TRAINER_GRACE_S,
         ),
         environment=environment(
             script, environment_yaml, logs / "environment.log", run_dir / PROGRESS_FILE, config.hang_s

@@ -52,6 +52,7 @@ class Service:
         ready_timeout_s: how long it may take from start to ready.
         healthy: asked again and again once it is ready; None: being alive is enough.
         is_job: a job ends by itself; its exit codes 0 to 127 are final, only a signal restarts it.
+        grace_s: from SIGTERM to SIGKILL.
         achieved: what it has done so far; ends between which this stays the same are never forgiven.
     """
 
@@ -63,6 +64,7 @@ class Service:
     env: Mapping[str, str] = field(default_factory=dict)
     healthy: Probe | None = None
     is_job: bool = False
+    grace_s: float = 10.0
     achieved: Callable[[], int] | None = None
 
 
@@ -95,6 +97,7 @@ class Supervised:
             "state": self.state,
             "restarts": self.restart_count,
             "started": self.started,
+            "grace_s": self.service.grace_s,
         }
 
     async def run(self) -> int:

@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from atroposlib.cli import datagen as cli
 from atroposlib.cli.boundary import command
 from atroposlib.errors import ConfigError, LaunchError
-from atroposlib.launch import datagen
+from atroposlib.launch import datagen, supervisor
 from atroposlib.launch.config import DatagenConfig
-from atroposlib.launch.datagen import Stopped, _Run, run_datagen
+from atroposlib.launch.datagen import run_datagen
+from atroposlib.launch.supervisor import Stopped, Supervisor
 from atroposlib.status.runs import RunRecord
 
 
@@ -27,42 +28,45 @@ def config(tmp_path, monkeypatch) -> DatagenConfig:
     return DatagenConfig.model_validate({**values, "environment": {"script": "env.py"}})
 
 
-def run_of(config: DatagenConfig) -> _Run:
+def services_of(config: DatagenConfig) -> Supervisor:
     config.work_dir.mkdir()
-    return _Run(config, RunRecord(name="t", problems=4, responses=2), lambda status: None)
+    return Supervisor(
+        config.work_dir, RunRecord(name="t", problems=4, responses=2), config.restarts, lambda status: None
+    )
 
 
 async def test_a_second_signal_while_the_services_stop_changes_nothing(config, monkeypatch):
-    async def work(self, plan):
-        os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.Event().wait()
-
     async def stop(self):
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(_Run, "_work", work)
-    monkeypatch.setattr(_Run, "_stop", stop)
+    monkeypatch.setattr(Supervisor, "stop", stop)
+
+    async def run():
+        async with services_of(config) as services:
+            os.kill(os.getpid(), signal.SIGINT)
+            await services.until()
+
     with pytest.raises(Stopped, match="stopped by SIGINT"):
-        await run_of(config).to_the_end(None)  # pyright: ignore[reportArgumentType]
+        await run()
 
 
-def test_a_record_that_cannot_be_read_just_now_does_not_end_the_run(config, monkeypatch):
+async def test_a_record_that_cannot_be_read_just_now_does_not_end_the_run(config, monkeypatch):
     def unreadable(folder):
         raise LaunchError("holds no run")
 
-    monkeypatch.setattr(datagen, "read_status", unreadable)
-    run_of(config)._publish()
+    monkeypatch.setattr(supervisor, "read_status", unreadable)
+    services_of(config).publish()
 
 
 def test_a_full_disk_does_not_hide_why_the_run_failed(config, monkeypatch):
-    async def fail(self, model):
+    async def fail(*_):
         raise LaunchError("engine ended 6 times")
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(_Run, "to_the_end", fail)
+    monkeypatch.setattr(datagen, "_to_the_end", fail)
     monkeypatch.setattr(RunRecord, "save", full)
     with pytest.raises(LaunchError, match="engine ended 6 times"):
         run_datagen(config, lambda status: None)
@@ -75,10 +79,10 @@ def test_a_run_with_all_its_groups_in_its_files_only_exports_however_it_ended(
 ):
     started = []
 
-    async def to_the_end(self, model):
+    async def to_the_end(*_):
         started.append("services")
 
-    monkeypatch.setattr(_Run, "to_the_end", to_the_end)
+    monkeypatch.setattr(datagen, "_to_the_end", to_the_end)
     monkeypatch.setattr(datagen, "export_all", lambda config, model: [])
     config.work_dir.mkdir()
     record = RunRecord(name="t", problems=4, responses=2, state=ended)

@@ -10,11 +10,12 @@ from atroposlib.errors import LaunchError
 from atroposlib.example_trainer import run
 from atroposlib.example_trainer.config import RunConfig
 from atroposlib.example_trainer.recipe import check
-from atroposlib.example_trainer.run import _record, _Running
+from atroposlib.example_trainer.run import until_trained
 from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan
 from atroposlib.json_lines import read_object
 from atroposlib.launch.config import RestartConfig
 from atroposlib.launch.services import Service, Supervised
+from atroposlib.launch.supervisor import Supervisor
 from atroposlib.lock_files import start_time
 from atroposlib.status.runs import RunRecord
 
@@ -44,8 +45,13 @@ class Told:
             self.events.append(f"{name} {'ready' if number >= ready_at else 'starting'}")
             return number >= ready_at
 
-        command = [sys.executable, "-c", program]
-        return Service(name, command, self.folder / f"{name}.log", ready, ready_timeout_s=600, is_job=True)
+        command, log = [sys.executable, "-c", program], self.folder / f"{name}.log"
+        grace_s = TRAINER_GRACE_S if name == "trainer" else 10.0
+        return Service(name, command, log, ready, ready_timeout_s=600, is_job=True, grace_s=grace_s)
+
+    def supervisor(self):
+        record = RunRecord("r", 0, 4, kind="train", node=socket.gethostname())
+        return Supervisor(self.folder, record, RestartConfig(), lambda status: None)
 
 
 @pytest.fixture
@@ -55,54 +61,46 @@ def told(tmp_path):
 
 async def test_the_environment_starts_once_the_engine_serves_what_the_trainer_pushed(told):
     trainer, environment = told.service("trainer", SLEEPER, ready_at=3), told.service("environment", SLEEPER)
-    running = _Running(RestartConfig())
-    task = asyncio.create_task(running.until_trained(RunPlan([], trainer, environment)))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(60), told.supervisor() as services:
+        task = asyncio.create_task(until_trained(RunPlan([], trainer, environment), services))
         while "environment ready" not in told.events:
             await asyncio.sleep(0.02)
-    running.stop_requested.set()
-    assert await task == 75
-    await running.stop_all()
+        services.ask_to_stop("SIGTERM")
+        assert await task == 75
     assert told.events == ["trainer starting", "trainer starting", "trainer ready", "environment ready"]
 
 
 async def test_a_trainer_that_fails_before_its_first_push_ends_the_run_without_an_environment(told):
     trainer = told.service("trainer", "raise SystemExit(1)", ready_at=10**6)
-    running = _Running(RestartConfig())
-    code = await running.until_trained(RunPlan([], trainer, told.service("environment", SLEEPER)))
-    await running.stop_all()
-    assert code == 1
+    async with told.supervisor() as services:
+        assert await until_trained(RunPlan([], trainer, told.service("environment", SLEEPER)), services) == 1
     assert set(told.events) <= {"trainer starting"}
 
 
 async def test_what_a_killed_run_left_behind_is_ended_by_the_same_command(told, tmp_path, monkeypatch):
-    running = _Running(RestartConfig())
     trainer = told.service("trainer", FINISHES_ITS_STEP.format(out=str(tmp_path / "saved")))
-    work = asyncio.create_task(running.until_trained(RunPlan([], trainer, told.service("environment", SLEEPER))))
-    recording = asyncio.create_task(
-        _record(running, tmp_path, RunRecord("r", 0, 4, kind="train", node=socket.gethostname()))
-    )
-    async with asyncio.timeout(60):
-        while not (
-            trainer.log.exists() and trainer.log.read_text() and left_in(tmp_path) == {"trainer", "environment"}
-        ):
-            await asyncio.sleep(0.02)
-    recording.cancel()
+    services = told.supervisor()
+    async with services:
+        work = asyncio.create_task(until_trained(RunPlan([], trainer, told.service("environment", SLEEPER)), services))
+        async with asyncio.timeout(60):
+            while not (
+                trainer.log.exists() and trainer.log.read_text() and left_in(tmp_path) == {"trainer", "environment"}
+            ):
+                await asyncio.sleep(0.02)
+        services._ticker.cancel()
 
-    async def starts(*_):
-        return 0
+        async def starts(*_):
+            return 0
 
-    monkeypatch.setattr(run, "_supervise", starts)
-    config = check(RunConfig, {"model_name": "m", "run_dir": str(tmp_path), "environment": "e.py", "batch_size": 16})
-    monkeypatch.setattr(
-        Supervised, "_backoff_s", lambda *_: 600
-    )  # here the supervisor lives, and must not restart them
-    assert await asyncio.to_thread(run.run, config) == 0
-    assert (tmp_path / "saved").exists()
-    assert {start_time(service.pid) for service in running.tasks.values()} == {None}
-    work.cancel()
-    for task in running.tasks:
-        task.cancel()
+        monkeypatch.setattr(run, "_supervise", starts)
+        settings = {"model_name": "m", "run_dir": str(tmp_path), "environment": "e.py", "batch_size": 16}
+        monkeypatch.setattr(
+            Supervised, "_backoff_s", lambda *_: 600
+        )  # here the supervisor lives, and must not restart them
+        assert await asyncio.to_thread(run.run, check(RunConfig, settings)) == 0
+        assert (tmp_path / "saved").exists()
+        assert {start_time(service.pid) for service in services.services} == {None}
+        work.cancel()
 
 
 def left_in(folder):
@@ -114,13 +112,14 @@ def left_in(folder):
 async def test_a_trainer_has_its_grace_also_when_the_environment_failed(told, tmp_path):
     trainer = told.service("trainer", FINISHES_ITS_STEP.format(out=str(tmp_path / "saved")))
     waits = f"import pathlib, time\nwhile not pathlib.Path({str(trainer.log)!r}).stat().st_size: time.sleep(0.02)"
-    running = _Running(RestartConfig())
-    with pytest.raises(LaunchError, match="environment ended: exit code 3"):
-        await running.until_trained(RunPlan([], trainer, told.service("environment", f"{waits}\nraise SystemExit(3)")))
+    environment = told.service("environment", f"{waits}\nraise SystemExit(3)")
     asked = []
     stop = Supervised.stop
-    for service in running.tasks.values():
-        service.stop = lambda grace_s, service=service: asked.append(grace_s) or stop(service, grace_s)
-    await running.stop_all()
+    services = told.supervisor()
+    async with services:
+        with pytest.raises(LaunchError, match="environment ended: exit code 3"):
+            await until_trained(RunPlan([], trainer, environment), services)
+        for service in services.services:
+            service.stop = lambda grace_s, service=service: asked.append(grace_s) or stop(service, grace_s)
     assert max(asked) == TRAINER_GRACE_S
     assert (tmp_path / "saved").exists()
