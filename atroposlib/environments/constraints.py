@@ -68,22 +68,6 @@ def _sentences(text: str) -> int:
     return sum(bool(_words(part)) for part in re.split(r"(?<=[.!?])\s+|\n+", text))
 
 
-def _keywords(text: str, keywords: list[str]) -> bool:
-    return all(re.search(re.escape(word), text, re.IGNORECASE) for word in keywords)
-
-
-def _keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    return _count(len(re.findall(re.escape(keyword), text, re.IGNORECASE)), relation, frequency)
-
-
-def _forbidden(text: str, forbidden_words: list[str]) -> bool:
-    return not any(_times(text, word) for word in forbidden_words)
-
-
-def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _count(text.lower().count(letter.lower()), let_relation, let_frequency)
-
-
 def _language(text: str, language: str) -> bool:
     try:
         import langdetect  # pyright: ignore[reportMissingImports]
@@ -95,17 +79,9 @@ def _language(text: str, language: str) -> bool:
         return False
 
 
-def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    return _count(_sentences(text), relation, num_sentences)
-
-
 def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
     parts = re.split(r"\s?\*\*\*\s?", text)
     return all(map(str.strip, parts[1:-1])) and sum(bool(part.strip()) for part in parts) == num_paragraphs
-
-
-def _number_words(text: str, num_words: int, relation: str) -> bool:
-    return _count(len(_words(text)), relation, num_words)
 
 
 def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -116,21 +92,9 @@ def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: 
     return bool(words) and words[0].strip("'\"").rstrip(".,?!'\"").lower() == first_word.lower()
 
 
-def _placeholders(text: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders
-
-
 def _postscript(text: str, postscript_marker: str) -> bool:
     mark = re.escape(postscript_marker).replace(r"\.", r"\.\s?")
     return re.search(mark, text, re.IGNORECASE) is not None
-
-
-def _bullets(text: str, num_bullets: int) -> bool:
-    return len(re.findall(r"(?m)^[^\S\n]*(?:\*[^*\n].*|-.*)$", text)) == num_bullets
-
-
-def _one_of(text: str) -> bool:
-    return any(answer in text for answer in OPTIONS)
 
 
 def _highlights(text: str, num_highlights: int) -> bool:
@@ -161,14 +125,6 @@ def _two_responses(text: str) -> bool:
     return len(inner) == 2 and all(inner) and inner[0] != inner[1]
 
 
-def _repeats(text: str, prompt_to_repeat: str) -> bool:
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def _ends(text: str, end_phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
 def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
     words = re.split(r"[^\w.'/-]+|'(?=s\b)|--+", text)  # hyphens and full stops keep a word together
     return _count(sum(word.isupper() for word in words), capital_relation, capital_frequency)
@@ -182,32 +138,56 @@ def _quoted(text: str) -> bool:
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 CONSTRAINTS: dict[str, Constraint] = {
-    "keywords:existence": Constraint("Use the words {keywords}.", _keywords),
-    "keywords:frequency": Constraint('Use the word "{keyword}" {relation} {frequency} times.', _keyword_frequency),
-    "keywords:forbidden_words": Constraint("Do not use the words {forbidden_words}.", _forbidden),
+    "keywords:existence": Constraint(
+        "Use the words {keywords}.",
+        lambda text, keywords: all(re.search(re.escape(word), text, re.IGNORECASE) for word in keywords),
+    ),
+    "keywords:frequency": Constraint(
+        'Use the word "{keyword}" {relation} {frequency} times.',
+        lambda text, keyword, frequency, relation: _count(
+            len(re.findall(re.escape(keyword), text, re.IGNORECASE)), relation, frequency
+        ),
+    ),
+    "keywords:forbidden_words": Constraint(
+        "Do not use the words {forbidden_words}.",
+        lambda text, forbidden_words: not any(_times(text, word) for word in forbidden_words),
+    ),
     "keywords:letter_frequency": Constraint(
-        'Use the letter "{letter}" {let_relation} {let_frequency} times.', _letter_frequency
+        'Use the letter "{letter}" {let_relation} {let_frequency} times.',
+        lambda text, letter, let_frequency, let_relation: _count(
+            text.lower().count(letter.lower()), let_relation, let_frequency
+        ),
     ),
     "language:response_language": Constraint("Answer in the language {language} only.", _language),
-    "length_constraints:number_sentences": Constraint("Write {relation} {num_sentences} sentences.", _number_sentences),
+    "length_constraints:number_sentences": Constraint(
+        "Write {relation} {num_sentences} sentences.",
+        lambda text, num_sentences, relation: _count(_sentences(text), relation, num_sentences),
+    ),
     "length_constraints:number_paragraphs": Constraint(
         "Write {num_paragraphs} paragraphs, parted by ***.", _number_paragraphs
     ),
-    "length_constraints:number_words": Constraint("Write {relation} {num_words} words.", _number_words),
+    "length_constraints:number_words": Constraint(
+        "Write {relation} {num_words} words.",
+        lambda text, num_words, relation: _count(len(_words(text)), relation, num_words),
+    ),
     "length_constraints:nth_paragraph_first_word": Constraint(
         'Write {num_paragraphs} paragraphs parted by empty lines; number {nth_paragraph} starts with "{first_word}".',
         _first_word,
     ),
     "detectable_content:number_placeholders": Constraint(
-        "Use at least {num_placeholders} placeholders in square brackets, such as [name].", _placeholders
+        "Use at least {num_placeholders} placeholders in square brackets, such as [name].",
+        lambda text, num_placeholders: len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders,
     ),
     "detectable_content:postscript": Constraint(
         "Add a postscript at the end that starts with {postscript_marker}", _postscript
     ),
     "detectable_format:number_bullet_lists": Constraint(
-        "Use exactly {num_bullets} bullet points that start with *.", _bullets
+        "Use exactly {num_bullets} bullet points that start with *.",
+        lambda text, num_bullets: len(re.findall(r"(?m)^[^\S\n]*(?:\*[^*\n].*|-.*)$", text)) == num_bullets,
     ),
-    "detectable_format:constrained_response": Constraint(f"Answer with one of: {' '.join(OPTIONS)}", _one_of),
+    "detectable_format:constrained_response": Constraint(
+        f"Answer with one of: {' '.join(OPTIONS)}", lambda text: any(answer in text for answer in OPTIONS)
+    ),
     "detectable_format:number_highlighted_sections": Constraint(
         "Highlight at least {num_highlights} parts, as *this one*.", _highlights
     ),
@@ -218,8 +198,14 @@ CONSTRAINTS: dict[str, Constraint] = {
     "detectable_format:json_format": Constraint("Write all of it as JSON.", _is_json),
     "detectable_format:title": Constraint("Give it a title in double angle brackets, as <<title>>.", _title),
     "combination:two_responses": Constraint("Give two different answers, parted by ******.", _two_responses),
-    "combination:repeat_prompt": Constraint("First repeat the request word for word: {prompt_to_repeat}", _repeats),
-    "startend:end_checker": Constraint('End with exactly these words: "{end_phrase}"; nothing follows them.', _ends),
+    "combination:repeat_prompt": Constraint(
+        "First repeat the request word for word: {prompt_to_repeat}",
+        lambda text, prompt_to_repeat: text.strip().lower().startswith(prompt_to_repeat.strip().lower()),
+    ),
+    "startend:end_checker": Constraint(
+        'End with exactly these words: "{end_phrase}"; nothing follows them.',
+        lambda text, end_phrase: text.strip().strip('"').lower().endswith(end_phrase.strip().lower()),
+    ),
     "change_case:capital_word_frequency": Constraint(
         "Use {capital_relation} {capital_frequency} words in capital letters.", _capital_words
     ),

@@ -244,7 +244,7 @@ class AgentEnv(BaseEnv):
             rollout.managed.reset()  # its calls hold each other
         faults = {row: result for row, result in results.items() if isinstance(result, BaseException)}
         if faults:
-            group["unscored"] = [self._unscored(fault, row) for row, fault in faults.items()]
+            group["unscored"] = [self._item_rollout.unscored(fault, row) for row, fault in faults.items()]
         return group, []
 
     async def _contained(self, item: Item, row: int) -> tuple[Rollout, float] | BaseException:

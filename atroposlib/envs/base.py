@@ -8,7 +8,7 @@ import atexit
 import gc
 import logging
 import sys
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 from atroposlib.envs import hooks
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.hooks import EnvHooks, ServerConfigs, Trajectories
-from atroposlib.envs.item_rollout import ItemRollout, Trajectory
+from atroposlib.envs.item_rollout import ItemRollout
 from atroposlib.envs.server_handling.one_by_one import OneByOne
 from atroposlib.envs.server_handling.server_baseline import (
     APIServer,
@@ -44,7 +44,6 @@ from atroposlib.type_definitions import (
     Message,
     ScoredDataGroup,
     ScoredDataItem,
-    UnscoredResponse,
 )
 
 if TYPE_CHECKING:
@@ -273,15 +272,6 @@ class BaseEnv(EnvHooks):
         return await self._item_rollout.submit(
             scored_data, item, send=do_send_to_api, abort_when_too_long=abort_on_any_max_length_exceeded
         )
-
-    def _merged(self, rollouts: list[Trajectory | BaseException]) -> tuple[ScoredDataGroup, list[Item]]:
-        return self._item_rollout.merged(rollouts)
-
-    async def _trajectories(self, item: Item, rows: Iterable[int]) -> list[Trajectory | BaseException]:
-        return await self._item_rollout.trajectories(item, rows)
-
-    def _unscored(self, fault: BaseException, index: int) -> UnscoredResponse:
-        return self._item_rollout.unscored(fault, index)
 
     # -- a trainer: see `TrainerLink` ------------------------------------------------------------------------------
 

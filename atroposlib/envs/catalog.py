@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -39,13 +38,19 @@ class Entry:
 
     def load(self) -> "type[BaseEnv]":
         """Import the class; ConfigError where that fails, because of a missing package or otherwise."""
+        from atroposlib.envs.base import BaseEnv
+
         try:
             found = getattr(importlib.import_module(self.module), self.attribute)
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"environment {self.name!r} of {self.package} cannot be imported: {error}; install what it needs"
             ) from error
-        return _checked(found, f"environment {self.name!r} of {self.package}")
+        if not isinstance(found, type) or not issubclass(found, BaseEnv):
+            raise ConfigError(
+                f"environment {self.name!r} of {self.package} is {found!r}, which is no subclass of BaseEnv"
+            )
+        return found
 
     def summary(self) -> str:
         """Return the first line of the class's docstring, read without an import; "" when there is none."""
@@ -85,7 +90,9 @@ def load(name: str) -> "type[BaseEnv]":
         return from_file(expand_path(name, what="environment"))
     known = entries()
     if name not in known:
-        raise ConfigError(_unknown(name, known))
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`atropos env list` shows them all; a file ends in .py"
+        raise ConfigError(f"there is no environment {name!r}; {hint}")
     return known[name].load()
 
 
@@ -144,17 +151,3 @@ def _defined(module: ModuleType) -> "list[type[BaseEnv]]":
     classes = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
     found = [each for each in classes if issubclass(each, BaseEnv)]
     return [each for each in found if not any(other is not each and issubclass(other, each) for other in found)]
-
-
-def _checked(found: object, what: str) -> "type[BaseEnv]":
-    from atroposlib.envs.base import BaseEnv
-
-    if not isinstance(found, type) or not issubclass(found, BaseEnv):
-        raise ConfigError(f"{what} is {found!r}, which is no subclass of BaseEnv")
-    return found
-
-
-def _unknown(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "`atropos env list` shows them all; a file ends in .py"
-    return f"there is no environment {name!r}; {hint}"

@@ -28,7 +28,15 @@ from atroposlib.rollouts.run import RunOutcome
 from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, leave_soon
 from atroposlib.system_limits import raise_descriptor_limit, told_limits
 from atroposlib.type_definitions import Json, JsonObject
-from atroposlib.utils.cli import describe_fields, merge_dicts, parse_value, refuse_unknown, split_flags
+from atroposlib.utils.cli import (
+    describe_fields,
+    extract_namespace,
+    merge_dicts,
+    mistakes,
+    parse_value,
+    refuse_unknown,
+    split_flags,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +106,7 @@ class Settings:
     def as_yaml(self) -> str:
         """The settings as a file for `--config`, with secrets left out."""
         servers = [self.servers] if isinstance(self.servers, ServerBaseline) else list(self.servers)
-        openai = [_without_secrets(server.model_dump(mode="json")) for server in servers]
+        openai = [server.model_dump(mode="json", exclude=set(SECRET_FIELDS)) for server in servers]
         shown = {
             ENV_NAMESPACE: self.env.model_dump(mode="json"),
             OPENAI_NAMESPACE: openai[0] if len(openai) == 1 else openai,
@@ -198,7 +206,7 @@ def main(env_cls: type[CliEnv], arguments: Sequence[str] | None = None) -> int:
     raise_descriptor_limit()  # a request is a connection, and 1,024 are the usual soft limit
     try:
         if mode in ("-h", "--help"):
-            print(_usage())
+            print("\n".join(["commands (each has --help):", *(f"  {mode:<10}{says}" for mode, says in MODES.items())]))
             return 0
         refuse_unknown([mode], MODES, what="command")
         command_cls = getattr(env_cls, f"get_cli_{mode}_config_cls")()
@@ -271,7 +279,7 @@ def resolve(env_cls: type[CliEnv], mode: Mode, arguments: Sequence[str]) -> Sett
     below = merge_dicts(
         default_env.model_dump(), _mode_defaults(mode, env_cls, default_env), yaml_config.get(ENV_NAMESPACE) or {}
     )
-    env_flags = _namespace(flags, ENV_NAMESPACE)
+    env_flags = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}")
     env = _validated(type(default_env), {**below, **default_env.reset_by(env_flags), **env_flags}, ENV_NAMESPACE)
     if mode == "process" and env.total_groups not in (None, env.total_steps):
         raise ConfigError(
@@ -343,11 +351,6 @@ def help_text(env_cls: type[CliEnv], mode: Mode) -> str:
     return "\n".join(parts)
 
 
-def _usage() -> str:
-    lines = [f"  {mode:<10}{text}" for mode, text in MODES.items()]
-    return "\n".join(["commands (each has --help):", *lines])
-
-
 def _load_yaml(texts: list[str] | None) -> JsonObject:
     if texts is None:
         return {}
@@ -390,11 +393,6 @@ _LEGACY = {OPENAI_NAMESPACE: ("weight",)}
 """Settings that older YAML files carry; accepted and ignored."""
 
 
-def _namespace(flags: Mapping[str, Json], name: str) -> JsonObject:
-    prefix = name + NAMESPACE_SEP
-    return {key.removeprefix(prefix): value for key, value in flags.items() if key.startswith(prefix)}
-
-
 def _mode_defaults(mode: Mode, env_cls: type[CliEnv], config: BaseEnvConfig) -> dict[str, object]:
     if mode != "process":
         return {}
@@ -408,7 +406,11 @@ def _servers(
     base = default if isinstance(default, ServerBaseline) else next(iter(default), None)
     section = yaml_config.get(OPENAI_NAMESPACE) or {}
     one = section if isinstance(section, Mapping) else section[0] if len(section) == 1 else {}
-    merged = {**(base.model_dump() if base else {}), **one, **_namespace(flags, OPENAI_NAMESPACE)}
+    merged = {
+        **(base.model_dump() if base else {}),
+        **one,
+        **extract_namespace(flags, f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}"),
+    }
     try:
         return resolve_openai_configs(
             default_server_configs=default,
@@ -418,26 +420,14 @@ def _servers(
             logger=logger,
         )
     except ValidationError as error:
-        raise _as_config_error(error, OPENAI_NAMESPACE) from None
+        raise ConfigError(mistakes(error, APIServerConfig, prefix=f"{OPENAI_NAMESPACE}.")) from None
 
 
 def _validated(model: type[Model], values: Mapping[str, object], name: str) -> Model:
     try:
         return model(**values)
     except ValidationError as error:
-        raise _as_config_error(error, name) from None
-
-
-def _as_config_error(error: ValidationError, name: str) -> ConfigError:
-    problems = [
-        f"{'.'.join([*([name] if name else []), *map(str, problem['loc'])])} is {problem['input']!r}: {problem['msg']}"
-        for problem in error.errors()
-    ]
-    return ConfigError("; ".join(problems))
-
-
-def _without_secrets(server: Mapping[str, Json]) -> JsonObject:
-    return {key: value for key, value in server.items() if key not in SECRET_FIELDS}
+        raise ConfigError(mistakes(error, model, prefix=f"{name}." if name else "")) from None
 
 
 def _run_loop(env: CliEnv, mode: Mode) -> int:

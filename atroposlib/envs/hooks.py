@@ -20,7 +20,7 @@ import re
 import statistics
 import string
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from types import ModuleType
@@ -230,8 +230,14 @@ class EnvHooks:
             samples.clear()
 
     def perf_stats(self, metrics_dict: Metrics) -> Metrics:
-        """Add the durations of rollouts and of the main loop."""
-        return perf_metrics(self._timings(), metrics_dict)
+        """Add mean, std, max and min of the durations with more than one sample, which are then forgotten."""
+        from atroposlib.utils.metrics import get_std_min_max_avg
+
+        for name, values in self._timings().items():
+            if len(values) > 1:
+                get_std_min_max_avg(f"train_perf/{name}", values, metrics_dict)
+                values.clear()
+        return metrics_dict
 
     def _timings(self) -> dict[str, list[float]]:
         """The lists of seconds and counts, by the name of their metrics."""
@@ -272,9 +278,11 @@ class EnvHooks:
 
     def load_checkpoint(self) -> None:
         """Set the attributes kept by the newest checkpoint that is not ahead of `curr_step`."""
-        kept = read_checkpoint(self.checkpoint_dir, self.wandb_prepend or self.label, self.curr_step)
-        for key, value in kept.items():
-            setattr(self, key, value)
+        path = newest_checkpoint(self.checkpoint_dir, self.wandb_prepend or self.label, self.curr_step)
+        if path is not None:
+            for key, value in json.loads(path.read_text("utf-8")).items():
+                setattr(self, key, value)
+            logger.info("checkpoint loaded: %s", path)
 
 
 def write_checkpoint(checkpoint_dir: str, registered_name: str, step: int, data: JsonObject) -> Path | None:
@@ -286,15 +294,6 @@ def write_checkpoint(checkpoint_dir: str, registered_name: str, step: int, data:
     path = folder / f"step-{step}.json"
     write_text_atomic(path, json.dumps(data))
     return path
-
-
-def read_checkpoint(checkpoint_dir: str, registered_name: str, step: int) -> JsonObject:
-    """Attributes of the checkpoint to continue with at `step`; {} where there is none."""
-    path = newest_checkpoint(checkpoint_dir, registered_name, step)
-    if path is None:
-        return {}
-    logger.info("checkpoint loaded: %s", path)
-    return json.loads(path.read_text("utf-8"))
 
 
 def newest_checkpoint(checkpoint_dir: str, registered_name: str, step: int) -> Path | None:
@@ -326,17 +325,6 @@ def completion_length_metrics(lengths: Sequence[int], max_token_len: int) -> dic
     if max_token_len > 0:
         metrics["train/completion_lengths_p95"] = statistics.fmean(n > 0.95 * max_token_len for n in lengths)
     return metrics
-
-
-def perf_metrics(samples: Mapping[str, list[float]], into: Metrics) -> Metrics:
-    """Add mean, std, max and min of every list with more than one sample, and empty it."""
-    from atroposlib.utils.metrics import get_std_min_max_avg
-
-    for name, values in samples.items():
-        if len(values) > 1:
-            get_std_min_max_avg(f"train_perf/{name}", values, into)
-            values.clear()
-    return into
 
 
 def run_name(prefix: str) -> str:

@@ -26,7 +26,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.rollouts.groups import as_groups
 from atroposlib.rollouts.trace import tracing
 from atroposlib.type_definitions import Item, Json, ScoredDataGroup
-from atroposlib.utils.cli import merge_dicts
+from atroposlib.utils.cli import extract_namespace, merge_dicts
 
 if TYPE_CHECKING:
     from atroposlib.envs.cli import Settings
@@ -143,10 +143,7 @@ class TeacherDistillationEnv(BaseEnv):
     ) -> ServerConfigs | None:
         """Flags over YAML over the default, as for the student's servers. None when none of them says anything."""
         section = (yaml_config or {}).get(cls.teacher_namespace)
-        prefix = f"{cls.teacher_namespace}."
-        flags = {
-            name.removeprefix(prefix): value for name, value in cli_passed_flags.items() if name.startswith(prefix)
-        }
+        flags = extract_namespace(cli_passed_flags, f"{cls.teacher_namespace}.")
         default = default_teacher_server_configs
         if default is None and not section and not flags:
             return None

@@ -5,7 +5,6 @@ flag is refused with the nearest known name.
 """
 
 import argparse
-import difflib
 import importlib.util
 import json
 import os
@@ -17,12 +16,12 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from atroposlib.errors import ConfigError
 from atroposlib.example_trainer.config import RecipeSettings
 from atroposlib.paths import expand_path, read_mapping
 from atroposlib.type_definitions import Json, JsonObject
+from atroposlib.utils.cli import mistakes, refuse_unknown
 
 ConfigT = TypeVar("ConfigT", bound=RecipeSettings)
 
@@ -84,7 +83,7 @@ class RecipeParser(argparse.ArgumentParser):
             flag = unknown[0].partition("=")[0]
             if flag in RETIRED:
                 raise ConfigError(f"{flag} is gone: {RETIRED[flag]}")
-            raise ConfigError(_unknown("flag", flag, [f for action in self._actions for f in action.option_strings]))
+            refuse_unknown([flag], [f for action in self._actions for f in action.option_strings], what="flag")
         return known
 
 
@@ -147,24 +146,8 @@ def check(config: type[ConfigT], values: Mapping[str, Json]) -> ConfigT:
     try:
         return config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(config, entry) for entry in error.errors())) from None
-
-
-def _sentence(config: type[BaseModel], entry: ErrorDetails) -> str:
-    where = ".".join(str(part) for part in entry["loc"])
-    if entry["type"] == "extra_forbidden":
-        known = list(config.model_fields) if len(entry["loc"]) == 1 else []
-        return _unknown("key", str(entry["loc"][-1]), known)
-    if entry["type"] == "missing":
-        return f"{where} is missing; give --{where.replace('_', '-')} or write it in the recipe"
-    if not where:
-        return str(entry.get("ctx", {})["error"])
-    return f"{where} is {entry['input']!r}: {entry['msg']}"
-
-
-def _unknown(what: str, name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"unknown {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        missing = "{place} is missing; give --{flag} or write it in the recipe"
+        raise ConfigError(mistakes(error, config, missing=missing)) from None
 
 
 def _bridge(mode: str) -> str:

@@ -5,8 +5,7 @@ mistakes as sentences. `environment.script` and `environment.config` are looked 
 (`run_dir`, `log_dir`) in the current folder.
 """
 
-import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 from atroposlib.envs.catalog import adapted, file_of
 from atroposlib.errors import ConfigError
 from atroposlib.paths import expand_path, read_mapping
-from atroposlib.type_definitions import Json, JsonObject
+from atroposlib.type_definitions import JsonObject
+from atroposlib.utils.cli import mistakes
 
 
 class Section(BaseModel):
@@ -181,7 +181,7 @@ def load_config(path: Path, changes: Sequence[str] = (), **overrides: object) ->
     try:
         config = DatagenConfig.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(f"{path}: " + "; ".join(_sentence(entry) for entry in error.errors())) from None
+        raise ConfigError(f"{path}: {mistakes(error, DatagenConfig)}") from None
     engine = config.engine
     return config.model_copy(
         update={
@@ -290,28 +290,3 @@ def _expanded(text: str, what: str) -> str:
     """Model names, flags and settings stay as they are; what a shell would have expanded as a path is expanded."""
     looks_like_path = text.startswith(("~", "$")) or "/$" in text
     return str(expand_path(text, what=what)) if looks_like_path else text
-
-
-def _sentence(entry: Mapping[str, Json]) -> str:
-    """One pydantic error in words: where, what was found, what was expected."""
-    where = ".".join(str(part) for part in entry["loc"])
-    if entry["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(entry["loc"][-1]), _known_keys(entry["loc"][:-1]), n=1)
-        return f"unknown key {where!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-    if entry["type"] == "missing":
-        return f"{where!r} is missing"
-    return f"{where} is {entry['input']!r}: {entry['msg']}"
-
-
-def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    """Field names of the section that `location` points to."""
-    model: type[BaseModel] = DatagenConfig
-    for part in location:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        inner = getattr(annotation, "__args__", (annotation,))[0]
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return []
-        model = inner
-    return list(model.model_fields)

@@ -131,6 +131,41 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], *, what: str) -> 
             raise ConfigError(f"unknown {shown}{hint}")
 
 
+def mistakes(
+    error: ValidationError, model: type[BaseModel], *, prefix: str = "", missing: str = "{place!r} is missing"
+) -> str:
+    """Return a sentence for each mistake: where it is, what was found, what was expected.
+
+    Args:
+        model: that was to be made, whose keys are the known ones.
+        prefix: in front of each place, e.g. `env.`.
+        missing: said of a key that is not there, with `{place}` and `{flag}`.
+    """
+    said = []
+    for each in error.errors():
+        where = prefix + ".".join(map(str, each["loc"]))
+        if each["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(each["loc"][-1]), _keys_at(model, each["loc"][:-1]), n=1)
+            said.append(f"unknown key {where!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        elif each["type"] == "missing":
+            said.append(missing.format(place=where, flag=where.replace("_", "-")))
+        else:
+            said.append(f"{where} is {each['input']!r}: {each['msg']}" if where else str(each.get("ctx", {})["error"]))
+    return "; ".join(said)
+
+
+def _keys_at(model: type[BaseModel], place: Sequence[int | str]) -> list[str]:
+    """Return the field names of the model that a place inside of `model` holds, also as an entry of a list."""
+    for part in place:
+        if isinstance(part, str):
+            annotation = model.model_fields[part].annotation
+            inner = get_args(annotation)[0] if get_args(annotation) else annotation
+            if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+                return []
+            model = inner
+    return list(model.model_fields)
+
+
 def describe_fields(model: type[BaseModel], prefix: str, defaults: Mapping[str, object]) -> str:
     """Help text: every field as a flag with its type, meaning and default."""
     lines: list[str] = []

@@ -14,7 +14,7 @@ import atroposlib.envs.base as base_module
 from atroposlib.data.tokenizers import load_tokenizer
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.cli import resolve
-from atroposlib.envs.hooks import perf_metrics, write_checkpoint
+from atroposlib.envs.hooks import write_checkpoint
 from atroposlib.envs.server_handling.faults import OutOfQuota
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -318,9 +318,10 @@ async def test_the_table_keeps_only_the_latest_groups(wandb):
 
 
 def test_one_sample_is_no_statistic_and_stays():
-    samples = {"task_duration": [1.0]}
-    assert perf_metrics(samples, {}) == {}
-    assert samples == {"task_duration": [1.0]}
+    env = make()
+    env.task_duration.append(1.0)
+    assert env.perf_stats({}) == {}
+    assert env.task_duration == [1.0]
 
 
 async def test_evaluate_log_writes_what_the_contract_says(tmp_path):

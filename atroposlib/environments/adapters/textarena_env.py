@@ -16,7 +16,8 @@ from typing import Any, ClassVar, cast
 from pydantic import Field, PositiveInt
 
 from atroposlib.environments.adapters.episode import Conversation, EpisodeConfig, EpisodeEnv, Step
-from atroposlib.envs.base import APIServerConfig, ScoredDataItem, ServerManager, Trajectory
+from atroposlib.envs.base import APIServerConfig, ScoredDataItem, ServerManager
+from atroposlib.envs.item_rollout import Trajectory
 from atroposlib.envs.server_handling.fan_out import raise_first
 from atroposlib.errors import ConfigError, EnvironmentFault, RolloutFault
 from atroposlib.rollouts.trace import held_replies
@@ -129,12 +130,12 @@ class TextArenaEnv(EpisodeEnv):
         """As for one player; against itself, a group for each side."""
         if self.config.players == 1 or self.config.opponent is not None:
             return await super().collect_trajectories(item)
-        games = await self._trajectories(item, range(self.config.group_size))
+        games = await self._item_rollout.trajectories(item, range(self.config.group_size))
         if all(isinstance(game, BaseException) for game in games):
             raise_first(games)
         sides = [[_of_side(game, side) for game in games] for side in range(self.config.players)]
         played = [rows for rows in sides if not all(isinstance(row, BaseException) for row in rows)]
-        return [self._merged(rows)[0] for rows in played], []
+        return [self._item_rollout.merged(rows)[0] for rows in played], []
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem, list[Item]]:
         if self.config.players == 1:
