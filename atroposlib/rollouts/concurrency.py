@@ -65,9 +65,7 @@ class GroupTimes:
 def mean_time(ended: Sequence[float], running: Sequence[tuple[float, int]]) -> tuple[float, float]:
     """Return the mean time of a group (s), and the share of groups longer than all that is known (Kaplan-Meier).
 
-    Args:
-        ended: s of groups that ended.
-        running: (age in s, groups) of those that did not yet.
+    `ended` are s of groups that ended, `running` (age in s, groups) of those that did not yet.
 
     >>> mean_time([2.0, 2.0], [(1.0, 5)])
     (2.0, 0.0)
@@ -185,7 +183,6 @@ class BracketSearch:
     best: int | None = None
     _known: dict[int, _Known] = field(default_factory=dict)
     _climbs: bool = True
-    _fell: bool = False  # the engine became slower: look at smaller numbers first
     _far: int = 0
     _searches: bool = True  # freely: nothing was found yet that could be held
     _next_probe: float = 0.0  # s; not before, once something is held
@@ -209,12 +206,7 @@ class BracketSearch:
         return self.limit != self.best and abs(math.log(rate.value / best.rate)) > CLEAR * error
 
     def observe(self, rate: Rate, now: float, *, took_s: float, most: int = ANY) -> int:
-        """Note the rate at `limit`; the next limit.
-
-        Args:
-            took_s: since the limit was set.
-            most: no larger number is tried.
-        """
+        """Note the rate at `limit`, which was set `took_s` ago; the next limit, at most `most`."""
         if self.limit == self.best:
             self._hold(rate)
         else:
@@ -239,7 +231,7 @@ class BracketSearch:
         change = rate.value / known.rate
         if not CHANGED <= change <= 1 / CHANGED:
             self._known = {self.limit: _Known(rate.value, rate.error, 0.0)}
-            self._climbs, self._fell, self._far, self._searches = change > 1, change < 1, 0, True
+            self._climbs, self._far, self._searches = change > 1, 0, True
         else:
             known.rate += 0.3 * (rate.value - known.rate)
             known.error = min(known.error, rate.error)
@@ -262,7 +254,7 @@ class BracketSearch:
         if above is None:
             candidates.append(min(math.ceil(best * _FAR[self._far % len(_FAR)]), most))
         if below is None:
-            candidates.insert(0 if self._fell else 1, max(1, int(best / PROBE)))
+            candidates.append(max(1, int(best / PROBE)))
         if above is not None and (above > CLOSE * best or self._may_gain(below, best, above)):
             candidates.append(min(round(best * (above / best) ** GOLDEN), most))
         if below is not None and best > CLOSE * below:
@@ -270,7 +262,6 @@ class BracketSearch:
         for candidate in candidates:
             if candidate not in here and not best < candidate <= 1.05 * best:
                 self._far += above is None and candidate > best
-                self._fell = self._fell and candidate < best
                 return candidate
         return best
 
@@ -375,11 +366,7 @@ class ConcurrencyLimit:
     """
 
     def __init__(self, start: int, times: GroupTimes) -> None:
-        """
-        Args:
-            start: first limit.
-            times: told of every group that begins and ends.
-        """
+        """`start` is the first limit; `times` are told of every group that begins and ends."""
         self.limit = start
         self._start = start
         self._times = times
@@ -396,11 +383,9 @@ class ConcurrencyLimit:
             self._samples.clear()
 
     def observe(self, now: float, in_flight: int) -> int:
-        """Return the limit from now on.
+        """Return the limit from `now` on, s of any clock that does not jump.
 
-        Args:
-            now: s of any clock that does not jump.
-            in_flight: groups in flight; 0 while something other than the limit holds the run back.
+        `in_flight` groups are in flight; 0 while something other than the limit holds the run back.
         """
         if self._set_at is None:
             self._set_at = self._meter.since = now
@@ -452,14 +437,7 @@ class AutoConcurrency:
         times: GroupTimes,
         is_parked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """
-        Args:
-            start: first limit.
-            loads: what the engines say.
-            in_flight: groups running now.
-            times: told of every group that begins and ends.
-            is_parked: whether the run waits for an engine, a disk or the API: nothing can be learned then.
-        """
+        """`is_parked`: the run waits for an engine, a disk or the API, so that nothing can be learned."""
         self.limit = start
         self._loads = loads
         self._in_flight = in_flight

@@ -29,11 +29,7 @@ class EarlyStop:
         return self.accepted is not None or self.hopeless_rate is not None
 
     def next_round(self, accepted: int, tried: int, most: int) -> int:
-        """Return the number of responses to ask for next, 0 to stop.
-
-        Args:
-            accepted: of the `tried` responses so far.
-            most: responses of a whole group.
+        """Return the number of responses to ask for next, 0 to stop; `most` make a whole group.
 
         >>> rule = EarlyStop(accepted=2, hopeless_rate=0.25)
         >>> rule.next_round(0, 0, 16), rule.next_round(1, 4, 16), rule.next_round(2, 7, 16), rule.next_round(0, 12, 16)
@@ -58,11 +54,7 @@ class EarlyStop:
 async def sample_until(
     rule: EarlyStop, most: int, ask: Callable[[int], Awaitable[Sequence[T]]], is_accepted: Callable[[T], bool]
 ) -> list[T]:
-    """Ask for responses in rounds until the rule says stop; at most `most`.
-
-    Args:
-        ask: gives this many scored responses.
-    """
+    """Ask for responses in rounds until the rule says stop; at most `most`. `ask` gives scored ones."""
     scored: list[T] = []
     while size := rule.next_round(sum(map(is_accepted, scored)), len(scored), most):
         scored += await ask(size)

@@ -18,10 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, Self
 
-import orjson
-
 from atroposlib.errors import AtroposError, RolloutFault, VerifierFault
-from atroposlib.json_lines import as_json, one_line, to_json
+from atroposlib.json_lines import as_json, object_in, one_line, to_json
 from atroposlib.rollouts.source import Work
 from atroposlib.type_definitions import JsonObject
 
@@ -120,15 +118,12 @@ class TaskHealth:
     _healthy: set[str] = field(default_factory=set)
 
     def started(self, task: str) -> None:
-        """A rollout of this task begins; `ended` follows."""
         self._running[task] += 1
 
     def ended(self, task: str) -> None:
-        """A rollout of this task is over, whatever came of it."""
         self._running[task] -= 1
 
     def succeeded(self, task: str) -> None:
-        """A rollout of this task came to an end without failing."""
         self._healthy.add(task)
         self._in_a_row[task] = 0
         self.run_in_a_row = 0
@@ -241,8 +236,7 @@ class FailureLog:
     def add_response(self, work: Work, error: BaseException, index: int | None = None) -> None:
         """Count and write the failure of one response, whose siblings are a group.
 
-        Args:
-            index: of the response in its group as it was rolled out; None: it never became a row.
+        `index` is its place in the group as it was rolled out; None: it never became a row.
         """
         self._write(work, error, {"final": False, "response": index, "tokens": 0})
 
@@ -288,11 +282,8 @@ def _end_last_line(path: Path) -> None:
 def _earlier_failures(path: Path, env: str, run: str) -> Iterator[JsonObject]:
     with path.open("rb") as stream:
         for line in stream:
-            try:
-                failure = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                continue  # the torn last line of a killed process
-            if isinstance(failure, dict) and failure.get("env") == env and failure.get("run") == run:
+            failure = object_in(line)  # None: the torn last line of a killed process
+            if failure is not None and failure.get("env") == env and failure.get("run") == run:
                 yield failure
 
 

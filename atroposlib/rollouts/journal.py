@@ -16,9 +16,9 @@ import struct
 import time
 import zlib
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -66,12 +66,8 @@ class ResponseJournal:
     """The journal of one run. Its writer must hold the run's lock; all calls come from one event loop."""
 
     def __init__(self, base: Path, done: Container[str]) -> None:
-        """Read what earlier processes left, and remove what belongs to items that are `done`.
-
-        Args:
-            base: `X.journal`; segments are `X.journal.<number>`.
-        """
-        self._base = base
+        """Read what earlier processes left, and remove what belongs to items that are `done`."""
+        self._base = base  # `X.journal`; segments are `X.journal.<number>`
         self._places: dict[str, dict[bytes, list[_Place]]] = {}  # item key -> sample -> its pieces
         self._drafts: dict[str, dict[bytes, Draft]] = {}  # item key -> sample -> the one draft that may write
         self._living: Counter[int] = Counter()  # segment -> living pieces
@@ -224,13 +220,10 @@ class Draft:
     def grow(
         self, ids: list[int], logprobs: list[float], *, base: int, version: str | None, is_over: bool = False
     ) -> None:
-        """The engine has generated `ids` behind the first `base` tokens; journalled when enough is new.
+        """The engine has generated `ids` [T] behind the first `base` tokens; journalled when enough is new.
 
-        Args:
-            ids: [T], those known already included.
-            logprobs: [T].
-            is_over: `finish` follows. Until then nothing is written, as a response that continues behind its end token
-                would be wrong.
+        With `is_over`, `finish` follows. Until then nothing is written, as a response that continues behind its end
+        token would be wrong.
         """
         if not self.ids:
             self.version = version
@@ -282,8 +275,7 @@ _SAMPLING = (
 _SAME_AS = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierResponse:
+class EarlierResponse(NamedTuple):
     """One recorded response of one turn."""
 
     prompt_ids: list[int]
@@ -308,7 +300,7 @@ class EarlierRollouts:
             raise ConfigError(
                 f"{folder} holds no rollouts of an earlier run; give the folder of its *_rollouts_*.jsonl"
             )
-        self._parsed: OrderedDict[str, JsonObject] = OrderedDict()
+        self._record = lru_cache(_GROUPS_KEPT)(self._parse)
 
     def find(
         self, item_key: str, index: int, *, model: str, input_ids: list[int] | None, asked: Mapping[str, Json]
@@ -338,20 +330,15 @@ class EarlierRollouts:
         )
         return EarlierResponse(tokens[:start], tokens[start:], record["inference_logprobs"][index][start:], reply)
 
-    def _record(self, item_key: str) -> JsonObject | None:
-        if item_key not in self._parsed:
-            place = self._places.get(item_key)
-            if place is None:
-                return None
-            try:
-                self._parsed[item_key] = orjson.loads(read_line(*place))
-            except orjson.JSONDecodeError as error:
-                logger.warning("not used again: the group of item %s in %s is damaged (%s)", item_key, place[0], error)
-                del self._places[item_key]
-                return None
-            if len(self._parsed) > _GROUPS_KEPT:
-                self._parsed.popitem(last=False)
-        return self._parsed[item_key]
+    def _parse(self, item_key: str) -> JsonObject | None:
+        place = self._places.get(item_key)
+        if place is None:
+            return None
+        try:
+            return orjson.loads(read_line(*place))
+        except orjson.JSONDecodeError as error:
+            logger.warning("not used again: the group of item %s in %s is damaged (%s)", item_key, place[0], error)
+            return None
 
 
 def sampling_of(params: Mapping[str, object] | None) -> JsonObject:

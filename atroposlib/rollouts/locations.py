@@ -13,7 +13,8 @@ A file that another program or another environment wrote is never touched; the n
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -57,9 +58,7 @@ class RunFiles:
     def of(cls, settings: FileSettings, env: str, *, must_write: bool) -> Self | None:
         """Where rollouts of the environment `env` go by its settings; None when none are written.
 
-        Raises:
-            ConfigError: they must be written, and there is no place to write to.
-            PathError: the file to write is a folder.
+        ConfigError when they must be and there is no place for them, PathError when the file to write is a folder.
         """
         progress = progress_path(settings)
         if settings.rollouts_dir is None and settings.data_path_to_save_groups:
@@ -105,8 +104,7 @@ class RunFiles:
 def choose_run(files: RunFiles, *, fresh: bool) -> RunFiles:
     """The run to resume: the newest of ours, or with `fresh` (or none) the first name that is free.
 
-    Raises:
-        PathError: the named file is a device, a pipe or a folder.
+    PathError when the named file is a device, a pipe or a folder.
     """
     if files.single:
         check_replaceable(files.single)
@@ -153,12 +151,10 @@ def line_prefix(*, env: str, run: str) -> bytes:
 
 def _candidates(files: RunFiles) -> Iterator[RunFiles]:
     yield files
-    number = 0
-    while True:
-        number += 1
+    for number in count(1):
         if files.single:
-            path = files.single.with_name(f"{files.single.stem}_{number}{files.single.suffix}")
-            yield RunFiles(files.folder, path.stem, files.env, files.run, path, files.progress)
+            path = files.single.with_stem(f"{files.single.stem}_{number}")
+            yield replace(files, stem=path.stem, single=path)
         else:
             run = f"{files.run}_{number}"
-            yield RunFiles(files.folder, f"{files.env}_rollouts_{run}", files.env, run, None, files.progress)
+            yield replace(files, stem=f"{files.env}_rollouts_{run}", run=run)

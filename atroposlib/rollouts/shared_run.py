@@ -23,8 +23,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Container
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from atroposlib.errors import LaunchError
 from atroposlib.paths import write_text_atomic
@@ -38,16 +39,14 @@ logger = logging.getLogger(__name__)
 PULSES_PER_TIMEOUT = 6
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(NamedTuple):
     """Who has a block, and its number among the holders (from 1)."""
 
     member: str
     term: int
 
 
-@dataclass
-class _Watched:
+class _Watched(NamedTuple):
     """A pulse as this process has seen it."""
 
     text: str | None
@@ -59,19 +58,12 @@ class Leases:
     """The blocks 0 to `blocks` - 1, as one member sees them. Methods block on the disk; any one thread may call."""
 
     def __init__(self, folder: Path, member: str, *, blocks: int, timeout_s: float, rollouts: Path) -> None:
-        """
-        Args:
-            rollouts: where this member's rollout files are.
-
-        Raises:
-            LaunchError: the name belongs to a member whose rollouts are elsewhere.
-        """
+        """LaunchError when the name belongs to a member whose `rollouts` (folder of files) are elsewhere."""
         self.member = member
         self.timeout_s = timeout_s
         self._folder = folder
-        self._blocks = blocks
+        self._new_blocks = iter(range(blocks))  # that may be free
         self._rollouts = rollouts
-        self._next_new = 0
         self._members: dict[str, str] = {}  # block file -> its content, which never changes
         self._watched: dict[str, _Watched] = {}
         self._stop = threading.Event()
@@ -105,11 +97,7 @@ class Leases:
 
     def take_new(self) -> int | None:
         """A block that nobody has taken yet, now ours; None: all are taken."""
-        while self._next_new < self._blocks:
-            block, self._next_new = self._next_new, self._next_new + 1
-            if self.take(block, term=1):
-                return block
-        return None
+        return next((block for block in self._new_blocks if self.take(block, term=1)), None)
 
     def take(self, block: int, *, term: int) -> bool:
         """Become holder number `term` of a block; False: another was first."""
@@ -138,8 +126,8 @@ class Leases:
 
     def rollout_folders(self) -> list[Path]:
         """Where the members of the run, this one included, have their rollout files."""
-        pulses = [json.loads(path.read_text("utf-8")) for path in sorted(self._folder.glob("pulse.*"))]
-        return [Path(pulse["rollouts"]) for pulse in pulses]
+        pulses = sorted(self._folder.glob("pulse.*"))
+        return [Path(json.loads(path.read_text("utf-8"))["rollouts"]) for path in pulses]
 
     def _claim_name(self) -> None:
         """Two members of one name would take each other's blocks for their own."""
@@ -159,11 +147,9 @@ class Leases:
         path = self._folder / f"pulse.{member}"
         text = path.read_text("utf-8") if path.exists() else None
         watched = self._watched.get(member)
-        if watched is None:
-            watched = self._watched[member] = _Watched(text, time.monotonic())
-        elif text != watched.text:
-            watched = self._watched[member] = _Watched(text, time.monotonic(), has_changed=True)
-        return watched
+        if watched is None or text != watched.text:
+            self._watched[member] = _Watched(text, time.monotonic(), has_changed=watched is not None)
+        return self._watched[member]
 
     def _member_of(self, block: int, term: int) -> str:
         path = self._path(block, term)
@@ -205,11 +191,7 @@ class SharedDraw:
         done: Container[str],
         skips: Callable[[Item], bool],
     ) -> None:
-        """
-        Args:
-            done: keys of items that this member recorded or rejected.
-            skips: items that must not be rolled out, as their task is set aside.
-        """
+        """`done` are keys of items that this member recorded or rejected; of those that `skips` names none is given."""
         self._get_item = get_item
         self._leases = leases
         self._seats = seats

@@ -135,11 +135,8 @@ class RolloutTrace:
         """Return why each response ended, None where that is not known; None: it is known of none.
 
         Replies to requests that ran at the same time came in any order, and a response may be of several generations:
-        there the ids of a row tell how its last one ended, as far as a managed server generated them. Generations that
-        the engine aborted and that were tried again do not count.
-
-        Args:
-            rows: ids of each response; None: they are not known.
+        there the ids of a row (None: not known) tell how its last one ended, as far as a managed server generated them.
+        Generations that the engine aborted and that were tried again do not count.
         """
         is_told = None not in self._rows and bool(self._rows)
         is_one_each = len(self.finish_reasons) == len(rows)
@@ -173,8 +170,7 @@ class RolloutTrace:
 def row_of_group(index: int, *, has_own_responses: bool = False) -> Iterator[None]:
     """Inside: the rollout of one row of the group, which runs at the same time as those of the others.
 
-    Args:
-        has_own_responses: the journal keeps its responses apart from those that other rows got to the same request.
+    With `has_own_responses` the journal keeps its responses apart from those of other rows to the same request.
     """
     tokens = _row.set(index), _own_row.set(index if has_own_responses else None)
     try:
