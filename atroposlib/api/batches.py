@@ -65,9 +65,8 @@ class Batches:
     async def contents(self, batch: Batch) -> list[bytes]:
         """Return the groups of a batch in binary form.
 
-        Raises:
-            GroupLost: one is damaged and dropped, or the run was reset; ask for another batch.
-            Unreadable: the batch is as before, say `not_sent`.
+        GroupLost when one is damaged and dropped, or the run was reset: ask for another batch. Unreadable: the batch is
+        as before, say `not_sent`.
         """
         try:
             contents = await self._store.read(batch.groups)
@@ -141,16 +140,16 @@ class Batches:
     async def ack(self, batch_id: str) -> None:
         """The trainer has the leased batch. May be repeated; Refused for an id that never was."""
         self.expire_leases()
-        batch = self._live.queue.leased.pop(batch_id, None)
-        if batch is None:
-            batch = next((waiting for waiting in self._live.queue.returned if waiting.batch_id == batch_id), None)
-            if batch is not None:
-                self._live.queue.returned.remove(batch)
+        queue = self._live.queue
+        known = [*queue.leased.values(), *queue.returned]
+        batch = next((batch for batch in known if batch.batch_id == batch_id), None)
         if batch is None:
             if batch_id in self._live.run.acked:
                 await self._store.change(Change())  # there may have been no room for it the first time
                 return
             raise Refused(404, f"batch_id is {batch_id[:80]!r}; expected one of this run's GET /batch?lease_s=...")
+        queue.leased.pop(batch_id, None)
+        queue.returned = [waiting for waiting in queue.returned if waiting is not batch]
         self._live.run.acked = [*self._live.run.acked[-KEPT_ACKS:], batch_id]
         await self._store.change(Change(run=self._live.run.to_json(), consumed=batch.groups, ended=[batch.number]))
         self._store.release(batch.groups)
@@ -294,10 +293,9 @@ class BatchResponse(Response):
         def decided(arrived: bool) -> None:
             if arrived:
                 batches.release(batch)
-                return
-            task = asyncio.ensure_future(batches.recall(batch))
-            _tasks.add(task)
-            task.add_done_callback(_tasks.discard)
+            else:
+                _tasks.add(task := asyncio.ensure_future(batches.recall(batch)))
+                task.add_done_callback(_tasks.discard)
 
         if connection is None:
             decided(True)

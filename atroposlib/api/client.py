@@ -109,8 +109,7 @@ class RepeatingClient:
     ) -> Response:
         """One request, repeated until it is answered below 500.
 
-        Raises:
-            ApiError: the deadline passed, or a 4xx whose code is not among `expected`.
+        ApiError when the deadline passed, and for a 4xx whose code is not among `expected`.
         """
         patience = Patience(f"{method} {self.url}{path}", deadline_s)
         while True:
@@ -212,15 +211,10 @@ class RegisteredEnv:
 
 @dataclass(frozen=True)
 class Batch:
-    """Whole groups adding up to one batch.
+    """Whole groups adding up to one batch."""
 
-    Attributes:
-        groups: dicts with the keys of ScoredData; lists from JSON, lists of numpy arrays from the binary form.
-        batch_id: acknowledge with it; None when the batch was not leased.
-    """
-
-    groups: list[JsonObject]
-    batch_id: str | None = None
+    groups: list[JsonObject]  # with the keys of ScoredData; matrices are lists, or lists of numpy arrays if asked for
+    batch_id: str | None = None  # acknowledge with it; None when the batch was not leased
 
     @property
     def sequences(self) -> int:
@@ -240,13 +234,9 @@ class EnvClient(RepeatingClient):
         self._registering = asyncio.Lock()
 
     async def register(self, registration: Mapping[str, object], *, deadline_s: float | None = None) -> RegisteredEnv:
-        """Announce this environment, waiting until the trainer has started.
+        """Announce this environment (keys of `RegisterEnv`), waiting until the trainer has started.
 
-        Args:
-            registration: as `RegisterEnv`: max_token_length, desired_name, weight, group_size, min_batch_allocation.
-
-        Raises:
-            ApiError: refused, or `deadline_s` passed.
+        ApiError: refused, or `deadline_s` passed.
         """
         self._registration = registration
         patience = Patience(f"the trainer to start at {self.url}", deadline_s)
@@ -282,10 +272,9 @@ class EnvClient(RepeatingClient):
         Raises:
             ApiError: a group was refused, or `deadline_s` passed; groups before it may have been stored.
         """
-        named = [group if group.get("group_id") else {**group, "group_id": uuid.uuid4().hex} for group in groups]
+        waiting = [group if group.get("group_id") else {**group, "group_id": uuid.uuid4().hex} for group in groups]
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         env = await self._env(deadline_s)
-        waiting = list(named)
         while waiting:
             body, count = _post_body(waiting, env)
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -349,10 +338,8 @@ class TrainerClient(RepeatingClient):
     ) -> Batch | None:
         """The next batch, or None while none is ready.
 
-        Args:
-            lease_s: the batch is delivered again unless `ack` is called within this many seconds; None: it is ours.
-            binary: matrices as numpy arrays (int32, float32) instead of lists of Python numbers, which cost more to
-            make.
+        With `lease_s` it is delivered again unless `ack` is called within this many seconds. `binary` gives matrices as
+        numpy arrays (int32, float32) instead of lists of Python numbers, which cost more to make.
         """
         path = "/batch" if lease_s is None else f"/batch?lease_s={lease_s}"
         headers = {"Accept": f"{GROUPS_TYPE}, application/json"}

@@ -52,9 +52,7 @@ class GroupIntake:
     ) -> list[Receipt]:
         """Store groups, all or none; they are durable when this returns.
 
-        Raises:
-            Refused: one of them can never be delivered.
-            StorageFull: no room now.
+        Refused when one of them can never be delivered, StorageFull when there is no room now.
         """
         run = self._live.run
         if run_id is not None and run_id != run.run_id:
@@ -145,14 +143,15 @@ class GroupIntake:
 def goes_to_buffer(live: LiveRun, group: EncodedGroup) -> bool:
     """Return True if a group waits in its environment's buffer first; Refused when it could never be delivered."""
     env = None if group.env_id is None else live.speaking_env(group.env_id)
-    if live.run.registration is None:
+    trainer = live.run.registration
+    if trainer is None:
         return False
-    size, batch_size = group.sequences, live.run.registration.batch_size
-    if 0 < live.run.registration.max_token_len < group.longest:
+    size, batch_size = group.sequences, trainer.batch_size
+    if 0 < trainer.max_token_len < group.longest:
         raise Refused(
             422,
-            f"a sequence has {group.longest} tokens, but the trainer's max_token_len is "
-            f"{live.run.registration.max_token_len}; cut it or raise max_token_len in its /register call",
+            f"a sequence has {group.longest} tokens, but the trainer's max_token_len is {trainer.max_token_len}; cut "
+            "it or raise max_token_len in its /register call",
         )
     if size > batch_size:
         raise Refused(
@@ -260,8 +259,6 @@ class RetryFinder:
 
     @staticmethod
     def _may_be_lost(entry: _Open) -> bool:
-        progress = entry.progress
-        arrived = progress is not None and (
-            progress.requests > entry.request or (progress.closed and not progress.lost_response(entry.request))
-        )
-        return not arrived and time.monotonic() < entry.until
+        return (
+            entry.progress is None or not entry.progress.has_arrived(entry.request)
+        ) and time.monotonic() < entry.until

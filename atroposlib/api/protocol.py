@@ -21,22 +21,20 @@ _TIOCOUTQ = 0x5411  # bytes in a socket's send queue that the peer has not ackno
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a connection; small, as whoever waits for an answer's fate keeps it.
+    """The progress of a connection; small, as whoever waits for an answer's fate keeps it."""
 
-    Attributes:
-        requests: how many it brought.
-        answered: the last request whose whole answer was handed to the network.
-        broken: it ended in an error.
-    """
-
-    requests: int = 0
-    answered: int = 0
-    broken: bool = False
+    requests: int = 0  # that it brought
+    answered: int = 0  # the last request whose whole answer was handed to the network
+    broken: bool = False  # it ended in an error
     closed: bool = False
 
     def lost_response(self, request: int) -> bool:
         """Return True once it is certain that the answer to this request did not arrive."""
         return self.closed and self.requests == request and (self.broken or self.answered < request)
+
+    def has_arrived(self, request: int) -> bool:
+        """Return True once it is certain that the answer to this request arrived."""
+        return self.requests > request or (self.closed and not self.lost_response(request))
 
 
 class Connection:

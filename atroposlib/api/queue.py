@@ -27,19 +27,15 @@ class Group(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Batch:
-    """Whole groups adding up to one batch, from forming until the trainer has it.
-
-    `counted` says that the step includes it; `expires` is when an unacknowledged lease of `lease_s` seconds ends, on
-    the monotonic clock; `run_id` is the run that it was taken from for its delivery.
-    """
+    """Whole groups adding up to one batch, from forming until the trainer has it."""
 
     number: int
     groups: list[Group]
-    counted: bool = False
+    counted: bool = False  # the step includes it
     batch_id: str | None = None
     lease_s: float | None = None
-    expires: float | None = None
-    run_id: str = ""
+    expires: float | None = None  # monotonic s, when its lease ends without acknowledgement
+    run_id: str = ""  # of the run that it was taken from for its delivery
 
 
 class GroupPool:
@@ -81,16 +77,13 @@ class GroupPool:
         return total
 
     def _remove(self, number: int) -> Group:
-        group = self._groups[number]
-        self.classes[group.env_id, group.sequences].popleft()  # picks are oldest first within a class
-        self._forget(group)
-        return group
-
-    def _forget(self, group: Group) -> None:
-        del self._groups[group.number]
+        group = self._groups.pop(number)
         self.sequences -= group.sequences
-        if not self.classes[group.env_id, group.sequences]:
+        numbers = self.classes[group.env_id, group.sequences]
+        numbers.popleft()  # picks are oldest first within a class
+        if not numbers:
             del self.classes[group.env_id, group.sequences]
+        return group
 
 
 @dataclass

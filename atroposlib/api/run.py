@@ -57,16 +57,15 @@ class RunState:
 
     def add_env(self, request: RegisterEnv) -> EnvRecord:
         """Append an environment; its real name ends with how many of that name came before."""
-        name = request.desired_name or DEFAULT_ENV_NAME
+        asked = request.model_dump()
+        name, weight = asked.pop("desired_name") or DEFAULT_ENV_NAME, asked.pop("weight")
         same = sum(env.desired_name == name for env in self.envs)
         env = EnvRecord(
+            **asked,
             env_id=len(self.envs),
-            max_token_length=request.max_token_length,
-            weight=1.0 if request.weight is None else request.weight,
+            weight=1.0 if weight is None else weight,
             desired_name=name,
             real_name=f"{name}_{same}",
-            group_size=request.group_size,
-            min_batch_allocation=request.min_batch_allocation,
         )
         self.envs.append(env)
         return env
@@ -87,19 +86,17 @@ class Liveness:
         self._last = dict.fromkeys(range(registered_before), time.monotonic())  # a restart is no silence
         self._spoken = set(self._last)
 
-    def registered(self, env_id: int) -> None:
+    def touch(self, env_id: int, *, has_spoken: bool = True) -> None:
+        """It was heard of, or has just registered."""
         self._last[env_id] = time.monotonic()
-
-    def touch(self, env_id: int) -> None:
-        self._last[env_id] = time.monotonic()
-        self._spoken.add(env_id)
+        if has_spoken:
+            self._spoken.add(env_id)
 
     def counts(self, env_id: int) -> bool:
         """It has spoken, and not too long ago."""
         return env_id in self._spoken and not self.is_silent(env_id)
 
     def is_silent(self, env_id: int) -> bool:
-        """Nothing was heard of it for the timeout."""
         return self.silent_s(env_id) >= self.timeout_s
 
     def silent_s(self, env_id: int) -> float:
@@ -108,11 +105,7 @@ class Liveness:
 
 
 class LiveRun:
-    """Everything about a run that is in memory. Changed from the event loop only.
-
-    Attributes:
-        offered: group sizes per environment: what it announced and what it has sent.
-    """
+    """Everything about a run that is in memory. Changed from the event loop only."""
 
     def __init__(self, found: Snapshot, env_timeout_s: float) -> None:
         self.run = RunState() if found.run is None else RunState.from_json(found.run)
@@ -124,6 +117,7 @@ class LiveRun:
             self.put_buffered(group)
         for batch in found.batches:
             self.queue.leased[batch.batch_id or ""] = batch
+        # group sizes per environment: what it announced and what it has sent
         self.offered: dict[EnvId, set[int]] = {env.env_id: {env.group_size} for env in self.run.envs}
         for env_id, size in self.queue.pool.classes:
             self.offered.setdefault(env_id, set()).add(size)

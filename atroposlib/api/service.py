@@ -15,7 +15,7 @@ from atroposlib.api.batching import env_status
 from atroposlib.api.group_intake import GroupIntake, refuse_unfit
 from atroposlib.api.metrics import Metrics
 from atroposlib.api.queue import TrajectoryQueue
-from atroposlib.api.run import EnvRecord, Liveness, LiveRun, RunState, waiting_for
+from atroposlib.api.run import EnvRecord, LiveRun, RunState, waiting_for
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.api.store import Store
 from atroposlib.api.tables import Change
@@ -30,32 +30,27 @@ class TrajectoryService:
         self.store = store
         self.metrics = Metrics()
         found = store.load()
-        self._live = LiveRun(found, env_timeout_s)
-        self.groups = GroupIntake(self._live, store, self.metrics, found)
-        self.batches = Batches(self._live, store, self.metrics)
+        self.live = LiveRun(found, env_timeout_s)
+        self.groups = GroupIntake(self.live, store, self.metrics, found)
+        self.batches = Batches(self.live, store, self.metrics)
         self.metrics.registry.register(self)
 
     @property
     def run(self) -> RunState:
         """The run's state; another object after a reset."""
-        return self._live.run
+        return self.live.run
 
     @property
     def queue(self) -> TrajectoryQueue:
         """Return what waits; another object after a reset."""
-        return self._live.queue
-
-    @property
-    def liveness(self) -> Liveness:
-        """When environments were heard of."""
-        return self._live.liveness
+        return self.live.queue
 
     async def register(self, registration: Registration) -> int:
         """Take over a run's configuration; queue and environments stay. Returns the trainer's 128-bit number.
 
         Batches that were leased and not acknowledged come again, first: the trainer that held them is gone.
         """
-        refuse_unfit(self._live, registration.batch_size)
+        refuse_unfit(self.live, registration.batch_size)
         self.run.registration = registration
         self.run.step = registration.starting_step
         ended = self.batches.recall_leases()
@@ -68,8 +63,8 @@ class TrajectoryService:
         if self.run.registration is None or not self.run.started:
             return None
         env = self.run.add_env(request)
-        self.liveness.registered(env.env_id)
-        self._live.offered.setdefault(env.env_id, set()).add(env.group_size)
+        self.live.liveness.touch(env.env_id, has_spoken=False)
+        self.live.offered.setdefault(env.env_id, set()).add(env.group_size)
         await self.store.change(Change(run=self.run.to_json()))
         logger.info(
             "environment registered: env_id=%d name=%s group_size=%d", env.env_id, env.real_name, env.group_size
@@ -80,19 +75,19 @@ class TrajectoryService:
         """The environment has ended; its minimum stops counting, its groups stay."""
         env = self.run.find_env(env_id)
         if env is None:
-            raise self._live.unknown_env(env_id)
+            raise self.live.unknown_env(env_id)
         env.connected = False
         await self.store.change(Change(run=self.run.to_json()))
 
     def env_status(self, env_id: int) -> dict[str, int | float]:
         """The six numbers an environment bases its back-pressure on."""
-        me = self._live.speaking_env(env_id)
-        status = env_status(me, self._live.counting_envs(), self.queue.pool.classes, self.run.batch_size or 0)
+        me = self.live.speaking_env(env_id)
+        status = env_status(me, self.live.counting_envs(), self.queue.pool.classes, self.run.batch_size or 0)
         return {"current_step": self.run.step, **status}
 
     async def reset(self) -> None:
         """Forget the run: queue, buffers, batches, environments, registration."""
-        self._live.reset()
+        self.live.reset()
         self.groups.forget()
         await self.store.reset(self.run.to_json())
         logger.info("run reset")
@@ -100,7 +95,7 @@ class TrajectoryService:
     def waiting_for(self) -> str | None:
         """Why no batch is ready, in words; None when one is."""
         self.batches.expire_leases()
-        reason = waiting_for(self.run, self.queue, self._live.minimums(), self.liveness)
+        reason = waiting_for(self.run, self.queue, self.live.minimums(), self.live.liveness)
         full = self.store.why_full() if reason else None
         return f"room for groups: {full}; then {reason}" if full else reason
 
@@ -119,14 +114,12 @@ class TrajectoryService:
         yield gauge("atropos_store_bytes", "Bytes that stored groups take.", self.store.used_bytes)
         full = self.store.why_full() is not None
         yield gauge("atropos_storage_full", "1 while groups are refused for want of room.", full)
-        per_env = GaugeMetricFamily(
-            "atropos_env_queue_sequences", "Sequences that wait, by environment.", labels=["env"]
-        )
+        per_env = gauge("atropos_env_queue_sequences", "Sequences that wait, by environment.", labels=["env"])
         for env_id, sequences in queue.pool.sequences_by_env().items():
             per_env.add_metric([str(env_id)], sequences)
-        silent = GaugeMetricFamily("atropos_env_silent_seconds", "Since the environment was heard of.", labels=["env"])
+        silent = gauge("atropos_env_silent_seconds", "Since the environment was heard of.", labels=["env"])
         for env in self.run.envs:
             if env.connected:
-                silent.add_metric([str(env.env_id)], self.liveness.silent_s(env.env_id))
+                silent.add_metric([str(env.env_id)], self.live.liveness.silent_s(env.env_id))
         yield per_env
         yield silent

@@ -36,8 +36,7 @@ def find_groups_summing_to_target(buffer: Sequence[Group], target_size: int) -> 
 def grab_exact_from_heterogeneous_queue(queue: list[Group], batch_size: int) -> tuple[list[Group] | None, list[Group]]:
     """A batch of exactly `batch_size` sequences from complete packs, and the rest of the queue in order.
 
-    Returns:
-        (None, queue) when the packs, taken in order of completion, do not hit the size exactly.
+    (None, queue) when the packs, taken in order of completion, do not hit the size exactly.
     """
     if sum(map(_size, queue)) < batch_size or not queue:
         return None, queue
@@ -55,14 +54,7 @@ def grab_exact_from_heterogeneous_queue(queue: list[Group], batch_size: int) -> 
 def grab_batch_with_minimum_allocations(
     queue: list[Group], batch_size: int, env_configs: Sequence[Mapping[str, Json]]
 ) -> tuple[list[Group] | None, list[Group]]:
-    """As above, with a least share of the batch for some environments.
-
-    Args:
-        env_configs: `registered_id`, `connected`, `min_batch_allocation` (share 0 to 1, or None) of each environment.
-
-    Returns:
-        (None, queue) when an environment cannot have its share yet or the batch cannot be filled exactly.
-    """
+    """As above, with a least share of the batch (`min_batch_allocation`, 0 to 1, or None) for some environments."""
     shares = {
         config["registered_id"]: config["min_batch_allocation"]
         for config in env_configs
