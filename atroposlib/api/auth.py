@@ -20,8 +20,7 @@ TOKEN_VARIABLE = "ATROPOS_API_TOKEN"
 def read_token(token_file: Path | None, environment: Mapping[str, str]) -> str | None:
     """The token from the file, else from the environment; None when there is neither.
 
-    Raises:
-        ConfigError: the file cannot be read or is empty.
+    ConfigError: the file cannot be read or is empty.
     """
     if token_file is None:
         return environment.get(TOKEN_VARIABLE, "").strip() or None

@@ -180,12 +180,9 @@ def _content_type(headers: Headers) -> str:
 
 
 def gunzip(body: bytes, max_bytes: int) -> bytes:
-    """Inflate all members of a gzip body.
+    """Inflate all members of a gzip body; OverflowError above `max_bytes`, more than which is never held.
 
-    Raises:
-        OverflowError: it inflates to more than `max_bytes`; no more than that was ever held.
-        EOFError: it ends in the middle.
-        zlib.error: it is not gzip.
+    EOFError: it ends in the middle. zlib.error: it is not gzip.
     """
     parts, size, at = [], 0, 0
     stream = zlib.decompressobj(wbits=31)

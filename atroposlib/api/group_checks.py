@@ -109,8 +109,7 @@ def content_digest(content: bytes) -> bytes:
 def read_group(body: bytes) -> EncodedGroup:
     """Return the group of a JSON object.
 
-    Raises:
-        GroupError: names the field, the index, what was found and what was expected.
+    GroupError: names the field, the index, what was found and what was expected.
     """
     if (plain := _read_plain(body, simdjson.Object)) is not None:
         return _check(*plain[0])

@@ -42,18 +42,12 @@ _decode_head = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Matrix:
-    """Rows of numbers, end to end. No dataclass: msgspec would read it as an object.
-
-    Attributes:
-        code: the extension code, which says the type.
-        lengths: of each row.
-        values: all values; may share the buffer that they were read from.
-    """
+    """Rows of numbers, end to end. No dataclass: msgspec would read it as an object."""
 
     def __init__(self, code: int, lengths: list[int], values: np.ndarray) -> None:
-        self.code = code
+        self.code = code  # of the extension, which says the type
         self.lengths = lengths
-        self.values = values
+        self.values = values  # may share the buffer that they were read from
 
     def packed(self) -> msgspec.msgpack.Ext:
         """Return the extension value."""
@@ -101,8 +95,7 @@ def unpack_matrix(code: int, data: memoryview) -> Matrix:
 def encode_group(group: Mapping[str, object]) -> bytes:
     """Return the binary form of a group of Python or numpy numbers; what fits no array stays in the head.
 
-    Raises:
-        TypeError: a value is nothing that JSON can hold.
+    TypeError: a value is nothing that JSON can hold.
     """
     matrices: dict[str, Matrix] = {}
     for name in MATRICES & group.keys():

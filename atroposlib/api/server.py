@@ -52,28 +52,21 @@ app: FastAPI
 
 @dataclass(frozen=True)
 class ApiSettings:
-    """Settings of a server.
+    """Settings of a server."""
 
-    Attributes:
-        state_dir: None: in memory.
-        accept_older: use a state folder although it is older than its last server left it.
-        check_host: refuse Host headers that are names of others.
-    """
-
-    state_dir: Path | None = None
-    accept_older: bool = False
+    state_dir: Path | None = None  # None: in memory
+    accept_older: bool = False  # use the folder although it is older than its last server left it
     token: str | None = None
     env_timeout_s: float = 300.0
     max_body_mb: float = 100.0
     max_queue_mb: float | None = None
-    check_host: bool = False
+    check_host: bool = False  # refuse Host headers that are names of others
 
 
 def create_app(settings: ApiSettings) -> FastAPI:
     """A server with its own store; closing the app's lifespan flushes and closes it.
 
-    Raises:
-        PathError, ConfigError: the state folder cannot be used, or another server uses it.
+    PathError, ConfigError: the state folder cannot be used, or another server uses it.
     """
     max_bytes = None if settings.max_queue_mb is None else int(settings.max_queue_mb * MEGABYTE)
     store = Store(settings.state_dir, max_bytes, accept_older=settings.accept_older)

@@ -175,11 +175,7 @@ async def evaluate_items(items: Iterable[Awaitable[T]], *, return_exceptions: bo
 async def evaluate_items(
     items: Iterable[Awaitable[T]], *, return_exceptions: bool = False
 ) -> list[T] | list[T | BaseException]:
-    """Await all, as `asyncio.gather` does; each is an item of the running evaluation, which shows how many are done.
-
-    Args:
-        return_exceptions: as `asyncio.gather`.
-    """
+    """Await all, as `asyncio.gather` does; each is an item of the running evaluation, which shows how many are done."""
     evaluation, evaluated = _current.get(), list(items)
     if evaluation is None:
         return await asyncio.gather(*evaluated, return_exceptions=return_exceptions)

@@ -86,10 +86,7 @@ def as_groups(result: object) -> list[ScoredDataGroup]:
 def fill_messages(group: JsonObject, chats: Chats | None) -> int:
     """Give sequences without messages the conversation that is known for their ids, in place, and its tools.
 
-    A sequence of which none is known gets no messages: decoded text does not tell who said what.
-
-    Returns:
-        The number of sequences that have no messages.
+    A sequence of which none is known gets no messages: decoded text does not tell who said what. Returns how many.
     """
     rows, given = group["tokens"], group.get("messages")
     messages = list(given) if given and len(given) == len(rows) else [None] * len(rows)
@@ -106,8 +103,7 @@ def fill_messages(group: JsonObject, chats: Chats | None) -> int:
 def check_shape(group: Mapping[str, Json]) -> None:
     """Refuse what has no rows that could be told apart.
 
-    Raises:
-        GroupError: tokens, masks and scores are missing or of different length.
+    GroupError: tokens, masks and scores are missing or of different length.
     """
     tokens, masks, scores = group.get("tokens"), group.get("masks"), group.get("scores")
     if tokens is None or masks is None or scores is None:
@@ -122,8 +118,7 @@ def check_shape(group: Mapping[str, Json]) -> None:
 def make_rows_plain(group: JsonObject) -> dict[int, BaseException]:
     """Turn `tokens` and `masks` into lists of integers, in place: from arrays, tensors and BatchEncodings, too.
 
-    Returns:
-        Why rows could not be turned, by index: an entry is no integer ("5", 2.5, True), and nothing is guessed.
+    Returns why rows could not be turned, by index: an entry is no integer ("5", 2.5, True), and nothing is guessed.
     """
     faults: dict[int, BaseException] = {}
     for key in ("tokens", "masks"):
@@ -176,12 +171,9 @@ def without_rows(
     group_size: int,
     note: Callable[[BaseException, int], UnscoredResponse],
 ) -> ScoredDataGroup:
-    """Return the group of the other rows, which says its own size; those with faults stand in its `unscored`.
+    """Return the group of the rows without `faults`, which says its own size; the others stand in its `unscored`.
 
-    Args:
-        faults: by index, as `row_faults` gives them; fewer than there are rows.
-        group_size: the environment's.
-        note: counts the fault of the response at a place of the group as it was rolled out; what is recorded of it.
+    `note` counts the fault of the response at a place of the group as it was rolled out, and says what is recorded.
     """
     size, unscored = len(group["scores"]), list(group.get("unscored", ()))
     taken = {said["index"] for said in unscored}
@@ -244,8 +236,7 @@ def unmasked_lengths(group: Mapping[str, Json]) -> list[int]:
 def merge_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
     """One group from G single rollouts, in order; optional keys stay away unless a rollout has them.
 
-    Raises:
-        GroupError: some rollouts have an optional key and others do not.
+    GroupError: some rollouts have an optional key and others do not.
     """
     group: JsonObject = {key: [item.get(key) for item in items] for key in ("tokens", "masks", "scores")}
     for key in _PER_SEQUENCE:

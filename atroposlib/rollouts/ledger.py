@@ -131,13 +131,8 @@ class Ledger:
 def read_ledger(files: RunFiles, *, accept_score: float, keep_unacknowledged: bool) -> Ledger:
     """Read the index, then what it does not cover; repair torn last lines and write what was missing to the index.
 
-    Args:
-        files: the run.
-        accept_score: a response is accepted when its score is above.
-        keep_unacknowledged: remember groups that are not in the file of acknowledged ids.
-
-    Raises:
-        DiskError: a file of the run cannot be read.
+    A response is accepted when its score is above `accept_score`. With `keep_unacknowledged` groups are remembered that
+    are not in the file of acknowledged ids. DiskError: a file of the run cannot be read.
     """
     ledger = Ledger()
     entries, index_is_whole = _entries(files, accept_score, ledger.set_aside, repair=True)

@@ -111,8 +111,7 @@ class RolloutPool:
     async def run(self, is_finished: Callable[[], bool]) -> None:
         """Start rollouts until `is_finished` or the source is exhausted, and the last one has ended.
 
-        Raises:
-            StorageError: a finished group could not be stored.
+        StorageError: a finished group could not be stored.
         """
         while not self._closing and self._fatal is None and (self._tasks or not self._is_over(is_finished)):
             if self._is_full() or self._is_over(is_finished):

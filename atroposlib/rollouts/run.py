@@ -123,8 +123,7 @@ class EngineWatch:
     async def check(self) -> None:
         """Refuse to begin with engines that do not fit; one that is silent or slow is checked while the run goes.
 
-        Raises:
-            ConfigError: the tokenizer is not an engine's own.
+        ConfigError: the tokenizer is not an engine's own.
         """
         first = asyncio.create_task(self._env.check_engines())
         self._checking = asyncio.create_task(self._checked(first))
@@ -163,13 +162,7 @@ class Run:
     def __init__(
         self, env: Environment, *, mode: str, total: int | None, files: RunFiles | None, sender: Sender | None
     ) -> None:
-        """Lock and read the run's files.
-
-        Args:
-            total: stop at exactly this many groups; None: no such limit.
-            files: where rollout files go; None: none are written.
-            sender: takes groups for the trajectory API; None: they only go to files.
-        """
+        """Lock and read the run's files (None: none are written); `sender` takes groups for the trajectory API."""
         config, label = env.config, env.label
         self._env = env
         self._outside: Counter[str] = Counter()  # items stored without having been drawn, for their keys
@@ -255,9 +248,7 @@ class Run:
     async def supervise(self, work: Coroutine[object, Never, None]) -> RunOutcome:
         """Run `work` to its end with progress, deadlines and signals looked after; always closes the run.
 
-        Raises:
-            AtroposError: nothing works any more; the message says what failed.
-            Whatever `work` raises.
+        Raises what `work` raises, and AtroposError when nothing works any more.
         """
         self._stop.catch()
         if self.shared:

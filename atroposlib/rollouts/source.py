@@ -218,8 +218,7 @@ class StreamDraw:
 async def of_hook(given: Awaitable[T], name: str) -> T:
     """Await what an author's hook returned.
 
-    Raises:
-        EnvironmentFault: it cannot be awaited, as `async` was forgotten, or gave a coroutine, as `await` was.
+    EnvironmentFault: it cannot be awaited, as `async` was forgotten, or gave a coroutine, as `await` was.
     """
     if not inspect.isawaitable(given):
         raise EnvironmentFault(f"{name} returned {given!r:.80} and no coroutine; write it as `async def {name}`")

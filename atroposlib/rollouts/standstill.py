@@ -76,11 +76,7 @@ class Standstill:
         self._engine_up = now
 
     def look(self, facts: Facts, now: float) -> str | None:
-        """Return the sentence about this moment, None while all is well.
-
-        Raises:
-            AtroposError: continuing is pointless.
-        """
+        """Return the sentence about this moment, None while all is well; AtroposError: continuing is pointless."""
         if not facts.engine_down:
             self._engine_up = now
         elif now - self._engine_up >= facts.patience_s:
