@@ -9,6 +9,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 from atroposlib.errors import AtroposError, KilledFault
 from atroposlib.rollouts.concurrency import GroupTimes
@@ -40,56 +41,38 @@ IDLE_S = 0.1
 """Wait before a source that had nothing is asked again."""
 
 
+@dataclass(eq=False)
 class RolloutPool:
     """Runs `roll_out(uuid)` for item after item, at most `limit` at a time."""
 
-    def __init__(
-        self,
-        source: ItemSource,
-        roll_out: Callable[[str], Awaitable[object]],
-        *,
-        may_start: Callable[[int], bool],
-        pause_s: Callable[[], float] = lambda: 0.0,
-        failures: FailureLog,
-        health: TaskHealth,
-        tasks: set[asyncio.Task[None]],
-        running_items: dict[str, JsonObject],
-        settled: Callable[[str], None] = lambda item_key: None,
-    ) -> None:
-        """
-        Args:
-            roll_out: rolls out, checks and stores the item `running_items[uuid]`; raises when it fails.
-            may_start: tells for a number in flight whether one more may be started, after `pause_s()` seconds.
-            tasks, running_items: the environment's own views of what runs; kept up to date here.
-            settled: told the key of every item that is done or given up.
-        """
-        self._source = source
-        self._roll_out = roll_out
-        self._may_start = may_start
-        self._pause_s = pause_s
-        self._failures = failures
-        self._health = health
-        self._tasks = tasks
-        self._running_items = running_items
-        self._settled = settled
-        self._works: dict[asyncio.Task[None], Work] = {}
-        self._storing: set[str] = set()  # uuids of those of them that only wait to be stored
-        self._limit = 0
-        self._starts_left: int | None = 0
-        self._changed = asyncio.Event()
-        self._closing = False
-        self.times = GroupTimes()  # storing not included
-        self._fatal: StorageError | None = None
+    source: ItemSource
+    roll_out: Callable[[str], Awaitable[object]]  # rolls out, checks and stores the item `running_items[uuid]`
+    _: KW_ONLY
+    may_start: Callable[[int], bool]  # given the number in flight: one more
+    pause_s: Callable[[], float] = lambda: 0.0  # to wait before the next start
+    failures: FailureLog
+    health: TaskHealth
+    tasks: set[asyncio.Task[None]]  # this and the next are the environment's own views of what runs
+    running_items: dict[str, JsonObject]
+    settled: Callable[[str], None] = lambda item_key: None  # told the key of every item that is done or given up
+    times: GroupTimes = field(default_factory=GroupTimes)  # storing not included
+    _works: dict[asyncio.Task[None], Work] = field(default_factory=dict)
+    _storing: set[str] = field(default_factory=set)  # uuids of those of them that only wait to be stored
+    _limit: int = 0
+    _starts_left: int | None = 0
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _closing: bool = False
+    _fatal: StorageError | None = None
 
     @property
     def in_flight(self) -> int:
         """Rollouts running now, those waiting to be stored included."""
-        return len(self._tasks)
+        return len(self.tasks)
 
     @property
     def rolling(self) -> int:
         """Rollouts that may need the engine now."""
-        return len(self._tasks) - len(self._storing)
+        return len(self.tasks) - len(self._storing)
 
     @property
     def replies(self) -> tuple[int, int]:
@@ -105,7 +88,7 @@ class RolloutPool:
         possible although rollouts end between two calls. Nothing is cancelled.
         """
         self._limit = limit
-        self._starts_left = None if room is None else room - len(self._tasks)
+        self._starts_left = None if room is None else room - len(self.tasks)
         self._changed.set()
 
     async def run(self, is_finished: Callable[[], bool]) -> None:
@@ -113,11 +96,11 @@ class RolloutPool:
 
         StorageError: a finished group could not be stored.
         """
-        while not self._closing and self._fatal is None and (self._tasks or not self._is_over(is_finished)):
+        while not self._closing and self._fatal is None and (self.tasks or not self._is_over(is_finished)):
             if self._is_full() or self._is_over(is_finished):
                 await self._wait_for_change()
                 continue
-            if pause_s := self._pause_s():
+            if pause_s := self.pause_s():
                 await asyncio.sleep(pause_s)
             work = await self._next_work()
             if work is None:
@@ -157,17 +140,17 @@ class RolloutPool:
                 work.waited_s += KILL_AGAIN_S
 
     def _is_over(self, is_finished: Callable[[], bool]) -> bool:
-        return is_finished() or self._source.is_exhausted
+        return is_finished() or self.source.is_exhausted
 
     def _is_full(self) -> bool:
         if self._starts_left is not None and self._starts_left <= 0:
             return True
         is_full = max(self.rolling, len(self._storing)) >= self._limit
-        return is_full or not self._may_start(len(self._tasks))
+        return is_full or not self.may_start(len(self.tasks))
 
     async def _next_work(self) -> Work | None:
         try:
-            return await self._source.next()
+            return await self.source.next()
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:
@@ -190,11 +173,11 @@ class RolloutPool:
         if self._starts_left is not None:
             self._starts_left -= 1
         task = asyncio.create_task(self._run(work, self.times.begin()), name=f"rollout {work.key}")
-        self._running_items[work.uuid] = {"item": work.item, "worker": task, "start_time": work.started_at}
-        self._tasks.add(task)
+        self.running_items[work.uuid] = {"item": work.item, "worker": task, "start_time": work.started_at}
+        self.tasks.add(task)
         self._works[task] = work
         work.on_rolled_out = functools.partial(self._rolled_out, work.uuid)  # not the task: its context knows the work
-        self._health.started(work.task)
+        self.health.started(work.task)
         task.add_done_callback(lambda done: self._ended(work, done))
 
     def _rolled_out(self, uuid: str) -> None:
@@ -202,13 +185,13 @@ class RolloutPool:
         self._changed.set()
 
     def _ended(self, work: Work, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self.tasks.discard(task)
         self._storing.discard(work.uuid)
         self._works.pop(task, None)
-        self._health.ended(work.task)
-        entry = self._running_items.get(work.uuid)
+        self.health.ended(work.task)
+        entry = self.running_items.get(work.uuid)
         if entry is not None and entry["worker"] is task:  # a failed try may have been started again already
-            del self._running_items[work.uuid]
+            del self.running_items[work.uuid]
         self._changed.set()
 
     async def _run(self, work: Work, began: int) -> None:
@@ -217,7 +200,7 @@ class RolloutPool:
         try:
             with tracing() as trace:
                 work.trace = trace
-                await self._roll_out(work.uuid)
+                await self.roll_out(work.uuid)
         except asyncio.CancelledError as cancelled:
             if self._closing:
                 raise
@@ -234,27 +217,27 @@ class RolloutPool:
         else:
             took_s = work.rollout_s if work.is_rolled_out else work.took_s
             self._settle(work)
-            self._health.succeeded(work.task)
+            self.health.succeeded(work.task)
         finally:
             self.times.end(began, took_s)
 
     def _settle(self, work: Work) -> None:
         work.is_settled = True
-        self._settled(work.key)
+        self.settled(work.key)
 
     def _failed(self, work: Work, error: BaseException) -> None:
         kind, reason = failure_class(error), describe_error(error)
         work.tries += 1
         is_final = kind not in RETRIED_CLASSES or work.tries >= MAX_TRIES
-        self._failures.add(work, error, is_final=is_final)
+        self.failures.add(work, error, is_final=is_final)
         place = place_of(error)
         logger.warning("rollout failed: class=%s task=%s item=%s error=%s%s", kind, work.task, work.key, reason, place)
         logger.debug("traceback of item %s", work.key, exc_info=error)
         if not is_final:
-            self._source.put_back(work)
+            self.source.put_back(work)
             return
         self._settle(work)
-        if work.key in self._failures.failed_before:
+        if work.key in self.failures.failed_before:
             return  # such items come last, all in a row: that they fail again says nothing new
-        if self._health.failed(work.task, kind, reason):
-            logger.error("task set aside: task=%s reason=%s", work.task, self._health.set_aside[work.task])
+        if self.health.failed(work.task, kind, reason):
+            logger.error("task set aside: task=%s reason=%s", work.task, self.health.set_aside[work.task])

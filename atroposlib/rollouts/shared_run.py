@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Container
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -177,43 +177,33 @@ SETTLE_S = 2.0
 """Wait between taking a block over and reading what its former holder recorded: a line it had begun is then there."""
 
 
+@dataclass(eq=False)
 class SharedDraw:
     """Gives the items of the seats that this member leases."""
 
-    def __init__(
-        self,
-        get_item: Callable[[int], Awaitable[Item | None]],
-        leases: Leases,
-        *,
-        seats: int,
-        seats_per_block: int,
-        files: RunFiles,
-        done: Container[str],
-        skips: Callable[[Item], bool],
-    ) -> None:
-        """`done` are keys of items that this member recorded or rejected; of those that `skips` names none is given."""
-        self._get_item = get_item
-        self._leases = leases
-        self._seats = seats
-        self._per_block = seats_per_block
-        self._files = files
-        self._done = done
-        self._skips = skips
-        self.on_end: Callable[[bool], None] = lambda is_over: None  # told when nothing is left to draw, or is again
-        self._waiting: deque[int] = deque()  # indices to draw next
-        self._held: dict[int, int] = {}  # block -> our term
-        self._stored: set[str] = set()
-        self._has_resumed = False
-        self._look_again_at = 0.0
-        self._others_have_the_rest = False
+    get_item: Callable[[int], Awaitable[Item | None]]
+    leases: Leases
+    _: KW_ONLY
+    seats: int
+    seats_per_block: int
+    files: RunFiles
+    done: Container[str]  # keys of items that this member recorded or rejected
+    skips: Callable[[Item], bool]  # items that must not be rolled out, as their task is set aside
+    on_end: Callable[[bool], None] = lambda is_over: None  # told when nothing is left to draw, or is again
+    _waiting: deque[int] = field(default_factory=deque)  # indices to draw next
+    _held: dict[int, int] = field(default_factory=dict)  # block -> our term
+    _stored: set[str] = field(default_factory=set)
+    _has_resumed: bool = False
+    _look_again_at: float = 0.0
+    _others_have_the_rest: bool = False
 
     def start(self) -> None:
         """Show the other members that this one lives."""
-        self._leases.start()
+        self.leases.start()
 
     def close(self) -> None:
         """Leave what is not done to the others; call it when nothing more is written."""
-        self._leases.close()
+        self.leases.close()
 
     async def __call__(self) -> tuple[str, Item] | None:
         skipped = 0
@@ -222,19 +212,19 @@ class SharedDraw:
                 self.on_end(self._others_have_the_rest and not self._waiting)  # a seat may have come back meanwhile
                 return None
             index = self._waiting.popleft()
-            if str(index) in self._done:
-                self._waiting.appendleft(index + self._seats)
+            if str(index) in self.done:
+                self._waiting.appendleft(index + self.seats)
                 continue
             try:
-                item = await self._get_item(index)
-                is_skipped = item is not None and self._skips(item)
+                item = await self.get_item(index)
+                is_skipped = item is not None and self.skips(item)
             except BaseException:
-                self._waiting.append(index + self._seats)  # its seat needs another one
+                self._waiting.append(index + self.seats)  # its seat needs another one
                 raise
             if item is None:
                 logger.warning("no item for a seat: index=%d", index)
             elif is_skipped:
-                self._waiting.append(index + self._seats)
+                self._waiting.append(index + self.seats)
                 skipped += 1
             else:
                 return str(index), item
@@ -246,7 +236,7 @@ class SharedDraw:
         if not key.isdecimal():
             return True  # from a backlog, which has no seats
         block = self._block_of(int(key))
-        if not self._leases.holds(block, self._held[block]):
+        if not self.leases.holds(block, self._held[block]):
             logger.warning("group dropped: another member took over its block: item=%s block=%d", key, block)
             return False
         self._stored.add(key)
@@ -256,27 +246,25 @@ class SharedDraw:
         """Nothing more is done for an item; without a group its seat needs another one."""
         if key in self._stored:
             self._stored.discard(key)
-        elif key.isdecimal() and self._leases.holds(block := self._block_of(int(key)), self._held[block]):
-            self._waiting.append(int(key) + self._seats)
+        elif key.isdecimal() and self.leases.holds(block := self._block_of(int(key)), self._held[block]):
+            self._waiting.append(int(key) + self.seats)
             self.on_end(False)
 
     def _lease(self) -> bool:
         """Put more seats in `_waiting`; False: there is nothing to take now."""
         if not self._has_resumed:
             self._has_resumed = True
-            self._open(
-                {block: h.term for block, h in self._leases.holders().items() if h.member == self._leases.member}
-            )
+            self._open({block: h.term for block, h in self.leases.holders().items() if h.member == self.leases.member})
             if self._waiting:
                 return True
-        block = self._leases.take_new()
+        block = self.leases.take_new()
         if block is not None:
             self._held[block] = 1
             self._waiting.extend(self._seats_of(block))
             return True
         if time.monotonic() < self._look_again_at:
             return False
-        self._look_again_at = time.monotonic() + self._leases.timeout_s / PULSES_PER_TIMEOUT
+        self._look_again_at = time.monotonic() + self.leases.timeout_s / PULSES_PER_TIMEOUT
         try:
             self._take_over()
         except FileNotFoundError as error:  # a living member compressed a shard while we read it
@@ -285,19 +273,19 @@ class SharedDraw:
 
     def _take_over(self) -> None:
         """Take what silent members left undone; see whether every undone block is in living hands."""
-        filled, holders = self._filled(), self._leases.holders()
-        blocks = {self._block_of(seat) for seat in range(self._seats) if seat not in filled}
-        undone = {block: holders[block] for block in sorted(blocks) if holders[block].member != self._leases.member}
+        filled, holders = self._filled(), self.leases.holders()
+        blocks = {self._block_of(seat) for seat in range(self.seats) if seat not in filled}
+        undone = {block: holders[block] for block in sorted(blocks) if holders[block].member != self.leases.member}
         taken = {
             block: holder.term + 1
             for block, holder in undone.items()
-            if self._leases.is_silent(holder.member) and self._leases.take(block, term=holder.term + 1)
+            if self.leases.is_silent(holder.member) and self.leases.take(block, term=holder.term + 1)
         }
         if taken:
             logger.warning("taken over from silent members: blocks=%s", sorted(taken))
             time.sleep(SETTLE_S)
             self._open(taken)
-        elif all(self._leases.is_alive(holder.member) for holder in undone.values()):
+        elif all(self.leases.is_alive(holder.member) for holder in undone.values()):
             logger.info("nothing left to take: blocks_of_others=%d", len(undone))
             self._others_have_the_rest = True
 
@@ -309,15 +297,15 @@ class SharedDraw:
 
     def _filled(self) -> set[int]:
         """Seats with a group in the files of any member; nothing is changed there."""
-        single = self._files.single and self._files.single.name
+        single = self.files.single and self.files.single.name
         filled: set[int] = set()
-        for folder in self._leases.rollout_folders():
-            theirs = replace(self._files, folder=folder, single=folder / single if single else None)
-            filled |= {int(key) % self._seats for key in read_recorded(theirs).done if key.isdecimal()}
+        for folder in self.leases.rollout_folders():
+            theirs = replace(self.files, folder=folder, single=folder / single if single else None)
+            filled |= {int(key) % self.seats for key in read_recorded(theirs).done if key.isdecimal()}
         return filled
 
     def _block_of(self, index: int) -> int:
-        return index % self._seats // self._per_block
+        return index % self.seats // self.seats_per_block
 
     def _seats_of(self, block: int) -> range:
-        return range(block * self._per_block, min(self._seats, (block + 1) * self._per_block))
+        return range(block * self.seats_per_block, min(self.seats, (block + 1) * self.seats_per_block))

@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Container, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 from typing import TypeAlias, TypeVar
 
@@ -76,38 +76,22 @@ Draw: TypeAlias = Callable[[], Awaitable[tuple[str, Item] | None]]
 """Gives key and item of an environment's next item; None: nothing now."""
 
 
+@dataclass(eq=False)
 class ItemSource:
     """Gives the pool one piece of work after the other. Only the pool's filler calls `next`, one call at a time."""
 
-    def __init__(
-        self,
-        draw: Draw,
-        *,
-        is_done: Callable[[str], bool],
-        task_of: Callable[[Item], str],
-        is_set_aside: Callable[[str], bool],
-        backlog: Callable[[], list[Item]],
-        ends: bool,
-        lost: Callable[[str], None] = lambda key: None,
-    ) -> None:
-        """
-        Args:
-            is_done, is_set_aside: tell by key, and by task, which items are skipped.
-            backlog: the environment's list of items to roll out before drawing new ones; emptied from the front.
-            ends: a None of `draw` means that there will be no more items.
-            lost: told the key of an item that will not be rolled out, as its task cannot be told.
-        """
-        self._draw = draw
-        self._is_done = is_done
-        self._task_of = task_of
-        self._is_set_aside = is_set_aside
-        self._backlog = backlog
-        self._ends = ends
-        self._lost = lost
-        self._again: deque[Work] = deque()
-        self._seen: Counter[str] = Counter()
-        self.drawn_out = False  # `draw` will give nothing more
-        self._idle_since: float | None = None  # by the monotonic clock
+    draw: Draw
+    _: KW_ONLY
+    is_done: Callable[[str], bool]  # by key; such items are skipped
+    task_of: Callable[[Item], str]
+    is_set_aside: Callable[[str], bool]  # by task; items of such tasks are skipped
+    backlog: Callable[[], list[Item]]  # items to roll out before drawing new ones; emptied from the front
+    ends: bool  # a None of `draw` means that there will be no more items
+    lost: Callable[[str], None] = lambda key: None  # told the key of an item whose task cannot be told
+    drawn_out: bool = False  # `draw` will give nothing more
+    _again: deque[Work] = field(default_factory=deque)
+    _seen: Counter[str] = field(default_factory=Counter)
+    _idle_since: float | None = None  # by the monotonic clock
 
     def put_back(self, work: Work) -> None:
         """Roll this out again, before anything else."""
@@ -116,7 +100,7 @@ class ItemSource:
     @property
     def is_exhausted(self) -> bool:
         """Nothing is left now, and nothing will come unless a running rollout adds to the backlog."""
-        return self.drawn_out and not self._again and not self._backlog()
+        return self.drawn_out and not self._again and not self.backlog()
 
     @property
     def idle_s(self) -> float:
@@ -138,12 +122,12 @@ class ItemSource:
                 return None
             key, item = drawn
             try:
-                task = self._task_of(item)
+                task = self.task_of(item)
             except BaseException:
-                self._lost(key)
+                self.lost(key)
                 raise
-            if not self._is_done(key):
-                if not self._is_set_aside(task):
+            if not self.is_done(key):
+                if not self.is_set_aside(task):
                     return Work(item=item, key=key, task=task)
                 set_aside += 1
             skipped += 1
@@ -153,15 +137,15 @@ class ItemSource:
         return None
 
     async def _take(self) -> tuple[str, Item] | None:
-        waiting = self._backlog()
+        waiting = self.backlog()
         if waiting:
             item = waiting.pop(0)
             return f"b{content_key(as_json(item), self._seen)}", item  # as a restart will find it in the files
         if self.drawn_out:
             return None
-        drawn = await self._draw()
+        drawn = await self.draw()
         if drawn is None:
-            self.drawn_out |= self._ends
+            self.drawn_out |= self.ends
         return drawn
 
 
