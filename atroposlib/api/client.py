@@ -146,19 +146,19 @@ class RepeatingClient:
             return Response(response.status, await response.read(), response.headers)
 
 
+@dataclass
 class Patience:
     """Waits between attempts: jittered, growing, until a deadline; now and then says what it waits for."""
 
-    def __init__(self, what: str, deadline_s: float | None) -> None:
-        self._what = what
-        self._deadline_s = deadline_s
-        self._started = time.monotonic()
-        self._attempts = 0
-        self._next_word = self._started
+    what: str
+    deadline_s: float | None
+    _started: float = field(default_factory=time.monotonic)
+    _attempts: int = 0
+    _next_word: float = 0.0
 
     def left_s(self) -> float | None:
         """Seconds until the deadline; None without one."""
-        return None if self._deadline_s is None else max(0.0, self._started + self._deadline_s - time.monotonic())
+        return None if self.deadline_s is None else max(0.0, self._started + self.deadline_s - time.monotonic())
 
     async def wait(self, reason: str, at_least_s: float = 0.0) -> None:
         """Sleep before the next attempt; ApiError when there is no time for one."""
@@ -171,10 +171,10 @@ class Patience:
         left = self.left_s()
         if left is not None and pause >= left:
             raise ApiError(
-                f"waited {waited:.0f} s for {self._what} ({self._attempts} attempts); the last said: {reason}"
+                f"waited {waited:.0f} s for {self.what} ({self._attempts} attempts); the last said: {reason}"
             )
         if now >= self._next_word:
-            logger.warning("waiting for %s: %s (%.0f s so far)", self._what, reason, waited)
+            logger.warning("waiting for %s: %s (%.0f s so far)", self.what, reason, waited)
             self._next_word = now + REMIND_S
         await asyncio.sleep(pause)
 

@@ -9,6 +9,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -40,21 +41,20 @@ MEMBER_BYTES = 1 << 12
 OPEN_PATHS = ("/health",)
 
 
+@dataclass(eq=False)
 class Gate:
     """Refuses strangers and web pages of other sites; times every request."""
 
-    def __init__(
-        self, app: ASGIApp, *, token: str | None, check_host: bool, metrics: Metrics, strangers: Strangers
-    ) -> None:
-        self._app = app
-        self._token = token
-        self._check_host = check_host
-        self._metrics = metrics
-        self._strangers = strangers
+    app: ASGIApp
+    _: KW_ONLY
+    token: str | None
+    check_host: bool
+    metrics: Metrics
+    strangers: Strangers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         connection: Connection | None = scope.get(CONNECTION_KEY)
         if connection is not None:
@@ -70,23 +70,23 @@ class Gate:
             await send(message)
 
         refusal = self._refusal(scope)
-        if connection is not None and refusal is None and (self._token is None or scope["path"] not in OPEN_PATHS):
-            self._strangers.forget(connection)
-        await (refusal or self._app)(scope, receive, send_and_watch)
+        if connection is not None and refusal is None and (self.token is None or scope["path"] not in OPEN_PATHS):
+            self.strangers.forget(connection)
+        await (refusal or self.app)(scope, receive, send_and_watch)
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.request_done(route, status, time.perf_counter() - started)
+        self.metrics.request_done(route, status, time.perf_counter() - started)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         if auth.is_cross_site(headers):
             return refuse(403, "requests from web pages of other sites are refused")
-        if self._check_host and not auth.names_this_machine(headers.get("host", "localhost")):
+        if self.check_host and not auth.names_this_machine(headers.get("host", "localhost")):
             return refuse(
                 403, f"Host is {headers.get('host', '')[:80]!r}; this server has no token and answers only localhost"
             )
-        if self._token is None or scope["path"] in OPEN_PATHS:
+        if self.token is None or scope["path"] in OPEN_PATHS:
             return None
-        if auth.is_authorized(headers.get("authorization"), self._token):
+        if auth.is_authorized(headers.get("authorization"), self.token):
             return None
         response = refuse(
             401, f"this server needs a token: Authorization: Bearer TOKEN, http://:TOKEN@host, or {auth.TOKEN_VARIABLE}"
@@ -95,16 +95,17 @@ class Gate:
         return response
 
 
+@dataclass(eq=False)
 class BodyReader:
     """Hands each route its whole body, inflated and within limits, or answers 400, 413 or 415 itself."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
+    app: ASGIApp
+    _: KW_ONLY
+    max_bytes: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         body = await self._read(receive)
@@ -127,7 +128,7 @@ class BodyReader:
             delivered = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self._app(scope, receive_whole, send)
+        await self.app(scope, receive_whole, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
         """The body; cut just over the limit when too long; None when the client left in the middle."""
@@ -138,13 +139,13 @@ class BodyReader:
                 return None
             chunk, more = message.get("body", b""), message.get("more_body", False)
             size += len(chunk)
-            if size <= self._max_bytes or not chunks or size - len(chunk) <= self._max_bytes:
+            if size <= self.max_bytes or not chunks or size - len(chunk) <= self.max_bytes:
                 chunks.append(chunk)
-            if not more or size > self._max_bytes * DISCARD_FACTOR:
+            if not more or size > self.max_bytes * DISCARD_FACTOR:
                 return b"".join(chunks)
 
     def _refusal(self, headers: Headers, body: bytes) -> Response | None:
-        if len(body) > self._max_bytes:
+        if len(body) > self.max_bytes:
             return self._too_large("the body")
         kind = _content_type(headers)
         if kind != "application/json" and kind != GROUPS_TYPE and not kind.endswith("+json"):
@@ -157,15 +158,15 @@ class BodyReader:
     async def _inflate(self, body: bytes) -> bytes | Response:
         try:
             if len(body) > INFLATE_INLINE_BYTES:
-                return await asyncio.to_thread(gunzip, body, self._max_bytes)
-            return gunzip(body, self._max_bytes)
+                return await asyncio.to_thread(gunzip, body, self.max_bytes)
+            return gunzip(body, self.max_bytes)
         except OverflowError:
             return self._too_large("the inflated body")
         except (zlib.error, EOFError):
             return PlainTextResponse("Invalid gzip payload", status_code=400)
 
     def _too_large(self, what: str) -> Response:
-        response = refuse(413, f"{what} is above {self._max_bytes} bytes; send smaller groups or raise --max-body-mb")
+        response = refuse(413, f"{what} is above {self.max_bytes} bytes; send smaller groups or raise --max-body-mb")
         response.headers["Connection"] = "close"
         return response
 

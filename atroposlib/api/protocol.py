@@ -8,7 +8,7 @@ import array
 import asyncio
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -37,14 +37,14 @@ class Progress:
         return self.requests > request or (self.closed and not self.lost_response(request))
 
 
+@dataclass(eq=False)
 class Connection:
     """One client connection; the scope of each of its requests holds it under `CONNECTION_KEY`."""
 
-    def __init__(self, transport: asyncio.Transport, host: str = "") -> None:
-        self.transport = transport
-        self.host = host
-        self.progress = Progress()
-        self._on_fate: Callable[[bool], None] | None = None
+    transport: asyncio.Transport
+    host: str = ""
+    progress: Progress = field(default_factory=Progress)
+    _on_fate: Callable[[bool], None] | None = None
 
     def next_request(self) -> None:
         """Count a further request: whoever sent it has read the answer to the one before."""

@@ -21,7 +21,7 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
@@ -425,24 +425,19 @@ class ConcurrencyLimit:
         return self.limit
 
 
+@dataclass(eq=False)
 class AutoConcurrency:
     """Follows one engine pool; `limit` is the number of groups to have in flight now."""
 
-    def __init__(
-        self,
-        start: int,
-        *,
-        loads: Callable[[], Awaitable[Sequence[Load]]],
-        in_flight: Callable[[], int],
-        times: GroupTimes,
-        is_parked: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`is_parked`: the run waits for an engine, a disk or the API, so that nothing can be learned."""
-        self.limit = start
-        self._loads = loads
-        self._in_flight = in_flight
-        self._is_parked = is_parked
-        self._decision = ConcurrencyLimit(start, times)
+    limit: int
+    _: KW_ONLY
+    loads: Callable[[], Awaitable[Sequence[Load]]]  # what the engines say
+    in_flight: Callable[[], int]  # groups running now
+    times: GroupTimes  # told of every group that begins and ends
+    is_parked: Callable[[], bool] = lambda: False  # nothing can be learned: the engine, a disk or the API is away
+
+    def __post_init__(self) -> None:
+        self._decision = ConcurrencyLimit(self.limit, self.times)
 
     async def follow(self, apply: Callable[[int], None]) -> None:
         """Adjust the limit for ever; `apply` gets every new one."""
@@ -452,7 +447,7 @@ class AutoConcurrency:
             apply(self.limit)
             while True:
                 await asyncio.sleep(TICK_S)
-                limit = self._decision.observe(clock(), 0 if self._is_parked() else self._in_flight())
+                limit = self._decision.observe(clock(), 0 if self.is_parked() else self.in_flight())
                 if limit != self.limit:
                     logger.info("groups at once: %d -> %d", self.limit, limit)
                     self.limit = limit
@@ -462,5 +457,5 @@ class AutoConcurrency:
 
     async def _watch_loads(self) -> None:
         while True:
-            self._decision.note_loads(await self._loads())
+            self._decision.note_loads(await self.loads())
             await asyncio.sleep(LOAD_EVERY_S)

@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -389,13 +389,13 @@ def _run_id(ledger: Ledger) -> str:
     return os.urandom(4).hex()
 
 
+@dataclass(eq=False)
 class Reports:
     """Makes the twins of one run."""
 
-    def __init__(self, write_html: Callable[[str, str], None], *, compress: bool) -> None:
-        self._write_html = write_html  # of (rollout file, page)
-        self._compress = compress
-        self._running: set[asyncio.Task[None]] = set()
+    write_html: Callable[[str, str], None]  # of (rollout file, page)
+    compress: bool
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
 
     def add(self, path: Path) -> None:
         """A shard is complete: report on it in the background."""
@@ -417,10 +417,10 @@ class Reports:
             for stale in twin.parent.glob(f".{twin.name}.*"):
                 stale.unlink()  # of a process that was stopped while it made the page
             modified = path.stat().st_mtime_ns
-            await _in_thread(lambda: self._write_html(str(path), str(twin)))
+            await _in_thread(lambda: self.write_html(str(path), str(twin)))
             if twin.exists():
                 os.utime(twin, ns=(modified, modified))  # which state it shows, also where the clock is set back
-            if is_complete and self._compress:
+            if is_complete and self.compress:
                 await _in_thread(lambda: compress(path))
         except Exception as error:
             logger.error("report not written: file=%s error=%s", path, describe_error(error))

@@ -107,13 +107,14 @@ class RunOutcome:
     groups_total: int | None
 
 
+@dataclass(eq=False)
 class EngineWatch:
     """Checks once whether the engines fit, and notes how busy they are while a run lasts."""
 
-    def __init__(self, env: Environment, progress: Progress) -> None:
-        self._env, self._progress = env, progress
-        self._checking: asyncio.Task[None] | None = None
-        self._asking: asyncio.Task[None] | None = None
+    _env: Environment
+    _progress: Progress
+    _checking: asyncio.Task[None] | None = None
+    _asking: asyncio.Task[None] | None = None
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:

@@ -7,7 +7,7 @@ carries the same `group_id` every time it is sent, so that the API can store it 
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from atroposlib.errors import ApiError, AtroposError, EnvironmentFault
@@ -38,34 +38,29 @@ class Sender(Protocol):
         ...
 
 
+@dataclass(eq=False, kw_only=True)
 class Sink:
     """Stores and sends the groups of one run, at most `total` of them."""
 
-    def __init__(
-        self,
-        *,
-        env: str,
-        run: str,
-        files: RolloutFiles | None,
-        sender: Sender | None,
-        total: int | None,
-        accept_score: float,
-        accepted: int | None = None,
-        tokens: int | None = None,
-    ) -> None:
-        self.limits = RunLimits(total, accepted, tokens)
-        self._env, self._run = env, run
-        self._files = files
-        self._sender = sender
-        self._total = total
-        self._accept_score = accept_score
-        self._run_id = files.run_id if files else os.urandom(4).hex()
-        self.totals = files.ledger.totals if files else Totals()
+    env: str
+    run: str
+    files: RolloutFiles | None
+    sender: Sender | None
+    total: int | None
+    accept_score: float
+    accepted: int | None = None
+    tokens: int | None = None
+    fruitless: Fruitless = field(default_factory=Fruitless)
+    may_store: Callable[[str], bool] = lambda item_key: True  # asked right before its groups are written
+    _delivered: int = 0  # groups of this process that the API took
+    _refused: int = 0  # and that it did not
+    _last_refusal: ApiError | None = None
+
+    def __post_init__(self) -> None:
+        self.limits = RunLimits(self.total, self.accepted, self.tokens)
+        self._run_id = self.files.run_id if self.files else os.urandom(4).hex()
+        self.totals = self.files.ledger.totals if self.files else Totals()
         self._taken = self.totals.groups  # stored, or being stored
-        self.fruitless = Fruitless()
-        self._delivered = self._refused = 0  # groups of this process that the API took, and did not
-        self._last_refusal: ApiError | None = None
-        self.may_store: Callable[[str], bool] = lambda item_key: True  # asked right before its groups are written
 
     def may_start(self, in_flight: int) -> bool:
         """Would one more rollout still find room if each in flight gives one group?"""
@@ -79,7 +74,7 @@ class Sink:
     @property
     def unsent(self) -> int:
         """Stored groups that the API did not acknowledge; those being sent now are among them."""
-        return len(self._files.ledger.unacknowledged) if self._files else 0
+        return len(self.files.ledger.unacknowledged) if self.files else 0
 
     async def store(self, groups: Sequence[Mapping[str, Json]], work: Work, *, send: Sequence[bool]) -> int:
         """Store the groups of one item and send those for which `send` is true; how many were stored.
@@ -93,9 +88,9 @@ class Sink:
             to_record(
                 groups[part],
                 work,
-                env=self._env,
-                run=self._run,
-                group_id=f"{self._env}/{self._run}/{self._run_id}/{work.key}/{part}",
+                env=self.env,
+                run=self.run,
+                group_id=f"{self.env}/{self.run}/{self._run_id}/{work.key}/{part}",
                 part=part,
                 parts=len(groups),
             )
@@ -111,8 +106,8 @@ class Sink:
             raise
         if not is_written:
             return 0
-        if self._files and not all(send[part] for part in wanted):
-            self._files.acknowledge([r["group_id"] for part, r in zip(wanted, records, strict=True) if not send[part]])
+        if self.files and not all(send[part] for part in wanted):
+            self.files.acknowledge([r["group_id"] for part, r in zip(wanted, records, strict=True) if not send[part]])
         await self._send([record for part, record in zip(wanted, records, strict=True) if send[part]])
         return len(records)
 
@@ -120,16 +115,16 @@ class Sink:
         """Note that the item is done without a usable group; StorageError: that cannot be noted."""
         self.fruitless.add(reason, asked_an_engine=work.trace.replies > 0)
         work = _named(work)
-        if self._files:
-            await self._stored(self._files.reject(work.key, work.trace.usage["completion_tokens"], work.backlog))
+        if self.files:
+            await self._stored(self.files.reject(work.key, work.trace.usage["completion_tokens"], work.backlog))
 
     async def resend(self) -> int:
         """Send what is stored and the API did not acknowledge; how many groups. Not while others are being sent."""
-        if self._files is None or self._sender is None:
+        if self.files is None or self.sender is None:
             return 0
-        waiting = list(self._files.ledger.unacknowledged.values())
+        waiting = list(self.files.ledger.unacknowledged.values())
         for start in range(0, len(waiting), RESEND_GROUPS):
-            records = [self._files.read_group(entry) for entry in waiting[start : start + RESEND_GROUPS]]
+            records = [self.files.read_group(entry) for entry in waiting[start : start + RESEND_GROUPS]]
             for refusal in await self._refusals(records):
                 logger.warning("stored group not sent: %s", refusal)
         return len(waiting)
@@ -141,28 +136,28 @@ class Sink:
             raise AtroposError(f"the trajectory API refused all {sent}: {self._last_refusal}")
 
     def _missing_parts(self, parts: int, work: Work) -> list[int]:
-        if self._files and work.key in self._files.ledger.done:
+        if self.files and work.key in self.files.ledger.done:
             return []  # by an earlier try, which failed behind its storing
-        present = self._files.ledger.parts.get(work.key, set()) if self._files else set()
+        present = self.files.ledger.parts.get(work.key, set()) if self.files else set()
         missing = [part for part in range(parts) if part not in present]
-        return missing if self._total is None else missing[: max(0, self._total - self._taken)]
+        return missing if self.total is None else missing[: max(0, self.total - self._taken)]
 
     async def _write(self, records: Sequence[JsonObject]) -> bool:
         """False: another member has taken the item over."""
-        if self._files is None:
+        if self.files is None:
             for record in records:
-                self.totals.add(describe(record, self._accept_score))
+                self.totals.add(describe(record, self.accept_score))
             return True
-        return bool(await self._stored(self._files.append(records)))
+        return bool(await self._stored(self.files.append(records)))
 
     async def _stored(self, writing: Awaitable[T]) -> T:
-        assert self._files is not None
+        assert self.files is not None
         try:
             return await writing
         except OSError as error:
             why = limit_reached(error) or error.strerror or error
             raise StorageError(
-                f"{self._files.files.folder} cannot be written: {why}; the run stops, and the same command continues "
+                f"{self.files.files.folder} cannot be written: {why}; the run stops, and the same command continues "
                 "when it can be"
             ) from error
 
@@ -172,15 +167,15 @@ class Sink:
 
     async def _refusals(self, records: Sequence[JsonObject]) -> list[ApiError]:
         """Send groups; why the API refuses some of them, which are not sent again."""
-        if not records or self._sender is None:
+        if not records or self.sender is None:
             return []
         groups = [_for_api(record) for record in records]
         refusals: list[ApiError] = []
         try:
             try:
-                await self._sender.submit(groups)
+                await self.sender.submit(groups)
             except TypeError:  # tensors, numbers beyond 64 bits: as the rollout file has them
-                await self._sender.submit(as_json(groups))
+                await self.sender.submit(as_json(groups))
         except ApiError as error:
             if len(records) > 1:  # the one at fault must not take the others with it
                 return [refusal for record in records for refusal in await self._refusals([record])]
@@ -188,8 +183,8 @@ class Sink:
             self._refused, self._last_refusal = self._refused + 1, error
         else:
             self._delivered += len(records)
-        if self._files:
-            self._files.acknowledge([group["group_id"] for group in groups])
+        if self.files:
+            self.files.acknowledge([group["group_id"] for group in groups])
         return refusals
 
 

@@ -149,51 +149,49 @@ class ItemSource:
         return drawn
 
 
+@dataclass(eq=False)
 class IndexedDraw:
     """Items by index, from 0; the index is the key. Indices that are done are not even asked for.
 
     Those in `late` come after all others: as they failed before, a restart would begin with nothing but failures.
     """
 
-    def __init__(
-        self, get_item: Callable[[int], Awaitable[Item | None]], done: Container[str], late: Collection[str] = ()
-    ) -> None:
-        self._get_item = get_item
-        self._done = done
-        self._late = late
-        self._index = 0
-        self._at_the_end: deque[str] | None = None  # late keys that are left, once the others are drawn
+    get_item: Callable[[int], Awaitable[Item | None]]
+    done: Container[str]
+    late: Collection[str] = ()
+    _index: int = 0
+    _at_the_end: deque[str] | None = None  # late keys that are left, once the others are drawn
 
     async def __call__(self) -> tuple[str, Item] | None:
         while self._at_the_end is None:
             index, self._index = self._index, self._index + 1  # an index whose item cannot be made is not asked again
             key = str(index)
-            if key not in self._done and key not in self._late:
-                item = await of_hook(self._get_item(index), "get_item")
+            if key not in self.done and key not in self.late:
+                item = await of_hook(self.get_item(index), "get_item")
                 if item is not None:
                     return key, item
-                self._at_the_end = deque(sorted((key for key in self._late if key.isdecimal()), key=int))
+                self._at_the_end = deque(sorted((key for key in self.late if key.isdecimal()), key=int))
         while self._at_the_end:
             key = self._at_the_end.popleft()
-            item = await of_hook(self._get_item(int(key)), "get_item") if key not in self._done else None
+            item = await of_hook(self.get_item(int(key)), "get_item") if key not in self.done else None
             if item is not None:
                 return key, item
         return None
 
 
+@dataclass(eq=False)
 class StreamDraw:
     """Items in whatever order `get_next_item` gives them, `late` ones last; keyed by content and occurrence."""
 
-    def __init__(self, get_next_item: Callable[[], Awaitable[Item | None]], late: Container[str] = ()) -> None:
-        self._get_next_item = get_next_item
-        self._late = late
-        self._kept: deque[tuple[str, Item]] = deque()  # late items that were drawn
-        self._seen: Counter[str] = Counter()
+    get_next_item: Callable[[], Awaitable[Item | None]]
+    late: Container[str] = ()
+    _kept: deque[tuple[str, Item]] = field(default_factory=deque)  # late items that were drawn
+    _seen: Counter[str] = field(default_factory=Counter)
 
     async def __call__(self) -> tuple[str, Item] | None:
-        while (item := await of_hook(self._get_next_item(), "get_next_item")) is not None:
+        while (item := await of_hook(self.get_next_item(), "get_next_item")) is not None:
             key = content_key(item, self._seen)
-            if key not in self._late:
+            if key not in self.late:
                 return key, item
             self._kept.append((key, item))
         return self._kept.popleft() if self._kept else None
