@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt
 from atroposlib.environments.replies import opening_of
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Item
 from atroposlib.envs.eval import evaluate_items
-from atroposlib.envs.server_handling.chat_prompt import render
+from atroposlib.envs.server_handling.conversation import render
 from atroposlib.errors import ConfigError, EnvironmentFault
 from atroposlib.rollouts.source import of_hook
 from atroposlib.type_definitions import JsonObject

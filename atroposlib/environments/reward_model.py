@@ -104,7 +104,7 @@ class RewardModel:
             from atroposlib.data.tokenizers import load_tokenizer
 
             self._tokenizer = load_tokenizer(config.tokenizer_name or "")
-        from atroposlib.envs.server_handling.chat_prompt import render
+        from atroposlib.envs.server_handling.conversation import render
 
         text = render(self._tokenizer, [dict(message) for message in messages])
         ids = self._tokenizer.encode(text, add_special_tokens=False)

@@ -241,7 +241,7 @@ def main(env_cls: type[CliEnv], arguments: Sequence[str] | None = None) -> int:
 
 async def _counterparts(env_cls: type[CliEnv], settings: Settings) -> list[str]:
     """Load the tokenizer as the environment would, and ask the engines; a line for each."""
-    from atroposlib.envs.server_handling.engine_info import load_for
+    from atroposlib.envs.server_handling.token_server import load_for
 
     given, manager = settings.env.tokenizer_name, settings.manager
     servers = ServerManager(settings.servers, env_cls.server_cls, slurm=manager.slurm, testing=manager.testing)

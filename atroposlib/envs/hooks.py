@@ -191,7 +191,7 @@ class EnvHooks:
 
         Where the setting is left at its default, the tokenizer follows the model that the servers name or serve.
         """
-        from atroposlib.envs.server_handling.engine_info import load_for
+        from atroposlib.envs.server_handling.token_server import load_for
 
         tokenizer, self.config.tokenizer_name = load_for(self.config.tokenizer_name, self.server_configs)
         return tokenizer

@@ -22,7 +22,7 @@ from atroposlib.environments.policies import scripted
 from atroposlib.envs import catalog
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.cli import main as run_environment
-from atroposlib.envs.server_handling.chat_prompt import render
+from atroposlib.envs.server_handling.conversation import render
 from atroposlib.errors import EnvironmentFault, KilledFault
 from atroposlib.sandbox.host import require_host
 from atroposlib.sandbox.workers import SandboxError

@@ -17,7 +17,7 @@ from atroposlib.envs.server_handling.agents import rollouts as rollouts_module
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.rows import rows_of
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
-from atroposlib.envs.server_handling.engine_info import engine_load
+from atroposlib.envs.server_handling.openai_server import engine_load
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
 from tests.live.live_server import LiveServer

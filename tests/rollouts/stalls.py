@@ -23,7 +23,7 @@ from memory_api import MemoryApi
 
 from atroposlib.api.client import TrainerClient
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.server_handling.engine_info import EngineLoad
+from atroposlib.envs.server_handling.openai_server import EngineLoad
 from atroposlib.errors import AtroposError
 from atroposlib.launch.services import free_ports
 from atroposlib.rollouts.trace import EngineReply, current_trace

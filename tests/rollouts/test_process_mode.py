@@ -18,8 +18,8 @@ from atroposlib.data.sft import SftOptions, export_sft, simple_policy
 from atroposlib.data.validate import Validation
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.server_handling.engine_info import EngineLoad
 from atroposlib.envs.server_handling.one_by_one import OneByOne
+from atroposlib.envs.server_handling.openai_server import EngineLoad
 from atroposlib.envs.server_handling.sampling import GenerationRequest
 from atroposlib.errors import AtroposError, EngineFault, LaunchError, PathError, VerifierFault
 from atroposlib.rollouts import pool

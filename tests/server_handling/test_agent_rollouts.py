@@ -1083,7 +1083,7 @@ def rollouts_of(*texts):
 
 
 async def talk(rollout, messages, tools=TOOLS):
-    from atroposlib.envs.server_handling.agents.chat import CHAT
+    from atroposlib.envs.server_handling.agents.dialect import CHAT
 
     body = {"messages": messages, "tools": tools}
     asked = CHAT.parse(body, rollout)

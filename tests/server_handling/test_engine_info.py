@@ -7,7 +7,9 @@ import pytest
 
 from atroposlib.data import tokenizers
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
-from atroposlib.envs.server_handling.engine_info import (
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.token_server import (
     EngineIdentity,
     ask_identity,
     is_foreign,
@@ -15,8 +17,6 @@ from atroposlib.envs.server_handling.engine_info import (
     probe_text,
     refuse_foreign,
 )
-from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import AtroposError, ConfigError, ModelError, RequestFault
 from tests.fakes import EOS, SPECIALS, FakeTokenizer

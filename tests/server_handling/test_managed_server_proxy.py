@@ -321,7 +321,7 @@ def test_sessions_created_together_spread_over_the_servers_until_they_end():
     made = [sessions.create(choose_server(servers, None), FakeTokenizer(), **options) for _ in range(4)]
     assert [server.leases.get("train", 0) for server in servers] == [2, 2]
     for session in made:
-        sessions.delete(session.uuid)
+        sessions.delete(session.id)
     assert [server.leases.get("train", 0) for server in servers] == [0, 0]
 
 
@@ -343,14 +343,13 @@ def test_sessions_expire_when_unused_but_not_while_a_request_runs(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     sessions = Sessions(timeout_s=10)
     busy, idle, used = (new_session(sessions) for _ in range(3))
-    with sessions.using(busy.uuid):
-        now[0] = 8
-        with sessions.using(used.uuid):
-            pass
-        now[0] = 15
-        assert [session.uuid for session in sessions.all()] == [busy.uuid, used.uuid]
-        with pytest.raises(UnknownSessionError, match="unused for 10 s"), sessions.using(idle.uuid):
-            pass
+    monkeypatch.setattr(type(busy), "is_busy", property(lambda session: session is busy))
+    now[0] = 8
+    sessions.find(used.id)
+    now[0] = 15
+    assert sessions.all() == [busy, used]
+    with pytest.raises(UnknownSessionError, match="unused for 10 s"):
+        sessions.find(idle.id)
 
 
 @asynccontextmanager

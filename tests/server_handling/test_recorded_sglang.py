@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.envs.server_handling import engine_info
-from atroposlib.envs.server_handling.engine_info import EngineLoad, engine_load
+from atroposlib.envs.server_handling import openai_server
+from atroposlib.envs.server_handling.openai_server import EngineLoad, engine_load
 from atroposlib.envs.server_handling.openai_wire import parse_chat, parse_completion
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -272,7 +272,7 @@ sglang:num_queue_reqs{model_name="m",dp_rank="2"} +Inf
 
 def test_sglang_has_every_gauge_that_is_read():
     types = recorded("metrics_names")["types"]
-    names = [name for names in engine_info._GAUGES.values() for name in names if name.startswith("sglang")]
+    names = [name for names in openai_server._GAUGES.values() for name in names if name.startswith("sglang")]
     assert {types.get(name) for name in names} == {"gauge"}
 
 

@@ -31,7 +31,7 @@ from atroposlib.envs.server_handling.server_config import (
     slurm_base_urls,
 )
 from atroposlib.envs.server_handling.server_manager import server_configs
-from atroposlib.envs.server_handling.sglang_server import StreamReader, decode_generations
+from atroposlib.envs.server_handling.sglang_server import StreamReader
 from atroposlib.errors import ConfigError, RequestFault
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.type_definitions import PROMPT_LOGPROB
@@ -371,7 +371,7 @@ def event_of(ids, logprobs):
 def test_log_probabilities_that_begin_later_stay_with_their_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(sglang_server, "PIECE_TOKENS", 0)  # every event is parsed
     draft = ResponseJournal(tmp_path / "run.journal", set()).open("1", b"place")
-    reader = StreamReader(draft, decode_generations, "http://engine/generate")
+    reader = StreamReader(draft, "http://engine/generate")
 
     reader.take(event_of([1, 2], []))
     reader.take(event_of([1, 2, 3], [-0.1, -0.2, -0.3]))

@@ -7,7 +7,7 @@ import torch
 from tiny_model import make_config
 from transformers import AutoTokenizer
 
-from atroposlib.envs.server_handling.agents.chat import CHAT
+from atroposlib.envs.server_handling.agents.dialect import CHAT
 from atroposlib.envs.server_handling.agents.rollouts import Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.rows import group_of
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from atroposlib.environments.multi_turn import Ask, Message, MultiTurnConfig, ToolCall, message_of, reply_of
-from atroposlib.envs.server_handling.chat_prompt import render, render_after_turn
+from atroposlib.envs.server_handling.conversation import render, render_after_turn
 from atroposlib.envs.server_handling.sequence import codec_of
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.envs.server_handling.tool_formats import find_calls

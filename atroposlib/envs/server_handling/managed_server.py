@@ -15,24 +15,22 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from atroposlib.envs.server_handling.chat_prompt import (
-    Thoughts,
-    knows_developer,
-    opened_thought,
-    render,
-    render_after_turn,
-    render_keeping_thoughts,
-    thoughts_before_answer,
-)
 from atroposlib.envs.server_handling.conversation import (
     ChatRequest,
     Conversation,
     Message,
     Messages,
     Normalise,
+    Thoughts,
     conversation_of,
     copied,
+    knows_developer,
+    opened_thought,
+    render,
+    render_after_turn,
+    render_keeping_thoughts,
     split_thoughts,
+    thoughts_before_answer,
 )
 from atroposlib.envs.server_handling.openai_server import DummyManagedServer
 from atroposlib.envs.server_handling.openai_wire import Made, ManagedServerAdapter, chat_of, completion_of

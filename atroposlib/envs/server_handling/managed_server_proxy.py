@@ -15,9 +15,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +24,19 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from atroposlib.api.auth import TOKEN_VARIABLE, is_loopback, read_token
 from atroposlib.api.edge import invalid_request
-from atroposlib.envs.server_handling.agents.chat import CHAT
-from atroposlib.envs.server_handling.agents.dialect import checked_messages
+from atroposlib.envs.server_handling.agents.dialect import CHAT, json_object
 from atroposlib.envs.server_handling.agents.gateway import BodyLimit, Gateway, failure
 from atroposlib.envs.server_handling.agents.record import CallLog
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
-from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer
+from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.openai_server import HttpServer
 from atroposlib.envs.server_handling.proxy_client import UnknownSessionError
 from atroposlib.envs.server_handling.server_baseline import Server
@@ -60,22 +58,6 @@ SESSION_TIMEOUT_S = 3600.0
 RECORDS_FOLDER = "gateway_records"
 
 
-class ChatCompletionProxyRequest(BaseModel):
-    """OpenAI's chat request. Further fields that an engine knows, such as `top_p`, go there as they are."""
-
-    model_config = ConfigDict(extra="allow")
-
-    messages: list[JsonObject]
-    max_tokens: PositiveInt = 1024
-    max_completion_tokens: PositiveInt | None = None
-    temperature: float = 1.0
-    n: PositiveInt = 1
-    stop: list[str] | str | None = None
-    stream: bool = False
-    tools: list[JsonObject] | None = None
-    tool_choice: str | JsonObject | None = None
-
-
 class SessionCreateRequest(BaseModel):
     """Settings of a session: its server, and its ways to track."""
 
@@ -85,49 +67,15 @@ class SessionCreateRequest(BaseModel):
     base_url: str | None = None
 
 
-class SessionCreateResponse(BaseModel):
-    """A new session."""
-
-    uuid: str
-    model_name: str
-    tool_parser: str
-    base_url: str | None = None
-    created_at: float
-
-
-class RenderResponse(BaseModel):
-    """The prompt that a chat request would send."""
-
-    prompt_text: str
-    token_ids: list[int]
-    num_tokens: int
-
-
-@dataclass
-class SessionState:
-    """One session. Times are seconds since the epoch, except for `used`, which is of the monotonic clock."""
-
-    uuid: str
-    managed_server: ManagedServer
-    model_name: str
-    tool_parser: str
-    base_url: str | None
-    created_at: float
-    last_accessed: float
-    used: float  # when it was last
-    rollout: Rollout
-    requests: int = 0  # being answered now, except for those of the model
-
-
 class Sessions:
-    """All sessions. One without a request for `timeout_s` is dropped; none while a request runs.
+    """All sessions: rollouts without a record on disk. One without a request for `timeout_s` is dropped.
 
     Expiry is looked at whenever sessions are used or counted, so no timer runs.
     """
 
     def __init__(self, timeout_s: float = SESSION_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
-        self._sessions: dict[str, SessionState] = {}
+        self._sessions: dict[str, Rollout] = {}
 
     def create(
         self,
@@ -138,79 +86,49 @@ class Sessions:
         tool_parser: str,
         track_tree: bool,
         reasoning_parser: str | None = None,
-    ) -> SessionState:
+    ) -> Rollout:
         """Return a new session on `server`; ConfigError for an unknown tool parser."""
         self._expire()
-        now, name = time.time(), str(uuid.uuid4())
+        name = str(uuid.uuid4())
         tool_format(tool_parser)
         managed = ManagedServer(
             server, tokenizer, track_tree=track_tree, tool_parser=tool_parser, reasoning_parser=reasoning_parser
         )
         settings = RolloutSettings.of(rollout_id=name, tool_parser=tool_parser, locked=False)
-        session = SessionState(
-            uuid=name,
-            managed_server=managed,
-            rollout=Rollout(settings, managed, key=name, session_model=model_name),
-            model_name=model_name,
-            tool_parser=tool_parser,
-            base_url=server.config.base_url,
-            created_at=now,
-            last_accessed=now,
-            used=time.monotonic(),
-        )
-        self._sessions[session.uuid] = session
+        self._sessions[name] = session = Rollout(settings, managed, key=name, session_model=model_name)
         count_lease(server, "train", 1)
         return session
 
-    @contextmanager
-    def using(self, session_uuid: str) -> Iterator[SessionState]:
-        """The session, which does not expire meanwhile.
-
-        Raises:
-            UnknownSessionError: there is none of that id.
-        """
+    def find(self, session_uuid: str) -> Rollout:
+        """Return a session, which is used now; UnknownSessionError when there is none of that id."""
         self._expire()
-        session = self._find(session_uuid)
-        session.requests += 1
-        try:
-            yield session
-        finally:
-            session.requests -= 1
-            session.last_accessed, session.used = time.time(), time.monotonic()
-
-    def rollout(self, session_uuid: str) -> Rollout:
-        """Return the rollout of a session, which does not expire while a request of it runs.
-
-        Raises:
-            UnknownSessionError: there is none of that id.
-        """
-        with self.using(session_uuid) as session:
-            return session.rollout
-
-    def delete(self, session_uuid: str) -> None:
-        """Forget a session; UnknownSessionError when there is none of that id."""
-        managed_server = self._find(session_uuid).managed_server
-        managed_server.reset()
-        count_lease(managed_server.server, "train", -1)
-        del self._sessions[session_uuid]
-
-    def all(self) -> list[SessionState]:
-        """Return every session that has not expired."""
-        self._expire()
-        return list(self._sessions.values())
-
-    def _find(self, session_uuid: str) -> SessionState:
         if session_uuid not in self._sessions:
             raise UnknownSessionError(
                 f"no session {session_uuid}; it was deleted or unused for {self.timeout_s:.0f} s: create another"
             )
-        return self._sessions[session_uuid]
+        session = self._sessions[session_uuid]
+        session.last_used = time.monotonic()
+        return session
+
+    def delete(self, session_uuid: str) -> None:
+        """Forget a session; UnknownSessionError when there is none of that id."""
+        self._forget(self.find(session_uuid))
+
+    def all(self) -> list[Rollout]:
+        """Return every session that has not expired."""
+        self._expire()
+        return list(self._sessions.values())
 
     def _expire(self) -> None:
         oldest = time.monotonic() - self.timeout_s
         for session in list(self._sessions.values()):
-            if session.requests == 0 and not session.rollout.is_busy and session.used < oldest:
-                self.delete(session.uuid)
+            if not session.is_busy and session.last_used < oldest:
+                self._forget(session)
+
+    def _forget(self, session: Rollout) -> None:
+        session.managed.reset()
+        count_lease(session.managed.server, "train", -1)
+        del self._sessions[session.id]
 
 
 def choose_server(servers: Sequence[Server], base_url: str | None) -> Server:
@@ -248,7 +166,7 @@ def create_app(
     gateway = Gateway(
         proxy.rollouts,
         token=token,
-        other=proxy.sessions.rollout,
+        other=proxy.sessions.find,
         model=lambda: proxy.model_name,
     )
     schema = "/openapi.json" if token is None else None  # its routes ask for no token
@@ -326,7 +244,7 @@ class _Proxy:
             ]
         }
 
-    async def create_session(self, request: SessionCreateRequest) -> SessionCreateResponse:
+    async def create_session(self, request: SessionCreateRequest) -> JsonObject:
         session = self.sessions.create(
             choose_server(self.manager.servers, request.base_url),
             self.tokenizer,
@@ -335,43 +253,48 @@ class _Proxy:
             track_tree=request.track_tree,
             reasoning_parser=request.reasoning_parser,
         )
-        return SessionCreateResponse.model_validate(session, from_attributes=True)
+        return {
+            "uuid": session.id,
+            "model_name": session.model_name,
+            "tool_parser": session.settings.tool_parser,
+            "base_url": session.managed.server.config.base_url,
+            "created_at": session.created,
+        }
 
     async def list_sessions(self) -> JsonObject:
         return {
             "sessions": [
                 {
-                    "uuid": session.uuid,
+                    "uuid": session.id,
                     "model_name": session.model_name,
-                    "base_url": session.base_url,
-                    "created_at": session.created_at,
-                    "last_accessed": session.last_accessed,
-                    "num_nodes": len(session.managed_server.nodes()),
+                    "base_url": session.managed.server.config.base_url,
+                    "created_at": session.created,
+                    "last_accessed": time.time() - (time.monotonic() - session.last_used),
+                    "num_nodes": len(session.managed.nodes()),
                 }
                 for session in self.sessions.all()
             ]
         }
 
-    async def render(self, session_uuid: str, request: ChatCompletionProxyRequest) -> RenderResponse:
-        with self.sessions.using(session_uuid) as session:
-            messages = checked_messages(request.messages)
-            prompt = session.managed_server.prompt_of(
-                ChatRequest(messages, request.tools, request.tool_choice or "auto")
-            )
-            return RenderResponse(prompt_text=prompt.text, token_ids=prompt.ids, num_tokens=len(prompt.ids))
+    async def render(self, session_uuid: str, request: Request) -> JsonObject:
+        """Return the prompt that a chat request would send."""
+        body = json_object(await request.body())
+        session = self.sessions.find(session_uuid)
+        chat = CHAT.parse(body, session).chat
+        assert chat is not None
+        prompt = session.managed.prompt_of(chat)
+        return {"prompt_text": prompt.text, "token_ids": prompt.ids, "num_tokens": len(prompt.ids)}
 
     def managed_server(self, settings: RolloutSettings) -> ManagedServer:
         """For a rollout."""
         return managed_for(choose_server(self.manager.servers, settings.base_url), self.tokenizer, settings)
 
     async def nodes(self, session_uuid: str) -> JsonObject:
-        with self.sessions.using(session_uuid) as session:
-            return {"nodes": [node.model_dump() for node in session.managed_server.nodes()]}
+        return {"nodes": [node.model_dump() for node in self.sessions.find(session_uuid).managed.nodes()]}
 
     async def reset(self, session_uuid: str) -> JsonObject:
-        with self.sessions.using(session_uuid) as session:
-            session.managed_server.reset()
-            return {"status": "reset", "uuid": session_uuid}
+        self.sessions.find(session_uuid).managed.reset()
+        return {"status": "reset", "uuid": session_uuid}
 
     async def delete_session(self, session_uuid: str) -> JsonObject:
         self.sessions.delete(session_uuid)

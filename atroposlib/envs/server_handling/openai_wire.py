@@ -126,12 +126,9 @@ def reply_facts(result: "ChatCompletion | Completion", body: Mapping[str, Json],
     )
 
 
-def usage_of(results: Sequence[Made]) -> dict[str, int]:
-    """Tokens of the prompt, which counts once, and of all choices."""
-    prompt, completion = (
-        max((made.prompt_tokens for made in results), default=0),
-        sum(m.completion_tokens for m in results),
-    )
+def usage_of(choices: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """Sum the tokens of choices, each with those of its prompt, which counts once, and its own."""
+    prompt, completion = max((given for given, _ in choices), default=0), sum(own for _, own in choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
@@ -144,7 +141,9 @@ def _made(
 ) -> "Result":
     """All choices are validated in one piece, which takes half the time of one by one."""
     header = {"id": f"{_PROCESS}{next(_numbers):08x}", "created": int(time.time()), "model": model, "object": kind}
-    reply = result_type.model_validate({**header, "choices": choices, "usage": usage_of(results)})
+    reply = result_type.model_validate(
+        {**header, "choices": choices, "usage": usage_of([made[2:] for made in results])}
+    )
     for choice, made in zip(reply.choices, results, strict=True):
         if made.finish_reason != choice.finish_reason:
             # not checked: engines know more reasons than OpenAI

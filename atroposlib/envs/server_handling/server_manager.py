@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, Field, PositiveInt
 
-from atroposlib.envs.server_handling.engine_info import EngineIdentity, EngineLoad, engine_load
 from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.one_by_one import OneByOne
-from atroposlib.envs.server_handling.openai_server import HttpServer, OpenAIServer
+from atroposlib.envs.server_handling.openai_server import EngineLoad, HttpServer, OpenAIServer, engine_load
 from atroposlib.envs.server_handling.openai_wire import join_choices
 from atroposlib.envs.server_handling.sampling import GenerationRequest
 from atroposlib.envs.server_handling.server_baseline import (
@@ -28,7 +27,7 @@ from atroposlib.envs.server_handling.server_baseline import (
 )
 from atroposlib.envs.server_handling.server_config import LOCAL_API_KEY, local_base_urls, slurm_base_urls
 from atroposlib.envs.server_handling.server_harness import ServerHarness
-from atroposlib.envs.server_handling.token_server import TokenServer
+from atroposlib.envs.server_handling.token_server import EngineIdentity, TokenServer
 from atroposlib.errors import ConfigError, EngineFault
 from atroposlib.rollouts.trace import EngineReply, current_trace, further_part, held_replies
 from atroposlib.type_definitions import JsonObject, Tokenizer

@@ -10,13 +10,11 @@ far (ids and log-probabilities are cumulative), so an event is parsed only when 
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
 import msgspec
 
 from atroposlib.envs.server_handling.faults import (
-    MAX_BAD_REPLIES,
     BadReply,
     ReplyFault,
     fault_of_status,
@@ -32,14 +30,12 @@ from atroposlib.envs.server_handling.sampling import (
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig, ReasoningConfig, TokensAndLogprobs
 from atroposlib.envs.server_handling.server_config import resolve_openai_configs
 from atroposlib.envs.server_handling.token_server import TokenServer
-from atroposlib.errors import EngineFault, RequestFault, RolloutFault
+from atroposlib.errors import EngineFault, RolloutFault
 from atroposlib.rollouts.journal import PIECE_S, PIECE_TOKENS, Draft
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of, further_part, oldest_first
 from atroposlib.type_definitions import PROMPT_LOGPROB, Json, JsonObject
 
 __all__ = ["APIServerConfig", "ReasoningConfig", "SGLangServer", "resolve_openai_configs"]
-
-T = TypeVar("T")
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
@@ -47,12 +43,6 @@ class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
 
     logprob: float | None
     token_id: int
-
-
-class Logprob(msgspec.Struct, array_like=True, gc=False):
-    """A generated token of which only the log-probability is read, as `output_ids` has its id."""
-
-    logprob: float | None
 
 
 class MetaInfo(msgspec.Struct):
@@ -63,7 +53,7 @@ class MetaInfo(msgspec.Struct):
     completion_tokens: int = 0
     weight_version: str | None = None  # of the newest token
     weight_version_start: str | None = None  # of the oldest, where it is another one; the embedded engine says it
-    output_token_logprobs: list[Logprob] | None = None
+    output_token_logprobs: list[TokenLogprob] | None = None
     input_token_logprobs: list[TokenLogprob] | None = None
     input_top_logprobs: list[list[TokenLogprob] | None] | None = None
 
@@ -82,8 +72,10 @@ class Generation(msgspec.Struct):
     def ids_and_logprobs(self) -> tuple[list[int], list[float]]:
         """[T], [T]; `PROMPT_LOGPROB` where the engine gave no log-probability."""
         tokens = self.meta_info.output_token_logprobs or []
-        logprobs = [PROMPT_LOGPROB if (logprob := token.logprob) is None else logprob for token in tokens]
-        return self.output_ids or [], logprobs
+        known = (token.logprob for token in tokens)
+        return self.output_ids or [], [
+            PROMPT_LOGPROB if logprob is None or not math.isfinite(logprob) else logprob for logprob in known
+        ]
 
     def flaw(self) -> str | None:
         """Why this cannot be used: tokens without ids, or log-probabilities that belong to nobody knows which."""
@@ -102,15 +94,6 @@ class Generation(msgspec.Struct):
         return fault_of_status(url, status, msgspec.json.encode(reason)) if isinstance(status, int) else None
 
 
-class _IdMetaInfo(msgspec.Struct):
-    output_token_logprobs: list[TokenLogprob] | None = None
-
-
-class _IdGeneration(msgspec.Struct):
-    meta_info: _IdMetaInfo
-
-
-_id_decoder = msgspec.json.Decoder(_IdGeneration | list[_IdGeneration])
 _NEVER_UPDATED = "default"
 _ALLOWED = SGLANG_SAMPLING | SGLANG_REQUEST
 _decoder = msgspec.json.Decoder(Generation | list[Generation])
@@ -161,7 +144,7 @@ class SGLangServer(TokenServer):
         url, base, limit = f"{self.root_url}/generate", len(draft.ids), body["sampling_params"].get("max_new_tokens")
         reason: object = "length"
         if limit is None or base < limit:
-            reader = StreamReader(draft, decode_generations, url)
+            reader = StreamReader(draft, url)
             rest = None if limit is None else limit - base
             try:
                 await self._stream(url, streamed(body, prompt_ids, draft, rest), request, rest, reader.take)
@@ -195,34 +178,16 @@ class SGLangServer(TokenServer):
         sampling = body["sampling_params"]
         url = f"{self.root_url}/generate"
         wanted = sampling.get("n", 1)
-        usable: list[Generation] = []
-        given, flaws = 0, list[str]()
-        for _ in range(MAX_BAD_REPLIES):
-            missing = wanted - len(usable)
-            asked = body if missing == wanted else {**body, "sampling_params": {**sampling, "n": missing}}
-            data = await self._post(url, asked, request, sampling.get("max_new_tokens"))
-            generations = decode_generations(data)
-            if len(generations) > missing:  # of which prompt?
-                raise BadReply(f"{url} gave {len(generations)} generations for n={missing}")
-            good: list[Generation] = []
-            for generation in generations:
-                if refusal := generation.refusal(url):
-                    raise refusal
-                if flaw := generation.flaw():
-                    flaws.append(flaw)
-                else:
-                    good.append(generation)
-            for reply in _facts(good, request, sampling, self.root_url):
-                self._record(further_part(reply) if given else reply)
-                given += 1
-            self._answered_with(oldest_first(each.meta_info.weight_version for each in good)[-1] if good else None)
-            usable += good
-            if len(usable) == wanted:
-                return usable
-        raise RequestFault(
-            f"{url} gave {len(usable)} generations for n={wanted}, asked {MAX_BAD_REPLIES} times; "
-            f"the last reply: {flaws[-1] if flaws else 'it has too few'}"
-        )
+        generations = decode_generations(await self._post(url, body, request, sampling.get("max_new_tokens")))
+        if refusals := [refusal for each in generations if (refusal := each.refusal(url))]:
+            raise refusals[0]
+        flaws = [flaw for each in generations if (flaw := each.flaw())]
+        if flaws or len(generations) != wanted:
+            raise BadReply(f"{url} gave {flaws[0] if flaws else f'{len(generations)} generations for n={wanted}'}")
+        for index, reply in enumerate(_facts(generations, request, sampling, self.root_url)):
+            self._record(further_part(reply) if index else reply)
+        self._answered_with(oldest_first(each.meta_info.weight_version for each in generations)[-1])
+        return generations
 
     async def _body(self, prompt_ids: list[int], request: GenerationRequest) -> JsonObject:
         """The JSON of a `/generate` request."""
@@ -252,43 +217,23 @@ class SGLangServer(TokenServer):
 def decode_generations(data: bytes) -> list[Generation]:
     """The choices of a `/generate` reply, one or a flat list, each with its `output_ids`."""
     try:
-        generations = _as_list(_decoder.decode(data))
-    except msgspec.DecodeError as error:
-        return _decode_leniently(data, error)
-    if any(generation.output_ids is None for generation in generations):  # an old server: ids are in the pairs only
+        decoded = _decoder.decode(data)
+    except msgspec.DecodeError as error:  # NaN and infinities are no JSON, but are sent
         try:
-            pairs = _as_list(_id_decoder.decode(data))
-        except msgspec.DecodeError as error:
-            raise BadReply(f"a /generate reply has no output_ids ({error}): {data[:200]!r}") from error
-        for generation, ids in zip(generations, pairs, strict=True):
-            generation.output_ids = [token.token_id for token in ids.meta_info.output_token_logprobs or []]
-    return generations
-
-
-def _decode_leniently(data: bytes, error: msgspec.DecodeError) -> list[Generation]:
-    """As `decode_generations`, for a reply with NaN or infinities, which are no JSON: none was given, as with null."""
-    try:
-        generations = _as_list(msgspec.convert(read_json(data), Generation | list[Generation]))
-    except msgspec.ValidationError:
-        raise BadReply(f"not a /generate reply ({error}): {data[:200]!r}") from error
+            decoded = msgspec.convert(read_json(data), Generation | list[Generation])
+        except msgspec.ValidationError:
+            raise BadReply(f"not a /generate reply ({error}): {data[:200]!r}") from error
+    generations = decoded if isinstance(decoded, list) else [decoded]
     for generation in generations:
-        for token in generation.meta_info.output_token_logprobs or ():
-            if token.logprob is not None and not math.isfinite(token.logprob):
-                token.logprob = None
-        generation.output_ids = generation.output_ids or []
+        if generation.output_ids is None:  # an old server: ids are in the pairs only
+            generation.output_ids = [token.token_id for token in generation.meta_info.output_token_logprobs or ()]
     return generations
-
-
-def _as_list(decoded: T | list[T]) -> list[T]:
-    return decoded if isinstance(decoded, list) else [decoded]
 
 
 def _facts(
     generations: list[Generation], request: GenerationRequest, sampling: JsonObject, base_url: str
 ) -> list[EngineReply]:
-    """One for all choices; where the weights changed between them one for each, oldest weights first; none for none."""
-    if not generations:
-        return []
+    """One for all choices; where the weights changed between them one for each, oldest weights first."""
     infos = [generation.meta_info for generation in generations]
     versions = oldest_first(info.oldest_weights for info in infos)
     parts = [infos] if versions[0] == versions[-1] else [[info] for info in infos]
@@ -346,9 +291,8 @@ def streamed(body: Mapping[str, Json], prompt_ids: list[int], draft: Draft, room
 class StreamReader:
     """Takes the events of one stream into a draft."""
 
-    def __init__(self, draft: Draft, decode: Callable[[bytes], "list[Generation]"], url: str) -> None:
+    def __init__(self, draft: Draft, url: str) -> None:
         self._draft = draft
-        self._decode = decode
         self._base = len(draft.ids)
         self._last: bytes = b""  # the newest event that is not parsed
         self._parsed_bytes = 0
@@ -387,7 +331,7 @@ class StreamReader:
 
     def _parse(self, event: bytes) -> None:
         self._last = b""
-        (generation,) = self._decode(event)
+        (generation,) = decode_generations(event)
         self.refusal = generation.refusal(self._url)
         ids, logprobs = generation.ids_and_logprobs()
         meta = generation.meta_info

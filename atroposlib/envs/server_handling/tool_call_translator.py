@@ -16,8 +16,7 @@ from typing import Literal, Protocol
 
 from pydantic import BaseModel
 
-from atroposlib.envs.server_handling.chat_prompt import shows_tools
-from atroposlib.envs.server_handling.conversation import Message, joined_text, keys_of
+from atroposlib.envs.server_handling.conversation import Message, joined_text, keys_of, shows_tools
 from atroposlib.envs.server_handling.tool_formats import WrittenCall, find_calls, tool_format
 from atroposlib.errors import ConfigError
 from atroposlib.type_definitions import Json, Tokenizer

@@ -5,7 +5,7 @@ Source: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
 
 from collections.abc import Mapping
 
-from atroposlib.envs.server_handling.chat_prompt import Thoughts
+from atroposlib.envs.server_handling.conversation import Thoughts
 from atroposlib.envs.server_handling.tool_formats import ToolFormat
 from atroposlib.type_definitions import Json, JsonObject
 

@@ -21,8 +21,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from xxhash import xxh3_128_digest
 
 from atroposlib.api.auth import is_authorized
-from atroposlib.envs.server_handling.agents.chat import CHAT, COMPLETIONS
-from atroposlib.envs.server_handling.agents.dialect import Body, Dialect, json_object, refuse_begun_answer
+from atroposlib.envs.server_handling.agents.dialect import (
+    CHAT,
+    COMPLETIONS,
+    Body,
+    Dialect,
+    json_object,
+    refuse_begun_answer,
+)
 from atroposlib.envs.server_handling.agents.messages import MESSAGES
 from atroposlib.envs.server_handling.agents.responses import RESPONSES
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, SealedError

@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from atroposlib.envs.server_handling.agents.chat import openai_error
 from atroposlib.envs.server_handling.agents.dialect import (
     Body,
     Dialect,
@@ -17,6 +16,7 @@ from atroposlib.envs.server_handling.agents.dialect import (
     name_of,
     object_of,
     objects,
+    openai_error,
     sampling_of,
     sse,
     strict_of,
@@ -257,4 +257,4 @@ def _empty(item: dict[str, Any]) -> dict[str, Any]:
     return {**started, "status": "in_progress"} if "status" in item else started
 
 
-RESPONSES = Dialect("responses", _parse, _reply, _events, openai_error, b": still generating\n\n")
+RESPONSES = Dialect("responses", _parse, _reply, _events, openai_error)

@@ -148,6 +148,7 @@ class Rollout:
             self.faults["abandoned"] += 1
 
     def _done(self, task: "asyncio.Task[Exchange]") -> None:
+        self.last_used = time.monotonic()
         if (timer := self._running.pop(task).abandonment) is not None:
             timer.cancel()
 
@@ -250,7 +251,6 @@ class Rollout:
         )
 
     def _recorded(self, exchange: Exchange) -> Exchange:
-        self.last_used = time.monotonic()
         exchange.number = len(self.exchanges)
         exchange.place_calls()
         self.exchanges.append(exchange)

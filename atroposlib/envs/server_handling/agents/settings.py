@@ -7,7 +7,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-from atroposlib.envs.server_handling.chat_prompt import Thoughts
+from atroposlib.envs.server_handling.conversation import Thoughts
 from atroposlib.envs.server_handling.managed_server import ChatRequest
 from atroposlib.envs.server_handling.sampling import GRAMMARS, words
 from atroposlib.envs.server_handling.tool_formats import tool_format
