@@ -12,6 +12,7 @@ from atroposlib.envs.agent_env import GatewayService
 from atroposlib.envs.server_handling.agents import gateway as gateway_module
 from atroposlib.envs.server_handling.agents import rollouts as rollouts_module
 from atroposlib.envs.server_handling.agents.dialect import grammar_of
+from atroposlib.envs.server_handling.agents.record import CallLog
 from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.conversation import ChatRequest
@@ -461,6 +462,11 @@ async def test_the_choices_of_a_request_share_what_is_left_of_the_tokens():
 
 # -- what cannot be understood ----------------------------------------------------------------------------------------
 
+
+def nested(levels):
+    return [] if levels == 1 else [nested(levels - 1)]
+
+
 NAMELESS = {"tools": [{"type": "function"}]}
 FORCED = {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [function("f")]}
 CALL = {"id": "c", "type": "function", "function": {"arguments": "{}"}}
@@ -507,6 +513,21 @@ ODD = {
     "stream options of a text": ("completions", {"stream": True, "stream_options": 7}, "stream_options must be an"),
     "a stop that is a number": ("completions", {"stop": 3}, "stop is 3"),
     "too many choices": ("chat/completions", {"n": 129}, "128 choices at most"),
+    "thoughts that are no text": (
+        "chat/completions",
+        {"messages": [*HELLO, {"role": "assistant", "content": "x", "reasoning_content": [["a"]]}, *HELLO]},
+        "reasoning_content of messages[1] must be a text",
+    ),
+    "a tool's result that is a number": (
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": 7}]}]},
+        "a result in messages[0] must be a list of objects",
+    ),
+    "a choice of no kind": ("messages", {"tool_choice": {"type": ["auto"]}}, "tool_choice is {'type': ['auto']}"),
+    **{
+        f"what is too deep, {path}": (path, {field: nested(300)}, "nested more than 200 levels deep")
+        for path, field in {"messages": "metadata", "chat/completions": "tools", "responses": "input"}.items()
+    },
 }
 
 
@@ -518,6 +539,45 @@ async def test_what_cannot_be_understood_is_refused_before_anything_is_generated
         record = await record_of(client, made)
     assert (reply.status_code, sentence in reply.json()["error"]["message"]) == (400, True), reply.text
     assert (record["calls"], client.engine.answered) == ([], 0)
+
+
+@pytest.mark.parametrize("path", ["/rollouts", "/sessions/create"])
+async def test_settings_that_no_reply_and_no_record_can_hold_are_refused(path):
+    odd = {"/rollouts": {"sampling": {"a": nested(300)}}, "/sessions/create": {"base_url": "\ud800"}}[path]
+    async with client_of("a") as client:
+        reply = await client.post(path, content=json.dumps(odd), headers={**ADMIN, "Content-Type": "application/json"})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error"), reply.text
+
+
+async def test_the_deepest_body_that_is_taken_goes_into_the_record_of_its_rollout(tmp_path):
+    schema = {"type": "object", "default": nested(190)}
+    async with client_of("a", log=CallLog(tmp_path / "calls.jsonl")) as client:
+        made = await new_rollout(client)
+        said = [await ask(client, made, tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}])]
+        said.append(await ask(client, made))
+        (first, _) = (await record_of(client, made))["calls"]
+    assert [reply.status_code for reply in said] == [200, 200]
+    assert first["calls"][0]["tools"][0]["function"]["parameters"] == schema
+
+
+UNWRITABLE = {
+    "a number beyond 64 bits": ("1" * 30, "1" * 30),
+    "half a surrogate pair": (r'"\ud800"', "\ufffd"),
+    "lists in lists": ("[" * 300 + "]" * 300, None),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("written", "told"), UNWRITABLE.values(), ids=UNWRITABLE)
+async def test_a_call_that_a_reply_cannot_hold_as_it_is_reaches_anthropics_agents(written, told, stream):
+    tools = [{"name": "f", "input_schema": {}}]
+    text = FOLLOW % f'{{"a": {written}}}'
+    async with client_of(text) as client:
+        made = await new_rollout(client)
+        reply = await ask(client, made, "messages", **ASK["messages"], tools=tools, stream=stream)
+    assert reply.status_code == 200, reply.text
+    if not stream and told is not None:
+        assert [part["input"] for part in reply.json()["content"]] == [{"a": told}]
 
 
 async def test_all_reasoning_of_a_turn_is_one_thought():

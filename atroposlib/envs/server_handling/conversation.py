@@ -150,6 +150,9 @@ def plain_messages(messages: Messages, *, knows_developer: bool) -> list[Message
             raise RequestFault(f"messages[{index}] has no content; its keys are {', '.join(message)}")
         if isinstance(content, list):
             message = {**message, "content": joined_text(content, f"messages[{index}]")}
+        for key in _THOUGHT_KEYS:
+            if not isinstance(message.get(key), str | None):
+                raise RequestFault(f"{key} of messages[{index}] must be a text, not {message[key]!r:.100}")
         if calls := message.get("tool_calls"):
             check_calls(calls, f"messages[{index}]")
         if message.get("role") == "developer" and not knows_developer:
@@ -245,12 +248,11 @@ def canonical(value: object) -> bytes:
 
 def _call_key(call: Mapping[str, Json]) -> tuple[str, bytes]:
     function = call.get("function") or {}
-    arguments = function.get("arguments")
+    name, arguments = str(function.get("name")), function.get("arguments")
     try:
-        value = orjson.loads(arguments) if isinstance(arguments, str) else arguments
-    except orjson.JSONDecodeError:
-        value = str(arguments).strip()
-    return str(function.get("name")), canonical(value)
+        return name, canonical(orjson.loads(arguments) if isinstance(arguments, str) else arguments)
+    except (orjson.JSONDecodeError, RecursionError):  # the latter of what is nested deeper than Python writes it
+        return name, canonical(str(arguments).strip())
 
 
 def _present(message: Message) -> Message:

@@ -25,6 +25,8 @@ _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "grammar", "choi
 _STRUCTURED = {inside: name for name, inside in GRAMMARS.items()}
 
 MOST_CHOICES = 128
+DEEPEST, MOST_WRITTEN = 200, 254
+"""Levels in the body of a request, and those that orjson writes, some of which are a record's own. It reads 1,024."""
 
 Body = Mapping[str, Any]
 
@@ -61,14 +63,27 @@ def objects(value: Any, what: str) -> Sequence[dict[str, Any]]:
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """Parse the body of a request; RequestFault unless it is a JSON object."""
+    """Parse the body of a request; RequestFault unless it is a JSON object that a record can hold."""
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise RequestFault(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestFault(f"the body must be a JSON object, not {type(body).__name__}")
+    if data.count(b"[") + data.count(b"{") > DEEPEST and not _can_be_recorded(body):
+        raise RequestFault(f"the body is nested more than {DEEPEST} levels deep; send what is deeper as a text")
     return body
+
+
+def _can_be_recorded(body: dict[str, Any]) -> bool:
+    inside: object = body
+    for _ in range(MOST_WRITTEN - DEEPEST):
+        inside = [inside]
+    try:
+        orjson.dumps(inside)
+    except TypeError:
+        return False
+    return True
 
 
 def object_of(value: Any, what: str) -> Mapping[str, Any]:

@@ -34,6 +34,7 @@ from atroposlib.envs.server_handling.agents.responses import RESPONSES
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, SealedError
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.proxy_client import UNKNOWN_SESSION, UnknownSessionError
+from atroposlib.envs.server_handling.tool_arguments import escaped
 from atroposlib.errors import AtroposError, ConfigError, KilledFault, RequestFault, RolloutFault
 
 logger = logging.getLogger(__name__)
@@ -394,7 +395,7 @@ async def _kept_awake(dialect: Dialect, task: "asyncio.Future[bytes]", is_stream
         yield task.result()
         return
     status, sentence, kind = _reason(error)
-    fault = orjson.dumps(dialect.error(status, sentence, kind))
+    fault = orjson.dumps(dialect.error(status, escaped(sentence), kind))
     if not is_stream:
         raise RuntimeError(f"the reply had begun when its generation failed: {sentence}")  # cuts the connection
     yield b"event: error\ndata: " + fault + b"\n\n"
@@ -414,6 +415,8 @@ def _reason(error: BaseException) -> tuple[int, str, str]:
         return 404, str(error), UNKNOWN_SESSION
     if isinstance(error, UnknownRolloutError):
         return 404, str(error), "not_found_error"
+    if isinstance(error, RecursionError):
+        return 400, "the request is nested too deeply", "invalid_request_error"
     if isinstance(error, RequestFault | ConfigError | ValidationError):
         return 400, str(error), "invalid_request_error"
     if isinstance(error, KilledFault):
@@ -438,7 +441,8 @@ def failure(dialect: Dialect, error: BaseException, *, is_session: bool = False)
 
 def _refused(dialect: Dialect, status: int, sentence: str, kind: str = "invalid_request_error") -> Response:
     headers = {429: {"retry-after": str(RETRY_AFTER_S)}, 413: {"connection": "close"}}.get(status)
-    return Response(orjson.dumps(dialect.error(status, sentence, kind)), status, headers, "application/json")
+    fault = dialect.error(status, escaped(sentence), kind)
+    return Response(orjson.dumps(fault), status, headers, "application/json")
 
 
 def _json(value: Any) -> Response:

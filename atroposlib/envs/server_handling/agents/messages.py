@@ -28,6 +28,7 @@ from atroposlib.envs.server_handling.conversation import Message, joined_text
 from atroposlib.envs.server_handling.managed_server import ChatRequest
 from atroposlib.envs.server_handling.sampling import words
 from atroposlib.errors import RequestFault
+from atroposlib.json_lines import as_json
 
 _NAMES = {"stop_sequences": "stop"}
 _OTHER = words("messages system tools tool_choice model stream metadata n output_config")
@@ -56,8 +57,9 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     for index, message in enumerate(given):
         messages += _turns(message, f"messages[{index}]")
     choice = object_of(body.get("tool_choice"), "tool_choice")
+    kind = choice.get("type", "auto")
     tools = _tools(objects(body.get("tools") or [], "tools"), notes)
-    asked = choice if choice.get("type") == "tool" else _CHOICES.get(choice.get("type", "auto"), choice)
+    asked = _CHOICES.get(kind, choice) if isinstance(kind, str) else choice
     wanted = choice_of(asked, tools, left_out=bool(notes))
     form = object_of(object_of(body.get("output_config"), "output_config").get("format"), "output_config.format")
     sampling = sampling_of(body, rollout, _NAMES, _OTHER, form)
@@ -99,7 +101,7 @@ def _turns(message: dict[str, Any], where: str) -> list[Message]:
     for block in blocks:
         if block.get("type") == "tool_result":
             inner = block.get("content") or ""
-            text = inner if isinstance(inner, str) else joined_text(inner, where)
+            text = inner if isinstance(inner, str) else joined_text(objects(inner, f"a result in {where}"), where)
             turns.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         else:
             texts.append(joined_text([block], where))
@@ -152,11 +154,12 @@ def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call as this API has them, as far as a reply can hold them."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = arguments
-    return value if isinstance(value, dict) else {"value": value}
+    return as_json(value if isinstance(value, dict) else {"value": value})
 
 
 def _events(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
