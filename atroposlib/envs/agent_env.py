@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+from atroposlib.envs.item_rollout import tried_twice
 from atroposlib.envs.server_handling.agents.record import FinishedRollout
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.rows import Row, group_of, rows_of
@@ -33,7 +34,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.sampling import words
 from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
-from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, KilledFault, RolloutFault, VerifierFault
+from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, RolloutFault, VerifierFault
 from atroposlib.rollouts.trace import EngineReply, row_of_group
 from atroposlib.sandbox.apart import apart, can_part, new_folder
 from atroposlib.sandbox.keeper import end_kept, kept
@@ -229,30 +230,22 @@ class AgentEnv(BaseEnv):
         Raises:
             RolloutFault: of the first, where all failed.
         """
-        rows = range(self.config.group_size)
-        results = dict(zip(rows, await asyncio.gather(*(self._contained(item, row) for row in rows)), strict=True))
-        again = [row for row, result in results.items() if isinstance(result, EngineFault | KilledFault)]
-        if again and len(again) < len(results):
-            results |= dict(
-                zip(again, await asyncio.gather(*(self._contained(item, row) for row in again)), strict=True)
-            )
-        scored = [result for result in results.values() if not isinstance(result, BaseException)]
+
+        async def rolled_out(row: int) -> tuple[Rollout, float]:
+            with row_of_group(row, has_own_responses=True):
+                return self._finished(row) or self._keep(row, await contained(self._roll_out(item)))
+
+        results = await tried_twice(rolled_out, range(self.config.group_size))
+        scored = [result for result in results if not isinstance(result, BaseException)]
         if not scored:
-            raise_first(list(results.values()))
+            raise_first(results)
         group = group_of([rollout for rollout, _ in scored], [score for _, score in scored])
         for rollout, _ in scored:
             rollout.managed.reset()  # its calls hold each other
-        faults = {row: result for row, result in results.items() if isinstance(result, BaseException)}
+        faults = [(row, result) for row, result in enumerate(results) if isinstance(result, BaseException)]
         if faults:
-            group["unscored"] = [self._item_rollout.unscored(fault, row) for row, fault in faults.items()]
+            group["unscored"] = [self._item_rollout.unscored(fault, row) for row, fault in faults]
         return group, []
-
-    async def _contained(self, item: Item, row: int) -> tuple[Rollout, float] | BaseException:
-        with row_of_group(row, has_own_responses=True):
-            try:
-                return self._finished(row) or self._keep(row, await contained(self._roll_out(item)))
-            except Exception as error:
-                return error
 
     def _finished(self, row: int) -> tuple[Rollout, float] | None:
         """The rollout of a row and its score, where an earlier process (or try) has finished it."""

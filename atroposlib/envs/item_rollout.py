@@ -7,7 +7,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 from atroposlib.api.batching import can_sum
 from atroposlib.envs.hooks import EnvHooks, Trajectories
@@ -22,8 +22,19 @@ from atroposlib.type_definitions import UUID, Item, JsonObject, ScoredDataGroup,
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Trajectory = tuple[ScoredDataItem, list[Item]]
 Collect = Callable[[Item], Awaitable[tuple[Trajectories, list[Item]]]]
+
+
+async def tried_twice(roll_out: Callable[[int], Awaitable[T]], rows: Sequence[int]) -> list[T | BaseException]:
+    """Roll out these rows at the same time, and those that the engine failed or killed once more, unless all were."""
+    results = dict(zip(rows, await asyncio.gather(*map(roll_out, rows), return_exceptions=True), strict=True))
+    again = [row for row, result in results.items() if isinstance(result, EngineFault | KilledFault)]
+    if len(again) < len(results):
+        more = await asyncio.gather(*map(roll_out, again), return_exceptions=True)
+        results.update(zip(again, more, strict=True))
+    return list(results.values())
 
 
 class ItemRollout:
@@ -106,12 +117,7 @@ class ItemRollout:
                 )
             return rollout, backlog or []
 
-        results = dict(zip(rows, await asyncio.gather(*map(roll_out, rows), return_exceptions=True), strict=True))
-        again = [row for row, result in results.items() if isinstance(result, EngineFault | KilledFault)]
-        if again and any(isinstance(result, tuple) for result in results.values()):
-            more = await asyncio.gather(*map(roll_out, again), return_exceptions=True)
-            results.update(zip(again, more, strict=True))
-        return list(results.values())
+        return await tried_twice(roll_out, [*rows])
 
     def merged(self, rollouts: list[Trajectory | BaseException]) -> tuple[ScoredDataGroup, list[Item]]:
         """The group of rollouts, without those that failed; raises the first fault where all did."""

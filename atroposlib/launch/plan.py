@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT = 1024  # tokens, of the embedded engine
 _MOST_GRAPHS = 1024
+_FAKE_TRAINER = [sys.executable, "-m", "atroposlib.example_trainer.fake_trainer"]
 _ONE_TOKEN = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
 
 
@@ -63,13 +64,26 @@ def make_plan(config: DatagenConfig, model: Model, session: aiohttp.ClientSessio
     engines = plan_engines(config, session)
     api_port = config.api.port or free_ports(1)[0]
     api_url = f"http://127.0.0.1:{api_port}"
-    env_yaml = config.work_dir / "environment.yaml"
+    script, env_yaml = Path(config.environment.script), config.work_dir / "environment.yaml"
     write_text_atomic(env_yaml, environment_yaml(config, model, engines.urls, api_url))
     return Plan(
         engines=engines.services,
         api=trajectory_api(config.work_dir, api_port, session, logs=config.logs),
-        trainer=_trainer(config, api_url),
-        environment=_environment(config, env_yaml),
+        trainer=Service(
+            "fake_trainer",
+            [*_FAKE_TRAINER, "--api-url", api_url, "--batch-size", str(config.responses)],
+            config.logs / "fake_trainer.log",
+            ready=at_once,
+            ready_timeout_s=60,
+        ),
+        environment=environment(
+            script,
+            env_yaml,
+            config.logs / f"{script.stem.removesuffix('_env')}.log",
+            config.work_dir / PROGRESS_FILE,
+            config.environment.hang_s,
+            environment_flags(config),
+        ),
     )
 
 
@@ -126,19 +140,6 @@ def _lease_fields(config: DatagenConfig) -> JsonObject:
         "lease_items": share.problems_per_lease,
         "lease_timeout": share.timeout_s,
     }
-
-
-def _trainer(config: DatagenConfig, api_url: str) -> Service:
-    module = [sys.executable, "-m", "atroposlib.example_trainer.fake_trainer", "--api-url", api_url]
-    command = [*module, "--batch-size", str(config.responses)]
-    return Service("fake_trainer", command, config.logs / "fake_trainer.log", ready=at_once, ready_timeout_s=60)
-
-
-def _environment(config: DatagenConfig, env_yaml: Path) -> Service:
-    script = Path(config.environment.script)
-    log = config.logs / f"{script.stem.removesuffix('_env')}.log"
-    progress = config.work_dir / PROGRESS_FILE
-    return environment(script, env_yaml, log, progress, config.environment.hang_s, environment_flags(config))
 
 
 def rollout_folders(config: DatagenConfig) -> list[Path]:
@@ -239,19 +240,12 @@ def engine_command(config: DatagenConfig, port: int, host: str = "127.0.0.1") ->
         context = ["--context-length", str(engine.context)] if engine.context else []
         tokenizer = ["--tokenizer-path", engine.tokenizer] if engine.tokenizer else []
         server = [sys.executable, "-m", "sglang.launch_server", "--model-path", engine.model, *tokenizer]
-        return [*server, *at, *size, *context, "--enable-metrics", *engine.args, *_tuned(config)]
+        in_flight = max(1, config.environment.workers * config.responses // engine.dp)
+        tuned = tuned_flags(engine.args, in_flight=in_flight, one_gpu=engine.tp == 1, ids_only=engine.ids_only)
+        return [*server, *at, *size, *context, "--enable-metrics", *engine.args, *(tuned if engine.tune else [])]
     sizes = ["--slots", str(engine.slots), "--context", str(engine.context or DEFAULT_CONTEXT)]
     threads = ["--threads", str(engine.threads)] if engine.threads else []
     return [sys.executable, "-m", "atroposlib.cli.engine", "--model", engine.model, *at, *sizes, *threads, *engine.args]
-
-
-def _tuned(config: DatagenConfig) -> list[str]:
-    """SGLang's flags for this run's number of sequences."""
-    engine = config.engine
-    if not engine.tune:
-        return []
-    in_flight = max(1, config.environment.workers * config.responses // engine.dp)
-    return tuned_flags(engine.args, in_flight=in_flight, one_gpu=engine.tp == 1, ids_only=engine.ids_only)
 
 
 def remote_command(config: DatagenConfig, url: str) -> list[str]:

@@ -85,7 +85,7 @@ def not_checked(config: DatagenConfig, model: Model) -> list[str]:
     found = []
     if not gpu_count(os.environ):
         found.append("GPUs: none are visible here")
-    if model_context(model_facts(model)) is None:
+    if model_context(_json_file(model.path, "config.json")) is None:
         found.append(f"context length: the config.json of {model.path} is not on this machine or does not say")
     if not vocabulary(model.tokenizer):
         found.append(f"tokenizer: the tokenizer.json of {model.tokenizer} is not on this machine")
@@ -301,14 +301,9 @@ def _node_problems(engine: EngineConfig, environ: Mapping[str, str]) -> list[str
 
 def model_problems(config: DatagenConfig, model: Model) -> list[str]:
     """Sentences about lengths, and about a tokenizer that is not the model's."""
-    facts = model_facts(model)
+    facts = _json_file(model.path, "config.json")
     context = config.engine.context or (DEFAULT_CONTEXT if config.engine.kind == "embedded" else model_context(facts))
     return [*_length_problems(config, context), *_tokenizer_problems(model, facts)]
-
-
-def model_facts(model: Model) -> JsonObject:
-    """Its config.json; {} when that is not on this machine."""
-    return _json_file(model.path, "config.json")
 
 
 def model_context(facts: Mapping[str, Json]) -> int | None:

@@ -10,23 +10,24 @@ from pathlib import Path
 from atroposlib.environments.intern_bootcamp.bootcamp_config import InternBootcampEnvConfig
 from atroposlib.environments.intern_bootcamp.problems import Problem, ProblemSource, require_chosen_tasks
 from atroposlib.environments.intern_bootcamp.rewards import reward
-from atroposlib.environments.sandboxed_env import SandboxedEnv
 from atroposlib.environments.single_turn import Part, SingleTurnEnv
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.cli import Settings
 from atroposlib.envs.reward_fns.math_answers import after_thinking
 from atroposlib.errors import EnvironmentFault
 from atroposlib.rollouts.failures import scored
+from atroposlib.sandbox.workers import WorkerPool
 from atroposlib.type_definitions import Message
 
 
-class InternBootcampEnv(SingleTurnEnv, SandboxedEnv):  # pyright: ignore[reportIncompatibleVariableOverride]
+class InternBootcampEnv(SingleTurnEnv):
     """Score `correct_reward` for a right answer, else `incorrect_reward` plus partial credit."""
 
     name = "intern_bootcamp"
     env_config_cls = InternBootcampEnvConfig
     guessing = 0.15  # of the tasks that are not set aside
     config: InternBootcampEnvConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    sandbox: WorkerPool | None = None
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
@@ -46,6 +47,10 @@ class InternBootcampEnv(SingleTurnEnv, SandboxedEnv):  # pyright: ignore[reportI
         self.sandbox = self.problems.sandbox
         await super().setup()
         await self.problems.check()
+
+    async def teardown(self) -> None:
+        if self.sandbox is not None:
+            self.sandbox.close()
 
     @classmethod
     async def preview(cls, settings: Settings) -> list[str]:

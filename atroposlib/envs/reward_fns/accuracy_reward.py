@@ -41,12 +41,7 @@ class AccuracyReward(RewardFunction):
     ) -> list[float]:
         """1.0 or 0.0 for each completion; `Unscored` for one that could not be judged in time.
 
-        Args:
-            solution: the right answer, or a list of one per completion.
-            ground_truth: the same, and preferred when both are given.
-
-        Raises:
-            VerifierFault: neither answer is given.
+        The right answer, or one for each completion, is `ground_truth`, else `solution`; VerifierFault without any.
         """
         gold = solution if ground_truth is None else ground_truth
         answers = one_each(gold, completions, needed_by=self.name, keyword="solution")

@@ -25,14 +25,7 @@ def cascading_r1_math_reward(
     ground_truth: Gold | list[Gold] | None = None,
     **kwargs: object,
 ) -> list[float]:
-    """1.0 for the right answer, 1.5 when it is also well formed, 0.0 for a wrong one, `Unscored` for one not judged.
-
-    Args:
-        completions: [G].
-        solution: the right answer, or a list of one per completion.
-        ground_truth: the same, and preferred when both are given.
-        kwargs: ignored.
-    """
+    """1.0 for the right answer, 1.5 when it is also well formed, 0.0 for a wrong one, `Unscored` for one not judged."""
     answers = accuracy_reward(completions, solution, ground_truth)
     forms = format_reward(completions)
     return [

@@ -49,14 +49,7 @@ class ChandasMeterReward(RewardFunction):
     """0.0 to 1.0: the share of syllables that fit the metre, averaged over the padas. 0.0 without any syllable."""
 
     def __init__(self, meter: str = "tristubh", weight: float = 1.0, name: str | None = None, **kwargs: object) -> None:
-        """Keep the metre.
-
-        Args:
-            meter: a name of METERS, with or without diacritics, in any case.
-
-        Raises:
-            ConfigError: an unknown metre.
-        """
+        """Keep the metre, a name of METERS, with or without diacritics; ConfigError for an unknown one."""
         super().__init__(weight, name, **kwargs)
         self.meter = _without_diacritics(meter)
         if self.meter not in METERS:

@@ -35,8 +35,6 @@ class CosineScaledReward(RewardFunction):
         Args:
             model_name: Hugging Face encoder; None: DEFAULT_MODEL.
             scale_factor: how fast the reward falls with the cosine distance (0 to 2).
-            min_reward: lower end.
-            max_reward: upper end.
             default_reward: of an empty completion, which has no direction to compare.
         """
         super().__init__(weight, name, **kwargs)
@@ -49,14 +47,7 @@ class CosineScaledReward(RewardFunction):
     def compute(
         self, completions: Sequence[Completion], solution: Completion | list[Completion] | None = None, **kwargs: object
     ) -> list[float]:
-        """A reward for each completion.
-
-        Args:
-            solution: reference text or message, or a list of one per completion.
-
-        Raises:
-            VerifierFault: no solution is given.
-        """
+        """A reward for each completion; `solution` is a reference, text or message, for all or one for each."""
         solutions = one_each(solution, completions, needed_by=self.name, keyword="solution")
         contents = [self.get_content(completion) for completion in completions]
         references = [self.get_content(reference) for reference in solutions]

@@ -25,14 +25,8 @@ class CrosswordFormatReward(RewardFunction):
         name: str | None = None,
         **kwargs: object,
     ) -> None:
-        """Keep the settings.
-
-        Args:
-            format_patterns: one of them must be found; None: ANSWER.
-            reward_value: for the right form.
-            penalize_invalid_chars: an answer with other characters than `valid_chars` spoils the completion.
-            valid_chars: letters of an answer, in any case.
-        """
+        """Keep the settings: one of `format_patterns` (None: ANSWER) must be found, and no answer has other characters
+        than `valid_chars` where `penalize_invalid_chars`."""
         super().__init__(weight, name, **kwargs)
         self.format_patterns = list(format_patterns or [ANSWER])
         self.reward_value = reward_value

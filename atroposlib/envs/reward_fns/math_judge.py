@@ -62,12 +62,7 @@ class MathJudge:
     """A judge with worker processes of its own. Safe in threads, in an event loop and after a fork."""
 
     def __init__(self, *, workers: int = 2, timeout_s: float = TIMEOUT_S, memory_mb: int = 2048) -> None:
-        """
-        Args:
-            workers: processes at the same time; each is started when first needed.
-            timeout_s: seconds for one comparison, of processor time; see `WorkerPool`.
-            memory_mb: address space of a worker, in MiB.
-        """
+        """For the arguments see `WorkerPool`; the time is that of one comparison."""
         self.pool = WorkerPool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
 
     def judge(
@@ -128,14 +123,7 @@ def default_judge() -> MathJudge:
 def judge(
     replies: Sequence[str], gold: Gold | Sequence[Gold], *, tolerance: float = TOLERANCE, skip_thinking: bool = True
 ) -> list[Verdict]:
-    """Judge replies [G] with the judge of this process.
-
-    Args:
-        replies: whole replies, thoughts included.
-        gold: the right answer, or one for each.
-        tolerance: as `first_look`.
-        skip_thinking: as `first_look`.
-    """
+    """Judge whole replies [G] with the judge of this process; `gold` is the right answer, or one for each."""
     return default_judge().judge(replies, gold, tolerance=tolerance, skip_thinking=skip_thinking)
 
 

@@ -81,13 +81,7 @@ class AccuracyXReward(RewardFunction):
         name: str | None = None,
         **kwargs: object,
     ) -> None:
-        """Keep the settings.
-
-        Args:
-            exact_match: the response must be the solution and nothing else.
-            case_sensitive: letters must match in case.
-            reward_value: for a right response.
-        """
+        """Keep the settings; with `exact_match` the response must be the solution and nothing else."""
         super().__init__(weight, name, **kwargs)
         self.exact_match = exact_match
         self.case_sensitive = case_sensitive
@@ -99,14 +93,7 @@ class AccuracyXReward(RewardFunction):
         solution: Completion | float | list[Completion | float] | None = None,
         **kwargs: object,
     ) -> list[float]:
-        """`reward_value` or 0.0 for each completion; `Unscored` for one that could not be judged in time.
-
-        Args:
-            solution: text or message, or a list of one per completion.
-
-        Raises:
-            VerifierFault: no solution is given.
-        """
+        """`reward_value` or 0.0 for each completion; `Unscored` for one that could not be judged in time."""
         solutions = one_each(solution, completions, needed_by=self.name, keyword="solution")
         pairs = [
             (parse_reasoning_response(self.get_content(completion))["response"], self._solution_text(right))

@@ -68,11 +68,7 @@ class RewardRegistry:
         return found(**settings) if inspect.isclass(found) else LegacyFunctionWrapper(found, **settings)
 
     def get(self, name: str) -> RewardClass | RewardCallable:
-        """The class or function of that name.
-
-        Raises:
-            ImportError: there is none.
-        """
+        """The class or function of that name; ImportError when there is none."""
         if (found := self._find(name)) is None:
             found = self._registry[name] = self._load(name)
         return found
