@@ -94,9 +94,14 @@ async def two_turns(managed: ManagedServer) -> None:
         await managed.chat_completion(messages=turns, n=2, max_tokens=16, temperature=1.0)
 
 
-def test_sixteen_answers_and_branching_second_turns_are_stored_as_the_server_had_them(live_server, tokenizer):
-    nodes, sequences = converse(live_server, tokenizer, two_turns)
+@pytest.fixture(scope="module")
+def branches(live_server, tokenizer):
+    """Nodes and recorded sequences of `two_turns`."""
+    return converse(live_server, tokenizer, two_turns)
 
+
+def test_sixteen_answers_and_branching_second_turns_are_stored_as_the_server_had_them(branches):
+    nodes, sequences = branches
     assert len(sequences) == 16 + 8
     assert len(nodes) == 16 + 4  # one of each pair takes the place of its first turn
     assert_true(nodes, sequences)
@@ -122,9 +127,8 @@ def test_tokens_decode_to_the_conversation_as_the_template_renders_it(live_serve
     assert tokenizer.decode(node.tokens) == rendered
 
 
-def test_stored_logprobs_are_those_the_server_gives_when_it_scores_the_ids_again(live_server, tokenizer):
-    nodes, _ = converse(live_server, tokenizer, two_turns)
-
+def test_stored_logprobs_are_those_the_server_gives_when_it_scores_the_ids_again(live_server, branches):
+    nodes, _ = branches
     apart = []
     for node in nodes:
         again = live_server.score(node.tokens)
@@ -140,7 +144,7 @@ def test_stored_logprobs_are_those_the_server_gives_when_it_scores_the_ids_again
     assert p99 < P99_APART
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_conversations_keep_masks_and_logprobs_true(live_server, tokenizer, seed):
     chance = random.Random(seed)
 
@@ -170,11 +174,11 @@ def test_answers_to_a_question_with_tools_are_stored_as_written(live_server, tok
     async def talk(managed: ManagedServer) -> None:
         managed._tool_parser = "hermes"
         messages = [SYSTEM, {"role": "user", "content": "What is 3 plus 4? Use the tool."}]
-        await managed.chat_completion(messages=messages, tools=[ADD], n=16, max_tokens=48, temperature=1.0)
+        await managed.chat_completion(messages=messages, tools=[ADD], n=6, max_tokens=32, temperature=1.0)
 
     nodes, sequences = converse(live_server, tokenizer, talk)
 
-    assert len(nodes) == 16
+    assert len(nodes) == 6
     assert_true(nodes, sequences)
 
 
