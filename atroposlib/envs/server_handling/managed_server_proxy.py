@@ -222,9 +222,8 @@ class _Proxy:
         if config.model_name != self.model_name:
             self.tokenizer, self.model_name = config.load_tokenizer(), config.model_name
         replaced, self.manager.servers = [*self._left, *self.manager.servers], servers
-        users = [session.managed_server for session in self.sessions.all()]
-        users += [rollout.managed for rollout in self.rollouts if not rollout.is_sealed]
-        self._left = [server for server in replaced if any(user.server is server for user in users)]
+        users = [*self.sessions.all(), *(rollout for rollout in self.rollouts if not rollout.is_sealed)]
+        self._left = [server for server in replaced if any(user.managed.server is server for user in users)]
         for server in replaced:
             if server not in self._left and isinstance(server, HttpServer):
                 await server.close()
