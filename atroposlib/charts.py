@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import Literal
 
 WIDTH, HEIGHT = 480, 150
@@ -178,11 +179,7 @@ def axis_top(highest: float) -> float:
     """
     if highest <= 0:
         return 1.0
-    power = 1.0
-    while power * 10 <= highest:
-        power *= 10
-    while power > highest:
-        power /= 10
+    power = 10.0 ** math.floor(math.log10(highest))
     return next(round(step * power, 12) for step in _STEPS if step * power >= highest * (1 - 1e-9))
 
 
@@ -214,13 +211,8 @@ def span(seconds: float) -> str:
 
 def _unbroken(points: Sequence[tuple[float, float | None]]) -> list[list[tuple[float, float]]]:
     """The stretches between gaps."""
-    parts: list[list[tuple[float, float]]] = [[]]
-    for at, value in points:
-        if value is not None:
-            parts[-1].append((at, value))
-        elif parts[-1]:
-            parts.append([])
-    return [part for part in parts if part]
+    parts = groupby(points, key=lambda point: point[1] is not None)
+    return [[(at, value or 0.0) for at, value in part] for is_known, part in parts if is_known]
 
 
 def _svg(title: str, content: str, legend: str = "") -> str:

@@ -59,10 +59,14 @@ def hold(path: Path, *, mode: int) -> int:
         pid, _, node = os.read(descriptor, 128).decode(errors="replace").strip().partition(" ")
         os.close(descriptor)
         raise HeldError(f"{pid} on {node}" if node not in ("", socket.gethostname()) else pid or "unknown")
+    _sign(descriptor)
+    return descriptor
+
+
+def _sign(descriptor: int) -> None:
     with contextlib.suppress(OSError):  # a full disk costs only the name
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
-    return descriptor
+        os.write(descriptor, f"{os.getpid()} {socket.gethostname()}".encode())
 
 
 def start_time(pid: int) -> int | None:
@@ -108,7 +112,7 @@ def run_lock(run_dir: Path, *, lost_node_s: float = LOST_NODE_S) -> Iterator[Non
     """
     with (run_dir / ".lock").open("a+", encoding="utf-8") as stream:
         give_up_at = time.monotonic() + lost_node_s
-        while not _lock_run(stream):
+        while not _locked(stream):
             stream.seek(0)
             holder, _, node = stream.read().strip().partition(" ")
             if node in ("", socket.gethostname()) or time.monotonic() > give_up_at:
@@ -122,13 +126,11 @@ def run_lock(run_dir: Path, *, lost_node_s: float = LOST_NODE_S) -> Iterator[Non
             raise LaunchError(
                 f"run folder {run_dir} was set aside (--fresh) while this process waited for it; give the command again"
             )
-        with contextlib.suppress(OSError):  # a full disk costs only the name
-            os.ftruncate(stream.fileno(), 0)
-            os.write(stream.fileno(), f"{os.getpid()} {socket.gethostname()}".encode())
+        _sign(stream.fileno())
         yield
 
 
-def _lock_run(stream: IO[str]) -> bool:
+def _locked(stream: IO[str]) -> bool:
     try:
         return try_lock(stream)
     except OSError as error:
@@ -170,12 +172,10 @@ def end_leftover(pid: int, started: int, *, grace_s: float = 5.0) -> bool:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, sign)
         deadline = time.monotonic() + grace_s
-        while start_time(pid) == started:
-            if time.monotonic() > deadline:
-                break
+        while start_time(pid) == started and time.monotonic() < deadline:
             time.sleep(0.05)
-        else:
-            return True
+        if start_time(pid) != started:
+            break
     return True
 
 

@@ -232,20 +232,21 @@ def reward_faults(
         flags: of its command line; none: its own `check_flags`.
         problems: how many the policies answer.
     """
-    rates = rates_of(
-        env_cls, write_tokenizer(folder / "tokenizer"), flags or env_cls.check_flags(folder), problems=problems
-    )
-    return _faults(env_cls, rates)
+    tokenizer = write_tokenizer(folder / "tokenizer")
+    return _judged(env_cls, tokenizer, flags or env_cls.check_flags(folder), problems)[1]
 
 
-def _faults(env_cls: type[SingleTurnEnv | MultiTurnEnv], rates: Rates) -> list[str]:
+def _judged(
+    env_cls: type[SingleTurnEnv | MultiTurnEnv], tokenizer: Path, flags: Sequence[str], problems: int
+) -> tuple[Rates, list[str]]:
+    rates = rates_of(env_cls, tokenizer, flags, problems=problems)
     is_solvable = not issubclass(env_cls, MultiTurnEnv) or env_cls.is_solvable
-    return rates.faults(guessing=env_cls.guessing, is_solvable=is_solvable)
+    return rates, rates.faults(guessing=env_cls.guessing, is_solvable=is_solvable)
 
 
 def _honest(env_cls: type[SingleTurnEnv | MultiTurnEnv], tokenizer: Path, flags: Sequence[str], problems: int) -> str:
-    rates = rates_of(env_cls, tokenizer, flags, problems=problems)
-    if faults := _faults(env_cls, rates):
+    rates, faults = _judged(env_cls, tokenizer, flags, problems)
+    if faults:
         raise DataError("; ".join(faults))
     return f"{rates.problems} problems, best constant {rates.constant:.2f}"
 

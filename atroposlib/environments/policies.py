@@ -112,30 +112,23 @@ async def _measure_episodes(env: MultiTurnEnv, problems: int) -> Rates:
     items = await _items(env, "train", problems)
     others: Counter[str] = Counter()  # right replies in other episodes
 
-    def gold(world: World, player: Player) -> str:
-        return world.gold() or ""
-
     def noted(world: World, player: Player) -> str:
-        others[gold(world, player)] += 1
-        return gold(world, player)
-
-    def repeated(world: World, player: Player) -> str:
-        return str(player.messages[-1].get("content"))
-
-    def unfinished(world: World, player: Player) -> str:
-        return f"<think>So {world.gold()}"
-
-    def respelt(world: World, player: Player) -> str:
-        return f"<think>Let me see.</think>\nWell.\n{gold(world, player)}"
+        others[reply := world.gold() or ""] += 1
+        return reply
 
     async def rate(policy: Callable[[World, Player], str]) -> float:
         players = await asyncio.gather(*(scripted(env, item, policy) for item in items))
         return sum(player.score for player in players) / len(players)
 
-    rates = {"gold": await rate(gold), "spelling": await rate(respelt)}
-    rates |= {"question": await rate(repeated), "unfinished": await rate(unfinished)}
-    rates["junk"] = await rate(lambda world, player: junk(repr(player.messages))[len(player.rewards) % JUNK])
-    rates["empty"] = await rate(lambda world, player: "")
+    said: dict[str, Callable[[World, Player], str]] = {
+        "gold": lambda world, player: world.gold() or "",
+        "spelling": lambda world, player: f"<think>Let me see.</think>\nWell.\n{world.gold() or ''}",
+        "question": lambda world, player: str(player.messages[-1].get("content")),
+        "unfinished": lambda world, player: f"<think>So {world.gold()}",
+        "junk": lambda world, player: junk(repr(player.messages))[len(player.rewards) % JUNK],
+        "empty": lambda world, player: "",
+    }
+    rates = {name: await rate(policy) for name, policy in said.items()}
     for item in await _items(env, "test", min(_OTHER_EPISODES, problems)):
         await scripted(env, item, noted)
     constants = [reply for reply, _ in others.most_common(_MOST_CONSTANT_MOVES)]
