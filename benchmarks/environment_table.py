@@ -10,6 +10,7 @@ import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypedDict
 
@@ -54,7 +55,7 @@ MOST_TOKENS = 1900
 class Measured(TypedDict, total=False):
     """Measurements of one environment."""
 
-    rates: list[str]  # cells of policies.Rates
+    rates: list[str]  # policies.Rates as cells, in the order of the fields
     group_ms: float
     score: float  # of the embedded model: share of PROBLEMS, or mean score of EPISODES
     seconds: float  # until it has given one reply, all problems or episodes being asked at the same time
@@ -105,7 +106,9 @@ def measure(names: Sequence[str], engine: str | None) -> None:
 
 def _measured(env_cls: type[SingleTurnEnv | MultiTurnEnv], folder: Path) -> Measured:
     flags = env_cls.check_flags(folder)
-    found = Measured(rates=rates_of(env_cls, write_tokenizer(folder / "tokenizer"), flags).cells())
+    rates = asdict(rates_of(env_cls, write_tokenizer(folder / "tokenizer"), flags))
+    shown = [rate for name, rate in rates.items() if name not in ("constant_reply", "problems")]
+    found = Measured(rates=["-" if rate is None else f"{rate:.2f}" for rate in shown])
     size = ["--env.group_size", str(GROUP_SIZE), "--env.ensure_scores_are_not_same", "false", *flags]
 
     def roll(groups: int) -> float:

@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import inf
 from string import ascii_lowercase
 from typing import Any
@@ -70,11 +70,6 @@ class Rates:
             said = f"the constant reply {self.constant_reply!r}"
             found.append(f"{said} scores {self.constant:.2f} on average, expected at most {guessing:.2f}")
         return found
-
-    def cells(self) -> list[str]:
-        """Return the rates as cells of a table, in the order of the fields, the constant's text left out."""
-        names = [field.name for field in fields(self) if field.name not in ("constant_reply", "problems")]
-        return ["-" if getattr(self, name) is None else f"{getattr(self, name):.2f}" for name in names]
 
 
 async def measure(env: SingleTurnEnv | MultiTurnEnv, *, problems: int = 32) -> Rates:

@@ -209,7 +209,10 @@ class EvalBase(ABC):
             EnvironmentFault: every item failed, or there are none.
         """
         start = time.time()
-        outcomes = await self._run_kept(server_manager)
+        folder = None if self.eval_dir is None else writable_dir(self.eval_dir, what="eval_dir")
+        outcomes = await shown_evaluation(
+            lambda: self._run_items(server_manager), server_manager, self.task_name, folder
+        )
         done = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
         metrics = _averages([item_metrics for item_metrics, _ in done])
         if len(done) < len(outcomes):
@@ -227,13 +230,6 @@ class EvalBase(ABC):
             verbose=self.verbose,
         )
         return metrics
-
-    async def _run_kept(self, server_manager: ServerManager) -> list[Outcome | BaseException]:
-        if self.eval_dir is None:
-            return await shown_evaluation(self._run_items(server_manager), server_manager, self.task_name)
-        folder = writable_dir(self.eval_dir, what="eval_dir")
-        with kept_responses(server_manager, folder, served=await server_manager.served()):
-            return await shown_evaluation(self._run_items(server_manager), server_manager, self.task_name, folder)
 
     async def _run_items(self, server_manager: ServerManager) -> list[Outcome | BaseException]:
         slots = asyncio.Semaphore(self.max_concurrent)
@@ -310,33 +306,36 @@ async def _evaluate(env: EnvHooks, check_engines: Callable[[], Awaitable[object]
     with contextlib.suppress(TimeoutError):  # a busy engine answers late
         async with asyncio.timeout(CHECK_S):
             await check_engines()
-    if not env.config.data_dir_to_save_evals:
-        await shown_evaluation(_set_up_and_evaluate(env), env.server, env.label)
-        return
-    folder = writable_dir(env.config.data_dir_to_save_evals, what="env.data_dir_to_save_evals")
-    if env.settings_text:
-        write_text_atomic(folder / "evaluate_config.yaml", env.settings_text)
-    with kept_responses(env.server, folder, served=await env.server.served(), fresh=env.fresh):
-        await shown_evaluation(_set_up_and_evaluate(env), env.server, env.label, folder)
+    folder = None
+    if env.config.data_dir_to_save_evals:
+        folder = writable_dir(env.config.data_dir_to_save_evals, what="env.data_dir_to_save_evals")
+        if env.settings_text:
+            write_text_atomic(folder / "evaluate_config.yaml", env.settings_text)
+
+    async def set_up_and_evaluate() -> None:
+        await of_hook(env.setup(), "setup")
+        await of_hook(env.evaluate(), "evaluate")
+
+    await shown_evaluation(set_up_and_evaluate, env.server, env.label, folder, fresh=env.fresh)
 
 
-async def _set_up_and_evaluate(env: EnvHooks) -> None:
-    await of_hook(env.setup(), "setup")
-    await of_hook(env.evaluate(), "evaluate")
-
-
-async def shown_evaluation(evaluating: Awaitable[T], server: ServerManager, name: str, folder: Path | None = None) -> T:
-    """Await it, count and show what it evaluates; `folder` gets the progress file."""
-    servers = server.servers
-    return await shown(
-        Evaluation(
-            name,
-            folder / PROGRESS_FILE if folder else None,
-            requests_out=lambda: requests_out(servers),
-            missing=lambda: missing_engine(servers),
-        ),
-        evaluating,
+async def shown_evaluation(
+    evaluate: Callable[[], Awaitable[T]],
+    server: ServerManager,
+    name: str,
+    folder: Path | None = None,
+    *,
+    fresh: bool = False,
+) -> T:
+    """Evaluate, counted and shown; `folder` gets the progress file, and keeps responses until the end."""
+    servers, path = server.servers, folder and folder / PROGRESS_FILE
+    evaluation = Evaluation(
+        name, path, requests_out=lambda: requests_out(servers), missing=lambda: missing_engine(servers)
     )
+    if folder is None:
+        return await shown(evaluation, evaluate())
+    with kept_responses(server, folder, served=await server.served(), fresh=fresh):
+        return await shown(evaluation, evaluate())
 
 
 @contextmanager
