@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 import orjson
 
@@ -29,7 +29,14 @@ from atroposlib.json_lines import BYTE_ORDER_MARK
 from atroposlib.paths import expand_path, kind_of, shown
 from atroposlib.type_definitions import RolloutRecord
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 logger = logging.getLogger(__name__)
+
+Stream: TypeAlias = "io.FileIO | gzip.GzipFile | zstd.ZstdFile"
 
 FAILURES = "failures.jsonl"
 """The failed tries of a run, next to its rollouts."""
@@ -202,17 +209,16 @@ def sound_lines(path: Path, odd: SetAside) -> Iterator[Line]:
         odd.add(error)
 
 
-def _read(
-    stream: "io.FileIO | DecompressedFile", path: Path, count: int = _READ_BYTES, *, at_line: int | None = None
-) -> bytes:
+def _read(stream: Stream, path: Path, count: int = _READ_BYTES, *, at_line: int | None = None) -> bytes:
     where = shown(path) if at_line is None else f"{shown(path)}:{at_line}"
     try:
-        return stream.read(count)
-    except DamagedError as error:
+        return stream.read(count) if isinstance(stream, io.FileIO) else stream.read1(count)
+    except (EOFError, zstd.ZstdError, zlib.error, gzip.BadGzipFile) as error:
+        why = "it ends in the middle of its data" if isinstance(error, EOFError) else error
         raise RowError(
             where,
             DAMAGED_REST,
-            f"not readable as {KINDS[path.suffix]} ({error}) from here on; the file is damaged or was not written to "
+            f"not readable as {KINDS[path.suffix]} ({why}) from here on; the file is damaged or was not written to "
             "its end: take it from a copy",
         ) from error
     except OSError as error:
@@ -265,11 +271,14 @@ class SpanReader:
             DataError: the file ends before, or is damaged.
         """
         _skip(self._stream, self._path, start - self._at)
-        data = _read(self._stream, self._path, end - start)
-        self._at = end
-        if len(data) < end - start and not _read(self._stream, self._path, 1):
-            raise DataError(f"{self._path}: became shorter while it was read; run the command again")
-        return data
+        pieces: list[bytes] = []
+        self._at = start
+        while self._at < end:
+            pieces.append(_read(self._stream, self._path, end - self._at))
+            self._at += len(pieces[-1])
+            if not pieces[-1]:
+                raise DataError(f"{self._path}: became shorter while it was read; run the command again")
+        return b"".join(pieces)
 
 
 def parse_line(line: Line) -> RolloutRecord:
@@ -401,11 +410,11 @@ def _misplaced_hint(path: Path) -> str:
     return ""
 
 
-def _open(path: Path) -> "io.FileIO | DecompressedFile":
+def _open(path: Path) -> Stream:
     try:
-        raw = io.FileIO(path, "rb")
         if is_compressed(path):
-            return DecompressedFile(raw, path.suffix)
+            return gzip.open(path) if path.suffix == ".gz" else zstd.ZstdFile(path)
+        raw = io.FileIO(path, "rb")
         start = raw.read(4)
         raw.seek(0)
     except OSError as error:
@@ -422,7 +431,7 @@ def _open(path: Path) -> "io.FileIO | DecompressedFile":
     return raw
 
 
-def _skip(stream: "io.FileIO | DecompressedFile", path: Path, count: int) -> None:
+def _skip(stream: Stream, path: Path, count: int) -> None:
     if isinstance(stream, io.FileIO):
         stream.seek(count, os.SEEK_CUR)
         return
@@ -453,59 +462,6 @@ def _kind(value: object) -> str:
     return "null" if value is None else f"{type(value).__name__}"
 
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
-
-class DamagedError(Exception):
-    """The compressed data ends early or is of another kind."""
-
-
 def is_compressed(path: Path) -> bool:
     """True when the file's name says so."""
     return path.suffix in KINDS
-
-
-class DecompressedFile(io.RawIOBase):
-    """The content of `source`, a file with the suffix `suffix`: its frames, one after another. Not seekable."""
-
-    def __init__(self, source: io.RawIOBase, suffix: str) -> None:
-        self._source = source
-        self._plain = gzip.GzipFile(fileobj=source) if suffix == ".gz" else zstd.ZstdFile(source)  # type: ignore[call-overload]
-        self._damage: DamagedError | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, count: int = -1, /) -> bytes:
-        """`count` bytes; fewer only at the end, or before damage.
-
-        Raises:
-            DamagedError: of another kind than its name says, or the file ends inside a frame.
-        """
-        if count < 0:
-            return self.readall()
-        pieces: list[bytes] = []
-        while count > 0 and (piece := self._next_piece(count)):
-            pieces.append(piece)
-            count -= len(piece)
-        if not pieces and self._damage is not None:
-            raise self._damage
-        return b"".join(pieces)
-
-    def close(self) -> None:
-        self._source.close()
-        super().close()
-
-    def _next_piece(self, count: int) -> bytes:
-        """At most `count` bytes; b"" at the end, or where damage was found."""
-        if self._damage is None:
-            try:
-                return self._plain.read1(count)
-            except EOFError:
-                self._damage = DamagedError("it ends in the middle of its data")
-            except (zstd.ZstdError, zlib.error, gzip.BadGzipFile) as error:
-                self._damage = DamagedError(str(error))
-        return b""

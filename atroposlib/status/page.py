@@ -6,10 +6,11 @@ The supervisor writes it every few seconds while the run lasts, and a last time 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import msgspec
@@ -20,7 +21,11 @@ from atroposlib.json_lines import object_in
 from atroposlib.paths import write_text_atomic
 from atroposlib.status.runs import RunStatus, read_status
 from atroposlib.status.table import facts_of, headline
-from atroposlib.status.training import Training, last_lines
+from atroposlib.status.training import last_lines
+from atroposlib.type_definitions import JsonObject
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 REFRESH_S = 5
 MOST_OF_A_CORE, LONGEST_REFRESH_S = 0.01, 60
@@ -32,44 +37,6 @@ _ROLLOUT_BYTES = 1 << 22  # read from the end of a rollout file
 _ANSWERS = 400  # of a rollout file that histograms show: with 4 MB of short ones the page was 7% of a run's CPU
 _FAILURE_BYTES = 1 << 18  # and of failures.jsonl
 _IN_FAILURES = ("failures", "last failure")  # facts that have a section of their own
-
-_STYLE = """
-:root { color-scheme: light dark; --back: #fff; --raised: #f5f7fa; --line: #dde3ea; --text: #1c2430; --quiet: #566070;
-  --accent: #2f6fb3; --second: #b65c10; --third: #2e8b57; --state: #dbe7f6; --fault: #f6d5d2; }
-@media (prefers-color-scheme: dark) { :root { --back: #12161c; --raised: #1b212a; --line: #323b47; --text: #e4e9f0;
-  --quiet: #9aa7b6; --accent: #6ea8e8; --second: #e79a52; --third: #43b877; --state: #20364f; --fault: #5a2a26; } }
-* { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1040px; padding: 1rem; overflow-wrap: anywhere;
-  color: var(--text); background: var(--back); }
-h1 { font-size: 1.3rem; margin: .2rem 0; } h2 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
-a { color: var(--accent); } small { color: var(--quiet); }
-.bar { background: var(--line); border-radius: 4px; height: 14px; min-width: 4rem; }
-.bar div { background: var(--accent); border-radius: 4px; height: 100%; } .bar .good { background: var(--third); }
-.state { border-radius: 4px; padding: .1rem .5rem; background: var(--state); color: var(--text); }
-.failed, .killed { background: var(--fault); }
-.charts { display: grid; gap: .6rem; margin: 1rem 0;
-  grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); }
-svg { background: var(--raised); border-radius: 6px; width: 100%; } svg text { font-size: 11px; fill: var(--quiet); }
-svg .title { font-size: 13px; font-weight: 600; fill: var(--text); } svg .value { text-anchor: end; }
-svg polyline { fill: none; stroke-width: 1.8; } svg .grid { stroke: var(--line); }
-svg polygon { fill: var(--accent); opacity: .15; } svg rect { fill: var(--accent); }
-svg polyline.line0 { stroke: var(--accent); } svg :is(text, tspan, circle).line0 { fill: var(--accent); }
-svg polyline.line1 { stroke: var(--second); } svg :is(text, tspan, circle).line1 { fill: var(--second); }
-svg polyline.line2 { stroke: var(--third); } svg :is(text, tspan, circle).line2 { fill: var(--third); }
-pre { white-space: pre-wrap; margin: 0; font: 12px/1.4 ui-monospace, monospace; }
-div.table { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; }
-th { text-align: left; overflow-wrap: normal; } th:first-child { width: 9rem; overflow-wrap: anywhere; }
-.table th:first-child { width: auto; overflow-wrap: normal; }
-th, td { border-bottom: 1px solid var(--line); padding: .25rem .5rem; vertical-align: top; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-td.text { min-width: 14rem; } .table td:first-child:not(.number) { min-width: 6rem; }
-@media (max-width: 500px) { svg text { font-size: 12px; } svg .title { font-size: 14px; }
-  table { font-size: 13px; } th, td { padding: .25rem; } td.text { min-width: 8rem; }
-  .tasks :is(th, td):last-child { display: none; } .tasks :is(th, td) { padding: .25rem .15rem; }
-  .tasks table { font-size: 12px; } .tasks td:first-child:not(.number) { min-width: 5rem; } }
-"""
-
 
 MOST_POINTS = 720
 FIRST_INTERVAL_S = 5.0
@@ -164,39 +131,32 @@ def write_last_page(run_dir: Path) -> None:
 
 def page(status: RunStatus, points: Sequence[Point]) -> str:
     """The whole document; everything that came from outside is escaped. The plots end with the status itself."""
-    points = _until_now(points, status)
-    refresh = f'<meta http-equiv="refresh" content="{REFRESH_S}">' if status.running else ""
-    done = status.share_done
-    training = status.training
-    updated = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.updated_at))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-{refresh}
-<title>{escape(status.name)}: {done:.0%}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<h1>{escape(status.name)} <small class="state {escape(status.state)}">{escape(status.state)}</small></h1>
-<p>{escape(headline(status))}<br><small>as of {updated} in {escape(status.run_dir)}</small></p>
-{_bar(done)}
-<div class="charts">
-{"".join([*(training.charts() if training else ()), *charts(points, is_evaluation=status.kind == "evaluate")])}
-{"".join(histograms(status.outputs.get("rollouts", ())))}
-</div>
-{_section("Results", _pairs((name, f"{value:.4g}") for name, value in status.results.items()))}
-{_section("Tasks", _tasks(status) if status.tasks else "")}
-{_section("Samples of the newest steps", _samples(training) if training and training.samples else "")}
-{_section("Failures", _failures(status))}
-{_section("Facts", _pairs((name, fact) for name, fact in facts_of(status) if name not in _IN_FAILURES))}
-{_section("Services", _pairs((s.name, f"{s.state}, {s.restarts} restarts") for s in status.services))}
-{_section("Files", _files(status.outputs, status.page.parent))}
-</body>
-</html>
-"""
+    trained = status.training.charts() if status.training else []
+    drawn = charts(_until_now(points, status), is_evaluation=status.kind == "evaluate")
+    return _template().render(
+        status=status,
+        headline=headline(status),
+        charts=[*trained, *drawn, *histograms(status.outputs.get("rollouts", ()))],
+        failures=_failures(status),
+        facts=[(name, fact) for name, fact in facts_of(status) if name not in _IN_FAILURES],
+        link=partial(_link, folder=status.page.parent),
+        files_shown=_FILES_SHOWN,
+        refresh_s=REFRESH_S,
+    )
+
+
+@cache
+def _template() -> "Template":
+    from jinja2 import Environment, FileSystemLoader
+
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    templates.filters |= {
+        "percent": "{:.1%}".format,
+        "thousands": "{:,}".format,
+        "moment": lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)),
+        "time_of": _time_of,
+    }
+    return templates.get_template("page.html")
 
 
 def _until_now(points: Sequence[Point], status: RunStatus) -> Sequence[Point]:
@@ -265,47 +225,21 @@ def histograms(rollouts: Sequence[str]) -> list[str]:
     return [histogram(title, values) for title, values in drawn if values]
 
 
-def _section(title: str, content: str) -> str:
-    return f"<h2>{escape(title)}</h2>\n{content}" if content else ""
-
-
-def _samples(training: Training) -> str:
-    rows = "".join(
-        f'<tr><td class="number">{escape(str(sample.get("step")))}</td>'
-        f'<td class="number">{escape(str(sample.get("score")))}</td>'
-        f'<td class="text"><pre>{escape(str(sample.get("prompt"))[-600:])}</pre></td>'
-        f'<td class="text"><pre>{escape(str(sample.get("response"))[:2000])}</pre></td></tr>'
-        for sample in reversed(training.samples)
-    )
-    head = "".join(f"<th>{name}</th>" for name in ("step", "score", "prompt", "response"))
-    return f'<div class="table"><table><tr>{head}</tr>{rows}</table></div>'
-
-
-def _failures(status: RunStatus) -> str:
-    """Count failures by class, each with its newest: the error, and of its traceback both ends and the last line."""
+def _failures(status: RunStatus) -> list[tuple[str, int, JsonObject | None, str]]:
+    """Class, count, the newest, and of its traceback both ends and the last line, of each class that there was."""
     found = [status.last_failure] if status.last_failure else []
     for path in status.outputs.get("tracebacks", ()):
         found += [failure for line in last_lines(Path(path), _FAILURE_BYTES) if (failure := object_in(line))]
     newest = {str(failure.get("class")): failure for failure in sorted(found, key=_time_of)}
-    rows = "".join(
-        f'<tr><th>{escape(kind)}</th><td class="number">{count:,}</td><td>{_failure(newest.get(kind))}</td></tr>'
-        for kind, count in status.failures.items()
-        if count
-    )
-    head = '<tr><th>class</th><th class="number">count</th><th>newest</th></tr>'
-    return f'<div class="table"><table>{head}{rows}</table></div>' if rows else ""
+    return [
+        (kind, count, newest.get(kind), _ends(newest.get(kind, {}))) for kind, count in status.failures.items() if count
+    ]
 
 
-def _failure(failure: Mapping[str, object] | None) -> str:
-    if failure is None:
-        return ""
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_time_of(failure)))
-    said = f"<small>{at}, item {escape(str(failure.get('item_key')))}</small> {escape(str(failure.get('error')))}"
+def _ends(failure: Mapping[str, object]) -> str:
     lines = [line.strip() for line in str(failure.get("traceback") or "").splitlines() if line.strip()]
-    if not lines:
-        return said
     frames = [line for line in lines if line.startswith("File ")] or lines
-    return f"{said}<pre>{escape(chr(10).join(dict.fromkeys((frames[0], frames[-1], lines[-1]))))}</pre>"
+    return "\n".join(dict.fromkeys((frames[0], frames[-1], lines[-1]))) if lines else ""
 
 
 def _time_of(failure: Mapping[str, object]) -> float:
@@ -313,39 +247,7 @@ def _time_of(failure: Mapping[str, object]) -> float:
     return at if isinstance(at, int | float) else 0.0
 
 
-def _tasks(status: RunStatus) -> str:
-    rows = []
-    for name, task in sorted(status.tasks.items()):
-        share = task.accepted / task.responses if task.responses else 0.0
-        label = escape(name) + (f"<br><small>set aside: {escape(task.set_aside)}</small>" if task.set_aside else "")
-        numbers = "".join(f'<td class="number">{n:,}</td>' for n in (task.groups, task.responses, task.accepted))
-        rows.append(
-            f'<tr><td>{label}</td>{numbers}<td class="number">{share:.1%}</td><td>{_bar(share, "good")}</td></tr>'
-        )
-    head = "".join(f'<th class="number">{name}</th>' for name in ("problems", "responses", "accepted", "share"))
-    return f'<div class="table tasks"><table><tr><th>task</th>{head}<th></th></tr>{"".join(rows)}</table></div>'
-
-
-def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in pairs)
-    return f"<table>{rows}</table>" if rows else ""
-
-
-def _bar(share: float, kind: str = "") -> str:
-    return f'<div class="bar"><div class="{kind}" style="width:{min(1.0, share):.1%}"></div></div>'
-
-
-def _files(outputs: Mapping[str, Sequence[str]], folder: Path) -> str:
-    """Link to the files of each kind from a page in `folder`: the newest where there are many."""
-    rows = []
-    for kind, paths in outputs.items():
-        left_out = max(0, len(paths) - _FILES_SHOWN)
-        links = [f"{left_out} more"] * (left_out > 0) + [_link(path, folder) for path in paths[left_out:]]
-        rows.append(f"<tr><th>{escape(kind)}</th><td>{'<br>'.join(links)}</td></tr>")
-    return f"<table>{''.join(rows)}</table>" if rows else ""
-
-
-def _link(path: str, folder: Path) -> str:
-    """A relative address, so that the folder can be copied; quoted, so that no name is one of another kind."""
+def _link(path: str, folder: Path) -> tuple[str, str]:
+    """A relative address, so that the folder can be copied, quoted, as a name may look like another kind; its text."""
     address = os.path.relpath(path, folder)
-    return f'<a href="{quote(os.fsencode(address))}">{escape(path if address.startswith("..") else address)}</a>'
+    return quote(os.fsencode(address)), path if address.startswith("..") else address
