@@ -147,39 +147,31 @@ def page_template() -> str:
 
 
 class _Shown(msgspec.Struct):
-    """The part of a line that the page needs; the decoder skips tokens, masks and logprobs without building them."""
+    """The part of a group that the page needs."""
 
     scores: list[float | bool | None] | None = None
     messages: list[object] | None = None
     task: object = None
 
 
-_decoder = msgspec.json.Decoder(_Shown)
-
-
 def _groups(source: Path) -> Iterator[JsonObject]:
     odd = SetAside()
     for line in sound_lines(source, odd):
         try:
-            shown = _shown(line)
+            yield _shown(line)
         except RowError as error:
             odd.add(error)
-            continue
-        yield {"scores": shown.scores, "messages": shown.messages, "task": shown.task}
     odd.warn()
 
 
-def _shown(line: Line) -> _Shown:
+def _shown(line: Line) -> JsonObject:
     """RowError when nothing of the line can be shown."""
     try:
-        return _decoder.decode(line.data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as strict:
-        try:
-            return msgspec.convert(parse_anyhow(line.data), _Shown)
-        except msgspec.ValidationError as error:
-            raise RowError(line.where, NO_GROUP, f"not a group: {error}") from error
-        except (ValueError, RecursionError):
-            raise row_error(line, strict) from strict
+        return msgspec.structs.asdict(msgspec.convert(parse_anyhow(line.data), _Shown))
+    except msgspec.ValidationError as error:
+        raise RowError(line.where, NO_GROUP, f"not a group: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise row_error(line, error) from error
 
 
 def _item(group_index: int, index: int, message: object, score: float | None) -> str:

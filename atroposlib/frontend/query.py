@@ -6,6 +6,7 @@ that is only known once a line was read (a text found, a gap measured) is filled
 shows what is there; a file that grows is read on.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from atroposlib.data.rollout_files import Line
 from atroposlib.data.table import FINISH_REASONS, UNKNOWN_LENGTH, Table
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.type_definitions import FAILURE_CLASSES, Array, JsonObject
+
+logger = logging.getLogger(__name__)
 
 BARS = 20
 Sorting = Literal[
@@ -310,12 +313,11 @@ class Scan:
 
     def __init__(self, read: Read, measure: Measure) -> None:
         self._read, self._measure = read, measure
-        self._lock = threading.Lock()
-        self._table = Table([], [], np.zeros(0, _NO_GROUPS), np.zeros(0))
-        self._values, self._is_read = np.zeros(0), np.zeros(0, bool)  # [responses], [groups]
-        self._thread: threading.Thread | None = None
+        self._known: dict[tuple[object, int], Sequence[float]] = {}  # of a group, by file and line
+        self._table: Table | None = None  # the one asked for last
         self._asked_at = 0.0
-        self.error = ""
+        self._thread: threading.Thread | None = None
+        self._has_failed = False
 
     def values(self, table: Table, *, wait_s: float = 0.0) -> tuple[Array, int]:
         """[responses] of `table`, NaN where nothing is known yet, and how many groups are still to be read.
@@ -323,64 +325,41 @@ class Scan:
         Args:
             wait_s: at most, for the reading to end.
         """
-        with self._lock:
-            self._asked_at = time.monotonic()
-            if table is not self._table:
-                self._follow(table)
-            thread = self._thread
-            if not self._is_read.all() and not self.error and (thread is None or not thread.is_alive()):
-                thread = self._thread = threading.Thread(target=self._run, name="scan", daemon=True)
-                thread.start()
+        self._table, self._asked_at = table, time.monotonic()
+        thread = self._thread
+        if self._unread(table) and not self._has_failed and (thread is None or not thread.is_alive()):
+            thread = self._thread = threading.Thread(target=self._run, name="scan", daemon=True)
+            thread.start()
         if thread is not None and wait_s:
             thread.join(wait_s)
-        with self._lock:
-            if table is not self._table:  # another request brought a newer one
-                return np.full(len(table.responses), np.nan), len(table.groups)
-            return self._values.copy(), int((~self._is_read).sum())
+        values, unread = np.full(len(table.responses), np.nan), self._unread(table)
+        starts = table.groups["first"].tolist()
+        for start, place in zip(starts, _places(table), strict=True):
+            found = self._known.get(place, ())
+            values[start : start + len(found)] = found
+        return values, len(unread)
 
-    def _follow(self, table: Table) -> None:
-        """Keep what is known of the groups that are in `table`, wherever they stand in it."""
-        values, is_read = np.full(len(table.responses), np.nan), np.zeros(len(table.groups), bool)
-        known = {place: row for row, place in enumerate(_places(self._table)) if self._is_read[row]}
-        if known:
-            for row, place in enumerate(_places(table)):
-                if (old := known.get(place)) is not None:
-                    is_read[row] = True
-                    values[_span(table, row)] = self._values[_span(self._table, old)]
-        self._table, self._values, self._is_read = table, values, is_read
+    def _unread(self, table: Table) -> list[int]:
+        """The group rows of which nothing is known; those without a response have nothing to know."""
+        sizes = table.groups["responses"].tolist()
+        return [row for row, place in enumerate(_places(table)) if sizes[row] and place not in self._known]
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                table, rows = self._table, np.flatnonzero(~self._is_read)
-            if not len(rows):
-                return
+        while (table := self._table) is not None and (rows := self._unread(table)):
+            places = _places(table)
             try:
-                for row, line, group in self._read(table, rows):
-                    found = self._measure(line, group)
-                    with self._lock:
-                        if table is not self._table:
-                            break
-                        self._values[_span(table, row)] = found
-                        self._is_read[row] = True
+                for row, line, group in self._read(table, np.array(rows)):
+                    self._known[places[row]] = self._measure(line, group)
+                    if table is not self._table:
+                        break
                     if time.monotonic() - self._asked_at > _UNWATCHED_S:
                         return
-                else:
-                    with self._lock:  # those without a response were not among them
-                        self._is_read[rows[rows < len(self._is_read)]] |= table is self._table
             except (AtroposError, OSError) as error:
-                self.error = str(error)
+                logger.warning("%s", error)
+                self._has_failed = True
                 return
-
-
-_NO_GROUPS = np.dtype([("file", "u2"), ("line", "u4")])
 
 
 def _places(table: Table) -> list[tuple[object, int]]:
     files = [table.files[code] for code in table.groups["file"].tolist()]
     return list(zip(files, table.groups["line"].tolist(), strict=True))
-
-
-def _span(table: Table, row: int) -> slice:
-    first = int(table.groups["first"][row])
-    return slice(first, first + int(table.groups["responses"][row]))
