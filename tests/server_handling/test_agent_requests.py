@@ -6,6 +6,7 @@ import json
 import httpx
 import jinja2
 import pytest
+from starlette.requests import ClientDisconnect
 from test_agent_rollouts import ADMIN, HELLO, SlowServer, Tokenizer, ask, client_of, new_rollout, record_of
 
 from atroposlib.envs.agent_env import GatewayService
@@ -539,6 +540,35 @@ async def test_what_cannot_be_understood_is_refused_before_anything_is_generated
         record = await record_of(client, made)
     assert (reply.status_code, sentence in reply.json()["error"]["message"]) == (400, True), reply.text
     assert (record["calls"], client.engine.answered) == ([], 0)
+
+
+UNUSABLE = {
+    "no choice": ({"sampling": {"n": 0}}, "n is 0"),
+    "a limit that is a text": ({"sampling": {"max_tokens": "5"}}, "max_tokens is '5'"),
+    "a stop that is a number": ({"sampling": {"stop": 7}}, "stop is 7"),
+    "ids": ({"sampling": {"input_ids": [1]}}, "sampling has input_ids"),
+    "a name that no route finds": ({"rollout_id": "a/b"}, "rollout_id is 'a/b'"),
+}
+
+
+@pytest.mark.parametrize(("settings", "sentence"), UNUSABLE.values(), ids=UNUSABLE)
+async def test_a_rollout_whose_every_request_would_fail_is_not_made(settings, sentence):
+    async with client_of("a") as client:
+        reply = await client.post("/rollouts", json=settings, headers=ADMIN)
+    assert (reply.status_code, sentence in reply.text) == (400, True), reply.text
+
+
+async def test_a_client_that_goes_away_while_it_sends_is_no_error_of_the_gateway(caplog):
+    class Leaving(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            yield b'{"messages": '
+            raise ClientDisconnect
+
+    async with client_of("a") as client:
+        made = await new_rollout(client)
+        headers = {"Authorization": f"Bearer {made['key']}"}
+        reply = await client.post("/v1/chat/completions", content=Leaving(), headers=headers)
+    assert (reply.status_code, [one.levelname for one in caplog.records if one.levelname == "ERROR"]) == (499, [])
 
 
 @pytest.mark.parametrize("path", ["/rollouts", "/sessions/create"])

@@ -202,6 +202,20 @@ def unknown_key(key: str, known: Collection[str], engine: str) -> str:
     return f"{engine} does not know the sampling parameter {key!r}; {hint}"
 
 
+_LEAST = {"max_tokens": 1, "n": 1, "temperature": 0, "top_p": 0}
+
+
+def check_sampling(given: Mapping[str, Json]) -> None:
+    """RequestFault where a parameter that every engine has is of the wrong kind."""
+    for key, least in _LEAST.items():
+        value, kinds = given.get(key), int if key in ("max_tokens", "n") else int | float
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or value < least):
+            raise RequestFault(f"{key} is {value!r:.100}; it must be a number of at least {least}")
+    stop = given.get("stop")
+    if stop is not None and not set(map(type, stop if isinstance(stop, list) else [stop])) <= {str}:
+        raise RequestFault(f"stop is {stop!r:.100}; it must be a text or a list of texts")
+
+
 def known_options(given: JsonObject, allowed: frozenset[str] = OPTIONS | {"split"}) -> JsonObject:
     """`given` without what is not allowed: OpenAI's clients send much that is meant for OpenAI only."""
     unknown = given.keys() - allowed

@@ -17,7 +17,14 @@ from atroposlib.envs.server_handling.agents.rollouts import Rollout
 from atroposlib.envs.server_handling.agents.settings import Asked
 from atroposlib.envs.server_handling.managed_server import ChatRequest
 from atroposlib.envs.server_handling.openai_wire import usage_of
-from atroposlib.envs.server_handling.sampling import AGENT_OPTIONS, GRAMMARS, OPTIONS, known_options, words
+from atroposlib.envs.server_handling.sampling import (
+    AGENT_OPTIONS,
+    GRAMMARS,
+    OPTIONS,
+    check_sampling,
+    known_options,
+    words,
+)
 from atroposlib.errors import RequestFault
 
 _SESSION_OPTIONS = OPTIONS - words("prompt input_ids extra_body extra_headers timeout") | {"split"}
@@ -119,20 +126,9 @@ def sampling_of(
         sampling = known_options(given, _SESSION_OPTIONS) | grammar
     else:
         sampling = {key: value for key, value in known_options(given).items() if key in AGENT_OPTIONS} | grammar
-    for key, kinds, lowest in (
-        ("max_tokens", (int,), 1),
-        ("n", (int,), 1),
-        ("temperature", (int, float), 0),
-        ("top_p", (int, float), 0),
-    ):
-        value = sampling.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or value < lowest):
-            raise RequestFault(f"{key} is {value!r:.100}; it must be a number of at least {lowest}")
+    check_sampling(sampling)
     if (choices := sampling.get("n") or 1) > MOST_CHOICES and not rollout.is_session:
         raise RequestFault(f"n is {choices}; one request can have {MOST_CHOICES} choices at most")
-    stop = sampling.get("stop")
-    if stop is not None and not set(map(type, stop if isinstance(stop, list) else [stop])) <= {str}:
-        raise RequestFault(f"stop is {stop!r:.100}; it must be a text or a list of texts")
     return sampling
 
 

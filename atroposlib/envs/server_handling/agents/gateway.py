@@ -14,7 +14,7 @@ import orjson
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -415,6 +415,8 @@ def _reason(error: BaseException) -> tuple[int, str, str]:
         return 404, str(error), UNKNOWN_SESSION
     if isinstance(error, UnknownRolloutError):
         return 404, str(error), "not_found_error"
+    if isinstance(error, ClientDisconnect):
+        return CLIENT_GONE, "the client went away before it had sent its request", "invalid_request_error"
     if isinstance(error, RecursionError):
         return 400, "the request is nested too deeply", "invalid_request_error"
     if isinstance(error, RequestFault | ConfigError | ValidationError):

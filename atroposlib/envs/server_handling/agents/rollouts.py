@@ -26,7 +26,7 @@ from atroposlib.envs.server_handling.agents.record import (
     restored,
     written,
 )
-from atroposlib.envs.server_handling.agents.settings import Asked, RolloutSettings, counted_sampling
+from atroposlib.envs.server_handling.agents.settings import Asked, RolloutSettings, check_usable, counted_sampling
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, Reply
 from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import RequestFault, RolloutFault
@@ -404,8 +404,13 @@ class Rollouts:
             self._by_id[rollout_id].set_aside(reason)
 
     def create(self, settings: RolloutSettings) -> Rollout:
-        """Return a new rollout; the same one for an id that is there. RequestFault: that has other settings."""
+        """Return a new rollout; the same one for an id that is there.
+
+        Raises:
+            RequestFault: that one has other settings, or no request could be made with these.
+        """
         self._look_at_all()
+        check_usable(settings)
         if (known := self._by_id.get(settings.rollout_id or "")) is not None:
             before, now = (each.model_dump(exclude={"rollout_id"}) for each in (known.settings, settings))
             if differing := [f"{key}: {before[key]!r}, not {now[key]!r}" for key in now if before[key] != now[key]]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from atroposlib.envs.server_handling.conversation import Thoughts
 from atroposlib.envs.server_handling.managed_server import ChatRequest
-from atroposlib.envs.server_handling.sampling import GRAMMARS, words
+from atroposlib.envs.server_handling.sampling import GRAMMARS, check_sampling, words
 from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.envs.server_handling.tool_grammars import grammar_of_calls
 from atroposlib.errors import RequestFault
@@ -64,6 +64,18 @@ class RolloutSettings(TurnSettings):
     def of(cls, **settings: Any) -> "RolloutSettings":
         """Settings of which only some are given."""
         return cls.model_validate(settings)
+
+
+_NO_SAMPLING = words("messages prompt input_ids stream tools tool_choice")
+
+
+def check_usable(settings: RolloutSettings) -> None:
+    """RequestFault where every request of a new rollout would fail, or no route would find it."""
+    check_sampling(settings.sampling)
+    if taken := settings.sampling.keys() & _NO_SAMPLING:
+        raise RequestFault(f"sampling has {', '.join(sorted(taken))}, which is for each request to say")
+    if "/" in (settings.rollout_id or ""):
+        raise RequestFault(f"rollout_id is {settings.rollout_id!r}; no route would find it, leave out the slash")
 
 
 @dataclass(frozen=True, slots=True)
