@@ -5,20 +5,27 @@ import errno
 import resource
 from collections.abc import Iterator
 
-from atroposlib.errors import DiskError
+from atroposlib.errors import DiskError, LaunchError
 
-MOST_DESCRIPTORS = 1 << 16
+FEWEST_DESCRIPTORS, MOST_DESCRIPTORS = 32, 1 << 16  # with fewer, event loops abort or wait for ever
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to what the system allows this process; return it."""
+    """Raise the soft limit of open files to what the system allows this process; return it.
+
+    Raises:
+        LaunchError: it is too low to work with.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # macOS has a limit below its hard one
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if soft == resource.RLIM_INFINITY else soft
+    most = wanted if soft == resource.RLIM_INFINITY else soft
+    if most < FEWEST_DESCRIPTORS:
+        raise LaunchError(f"no more than {most} files and connections may be open; raise `ulimit -n` to 1024 or more")
+    return most
 
 
 def limit_reached(error: OSError) -> str | None:

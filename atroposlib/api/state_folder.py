@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from atroposlib.errors import AtroposError, ConfigError, PathError
+from atroposlib.errors import AtroposError, ConfigError, LaunchError, PathError
 from atroposlib.lock_files import HeldError, hold
 from atroposlib.paths import expand_path
 
@@ -211,7 +211,7 @@ def _lock_folder(folder: Path) -> int:
     try:
         return hold(folder / "lock", mode=0o600)
     except HeldError as held:
-        raise ConfigError(
+        raise LaunchError(
             f"--state-dir {folder} is in use by the server with process id {held.pid}; stop it or choose another folder"
         ) from None
     except OSError as error:

@@ -76,6 +76,7 @@ def serve(
         )
     from atroposlib.api.server import ApiSettings, create_app
 
+    descriptors = raise_descriptor_limit()
     listener = listening(host, port)
     port = listener.getsockname()[1]
     folder = None if memory else expand_path(state_dir, what="--state-dir") if state_dir else default_state_dir(port)
@@ -94,16 +95,16 @@ def serve(
     listener.listen(2048)
     print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     logger.info("state: %s", folder or "in memory")
-    _run(app, listener)
+    _run(app, listener, descriptors)
 
 
-def _run(app, listener: socket.socket) -> None:
+def _run(app, listener: socket.socket, descriptors: int) -> None:
     """Serve until SIGTERM or SIGINT; afterwards everything is on disk."""
     import uvicorn
 
     from atroposlib.api.protocol import MAX_STRANGERS, ConnectionProtocol
 
-    app.state.strangers.max_strangers = min(MAX_STRANGERS, raise_descriptor_limit() // 2)
+    app.state.strangers.max_strangers = min(MAX_STRANGERS, descriptors // 2)
     config = uvicorn.Config(
         app,
         http=cast("type[asyncio.Protocol]", partial(ConnectionProtocol, app.state.strangers)),  # which is only called

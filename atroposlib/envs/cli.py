@@ -203,8 +203,8 @@ def main(env_cls: type[CliEnv], arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     mode = arguments[0] if arguments else "--help"
     _configure_logging()
-    raise_descriptor_limit()  # a request is a connection, and 1,024 are the usual soft limit
     try:
+        raise_descriptor_limit()  # a request is a connection, and 1,024 are the usual soft limit
         if mode in ("-h", "--help"):
             print("\n".join(["commands (each has --help):", *(f"  {mode:<10}{says}" for mode, says in MODES.items())]))
             return 0

@@ -2,6 +2,7 @@
 
 import errno
 import resource
+import subprocess
 import sys
 
 import pytest
@@ -308,6 +309,15 @@ def test_a_file_that_the_user_may_not_use_is_a_sentence_with_its_owner(capsys):
 
     assert main(RefusedEnv, ["process"]) == 1
     assert "error: /etc/a.jsonl.index: Permission denied; /etc belongs to root, and this is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["atroposlib.cli.run_api", "atroposlib.environments.countdown_env"])
+def test_too_few_descriptors_to_work_with_are_a_sentence(tmp_path, command):
+    words = ["process"] if "environments" in command else ["--port", "0", "--state-dir", str(tmp_path / "state")]
+    limited = f'ulimit -n 12; exec "$0" -m {command} "$@"'
+    done = subprocess.run(["bash", "-c", limited, sys.executable, *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("no more than 12 files and connections may be open")) == (1, 1), done
+    assert "Traceback" not in done.stderr
 
 
 def test_a_limit_of_the_system_that_ends_a_run_is_a_sentence(monkeypatch, capsys):
