@@ -24,7 +24,7 @@ import httpx
 
 from atroposlib.environments.adapters.framework import FrameworkEnv
 from atroposlib.environments.mixture_env import MixtureEnv
-from atroposlib.environments.multi_turn import MultiTurnEnv, Reply, Step, World
+from atroposlib.environments.multi_turn import Ask, MultiTurnEnv, Player, World
 from atroposlib.environments.policies import Rates, measure
 from atroposlib.environments.sft_loader_server import SFTEnv
 from atroposlib.environments.single_turn import SingleTurnEnv
@@ -278,30 +278,21 @@ def _judge_of(env_cls: type[BaseEnv]) -> Callable[[str], str]:
 
 
 def _noting_moves(env_cls: type[MultiTurnEnv], golds: dict[str, str]) -> type[MultiTurnEnv]:
-    """Return the environment with worlds that leave the right reply to each of their observations in `golds`."""
+    """Return the environment with players that leave the right reply to what they are asked in `golds`."""
 
-    async def open_(self: MultiTurnEnv, item: Any) -> World:
-        world = await env_cls.open(self, item)
-        begin, step = world.begin, world.step
+    async def take_turns(self: MultiTurnEnv, world: World, players: Sequence[Player]) -> None:
+        def noting(ask: Ask) -> Ask:
+            async def noted(messages: Any, tools: Any) -> Any:
+                golds[str(messages[-1]["content"]).strip()] = world.gold() or ANSWERS[1]
+                return await ask(messages, tools)
 
-        def noted(observation: Any) -> Any:
-            last = observation if isinstance(observation, str) else str(observation[-1]["content"])
-            golds[last.strip()] = world.gold() or ANSWERS[1]
-            return observation
+            return noted
 
-        async def begin_() -> Any:
-            return noted(await begin())
+        for player in players:
+            player.ask = noting(player.ask)
+        await env_cls.take_turns(self, world, players)
 
-        async def step_(reply: Reply) -> Step:
-            made = await step(reply)
-            if not made.is_over:
-                noted(made.observation)
-            return made
-
-        world.begin, world.step = begin_, step_
-        return world
-
-    return type(env_cls.__name__, (env_cls,), {"open": open_, "__doc__": env_cls.__doc__})
+    return type(env_cls.__name__, (env_cls,), {"take_turns": take_turns, "__doc__": env_cls.__doc__})
 
 
 def _ended(code: int, mode: str) -> None:

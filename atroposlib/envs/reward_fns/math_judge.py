@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from atroposlib.envs.reward_fns import math_answers
 from atroposlib.envs.reward_fns.math_answers import Quantity, clean, read_quantity, split_parts, words_of
@@ -58,6 +58,13 @@ class Question:
     gold: str
 
 
+class Reading(TypedDict, total=False):
+    """Options of reading a reply, see `first_look`."""
+
+    tolerance: float
+    skip_thinking: bool
+
+
 class MathJudge:
     """A judge with worker processes of its own. Safe in threads, in an event loop and after a fork."""
 
@@ -65,30 +72,18 @@ class MathJudge:
         """For the arguments see `WorkerPool`; the time is that of one comparison."""
         self.pool = WorkerPool(workers=workers, timeout_s=timeout_s, memory_mb=memory_mb)
 
-    def judge(
-        self,
-        replies: Sequence[str],
-        gold: Gold | Sequence[Gold],
-        *,
-        tolerance: float = TOLERANCE,
-        skip_thinking: bool = True,
-    ) -> list[Verdict]:
-        """Judge replies [G], side by side; the options are those of `first_look`. Blocks until all are judged."""
-        looks, calls = self._begin(replies, gold, tolerance, skip_thinking)
+    def judge(self, replies: Sequence[str], gold: Gold | Sequence[Gold], **reading: Unpack[Reading]) -> list[Verdict]:
+        """Judge replies [G], side by side. Blocks until all are judged."""
+        looks, calls = self._begin(replies, gold, reading)
         for call in calls.values():
             call.future.exception()  # wait; `_verdict` reads it
         return [_verdict(look, calls) for look in looks]
 
     async def judge_async(
-        self,
-        replies: Sequence[str],
-        gold: Gold | Sequence[Gold],
-        *,
-        tolerance: float = TOLERANCE,
-        skip_thinking: bool = True,
+        self, replies: Sequence[str], gold: Gold | Sequence[Gold], **reading: Unpack[Reading]
     ) -> list[Verdict]:
         """Judge as `judge` does, without holding up the event loop."""
-        looks, calls = self._begin(replies, gold, tolerance, skip_thinking)
+        looks, calls = self._begin(replies, gold, reading)
         await _ended(calls)
         return [_verdict(look, calls) for look in looks]
 
@@ -97,13 +92,10 @@ class MathJudge:
         self.pool.close()
 
     def _begin(
-        self, replies: Sequence[str], gold: Gold | Sequence[Gold], tolerance: float, skip_thinking: bool
+        self, replies: Sequence[str], gold: Gold | Sequence[Gold], reading: Reading
     ) -> tuple[list[tuple[Verdict, Question | None]], dict[Question, WorkerCall]]:
         golds = [gold] * len(replies) if isinstance(gold, str | int | float) else gold
-        looks = [
-            first_look(reply, right, tolerance=tolerance, skip_thinking=skip_thinking)
-            for reply, right in zip(replies, golds, strict=True)
-        ]
+        looks = [first_look(reply, right, **reading) for reply, right in zip(replies, golds, strict=True)]
         questions = dict.fromkeys(question for _, question in looks if question is not None)
         if questions and importlib.util.find_spec("math_verify") is None:
             raise VerifierFault("comparing mathematics needs math-verify: pip install 'atroposlib[rewards]'")
@@ -120,11 +112,9 @@ def default_judge() -> MathJudge:
     return MathJudge(workers=max(2, min(8, (os.cpu_count() or 2) // 2)))
 
 
-def judge(
-    replies: Sequence[str], gold: Gold | Sequence[Gold], *, tolerance: float = TOLERANCE, skip_thinking: bool = True
-) -> list[Verdict]:
+def judge(replies: Sequence[str], gold: Gold | Sequence[Gold], **reading: Unpack[Reading]) -> list[Verdict]:
     """Judge whole replies [G] with the judge of this process; `gold` is the right answer, or one for each."""
-    return default_judge().judge(replies, gold, tolerance=tolerance, skip_thinking=skip_thinking)
+    return default_judge().judge(replies, gold, **reading)
 
 
 def scores(verdicts: Sequence[Verdict], *, right: float = 1.0, wrong: float = 0.0) -> list[float]:
