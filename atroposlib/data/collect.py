@@ -26,6 +26,7 @@ from atroposlib.errors import ApiError, ConfigError, DiskError, PathError
 from atroposlib.json_lines import one_line
 from atroposlib.lock_files import HeldError, hold
 from atroposlib.paths import expand_path
+from atroposlib.type_definitions import JsonObject
 
 if TYPE_CHECKING:
     from atroposlib.api.client import TrainerClient
@@ -281,18 +282,21 @@ async def _register(client: "TrainerClient", plan: Collection) -> None:
             "batches away. Use another API, stop that trainer and restart the API, or add --take-over. What a datagen "
             "run has recorded is on disk: give its folder and --output"
         )
-    await client.register(
-        {
-            "wandb_group": group,
-            "wandb_project": plan.name,
-            "batch_size": plan.batch_size,
-            "max_token_len": plan.max_token_len,
-            "checkpoint_dir": "",
-            "save_checkpoint_interval": 0,
-            "starting_step": 0,
-            "num_steps": _MANY_STEPS,
-        }
-    )
+    await client.register(registration(plan.name, plan.batch_size, plan.max_token_len))
+
+
+def registration(name: str, batch_size: int, max_token_len: int) -> JsonObject:
+    """What a trainer registers with that only collects: it has no checkpoints, and no end."""
+    return {
+        "wandb_group": f"atropos_{name}",
+        "wandb_project": name,
+        "batch_size": batch_size,
+        "max_token_len": max_token_len,
+        "checkpoint_dir": "",
+        "save_checkpoint_interval": 0,
+        "starting_step": 0,
+        "num_steps": _MANY_STEPS,
+    }
 
 
 async def _run_group(api_url: str) -> str | None:

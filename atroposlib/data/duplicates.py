@@ -169,7 +169,7 @@ def contaminated(table: Table, keep: Array, against: list[str], ngram: int) -> t
     texts = [(source, word_ids(text)) for source, text in _eval_texts(against)]
     shortest = min(MIN_WORDS, ngram)
     _warn_of_short(texts, shortest)
-    library = [NgramIndex.build(texts, length, ngram) for length in range(shortest, ngram + 1)]
+    library = {length: _ngrams(texts, length, ngram) for length in range(shortest, ngram + 1)}
     found = np.zeros_like(keep)
     report: list[Contamination] = []
     for chosen in table.read(keep):
@@ -197,41 +197,22 @@ def _warn_of_short(texts: list[tuple[str, Array]], shortest: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class NgramIndex:
-    """The n-grams of one length in evaluation texts, sorted by hash."""
-
-    length: int
-    hashes: Array  # [ngrams] of u8, ascending
-    sources: list[str]  # [ngrams] file:line
-
-    @classmethod
-    def build(cls, texts: list[tuple[str, Array]], length: int, longest: int) -> "NgramIndex":
-        """All n-grams of texts when `length` is the longest, else only texts of exactly that many words."""
-        pairs: dict[int, str] = {}
-        for source, words in texts:
-            if length == longest or len(words) == length:
-                for value in rolling(words, length).tolist():
-                    pairs.setdefault(value, source)
-        values = sorted(pairs)
-        return cls(length, np.array(values, np.uint64), [pairs[value] for value in values])
-
-    def first_hit(self, words: Array) -> tuple[int, str] | None:
-        """Position of the first n-gram of `words` that is known, and where it comes from."""
-        hashes = rolling(words, self.length)
-        if not len(self.hashes) or not len(hashes):
-            return None
-        at = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
-        hits = np.flatnonzero(self.hashes[at] == hashes)
-        return (int(hits[0]), self.sources[at[hits[0]]]) if len(hits) else None
+def _ngrams(texts: list[tuple[str, Array]], length: int, longest: int) -> dict[int, str]:
+    """Where each n-gram occurs first: all of texts when `length` is the longest, else only texts of so many words."""
+    found: dict[int, str] = {}
+    for source, words in texts:
+        if length == longest or len(words) == length:
+            for value in rolling(words, length).tolist():
+                found.setdefault(value, source)
+    return found
 
 
-def _first_hit(library: list[NgramIndex], text: str) -> tuple[str, str] | None:
+def _first_hit(library: dict[int, dict[int, str]], text: str) -> tuple[str, str] | None:
     words = word_ids(text)
-    for index in library:
-        if hit := index.first_hit(words):
-            at, source = hit
-            return source, " ".join(_WORD.findall(text.lower())[at : at + index.length])
+    for length, known in library.items():
+        for at, value in enumerate(rolling(words, length).tolist() if known else ()):
+            if value in known:
+                return known[value], " ".join(_WORD.findall(text.lower())[at : at + length])
     return None
 
 

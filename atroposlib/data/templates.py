@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from atroposlib.data.chats import (
     ASSISTANT_ROLES,
@@ -30,6 +30,7 @@ from atroposlib.errors import DataError
 from atroposlib.type_definitions import IGNORE_INDEX, JsonObject
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 OPENING = "<think>"
@@ -48,21 +49,6 @@ PROBES: tuple[list[dict[str, str]], ...] = (
         {"role": "assistant", "content": "<think>second</think>  two\n"},
     ],
 )
-
-
-class Encoding(Protocol):
-    """One result of `tokenizers.Tokenizer.encode_batch`."""
-
-    @property
-    def ids(self) -> list[int]: ...
-
-
-class Backend(Protocol):
-    """The part of `tokenizers.Tokenizer` used here."""
-
-    def encode_batch_fast(self, input: Sequence[str], add_special_tokens: bool = ...) -> Sequence[Encoding]:
-        """The encodings of `input`, without offsets."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +80,7 @@ class TemplateRenderer:
         if not tokenizer.is_fast:
             raise DataError("re-rendering needs a fast tokenizer (tokenizer.json); this one is a slow one")
         self._tokenizer = tokenizer
-        self._backend = cast(Backend, tokenizer.backend_tokenizer)  # type: ignore[attr-defined]
+        self._backend = cast("Tokenizer", tokenizer.backend_tokenizer)  # type: ignore[attr-defined]
         specials = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._specials = sorted((token.content for token in specials), key=len, reverse=True)
         # A stretch is tokenised after a special token, so that a tokenizer which begins every text with a space

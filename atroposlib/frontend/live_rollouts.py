@@ -16,6 +16,7 @@ import orjson
 
 from atroposlib.api.auth import TOKEN_VARIABLE
 from atroposlib.api.client import EnvClient, TrainerClient
+from atroposlib.data.collect import registration
 from atroposlib.data.lazy_group import LazyGroup, hash64, parse_lazily
 from atroposlib.data.rollout_files import Line
 from atroposlib.data.table import Table, TableBuilder, concatenate
@@ -27,7 +28,6 @@ logger = logging.getLogger(__name__)
 KEPT_GROUPS = 1_000
 RUN_GROUP = "atropos_view_run"
 _POLL_S = 1.0
-_MANY_STEPS = 1_000_000
 
 
 class LiveRollouts:
@@ -95,17 +95,7 @@ class LiveRollouts:
 
     async def _take(self) -> None:
         async with TrainerClient(self._url) as client:
-            registration = {
-                "wandb_group": RUN_GROUP,
-                "wandb_project": "view_run",
-                "batch_size": self._batch_size,
-                "max_token_len": self._max_token_len,
-                "checkpoint_dir": "",
-                "save_checkpoint_interval": 0,
-                "starting_step": 0,
-                "num_steps": _MANY_STEPS,
-            }
-            await client.register(registration)
+            await client.register(registration("view_run", self._batch_size, self._max_token_len))
             while True:
                 self._state = f"live from {self._url}, as its trainer"
                 batch = await client.batch()

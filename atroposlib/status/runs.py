@@ -34,6 +34,9 @@ WASTE_CAUSES = ("retry", "kill", "truncation", "rejected")
 _ELSEWHERE_SILENT_S = 60.0
 _OLD_S = 30.0  # a progress file that lives is written once a second
 _SERVICE = ("name", "pid", "state", "restarts", "started")
+_COUNTS = (
+    *("groups_done", "responses", "accepted", "prompt_tokens", "completion_tokens", "reused_tokens", "withheld"),
+)
 _ENDED = {"done", "stopped", "failed"}
 
 
@@ -235,9 +238,8 @@ def sum_of(members: list[RunStatus], run_dir: Path) -> RunStatus:
         )
     facts = [asdict(member) for member in members]
     counted = (
-        *("groups_done", "responses", "accepted", "prompt_tokens", "completion_tokens", "tokens_per_s_now"),
-        *("in_flight", "engine_running", "engine_queued", "engine_slots", "reused_tokens", "starts"),
-        *("unfinished_answers", "unfinished_tokens", "engine_tokens_s", "withheld"),
+        *(*_COUNTS, "tokens_per_s_now", "in_flight", "engine_running", "engine_queued", "engine_slots", "starts"),
+        *("unfinished_answers", "unfinished_tokens", "engine_tokens_s"),
     )
     return replace(
         newest,
@@ -355,12 +357,8 @@ def _counted(progress: Mapping[str, Json], running: bool) -> RunStatus:
         running=running,
         problems=0,
         responses_per_problem=0,
-        groups_done=progress.get("groups_done", 0),
+        **{name: progress.get(name, 0) for name in _COUNTS},
         limit_share=progress.get("share_done") or 0.0,
-        responses=progress.get("responses", 0),
-        accepted=progress.get("accepted", 0),
-        prompt_tokens=progress.get("prompt_tokens", 0),
-        completion_tokens=progress.get("completion_tokens", 0),
         tokens_per_s_now=progress.get("rates", {}).get("tokens_s", 0.0) if running and not is_old else 0.0,
         in_flight=progress.get("in_flight", 0) if running else 0,
         unfinished_answers=unfinished.get("answers", 0),
@@ -369,10 +367,8 @@ def _counted(progress: Mapping[str, Json], running: bool) -> RunStatus:
         engine_running=engines.get("running", 0),
         engine_queued=engines.get("queued", 0),
         engine_slots=engines.get("slots", 0),
-        reused_tokens=progress.get("reused_tokens", 0),
         wasted={cause: progress.get("wasted", {}).get(cause, 0) for cause in WASTE_CAUSES},
         rejected=dict(progress.get("rejected_for") or {}),
-        withheld=progress.get("withheld", 0),
         waiting_for=unwritten if is_old else progress.get("waiting_for") if running else None,
         evaluating=progress.get("evaluating") if running else None,
         last_failure=progress.get("last_failure"),

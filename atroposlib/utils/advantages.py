@@ -1,7 +1,7 @@
 """Advantages and returns from rewards, in numpy. Groups may be jagged: G trajectories of different lengths."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, TypeAlias, overload
+from typing import TypeAlias
 
 import numpy as np
 
@@ -12,23 +12,6 @@ BoolVector: TypeAlias = np.ndarray
 Nested: TypeAlias = "number | np.ndarray | Sequence[Nested]"
 
 
-@overload
-def allclose_to_first(
-    values: NumpyArrayLike,
-    rtol: float = ...,
-    atol: float = ...,
-    equal_nan: bool = ...,
-    return_vector: Literal[False] = ...,
-) -> bool: ...
-@overload
-def allclose_to_first(
-    values: NumpyArrayLike,
-    rtol: float = ...,
-    atol: float = ...,
-    equal_nan: bool = ...,
-    *,
-    return_vector: Literal[True],
-) -> BoolVector: ...
 def allclose_to_first(
     values: NumpyArrayLike,
     rtol: float = 1e-05,

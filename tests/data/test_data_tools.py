@@ -1,4 +1,3 @@
-import importlib.metadata
 import json
 import subprocess
 
@@ -7,7 +6,6 @@ import pytest
 import yaml
 from rollout_factory import make_group, write_groups
 
-from atroposlib.data import report
 from atroposlib.data.report import dataset_card
 from atroposlib.data.rollout_files import read_rollouts
 from atroposlib.data.sft import best_fit, export_sft
@@ -176,11 +174,6 @@ def test_a_card_names_lineage_and_hashes(tmp_path):
     assert '"temperature":0.6' in card
     with pytest.raises(DataError, match=r"meta\.json cannot be read"):
         dataset_card(rollouts)
-
-
-def test_a_source_tree_that_is_not_installed_has_no_version(monkeypatch):
-    monkeypatch.setattr(report, "version", lambda name: importlib.metadata.version(f"{name}-that-is-not-there"))
-    assert report.our_version() == "(not installed)"
 
 
 def test_an_index_is_made_once_extended_and_replaced_when_the_file_is(tmp_path):

@@ -10,9 +10,9 @@ from typing import Any
 
 import typer
 
+from atroposlib import __version__
 from atroposlib.cli.boundary import reading
 from atroposlib.data.output import check_output, refuse_inputs, write_whole, written_whole
-from atroposlib.data.report import our_version
 from atroposlib.data.rollout_files import CUT_SHORT, find_rollout_files
 from atroposlib.data.set_aside import SetAside
 from atroposlib.data.split_merge import NAMES, split_rollouts
@@ -120,7 +120,7 @@ def write_catalog(
 ) -> Path:
     """Write `catalog.json`: what was made from what, by which version, with sizes and hashes."""
     said = {
-        "version": our_version(),
+        "version": __version__,
         "created_at": time.time(),
         "settings": dict(settings),
         "counts": dict(counts),
