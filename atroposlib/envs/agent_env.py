@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import socket
 import tempfile
 import uuid
@@ -36,7 +35,7 @@ from atroposlib.envs.server_handling.sampling import words
 from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, RolloutFault, VerifierFault
 from atroposlib.rollouts.trace import EngineReply, row_of_group
-from atroposlib.sandbox.apart import apart, can_part, new_folder
+from atroposlib.sandbox.apart import apart, can_part, new_folder, remove_folder
 from atroposlib.sandbox.keeper import end_kept, kept
 from atroposlib.type_definitions import FinishReason, Item, JsonObject, ScoredDataGroup
 
@@ -278,7 +277,7 @@ class AgentEnv(BaseEnv):
         try:
             return await self._roll_out_in(folder, item, service)
         finally:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(remove_folder, folder)
 
     async def _roll_out_in(self, folder: Path, item: Item, service: "GatewayService") -> tuple[Rollout, float]:
         rollout = service.rollouts.create(self.rollout_settings())

@@ -5,6 +5,7 @@ process, whose variables and working folder it could read. All else stays as it 
 is no sandbox: as root a program can still read the device of the disk.
 """
 
+import contextlib
 import errno
 import functools
 import logging
@@ -32,6 +33,17 @@ def new_folder() -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PathError(f"{above} is no folder of this user alone; remove it, or set TMPDIR to a folder of yours")
     return Path(tempfile.mkdtemp(dir=above))
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove the folder of a program that has ended, however deep it is and whatever the program forbade in it."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        removal = ["sh", "-c", 'chmod -R u+rwX -- "$1"; rm -rf -- "$1"', "sh", str(folder)]
+        ended = subprocess.run(removal, check=False, stdin=subprocess.DEVNULL, capture_output=True)
+        if folder.exists():
+            logger.warning("%s cannot be removed: %s", folder, ended.stderr.decode(errors="replace")[-300:].strip())
 
 
 def apart(arguments: Sequence[str], folder: Path, path: str | None = None) -> list[str]:
@@ -69,8 +81,8 @@ def can_part() -> bool:
     except (OSError, subprocess.TimeoutExpired) as error:
         is_apart, reason = False, str(error)
     finally:
-        for folder in (own, other):
-            shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(own)
+        remove_folder(other)
     if not is_apart:
         logger.warning(
             "agents that run at the same time can read each other's folders, as bubblewrap cannot keep them apart here "

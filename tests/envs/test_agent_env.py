@@ -24,7 +24,7 @@ from atroposlib.environments.agents.stock_env import StockEnv
 from atroposlib.envs.agent_env import INSIDE, Access, AgentEnv, AgentEnvConfig, Command, in_container, run_command
 from atroposlib.envs.base import ServerBaseline
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, PathError, RequestFault, VerifierFault
-from atroposlib.sandbox.apart import can_part, new_folder
+from atroposlib.sandbox.apart import can_part, new_folder, remove_folder
 from atroposlib.sandbox.host import require_host
 from atroposlib.sandbox.workers import SandboxError
 from atroposlib.type_definitions import IGNORE_INDEX
@@ -160,6 +160,7 @@ PLANT = f"""for name in json.py sitecustomize.py usercustomize.py sh python3
 do echo '{FORGED}' > $name; chmod +x $name; done
 mkdir -p .home/.local/bin && cp sh .home/.local/bin/sh"""
 EXAM = {"tests/exam.py": "import json, sys\nsys.exit(open('answer.txt').read() != 'right')"}
+DEEP = "import os; [(os.mkdir(name), os.chdir(name)) for name in 1100 * [str(1)]]"
 CHECKS = {
     "sees what the agent left": ("grep -q maybe answer.txt && grep -q given notes/a.txt", "", {}, 1.0),
     "fails": ("exit 1", "", {}, 0.0),
@@ -183,9 +184,22 @@ CHECKS = {
     "finds links that lead out of the folder empty": ("cat out", "ln -s /etc/passwd out", {}, 0.0),
     "reads what the agent forbade": ("cat own/a", "mkdir own; echo > own/a; chmod 0 own/a own", {}, 1.0),
     "waits for no pipe of the agent": ("test ! -e pipe", "mkfifo pipe", {}, 1.0),
+    "fails in a folder of any depth": ("exit 1", f"python3 -c '{DEEP}'", {}, 0.0),
+    "succeeds in a folder of any depth": ("true", f"python3 -c '{DEEP}'", {}, 1.0),
     "fails for a folder without measure": ("true", "truncate -s 99G big", {}, 0.0),
     "fails for what the agent makes last too long": ("test ! -e long || sleep 600", "echo > long", {}, 0.0),
 }
+
+
+def test_no_folder_of_an_agent_stays_whatever_it_did_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    deep, locked = new_folder(), new_folder()
+    subprocess.run([sys.executable, "-c", DEEP], cwd=deep, check=True)
+    (locked / "own" / "inner").mkdir(parents=True)
+    (locked / "own").chmod(0)
+    for folder in (deep, locked):
+        remove_folder(folder)
+    assert [*deep.parent.iterdir()] == []
 
 
 def test_a_folder_of_nothing_but_links_has_a_size_too(tmp_path):

@@ -216,8 +216,14 @@ def _add_file(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> 
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    for root, folders, files in os.walk(folder):
-        yield from (Path(root, name) for name in (*folders, *files))
+    """Everything below a folder, however deep it is; what holds something comes before that."""
+    waiting = [folder]
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(Path(entry.path))
+                yield Path(entry.path)
 
 
 def write_files(files: Mapping[str, str], folder: Path) -> None:
