@@ -106,7 +106,7 @@ def stats(
     if page:
         write_whole(page, stats_page(found).encode())
     if as_json:
-        print(orjson.dumps(found.as_json(), option=orjson.OPT_INDENT_2).decode())
+        print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
     else:
         _print_stats(found)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 
@@ -149,12 +150,7 @@ def _size(status: RunStatus) -> str:
         files = [Path(folder) / name for folder, _, names in os.walk(status.run_dir) for name in names]
     else:
         files = [Path(path) for paths in status.outputs.values() for path in paths]
-    total = float(sum(path.stat().st_size for path in files if path.is_file()))
-    for unit in ("B", "kB", "MB", "GB"):
-        if total < 1000:
-            return f"{total:.0f} {unit}" if unit == "B" else f"{total:.1f} {unit}"
-        total /= 1000
-    return f"{total:.1f} TB"
+    return decimal(sum(path.stat().st_size for path in files if path.is_file())).replace("bytes", "B")
 
 
 runs_app = command(runs, RUNS_HELP)

@@ -286,7 +286,7 @@ async def _register(client: "TrainerClient", plan: Collection) -> None:
 
 
 def registration(name: str, batch_size: int, max_token_len: int) -> JsonObject:
-    """What a trainer registers with that only collects: it has no checkpoints, and no end."""
+    """Return the registration of a trainer that only collects: it has no checkpoints, and no end."""
     return {
         "wandb_group": f"atropos_{name}",
         "wandb_project": name,

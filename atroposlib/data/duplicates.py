@@ -198,7 +198,7 @@ def _warn_of_short(texts: list[tuple[str, Array]], shortest: int) -> None:
 
 
 def _ngrams(texts: list[tuple[str, Array]], length: int, longest: int) -> dict[int, str]:
-    """Where each n-gram occurs first: all of texts when `length` is the longest, else only texts of so many words."""
+    """Return each n-gram and its first place: all of texts when `length` is the longest, else texts of that length."""
     found: dict[int, str] = {}
     for source, words in texts:
         if length == longest or len(words) == length:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -293,8 +293,9 @@ def written_whole(
     """
     with _part_file(path) as part:
         if path.suffix == ".parquet":
-            with _parquet_writer(part) as writer:
+            with closing(ParquetWriter(part)) as writer:
                 yield writer
+                writer.finish()
             before_rename(part.stat().st_size)
             return
         with part.open("wb", buffering=_BUFFER_BYTES) as raw:
@@ -392,16 +393,6 @@ class ParquetWriter:
 
     def close(self) -> None:
         self._records.close()
-
-
-@contextmanager
-def _parquet_writer(path: Path) -> Iterator[ParquetWriter]:
-    writer = ParquetWriter(path)
-    try:
-        yield writer
-        writer.finish()
-    finally:
-        writer.close()
 
 
 @contextmanager

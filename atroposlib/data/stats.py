@@ -5,7 +5,7 @@ The page is one self-contained file with bar charts in inline SVG, nothing fetch
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 
@@ -65,9 +65,6 @@ class Stats:
     completion_tokens: Histogram
     retention: list[StepResult]  # what a policy's steps leave; [] without one
     set_aside: list[JsonObject]  # lines and responses that no dataset may use, by reason
-
-    def as_json(self) -> JsonObject:
-        return asdict(self)
 
 
 def describe(table: Table, *, accept_score: float = 0.0, retention: list[StepResult] | None = None) -> Stats:

@@ -9,7 +9,7 @@ shows what is there; a file that grows is read on.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -218,15 +218,6 @@ def _per_group(table: Table, choose: np.ufunc, values: Array) -> Array:
 
 def _place(names: tuple[str, ...], wanted: str) -> int:
     return names.index(wanted) if wanted in names else 31
-
-
-def given(parameters: Mapping[str, str]) -> Query:
-    """The query of an address; empty values do not limit.
-
-    Raises:
-        ValidationError: an unknown name, or a value that is none.
-    """
-    return Query.model_validate({name: value for name, value in parameters.items() if value != ""})
 
 
 def side_rows(table: Table, runs: list[str], side: str) -> Array:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 from urllib.parse import urlencode
 
 import numpy as np
@@ -30,13 +30,13 @@ from atroposlib.data.stats import read_failures
 from atroposlib.data.table import FINISH_REASONS, Table, concatenate, read_group, table_of
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.frontend.group_detail import TokenTexts, group_detail, mean_gap, subset, tokens_of
+from atroposlib.frontend.live_rollouts import LiveRollouts
 from atroposlib.frontend.query import (
     Query,
     Scan,
     by_task,
     compare,
     facets,
-    given,
     histogram,
     lengths,
     side_rows,
@@ -64,26 +64,6 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-
-
-class RolloutSource(Protocol):
-    """The source of a view's groups."""
-
-    def table(self) -> Table:
-        """Return the table as far as it is known."""
-        ...
-
-    def group(self, row: int) -> bytes:
-        """The recorded line of one group row."""
-        ...
-
-    def read(self, table: Table, rows: Array) -> Iterator[tuple[int, Line, LazyGroup]]:
-        """Group row, line and group of each of `rows` of `table`, ascending."""
-        ...
-
-    def state(self) -> str:
-        """Return what is still being read, for the page's head; "" when nothing is."""
-        ...
 
 
 class FileRollouts:
@@ -153,6 +133,9 @@ class FileRollouts:
     def state(self) -> str:
         """Return which file is being indexed, or that there is none of rollouts."""
         return self.pending
+
+
+RolloutSource: TypeAlias = FileRollouts | LiveRollouts
 
 
 class View:
@@ -440,11 +423,11 @@ def _gaps(line: Line, group: LazyGroup) -> list[float]:
 
 
 def _query(request: Request, *others: str) -> tuple[Query, dict[str, str]]:
-    """The query in an address, and its other parameters by name; 422 for anything else."""
+    """The query in an address (empty values do not limit) and its other parameters by name; 422 for anything else."""
     parameters = dict(request.query_params)
     rest = {name: parameters.pop(name) for name in others if name in parameters}
     try:
-        return given(parameters), rest
+        return Query.model_validate({name: value for name, value in parameters.items() if value != ""}), rest
     except ValidationError as error:
         first = error.errors()[0]
         raise HTTPException(422, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error

@@ -4,6 +4,7 @@ The trajectory API has `/metrics` of its own, SGLang too; `docs/grafana.json` is
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
@@ -48,7 +49,7 @@ class RunMetrics(Collector):
         try:
             return list(metrics_of(read_status(self._folder)))
         except LaunchError:  # there is no run (any more)
-            return [_labelled(GaugeMetricFamily, "up", "1 while it runs.", self._folder.name, {"": 0})]
+            return [_family(GaugeMetricFamily, self._folder.name, "up", "1 while it runs.", 0)]
 
     def describe(self) -> Iterable[Metric]:
         return []
@@ -56,30 +57,22 @@ class RunMetrics(Collector):
 
 def metrics_of(status: RunStatus) -> Iterator[Metric]:
     """Yield a run's metrics; all have the label `run`."""
-    run = status.name
-    yield _labelled(GaugeMetricFamily, "up", "1 while it runs.", run, {"": status.running})
-    yield _labelled(
-        GaugeMetricFamily, "waiting", "1 while it waits for something.", run, {"": bool(status.waiting_for)}
-    )
-    yield _labelled(
-        GaugeMetricFamily,
-        "updated_seconds",
-        "When it said something last, since the epoch.",
-        run,
-        {"": status.updated_at},
-    )
+    gauge, counter = (partial(_family, kind, status.name) for kind in (GaugeMetricFamily, CounterMetricFamily))
+    yield gauge("up", "1 while it runs.", status.running)
+    yield gauge("waiting", "1 while it waits for something.", bool(status.waiting_for))
+    yield gauge("updated_seconds", "When it said something last, since the epoch.", status.updated_at)
     for name, text in _GAUGES.items():
-        yield _labelled(GaugeMetricFamily, name, text, run, {"": getattr(status, name)})
+        yield gauge(name, text, getattr(status, name))
     for name, (metric, text) in _COUNTERS.items():
-        yield _labelled(CounterMetricFamily, metric, text, run, {"": getattr(status, name)})
+        yield counter(metric, text, getattr(status, name))
     for name, (metric, label, text) in _BY_LABEL.items():
-        yield _labelled(CounterMetricFamily, metric, text, run, getattr(status, name), label)
+        yield counter(metric, text, getattr(status, name), label)
     ready = {service.name: status.running and service.state == "ready" for service in status.services}
-    yield _labelled(GaugeMetricFamily, "service_ready", "1 while a process is there and ready.", run, ready, "service")
+    yield gauge("service_ready", "1 while a process is there and ready.", ready, "service")
     if status.training is not None:
-        yield _labelled(GaugeMetricFamily, "training_step", "Steps taken.", run, {"": status.training.step})
+        yield gauge("training_step", "Steps taken.", status.training.step)
         last = {key: value for key, value in status.training.last.items() if isinstance(value, int | float)}
-        yield _labelled(GaugeMetricFamily, "training", "What the trainer logged last.", run, last, "metric")
+        yield gauge("training", "What the trainer logged last.", last, "metric")
 
 
 def serve_metrics(folder: Path, host: str, port: int) -> WSGIServer:
@@ -90,15 +83,16 @@ def serve_metrics(folder: Path, host: str, port: int) -> WSGIServer:
     return server
 
 
-def _labelled(
+def _family(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    run: str,
     name: str,
     text: str,
-    run: str,
-    values: Mapping[str, float],
-    label: str | None = None,
+    value: float | Mapping[str, float],
+    label: str = "",
 ) -> Metric:
-    family = kind(f"atropos_run_{name}", text, labels=["run"] if label is None else ["run", label])
-    for key, value in values.items():
-        family.add_metric([run] if label is None else [run, key], value)
+    """One metric of a run: a number, or one for each value of `label`."""
+    family = kind(f"atropos_run_{name}", text, labels=["run", label] if label else ["run"])
+    for key, each in value.items() if isinstance(value, Mapping) else [("", value)]:
+        family.add_metric([run, key] if label else [run], each)
     return family

@@ -33,7 +33,6 @@ RESULTS_FILE = "metrics.json"
 WASTE_CAUSES = ("retry", "kill", "truncation", "rejected")
 _ELSEWHERE_SILENT_S = 60.0
 _OLD_S = 30.0  # a progress file that lives is written once a second
-_SERVICE = ("name", "pid", "state", "restarts", "started")
 _COUNTS = (
     *("groups_done", "responses", "accepted", "prompt_tokens", "completion_tokens", "reused_tokens", "withheld"),
 )
@@ -267,7 +266,8 @@ def sum_of(members: list[RunStatus], run_dir: Path) -> RunStatus:
 
 def _status(run_dir: Path, run: JsonObject) -> RunStatus:
     running = _is_running(run)
-    services = [ServiceStatus(**{name: entry.get(name) for name in _SERVICE}) for entry in run.get("services", [])]
+    names = ServiceStatus.__dataclass_fields__
+    services = [ServiceStatus(**{name: entry.get(name) for name in names}) for entry in run.get("services", [])]
     progress = read_object(run_dir / PROGRESS_FILE) or {}
     kind = run.get("kind", "datagen")
     return replace(
