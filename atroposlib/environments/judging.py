@@ -7,7 +7,6 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.reward_fns.math_answers import after_thinking, last_boxed
@@ -67,15 +66,23 @@ WANTED = "Judge which one helps the user more: right, complete, clear, and no lo
 class Judge:
     """A model that is asked with temperature 0."""
 
-    def __init__(self, server: ServerManager, own: APIServerConfig | None = None, *, max_tokens: int = 1024) -> None:
+    def __init__(
+        self,
+        server: ServerManager,
+        own: APIServerConfig | None = None,
+        *,
+        max_tokens: int = 1024,
+        wanted: str = WANTED,
+    ) -> None:
         """
         Args:
             server: the engine that is judged, and judges unless `own` is given.
             own: another engine, for the judge alone.
             max_tokens: of a judgement.
+            wanted: of two replies: which one is better, in words.
         """
         self.server = ServerManager([own]) if own else server
-        self.max_tokens = max_tokens
+        self.max_tokens, self.wanted = max_tokens, wanted
         self.counts: Counter[str] = Counter()
 
     async def ask(self, prompt: str) -> str:
@@ -100,17 +107,10 @@ class Judge:
         self.counts[said] += 1
         return verdicts[said]
 
-
-class PairJudge(Judge):
-    """Prefers one of two replies. Each pair is asked in both orders; a judge that prefers a place prefers nothing."""
-
-    def __init__(self, *args: Any, wanted: str = WANTED, **kwargs: Any) -> None:
-        """`wanted`: what is better, in words; other arguments as for `Judge`."""
-        super().__init__(*args, **kwargs)
-        self.wanted = wanted
-
     async def prefer(self, question: str, a: str, b: str) -> float:
         """Return 1 when `a` is better, 0 when `b` is, 0.5 for a tie or a judge that changes its mind with the order.
+
+        The pair is asked in both orders; a judge that prefers a place prefers nothing.
 
         Raises:
             VerifierFault: an order gave no judgement that can be read; the other alone may be for a place.
@@ -128,10 +128,6 @@ class PairJudge(Judge):
         said = await self.ask(_PAIR.format(wanted=self.wanted, question=question, a=a, b=b))
         return {"a": 1.0, "b": 0.0, "tie": 0.5}.get(said)
 
-
-class Grader(Judge):
-    """Grades one reply against the right answer."""
-
     async def grade(self, question: str, said: str, right: str) -> float:
         """Return 1 for a correct reply, else 0; `Unscored` when the judge cannot be read. `counts` has the verdicts."""
         if not said:
@@ -139,10 +135,6 @@ class Grader(Judge):
             return 0.0
         prompt = _GRADE.format(question=question, said=said, right=right)
         return await scored(self.verdict(prompt, {"correct": 1.0, "incorrect": 0.0, "not attempted": 0.0}))
-
-
-class Rater(Judge):
-    """Rates the last reply of a conversation."""
 
     async def rate(self, turns: Sequence[tuple[str, str]], reference: str | None = None) -> float:
         """Return a tenth of a rating from 1 to 10, 0 for an empty reply; `Unscored` when the judge cannot be read.
@@ -157,10 +149,6 @@ class Rater(Judge):
         known = f"\n\n[a right answer to the last request]\n{reference}" if reference else ""
         prompt = _RATE.format(conversation=said, reference=known)
         return await scored(self.verdict(prompt, {str(rating): rating / 10 for rating in range(1, 11)}))
-
-
-class RefusalJudge(Judge):
-    """Tells replies that refuse from those that help."""
 
     async def refuses(self, question: str, said: str) -> float:
         """Return 1 for a reply that refuses, 0 for one that helps; `Unscored` when the judge cannot be read."""

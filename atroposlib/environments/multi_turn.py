@@ -248,10 +248,6 @@ class MultiTurnEnv(ProblemsEnv):
         """Counts of episodes by how they ended, since the last log."""
         return Counter()
 
-    def name_of(self, item: Item) -> str:
-        """Optional: what is said to have failed when a world does."""
-        return self.label
-
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem, list[Item]]:
         async def seated(players: list[Player]) -> list[Player]:
             if len(players) == self.seats:
@@ -319,7 +315,7 @@ class MultiTurnEnv(ProblemsEnv):
         except (RolloutFault, ConfigError):
             raise
         except Exception as error:
-            raise EnvironmentFault(f"{self.name_of(item)} failed: {type(error).__name__}: {error}") from error
+            raise EnvironmentFault(f"{self.label} failed: {type(error).__name__}: {error}") from error
         finally:
             if world is not None:
                 await world.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from atroposlib.environments.judging import WANTED, PairJudge
+from atroposlib.environments.judging import WANTED, Judge
 from atroposlib.environments.reward_model import RewardModel, RewardModelConfig
 from atroposlib.environments.rows import Row
 from atroposlib.environments.single_turn import RowsConfig, RowsEnv, local_engine
@@ -56,7 +56,7 @@ class RLAIFEnv(RowsEnv):
 
     async def setup(self) -> None:
         await super().setup()
-        self.judge = PairJudge(self.server, self.config.judge, wanted=self.config.wanted)
+        self.judge = Judge(self.server, self.config.judge, wanted=self.config.wanted)
         self.reward_model = RewardModel(self.config.reward_model) if self.config.reward_model else None
 
     @classmethod

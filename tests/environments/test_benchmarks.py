@@ -16,7 +16,7 @@ from atroposlib.environments.eval_environments.expression_distance import Tree, 
 from atroposlib.environments.eval_environments.judgemark_eval import JudgeMarkEvalEnv
 from atroposlib.environments.eval_environments.kinds import F1, Aliases, Kind, benchmarks, f1, plain
 from atroposlib.environments.eval_environments.results import compare, table
-from atroposlib.environments.judging import Grader, PairJudge
+from atroposlib.environments.judging import Judge
 from atroposlib.environments.rlaif_server import RLAIFConfig, RLAIFEnv
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.cli import main as run_environment
@@ -525,10 +525,10 @@ def test_words_are_compared_without_articles_and_punctuation():
     assert [f1("a tower", ["the tower"]), f1("", ["x"]), f1("x y", ["y z"])] == [1.0, 0.0, 0.5]
 
 
-def judge_of(kind, script):
+def judge_of(script):
     manager = ServerManager([APIServerConfig(base_url="http://fake/v1", health_check=False)])
     manager.servers = [FakeServer(script)]
-    return kind(manager)
+    return Judge(manager)
 
 
 def first_wins(prompt):
@@ -548,21 +548,21 @@ PAIRS = {
 
 @pytest.mark.parametrize(("script", "expected", "counts"), PAIRS.values(), ids=PAIRS)
 async def test_a_pair_is_judged_in_both_orders(script, expected, counts):
-    judge = judge_of(PairJudge, script)
+    judge = judge_of(script)
     assert await judge.prefer("q", "good", "bad") == expected
     assert +judge.counts == counts
 
 
 async def test_what_a_judge_says_that_cannot_be_read_is_counted_and_no_preference():
-    judge = judge_of(PairJudge, "<think>\\boxed{A}")
+    judge = judge_of("<think>\\boxed{A}")
     with pytest.raises(VerifierFault, match="in each of both orders"):
         await judge.prefer("q", "good", "bad")
     assert judge.counts["unread"] == 2
-    half = judge_of(PairJudge, lambda prompt: "\\boxed{A}" if prompt.index("good") < prompt.index("bad") else "hm")
+    half = judge_of(lambda prompt: "\\boxed{A}" if prompt.index("good") < prompt.index("bad") else "hm")
     with pytest.raises(VerifierFault, match="both orders"):  # it may prefer the first place
         await half.prefer("q", "good", "bad")
     assert (half.counts["unread"], half.counts["pairs"]) == (1, 0)
-    grader = judge_of(Grader, "hm")
+    grader = judge_of("hm")
     assert not is_scored(await grader.grade("q", "x", "y"))
     assert await grader.grade("q", "", "y") == 0.0
     assert +grader.counts == {"unread": 1, "not attempted": 1}
@@ -611,7 +611,7 @@ async def test_replies_of_a_group_are_compared_in_a_ring_or_all_with_all():
     for all_pairs, expected in ((False, [1.0, 0.25, 0.75, 0.0]), (True, [1.0, 0.5, 0.5, 0.0])):
         env = RLAIFEnv.__new__(RLAIFEnv)
         env.config = RLAIFConfig(all_pairs=all_pairs)
-        env.judge = judge_of(PairJudge, lambda prompt: "\\boxed{tie}")
+        env.judge = judge_of(lambda prompt: "\\boxed{tie}")
         better = {"a": 3, "b": 2, "c": 2, "d": 1}
 
         async def prefer(question, one, other, better=better):
@@ -624,5 +624,5 @@ async def test_replies_of_a_group_are_compared_in_a_ring_or_all_with_all():
 
 async def test_a_reply_that_no_judgement_could_be_read_of_has_no_score():
     env = RLAIFEnv.__new__(RLAIFEnv)
-    env.config, env.judge = RLAIFConfig(), judge_of(PairJudge, "hm")
+    env.config, env.judge = RLAIFConfig(), judge_of("hm")
     assert [is_scored(grade) for grade in await env.grades(["a", "b"], {"question": "q"})] == [False, False]

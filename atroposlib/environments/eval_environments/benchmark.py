@@ -19,7 +19,7 @@ from atroposlib.environments.choices import LETTERS, listed
 from atroposlib.environments.eval_environments.eval_helpers import HERMES_REASONING_PROMPT
 from atroposlib.environments.eval_environments.kinds import KINDS, Judged, Math, Rated, benchmarks
 from atroposlib.environments.eval_environments.upstream_names import translated, with_old_names
-from atroposlib.environments.judging import Grader
+from atroposlib.environments.judging import Judge
 from atroposlib.environments.replies import text_of
 from atroposlib.environments.rows import Row, Split, is_file, load_items, read_rows
 from atroposlib.environments.single_turn import Part, RowsConfig, RowsEnv, local_engine
@@ -94,8 +94,7 @@ class BenchmarkEnv(RowsEnv):
         await super().setup()
         if isinstance(self.kind, Math):
             self.math_judge = MathJudge()
-        judge_cls = self.kind.judge if isinstance(self.kind, Judged) else Grader
-        self.judge = judge_cls(self.server, self.config.judge, max_tokens=self.config.judge_max_tokens)
+        self.judge = Judge(self.server, self.config.judge, max_tokens=self.config.judge_max_tokens)
 
     def load(self) -> Split:
         """Return the rows that are asked as test, those that are shown as train."""

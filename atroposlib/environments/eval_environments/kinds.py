@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.environments.choices import LETTERS, chosen, listed, shuffled, to_choice
 from atroposlib.environments.constraints import all_hold, check_arguments
-from atroposlib.environments.judging import Grader, Judge, PairJudge, Rater, RefusalJudge
+from atroposlib.environments.judging import Judge
 from atroposlib.environments.rows import Row
 from atroposlib.envs.base import Item
 from atroposlib.envs.reward_fns.math_answers import final_answer
@@ -268,7 +268,6 @@ class Judged(Kind):
     """A model judges the reply."""
 
     ask = ""
-    judge: ClassVar[type[Judge]] = Grader
 
     def gold(self, item: Item) -> str | None:
         return item["answer"]
@@ -277,7 +276,7 @@ class Judged(Kind):
         """Return numbers of a whole evaluation, from the judge's verdicts."""
         return {}
 
-    async def judged(self, judge: Any, said: str, item: Item) -> float:
+    async def judged(self, judge: Judge, said: str, item: Item) -> float:
         """Return the grade that a judge of this kind gives; `Unscored` when it cannot be read."""
         return await judge.grade(item["question"], said, item["answer"])
 
@@ -323,7 +322,7 @@ class Mixed(Judged):
     def gold(self, item: Item) -> str:
         return f"The best answer is: {LETTERS[item['gold']]}" if "choices" in item else item["answer"]
 
-    async def judged(self, judge: Any, said: str, item: Item) -> float:
+    async def judged(self, judge: Judge, said: str, item: Item) -> float:
         if "choices" in item:
             return float(chosen(said, item["choices"]) == item["gold"])
         return await super().judged(judge, said, item)
@@ -332,12 +331,10 @@ class Mixed(Judged):
 class Against(Judged):
     """Arena-Hard: a model compares the reply with that of another model, in both orders."""
 
-    judge = PairJudge
-
     def gold(self, item: Item) -> None:
         return None
 
-    async def judged(self, judge: Any, said: str, item: Item) -> float:
+    async def judged(self, judge: Judge, said: str, item: Item) -> float:
         return await scored(judge.prefer(item["question"], said, item["answer"])) if said else 0.0
 
     def measures(self, item: Item, grades: Sequence[float]) -> dict[str, float]:
@@ -350,8 +347,6 @@ class Against(Judged):
 class Rated(Judged):
     """MT-Bench: a model rates the replies to one or more turns from 1 to 10. The grade is a tenth of that."""
 
-    judge = Rater
-
     def item(self, row: Row) -> Item:
         turns = [str(turn) for turn in row[self.table.turns or "turns"]]
         references = [str(each) for each in row.get("reference") or ()]
@@ -360,10 +355,10 @@ class Rated(Judged):
     def gold(self, item: Item) -> None:
         return None
 
-    async def judged(self, judge: Any, said: str, item: Item) -> float:
+    async def judged(self, judge: Judge, said: str, item: Item) -> float:
         return await self.rated(judge, [said], item)
 
-    async def rated(self, judge: Any, said: Sequence[str], item: Item) -> float:
+    async def rated(self, judge: Judge, said: Sequence[str], item: Item) -> float:
         """Return a tenth of the rating of the last of these replies to the first turns."""
         references = item["references"][len(said) - 1 : len(said)]
         return await judge.rate(list(zip(item["turns"], said, strict=False)), *references)
@@ -372,15 +367,13 @@ class Rated(Judged):
 class Refusal(Judged):
     """RefusalBench: 1 for a reply that helps, 0 for one that refuses; the other way round in the inverted groups."""
 
-    judge = RefusalJudge
-
     def item(self, row: Row) -> Item:
         return {"question": self.table.text(self.table.question, row)}
 
     def gold(self, item: Item) -> None:
         return None
 
-    async def judged(self, judge: Any, said: str, item: Item) -> float:
+    async def judged(self, judge: Judge, said: str, item: Item) -> float:
         if not said:
             return 0.0
         refused = await judge.refuses(item["question"], said)

@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt
 
 from atroposlib.environments.eval_environments.benchmark import BenchmarkConfig, of_table
 from atroposlib.environments.eval_environments.upstream_names import with_old_names
-from atroposlib.environments.judging import Rater
+from atroposlib.environments.judging import Judge
 from atroposlib.environments.rows import Row, Split
 from atroposlib.envs.base import Item
 from atroposlib.errors import RolloutFault
@@ -48,7 +48,7 @@ class PairwiseJudgementEnv(_OfTable):
 
     async def setup(self) -> None:
         await super().setup()
-        self.rater = Rater(self.server, self.config.judge, max_tokens=self.config.max_token_length)
+        self.rater = Judge(self.server, self.config.judge, max_tokens=self.config.max_token_length)
 
     def load(self) -> Split:
         """Return the rows; those of Ties are never shown, nor compared by their likelihood."""
