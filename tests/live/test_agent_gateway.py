@@ -215,6 +215,37 @@ async def test_a_strict_tool_that_must_be_called_is_called_by_its_schema_whateve
             assert arguments in ({"n": 3}, {"n": 7})
 
 
+ONE_CALL = {
+    "chat": {"parallel_tool_calls": False},
+    "responses": {"parallel_tool_calls": False},
+    "messages": {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+}
+
+
+@pytest.mark.parametrize("api", FORCED)
+async def test_a_reply_ends_at_its_first_call_where_that_is_asked_whatever_the_weights(live_server, tokenizer, api):
+    """`logit_bias` lets any weights begin one call after the other, as far as the grammar allows."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + tokenizer.chat_template
+    path, body, function = FORCED[api]
+    body = {**body, "tools": [function("pick"), function("choose")], **ONE_CALL[api]}
+    mark = tokenizer.encode("<tool_call>", add_special_tokens=False)
+    if live_server.kind != "embedded" and len(mark) != 1:
+        pytest.skip("the model has no token for the beginning of a call")
+    for seed in range(10):
+        sampling = {"max_tokens": 800, "seed": seed, "logit_bias": {str(mark[0]): 100}}
+        async with rollout_of(live_server, tokenizer, grammars=True, sampling=sampling) as (rollout, client):
+            reply = await client.post(f"/v1/{path}", json=body)
+            if live_server.kind == "embedded":
+                assert reply.status_code == 400
+                assert "is not supported by the embedded engine" in reply.text
+                return
+            assert reply.status_code == 200, reply.text
+            text = rollout.exchanges[0].calls[0].text
+            ((_, arguments),) = called(api, reply.json()) or [("", text)]
+            assert (text.count("<tool_call>"), arguments in ({"n": 3}, {"n": 7})) == (1, True), text
+
+
 @pytest.mark.parametrize(("how", "is_stream"), [("its client goes away", True), ("its rollout ends", False)])
 async def test_a_generation_that_nobody_waits_for_is_aborted_at_the_engine(
     live_server, tokenizer, monkeypatch, how, is_stream
