@@ -15,11 +15,10 @@ from atroposlib.envs.server_handling.agents import rollouts as rollouts_module
 from atroposlib.envs.server_handling.agents.dialect import grammar_of
 from atroposlib.envs.server_handling.agents.record import CallLog
 from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, managed_for
-from atroposlib.envs.server_handling.agents.settings import RolloutSettings
+from atroposlib.envs.server_handling.agents.settings import MOST_BLANKS, RolloutSettings, grammar_of_calls
 from atroposlib.envs.server_handling.conversation import ChatRequest
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.tool_formats import tool_format
-from atroposlib.envs.server_handling.tool_grammars import MOST_BLANKS, grammar_of_calls
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from tests.fakes import FakeServer
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atroposlib.envs.server_handling.agents.settings import grammar_of_calls
 from atroposlib.envs.server_handling.tool_formats import FORMATS, WrittenCall, find_calls
-from atroposlib.envs.server_handling.tool_grammars import grammar_of_calls
 
 KINDS = {"text": {"type": "string"}, "number": {"type": "integer"}, "flag": {"type": "boolean"}}
 KINDS |= {"deep": {"type": "object"}, "many": {"type": "array"}}

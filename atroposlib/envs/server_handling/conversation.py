@@ -50,7 +50,6 @@ class Conversation:
 
     @property
     def shown(self) -> list[Message]:
-        """The messages for the chat template."""
         return [turn.shown for turn in self.turns if turn.shown is not None]
 
     def continued(self, other: "Conversation", turns: int) -> "Conversation":

@@ -45,10 +45,9 @@ from atroposlib.envs.server_handling.sequence import (
     behind_text,
     codec_of,
     find_text_base,
-    grow,
     inserted_in,
     known_logprobs,
-    prefix_of,
+    node_of,
     without_repeated,
 )
 from atroposlib.envs.server_handling.server_baseline import Server
@@ -86,11 +85,9 @@ class Reply:
 
     @property
     def made(self) -> Made:
-        """The part that goes into a reply of OpenAI's form."""
         return Made(self.text, self.finish_reason, self.prompt_tokens, len(self.call.output))
 
     def fill(self, message: "ChatCompletionMessage") -> None:
-        """Set what a message of OpenAI's form has besides its role."""
         message.content = self.message["content"]
         if calls := self.message.get("tool_calls"):
             message.tool_calls = copied(calls)  # dicts, as upstream gives them
@@ -144,7 +141,6 @@ class Output:
         )
 
     def called(self, translator: ToolCallTranslator, request: ChatRequest) -> list[str]:
-        """Names of the tools that the text calls."""
         text = self.text + "".join(self.tail[:-1])
         parsed = find_calls(translator.parser_name, text, request.tools or (), is_cut=self.reason == "length")
         return [call.name for call in parsed.calls] if parsed is not None else []
@@ -301,7 +297,6 @@ class ManagedServer(TrackedSequences):
         return prompt
 
     def thoughts_before(self, request: ChatRequest) -> Thoughts:
-        """Tell if thoughts come before the answer to a request."""
         prompt = self.prompt_of(request)
         return "none" if prompt.chat is None else thoughts_before_answer(self.tokenizer, prompt.chat, prompt.text)
 
@@ -327,7 +322,6 @@ class ManagedServer(TrackedSequences):
         return await self.server.get_logprobs(**kwargs)
 
     def reset(self) -> None:
-        """Forget all sequences."""
         super().reset()
         self._ends = []
         self.lineage.clear()
@@ -404,21 +398,13 @@ class ManagedServer(TrackedSequences):
         opening: str,
     ) -> list[Reply]:
         """Return the choices, after their sequences are stored in the same order."""
-        prefix = None if self._for_agents else prefix_of(prompt_ids, prompt)
-        base, inserted = (prefix.base, prefix.inserted) if prefix is not None else inserted_in(prompt_ids, prompt)
+        base, inserted = inserted_in(prompt_ids, prompt)
         replies: list[Reply] = []
         nodes: list[SequenceNode] = []
         for output, (message, record) in zip(outputs, messages, strict=True):
             call = output.call(prompt, base, inserted, record)
-            if prefix is not None:
-                call.node = grow(
-                    prefix,
-                    output.ids,
-                    output.logprobs,
-                    text=prompt.text + output.text,
-                    chat=call.chat,
-                    metadata={"finish_reason": output.reason},
-                )
+            if not self._for_agents:
+                call.node = node_of(call, prompt_ids, prompt.text + output.text)
                 nodes.append(call.node)
             if call.chat is not None:
                 self.lineage.add(call, message)

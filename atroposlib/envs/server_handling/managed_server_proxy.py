@@ -115,7 +115,6 @@ class Sessions:
         self._forget(self.find(session_uuid))
 
     def all(self) -> list[Rollout]:
-        """Return every session that has not expired."""
         self._expire()
         return list(self._sessions.values())
 
@@ -285,7 +284,6 @@ class _Proxy:
         return {"prompt_text": prompt.text, "token_ids": prompt.ids, "num_tokens": len(prompt.ids)}
 
     def managed_server(self, settings: RolloutSettings) -> ManagedServer:
-        """For a rollout."""
         return managed_for(choose_server(self.manager.servers, settings.base_url), self.tokenizer, settings)
 
     async def nodes(self, session_uuid: str) -> JsonObject:
@@ -301,7 +299,6 @@ class _Proxy:
 
 
 def main() -> None:
-    """Run the proxy."""
     parser = argparse.ArgumentParser(description="Managed-server proxy: OpenAI's protocol with tracked tokens.")
     parser.add_argument("--config", required=True, help="JSON file: model_name, tokenizer_name, servers.")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="Port to listen on.")

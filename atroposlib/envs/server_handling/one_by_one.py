@@ -11,11 +11,12 @@ kill; with streams (SGLang) the tokens that were there are continued instead, an
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 import msgspec
 import orjson
 
+from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
 from atroposlib.envs.server_handling.openai_wire import Parsed, join_choices, parse_chat, parse_completion, reply_facts
 from atroposlib.envs.server_handling.sampling import GenerationRequest
@@ -67,14 +68,6 @@ class Asker(Protocol):
 Attempt = Callable[[Asker, GenerationRequest], Awaitable[Result]]
 
 
-class JournalSettings(Protocol):
-    """Settings of an environment about the responses that it keeps."""
-
-    response_journal: Literal["off", "responses", "tokens"]
-    response_seed: int | None
-    reuse_rollouts: str | None
-
-
 class OneByOne:
     """Asks for responses one by one and keeps them in the journal of the run."""
 
@@ -102,7 +95,7 @@ class OneByOne:
         self._earlier = earlier
 
     @classmethod
-    def of_run(cls, journal: ResponseJournal, settings: JournalSettings) -> Self:
+    def of_run(cls, journal: ResponseJournal, settings: BaseEnvConfig) -> Self:
         """As the settings of an environment say."""
         folder = settings.reuse_rollouts
         return cls(
@@ -119,21 +112,18 @@ class OneByOne:
         return is_kept and work is not None and not work.is_settled
 
     async def chat(self, server: Asker, request: GenerationRequest) -> "ChatCompletion":
-        """As `APIServer.chat_completion`."""
         made = await self._openai(
             server, _CHATS, lambda one, asked: one._chat_completion_wrapper(**asked.options), request, parse_chat
         )
         return join_choices(made)
 
     async def completion(self, server: Asker, request: GenerationRequest) -> "Completion":
-        """As `APIServer.completion`."""
         made = await self._openai(
             server, _TEXTS, lambda one, asked: one._completion_wrapper(**asked.options), request, parse_completion
         )
         return join_choices(made)
 
     async def tokens(self, server: Asker, request: GenerationRequest) -> TokensAndLogprobs:
-        """As `APIServer.tokens_and_logprobs_completion`."""
 
         async def ask(draft: Draft, one: GenerationRequest) -> None:
             with held_replies() as replies:
@@ -159,7 +149,6 @@ class OneByOne:
         )
 
     async def prompt_logprobs(self, server: Asker, request: GenerationRequest) -> JsonObject:
-        """As `APIServer.get_logprobs`."""
 
         async def ask(draft: Draft, one: GenerationRequest) -> None:
             with held_replies() as replies:

@@ -237,7 +237,6 @@ class DummyManagedServer(TrackedSequences):
         self.tokenizer = tokenizer
 
     async def chat_completion(self, *, messages: GivenMessages, **kwargs: object) -> "ChatCompletion":
-        """One chat request."""
         reply = await self.server.chat_completion(messages=messages, **kwargs)
         said = [copied(message) for message in messages]
         context = "\n\n".join(f"{message['role']}:{message.get('content') or ''}" for message in said)
@@ -247,14 +246,12 @@ class DummyManagedServer(TrackedSequences):
         return reply
 
     async def completion(self, *, prompt: str, **kwargs: object) -> "Completion":
-        """One text completion."""
         reply = await self.server.completion(prompt=prompt, **kwargs)
         for choice in reply.choices:
             self._keep(f"{prompt}{choice.text}", choice.finish_reason)
         return reply
 
     async def get_logprobs(self, **kwargs: object) -> JsonObject:
-        """Not available."""
         raise NotImplementedError("a dummy managed server has no log-probabilities; use server_type sglang or vllm")
 
     def _keep(self, full_text: str, finish_reason: object, messages: list[Message] | None = None) -> None:
@@ -318,7 +315,6 @@ class EndpointHealth:
         return up
 
     async def probe(self) -> bool:
-        """Ask once."""
         try:
             status, _ = await self._transport.get(self._url, timeout_s=PROBE_TIMEOUT_S)
         except EndpointUnavailable:
@@ -340,7 +336,6 @@ class EndpointHealth:
             self._set_up(True)  # after a cancellation (`close`, another event loop) the next request finds out
 
     async def close(self) -> None:
-        """Stop asking."""
         tasks: list[asyncio.Task[object]] = [
             task for task in (self._probing, self._recovering, self._watching) if task is not None
         ]
@@ -407,7 +402,6 @@ class EngineLoad:
 
     @property
     def is_known(self) -> bool:
-        """Tell if the endpoint said anything."""
         return self.running is not None
 
 

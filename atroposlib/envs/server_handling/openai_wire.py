@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from threading import Thread
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import orjson
@@ -84,7 +85,6 @@ class Made(NamedTuple):
 
 
 def chat_of(results: Sequence[Made], model: str) -> "ChatCompletion":
-    """A chat reply made here."""
     choices = [
         {"index": i, "finish_reason": "stop", "message": {"role": "assistant", "content": made.text}}
         for i, made in enumerate(results)
@@ -93,7 +93,6 @@ def chat_of(results: Sequence[Made], model: str) -> "ChatCompletion":
 
 
 def completion_of(results: Sequence[Made], model: str) -> "Completion":
-    """As `chat_of`, for text completions."""
     choices = [{"index": i, "finish_reason": "stop", "text": made.text} for i, made in enumerate(results)]
     return _made(_types()[1], "text_completion", choices, results, model)
 
@@ -217,7 +216,7 @@ class ManagedServerAdapter:
 
     def __init__(self, managed_server: TrackedServer, base_url: str) -> None:
         self.base_url = base_url
-        self.chat = _Chat(_Route(managed_server.chat_completion))
+        self.chat = SimpleNamespace(completions=_Route(managed_server.chat_completion))
         self.completions = _Route(managed_server.completion)
 
     async def post(self, path: str, body: object, cast_to: type) -> NoReturn:
@@ -237,8 +236,3 @@ class _Route(Generic[Reply]):
         """As OpenAI's `create`; `model` is the server's."""
         kwargs.pop("model", None)
         return await self._call(**kwargs)
-
-
-class _Chat:
-    def __init__(self, completions: "_Route[ChatCompletion]") -> None:
-        self.completions = completions

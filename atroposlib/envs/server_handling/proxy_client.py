@@ -72,7 +72,6 @@ class ProxyManagedServer:
         return completion
 
     async def completion(self, **kwargs: object) -> "Completion":
-        """One text completion, tracked; faults as of `chat_completion`."""
         from openai.types.completion import Completion
 
         return Completion.model_validate(await self._generate("completions", kwargs))

@@ -38,12 +38,10 @@ class GenerationRequest:
 
     @property
     def model(self) -> str | None:
-        """Name of the model."""
         return self.options.get("model")
 
     @property
     def prompt(self) -> str | None:
-        """Text to continue."""
         return self.options.get("prompt")
 
     @property
@@ -53,7 +51,6 @@ class GenerationRequest:
 
     @property
     def headers(self) -> dict[str, str] | None:
-        """Further HTTP headers."""
         return self.options.get("extra_headers")
 
     @property
@@ -68,11 +65,9 @@ class GenerationRequest:
         return max(1, self.options.get("top_k") or self.options.get("top_logprobs") or 1)
 
     def of(self, **changes: object) -> Self:
-        """Return the same request with other options."""
         return type(self)({**self.options, **changes})
 
     def without(self, *names: str) -> Self:
-        """Return the same request without these options."""
         return type(self)({key: value for key, value in self.options.items() if key not in names})
 
     def to_server(self, model: str) -> Self:
@@ -110,7 +105,6 @@ def max_tokens_of(body: Mapping[str, Json]) -> int | None:
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
     return frozenset(text.split())
 
 
@@ -226,7 +220,6 @@ def known_options(given: JsonObject, allowed: frozenset[str] = OPTIONS | {"split
 
 @lru_cache(maxsize=1000)
 def _note_ignored(key: str) -> None:
-    """Once for each key."""
     logger.warning("request field ignored, no engine knows it: %s", key)
 
 

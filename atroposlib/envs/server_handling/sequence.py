@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, cast
+from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
 from pydantic import BaseModel
 
@@ -26,44 +26,27 @@ _PROBE = "Is this n't a probe , it 's one ! \n 1 . 2 ?"
 """Text that a clean-up of spaces would change."""
 
 
-class Decoder(Protocol):
-    """Ids to text."""
-
-    def decode(self, tokens: list[int], /, *, skip_special_tokens: bool = False) -> str: ...
-
-
-class Encoder(Decoder, Protocol):
-    """Text to ids, too."""
-
-    eos_token_id: int | None
-    bos_token_id: int | None
-
-    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
-
-
 class Codec:
     """`encode` and `decode` of one tokenizer, with the same results. Special tokens added later are not noticed."""
 
-    def __init__(self, tokenizer: Encoder) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._backend = _plain_backend(tokenizer)
         self.bos_token_id = tokenizer.bos_token_id  # transformers looks for it for 5 us each time
         self._special: frozenset[int] | None = None
-        self._decoder: Decoder = tokenizer
+        self._decoder: Tokenizer = tokenizer
         if self._backend is not None:
             marked = _special_ids(self._backend)
             self._special = marked if tokenizer.eos_token_id is None else marked | {tokenizer.eos_token_id}
             self._decoder = self._backend
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of a text."""
         backend = self._backend
         if backend is None or backend.truncation is not None or backend.padding is not None:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Text of ids."""
         return self._decoder.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def split_tail(self, ids: list[int]) -> tuple[list[int], list[int]]:
@@ -82,8 +65,7 @@ class Codec:
 
 
 @lru_cache(maxsize=8)
-def codec_of(tokenizer: Encoder) -> Codec:
-    """Return the codec of a tokenizer; made once."""
+def codec_of(tokenizer: Tokenizer) -> Codec:
     return Codec(tokenizer)
 
 
@@ -127,7 +109,6 @@ class Call:
     extensions: int = 0  # requests that are extending it now
 
     def __enter__(self) -> None:
-        """Note that a request is out that extends this call."""
         self.extensions += 1
 
     def __exit__(self, *exc_info: object) -> None:
@@ -142,7 +123,6 @@ class Call:
 
     @property
     def tokens(self) -> list[int]:
-        """Ids of the sequence [T]."""
         if self.node is not None:
             return self.node.tokens
         ids: list[int] = []
@@ -157,7 +137,6 @@ class Call:
         self.logprobs = array("d", self.logprobs)
 
     def path(self) -> list["Call"]:
-        """Return the calls of the sequence, from the first to this one."""
         calls: list[Call] = [self]
         while calls[-1].parent is not None:
             calls.append(calls[-1].parent)
@@ -320,17 +299,6 @@ def without_repeated(tail: Sequence[str], rest: str) -> str:
     return rest
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """The beginning of all completions of one request: the prompt as the engine saw it, all lists [P]."""
-
-    tokens: list[int]
-    masked: list[int]
-    logprobs: list[float]
-    base: Call | None = None  # whose sequence it begins with
-    inserted: list[int] = field(default_factory=list)  # ids behind that
-
-
 def inserted_in(prompt_ids: list[int], prompt: Prompt) -> tuple[Call | None, list[int]]:
     """Return the call that a prompt continues as the engine saw it, and the ids behind that call; None: all are new."""
     base = prompt.base
@@ -343,44 +311,29 @@ def inserted_in(prompt_ids: list[int], prompt: Prompt) -> tuple[Call | None, lis
     return None, prompt_ids
 
 
-def prefix_of(prompt_ids: list[int], prompt: Prompt) -> Prefix:
-    """The prompt, masked except for what the call that it continues had learned from, unless it does so elsewhere."""
-    base, inserted = inserted_in(prompt_ids, prompt)
-    if base is not None and (node := base.node) is not None:
-        masked = node.masked_tokens + [IGNORE_INDEX] * len(inserted)
-        return Prefix(prompt_ids, masked, node.logprobs + [PROMPT_LOGPROB] * len(inserted), base, inserted)
-    size = len(prompt_ids)
-    return Prefix(prompt_ids, [IGNORE_INDEX] * size, [PROMPT_LOGPROB] * size, base, inserted)
+def node_of(call: Call, prompt_ids: list[int], text: str) -> SequenceNode:
+    """Return the node of a call: its prompt, masked except for what the call before had learned from, and its output.
 
-
-def grow(
-    prefix: Prefix,
-    output_ids: list[int],
-    output_logprobs: list[float],
-    *,
-    text: str,
-    chat: Conversation | None,
-    metadata: JsonObject,
-) -> SequenceNode:
-    """Return the node of a completion.
+    Where another call has continued that one already, it learns there, and nothing of the prompt takes loss.
 
     Args:
-        output_ids: [C] generated.
-        output_logprobs: [C]; PROMPT_LOGPROB takes no loss.
+        prompt_ids: [P] as the engine saw them.
         text: of the whole sequence without the end tokens.
-        chat: up to and including the completion; None for text completions.
     """
-    masked = output_ids
-    if PROMPT_LOGPROB in output_logprobs:
-        known = (logprob != PROMPT_LOGPROB for logprob in output_logprobs)
-        masked = [token if is_known else IGNORE_INDEX for token, is_known in zip(output_ids, known, strict=True)]
+    before = call.parent.node if call.parent is not None else None
+    masked, logprobs = (before.masked_tokens, before.logprobs) if before is not None else ([], [])
+    given, output, chat = len(prompt_ids) - len(masked), list(call.output), call.chat
+    own = output
+    if PROMPT_LOGPROB in call.logprobs:
+        known = (logprob != PROMPT_LOGPROB for logprob in call.logprobs)
+        own = [token if is_known else IGNORE_INDEX for token, is_known in zip(output, known, strict=True)]
     return _node(
         {
             "full_text": text,
-            "tokens": prefix.tokens + output_ids,
-            "masked_tokens": prefix.masked + masked,
-            "logprobs": prefix.logprobs + output_logprobs,
-            "metadata": metadata,
+            "tokens": prompt_ids + output,
+            "masked_tokens": masked + [IGNORE_INDEX] * given + own,
+            "logprobs": [*logprobs, *[PROMPT_LOGPROB] * given, *call.logprobs],
+            "metadata": {"finish_reason": call.finish_reason},
             "messages": None if chat is None else [turn.said for turn in chat.turns],
             "tools": None if chat is None else chat.tools or None,
         }
@@ -434,7 +387,6 @@ class TrackedSequences:
         return {"nodes": self.nodes()}
 
     def reset(self) -> None:
-        """Forget all sequences."""
         self.current_nodes, self.sequences = [], {}
 
     def nodes(self) -> list[SequenceNode]:

@@ -87,11 +87,9 @@ class AsyncSemWithAdaptiveWeight:
         return self.max_val * (1.0 - self.weight)
 
     def locked(self) -> bool:
-        """Tell if `acquire` would wait."""
         return self._value <= self.min_val() or any(not waiter.done() for waiter in self._waiters)
 
     async def acquire(self) -> bool:
-        """Take a slot; waits until one is given."""
         if not self.locked():
             self._value -= 1
             return True
@@ -108,7 +106,6 @@ class AsyncSemWithAdaptiveWeight:
         return True
 
     def release(self) -> None:
-        """Give a slot back."""
         self._value += 1
         self._wake()
 
@@ -178,7 +175,6 @@ class APIServer(ABC):
         return await self._request(lambda server, asked: server._chat_completion_wrapper(**asked.options), request)
 
     async def completion(self, **kwargs: object) -> "Completion":
-        """One text completion request."""
         request = GenerationRequest(kwargs)
         if self.one_by_one is not None and self.one_by_one.applies(request):
             return await self.one_by_one.completion(self, request)
@@ -221,11 +217,9 @@ class APIServer(ABC):
         return await self._tokens_and_logprobs_completion_wrapper(**kwargs)
 
     async def _get_logprobs_wrapper(self, **kwargs: object) -> JsonObject:
-        """One attempt at the log-probabilities of a prompt."""
         raise NotImplementedError(f"{type(self).__name__} does not implement get_logprobs; use sglang or vllm")
 
     def slots(self, split: str) -> AsyncSemWithAdaptiveWeight:
-        """The slots for requests of "train" or "eval"."""
         return self.eval_sem if split == "eval" else self.sem
 
     def room(self, split: str) -> float:

@@ -11,11 +11,12 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import orjson
 from pydantic import BaseModel, Field, PositiveFloat, ValidationError
 
+from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.errors import ConfigError
 from atroposlib.paths import expand_path
 from atroposlib.type_definitions import Json, JsonObject, Tokenizer
@@ -26,14 +27,6 @@ GPUS_PER_NODE = 8
 FIRST_SLURM_PORT = 9000
 LOCAL_PORTS = range(9004, 9008)
 LOCAL_API_KEY = "x"
-
-
-class ThinkingSettings(Protocol):
-    """The settings of a BaseEnvConfig that are about thinking."""
-
-    thinking_mode: bool
-    reasoning_effort: str | None
-    max_reasoning_tokens: int | None
 
 
 @dataclass
@@ -71,7 +64,7 @@ class ReasoningConfig:
             self.enabled = True
 
     @classmethod
-    def from_env_config(cls, env_config: ThinkingSettings) -> "ReasoningConfig":
+    def from_env_config(cls, env_config: BaseEnvConfig) -> "ReasoningConfig":
         """Read `thinking_mode`, `reasoning_effort` and `max_reasoning_tokens` of a BaseEnvConfig."""
         return cls(
             enabled=env_config.thinking_mode,
@@ -80,7 +73,6 @@ class ReasoningConfig:
         )
 
     def is_reasoning_kwargs_active(self) -> bool:
-        """Tell if requests carry reasoning fields."""
         return self.enabled
 
     def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> JsonObject | None:
@@ -160,7 +152,6 @@ class ServersConfig(BaseModel):
         return [APIServerConfig(**{**shared, **server}) for server in self.servers]
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model."""
         from atroposlib.data.tokenizers import load_tokenizer
 
         return load_tokenizer(self.model_name if self.tokenizer_name == "none" else self.tokenizer_name)
@@ -241,7 +232,6 @@ def _yaml_entries(yaml_config: Mapping[str, Json] | None) -> list[Mapping[str, J
 
 
 def local_base_urls() -> list[str]:
-    """The endpoints on this machine."""
     return [f"http://localhost:{port}/v1" for port in LOCAL_PORTS]
 
 

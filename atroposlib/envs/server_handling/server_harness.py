@@ -41,7 +41,6 @@ class ServerHarness:
         self.initialized = True
 
     def conv_to_dictkey(self, input_message: Sequence[JsonObject]) -> str:
-        """The key under which a reply to these messages is kept."""
         return orjson.dumps([[message["role"], message.get("content")] for message in input_message]).decode()
 
     def set_desired_response(self, input_message: Sequence[JsonObject], desired_response: "ChatCompletion") -> None:
@@ -64,28 +63,22 @@ class ServerHarness:
         self.token_responses[prompt] = (prompt_tokens, output_tokens_list, output_logprobs_list, finish_reasons)
 
     async def chat_completion(self, *args: Json, **kwargs: Json) -> "ChatCompletion":
-        """The scripted reply to `messages`."""
         return self.responses[self.conv_to_dictkey(kwargs["messages"] if "messages" in kwargs else args[0])]
 
     async def completion(self, *args: Json, **kwargs: Json) -> "Completion":
-        """The scripted reply to `prompt`."""
         return self.completions[kwargs["prompt"] if "prompt" in kwargs else args[0]]
 
     async def tokens_and_logprobs_completion(self, **kwargs: Json) -> TokensAndLogprobs:
-        """The scripted ids and log-probabilities for `prompt`."""
         return self.token_responses[kwargs["prompt"]]
 
     async def get_logprobs(self, **kwargs: object) -> JsonObject:
-        """Not available."""
         raise NotImplementedError("ServerHarness does not implement get_logprobs")
 
     async def update_weight(self, weight: float) -> None:
-        """As `APIServer.update_weight`."""
         self.sem.update_weight(weight)
         self.eval_sem.update_weight(weight)
 
     async def wandb_metrics(self, metrics_dict: JsonObject | None, server_name: str | None) -> JsonObject:
-        """Nothing is timed here."""
         return metrics_dict if metrics_dict is not None else {}
 
 

@@ -109,7 +109,6 @@ class ServerManager:
         return join_choices(await self._in_parts(lambda server: server.chat_completion, GenerationRequest(kwargs)))
 
     async def completion(self, **kwargs: object) -> "Completion":
-        """As `chat_completion`, for a text prompt."""
         return join_choices(await self._in_parts(lambda server: server.completion, GenerationRequest(kwargs)))
 
     async def tokens_and_logprobs_completion(self, **kwargs: object) -> TokensAndLogprobs:
@@ -125,7 +124,6 @@ class ServerManager:
         )
 
     async def get_logprobs(self, **kwargs: object) -> JsonObject:
-        """Log-probabilities of a given prompt, see `APIServer.get_logprobs`."""
         return await self._on_best(lambda server: server.get_logprobs, GenerationRequest(kwargs))
 
     def adopt_tokenizer(self, tokenizer: Tokenizer) -> None:

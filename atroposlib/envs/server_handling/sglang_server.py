@@ -190,7 +190,6 @@ class SGLangServer(TokenServer):
         return generations
 
     async def _body(self, prompt_ids: list[int], request: GenerationRequest) -> JsonObject:
-        """The JSON of a `/generate` request."""
         asked = sampling_of(request.options, names=SGLANG_NAMES, allowed=_ALLOWED, engine="SGLang")
         sampling = {key: value for key, value in asked.items() if key in SGLANG_SAMPLING}
         if "max_new_tokens" not in sampling:  # SGLang would stop after 128

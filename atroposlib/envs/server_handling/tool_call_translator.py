@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -40,16 +40,10 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that is needed."""
-
-    def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
-
-
 class ToolCallTranslator:
     """Translates for one conversation; remembers the raw text behind every call id it gave out."""
 
-    def __init__(self, tokenizer: Decoder, parser_name: str = "hermes") -> None:
+    def __init__(self, tokenizer: Tokenizer, parser_name: str = "hermes") -> None:
         self.format = tool_format(parser_name)
         self.tokenizer = tokenizer
         self.parser_name = parser_name

@@ -286,7 +286,6 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Nothing can be sent any more."""
         return self._transport is None or self._transport.is_closing()
 
     async def exchange(self, request: bytes, give_up_at: float) -> Reply:
@@ -310,7 +309,6 @@ class _Connection(asyncio.Protocol):
                 self.abort()
 
     def abort(self) -> None:
-        """Close at once."""
         self._is_endless = False
         if self._transport is not None:
             self._transport.abort()

@@ -51,7 +51,6 @@ class Dialect:
 
 
 def sse(data: Any, event: str | None = None) -> bytes:
-    """One server-sent event."""
     head = f"event: {event}\n".encode() if event else b""
     return head + b"data: " + (data if isinstance(data, bytes) else orjson.dumps(data)) + b"\n\n"
 
@@ -346,7 +345,6 @@ def _events_completion(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
 
 
 def openai_error(status: int, message: str, kind: str) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 

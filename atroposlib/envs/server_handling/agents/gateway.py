@@ -221,7 +221,6 @@ class Gateway:
         return holders[0] if holders else None
 
     def _key_holders(self, request: Request) -> list[Rollout]:
-        """Return the rollouts whose keys are in headers."""
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         keys = [bearer.strip() if scheme.lower() == "bearer" else ""]
         keys += [request.headers.get(name, "") for name in ("x-api-key", "x-goog-api-key")]
@@ -361,7 +360,6 @@ class BodyLimit:
 
 
 def created(rollout: Rollout, root: str) -> dict[str, Any]:
-    """Describe a new rollout to whoever created it."""
     return {
         "id": rollout.id,
         "key": rollout.key,

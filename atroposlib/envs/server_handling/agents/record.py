@@ -83,7 +83,6 @@ class _Lines:
     size: int = 0  # bytes of all of them
 
     def note(self, start: int, size: int) -> None:
-        """Add a line."""
         self.starts.append(start)
         self.size += size
 
@@ -147,7 +146,6 @@ class CallLog:
                     self._copy_path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the file and leave it to others."""
         self._file.close()
         os.close(self._lock)
 
@@ -213,7 +211,6 @@ class RolloutLog:
 
     @property
     def is_kept(self) -> bool:
-        """Tell if there is a log."""
         return self._log is not None
 
     def write(self, *events: dict[str, Any]) -> None:
@@ -226,7 +223,6 @@ class RolloutLog:
             del self._owed[0]
 
     def exchanges(self) -> list[dict[str, Any]]:
-        """Read the exchanges from the file."""
         events = self._log.events(self._rollout) if self._log is not None else ()
         return [event["exchange"] for event in events if "exchange" in event]
 
@@ -245,7 +241,6 @@ class FinishedRollout(msgspec.Struct):
 
     @classmethod
     def unpacked(cls, body: bytes) -> "FinishedRollout":
-        """From such bytes."""
         return msgspec.msgpack.decode(body, type=cls)
 
 

@@ -82,7 +82,6 @@ def _declared(given: Sequence[dict[str, Any]], namespace: str = "") -> Iterator[
 
 
 def _tools(given: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
-    """Return the tools in the form of chat completions."""
     tools: list[dict[str, Any]] = []
     for name, _, tool in _declared(given):
         kind = tool.get("type")

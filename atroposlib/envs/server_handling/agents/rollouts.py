@@ -154,7 +154,6 @@ class Rollout:
 
     @property
     def is_busy(self) -> bool:
-        """Tell if a request runs."""
         return any(not task.done() for task in self._running)
 
     def spent(self) -> str | None:
@@ -169,7 +168,6 @@ class Rollout:
         return None
 
     def generated_tokens(self) -> int:
-        """Tokens that the model wrote for this rollout."""
         if self._left is not None:
             return self._left["generated_tokens"]
         return sum(answer.completion_tokens for exchange in self.exchanges for answer in exchange.answers)
@@ -333,7 +331,6 @@ class Rollout:
         return self.end_reason is not None
 
     def record(self) -> dict[str, Any]:
-        """Everything that is known of the rollout, as JSON values."""
         here = [written(exchange) for exchange in self.exchanges]
         return {
             "id": self.id,
@@ -353,7 +350,6 @@ class Rollout:
 
 
 async def _replies_of(managed: ManagedServer, asked: Asked, used: dict[str, Any]) -> list[Reply]:
-    """Return what the model says to a request, with these sampling parameters."""
     if (chat := asked.chat) is not None:
         return await managed.answer(ChatRequest(chat.messages, chat.tools, chat.tool_choice, used))
     return await managed.complete(asked.prompt or "", used)
@@ -424,15 +420,12 @@ class Rollouts:
         return self._added(rollout)
 
     def of_key(self, key: str | None) -> Rollout | None:
-        """Return the rollout whose key this is."""
         return self._looked_at(self._by_key.get(key) if key else None)
 
     def of_score_key(self, key: str) -> Rollout | None:
-        """Return the rollout whose key for scores this is."""
         return self._looked_at(self._by_score_key.get(key))
 
     def of_id(self, rollout_id: str) -> Rollout | None:
-        """Return the rollout of this id."""
         return self._looked_at(self._by_id.get(rollout_id))
 
     def forget(self, rollout: Rollout) -> None:
