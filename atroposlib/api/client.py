@@ -25,6 +25,7 @@ from atroposlib.api.auth import TOKEN_VARIABLE
 from atroposlib.api.group_codec import GROUPS_TYPE, decode_batch, encode_group, join_groups
 from atroposlib.backoff import backoff_s
 from atroposlib.errors import ApiError
+from atroposlib.json_lines import object_in
 from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
@@ -51,21 +52,17 @@ class Response:
 
     def sentence(self) -> str:
         """Why the server refused, in its words."""
-        try:
-            data = self.json()
-            detail = data.get("detail") or data.get("message") or data.get("error")
-        except (msgspec.DecodeError, AttributeError):
+        data = object_in(self.body)
+        if data is None:
             return self.body[:500].decode("utf-8", "replace")
+        detail = data.get("detail") or data.get("message") or data.get("error")
         if isinstance(detail, list):
             return "; ".join(f"{'.'.join(map(str, d.get('loc', [])[1:]))} {d.get('msg')}".strip() for d in detail)
         return str(detail)
 
     def code(self) -> str | None:
         """The server's reason for programs."""
-        try:
-            code = self.json().get("code")
-        except (msgspec.DecodeError, AttributeError):
-            return None
+        code = (object_in(self.body) or {}).get("code")
         return code if isinstance(code, str) else None
 
 

@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -222,14 +223,11 @@ class _PlainJson(JSONResponse):
 
 
 def add_error_responses(api: FastAPI) -> None:
-    def handler(respond: Callable[..., Response]):
-        async def handle(request: Request, error: Exception) -> Response:
-            return respond(error)
-
-        return handle
+    async def handle(respond: Callable[..., Response], request: Request, error: Exception) -> Response:
+        return respond(error)
 
     for kind, respond in ERROR_RESPONSES.items():
-        api.exception_handler(kind)(handler(respond))
+        api.add_exception_handler(kind, partial(handle, respond))
 
 
 def _refused(error: Refused) -> Response:

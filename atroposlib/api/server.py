@@ -82,12 +82,9 @@ def create_app(settings: ApiSettings) -> FastAPI:
     api.state.service = service
     api.state.strangers = strangers
     api.state.reading = asyncio.Lock()
-    _add_trainer_routes(api)
-    _add_env_routes(api)
-    _add_common_routes(api)
-    hot = _hot_routes()
-    api.include_router(hot)
-    api.add_middleware(DirectRoutes, routes=hot.routes)
+    api.include_router(_rare)
+    api.include_router(_hot)
+    api.add_middleware(DirectRoutes, routes=_hot.routes)
     add_error_responses(api)
     api.add_middleware(BodyReader, max_bytes=int(settings.max_body_mb * MEGABYTE))
     api.add_middleware(
@@ -101,6 +98,8 @@ async def _service(request: Request) -> TrajectoryService:
 
 
 Service = Annotated[TrajectoryService, Depends(_service)]
+_rare, _hot = APIRouter(), APIRouter()
+"""Routes as FastAPI calls them, and those that `DirectRoutes` calls."""
 
 
 _OF_EVERY_ROUTE: dict[int | str, dict[str, object]] = {
@@ -111,135 +110,141 @@ _OF_EVERY_ROUTE: dict[int | str, dict[str, object]] = {
     409: {"description": "The environment has disconnected, or queued groups do not fit."},
     413: {"description": "The body is too large."},
     415: {"description": "The body is of another type."},
-    422: {"description": "The body or a parameter is not as described."},
     503: {"description": "No room on the disk, or groups cannot be read now: ask again later."},
 }
 
 
-def _add_trainer_routes(api: FastAPI) -> None:
-    @api.post("/register")
-    async def register(registration: schemas.Registration, service: Service) -> schemas.Uuid:
-        """A trainer announces a run, or takes it over: the configuration is replaced, queue and environments stay."""
-        return schemas.Uuid(uuid=await service.register(registration))
-
-    @api.get("/batch", response_model=schemas.NextBatch)
-    async def batch(
-        request: Request,
-        service: Service,
-        lease_s: Annotated[
-            float | None,
-            Query(gt=0, le=7 * 86400, description="Seconds until it is delivered again unless acknowledged."),
-        ] = None,
-    ) -> Response:
-        """The next batch: whole groups, first in first out, exactly `batch_size` sequences; `{"batch": null}` if none.
-
-        The step advances by one. A batch whose response breaks off is delivered again. The first call tells
-        environments that the trainer is ready.
-        """
-        return await BatchResponse.of_next(service.batches, request, lease_s)
-
-    @api.post("/batch/ack", response_model_exclude_none=True)
-    async def acknowledge(body: schemas.BatchAck, service: Service) -> schemas.Outcome:
-        """Confirm a leased batch; it will not be delivered again. May be repeated."""
-        await service.batches.ack(body.batch_id)
-        return schemas.Outcome(status="success")
+@_rare.post("/register")
+async def register(registration: schemas.Registration, service: Service) -> schemas.Uuid:
+    """A trainer announces a run, or takes it over: the configuration is replaced, queue and environments stay."""
+    return schemas.Uuid(uuid=await service.register(registration))
 
 
-def _add_env_routes(api: FastAPI) -> None:
-    @api.post("/register-env", response_model_exclude_none=True)
-    async def register_env(body: schemas.RegisterEnv, service: Service) -> schemas.EnvRegistered:
-        """An environment announces itself; until the trainer has started it is told to wait and to ask again."""
-        env = await service.register_env(body)
-        registration = service.run.registration
-        if env is None or registration is None:
-            return schemas.EnvRegistered(status="wait for trainer to start", run_id=None)
-        return schemas.EnvRegistered(
-            status="success",
-            env_id=env.env_id,
-            wandb_name=env.real_name,
-            checkpoint_dir=registration.checkpoint_dir,
-            starting_step=service.run.step,
-            checkpoint_interval=registration.save_checkpoint_interval,
-            num_steps=registration.num_steps,
-            run_id=service.run.run_id,
-        )
+@_rare.get("/batch", response_model=schemas.NextBatch)
+async def batch(
+    request: Request,
+    service: Service,
+    lease_s: Annotated[
+        float | None,
+        Query(gt=0, le=7 * 86400, description="Seconds until it is delivered again unless acknowledged."),
+    ] = None,
+) -> Response:
+    """The next batch: whole groups, first in first out, exactly `batch_size` sequences; `{"batch": null}` if none.
 
-    @api.post("/disconnect-env", response_model=schemas.Outcome)
-    async def disconnect_env(body: Annotated[JsonObject, Body(examples=[{"env_id": 0}])], service: Service) -> Response:
-        """An environment has ended: its minimum stops counting; what it sent stays."""
-        env_id = body.get("env_id")
-        if not isinstance(env_id, int) or isinstance(env_id, bool):
-            return refuse(422, f"env_id is {env_id!r}; expected an integer")
-        try:
-            await service.disconnect_env(env_id)
-        except Refused as error:
-            return JSONResponse({"status": "failure", "error": str(error)}, status_code=error.status)
-        return JSONResponse({"status": "success"})
+    The step advances by one. A batch whose response breaks off is delivered again. The first call tells
+    environments that the trainer is ready.
+    """
+    return await BatchResponse.of_next(service.batches, request, lease_s)
 
 
-def _add_common_routes(api: FastAPI) -> None:
-    @api.get("/")
-    async def root() -> dict[str, str]:
-        """Says who answers."""
-        return {"message": "AtroposLib API"}
+@_rare.post("/batch/ack", response_model_exclude_none=True)
+async def acknowledge(body: schemas.BatchAck, service: Service) -> schemas.Outcome:
+    """Confirm a leased batch; it will not be delivered again. May be repeated."""
+    await service.batches.ack(body.batch_id)
+    return schemas.Outcome(status="success")
 
-    @api.get("/wandb_info")
-    async def wandb_info(service: Service) -> schemas.WandbInfo:
-        """Where environments log; nulls before a trainer registered."""
-        run = service.run.registration
-        return schemas.WandbInfo(group=run and run.wandb_group, project=run and run.wandb_project)
 
-    @api.get("/info")
-    async def info(service: Service) -> schemas.Info:
-        """Return what the trainer takes; -1 before it registered."""
-        run = service.run.registration
-        return schemas.Info(batch_size=run.batch_size if run else -1, max_token_len=run.max_token_len if run else -1)
+@_rare.post("/register-env", response_model_exclude_none=True)
+async def register_env(body: schemas.RegisterEnv, service: Service) -> schemas.EnvRegistered:
+    """An environment announces itself; until the trainer has started it is told to wait and to ask again."""
+    env = await service.register_env(body)
+    registration = service.run.registration
+    if env is None or registration is None:
+        return schemas.EnvRegistered(status="wait for trainer to start", run_id=None)
+    return schemas.EnvRegistered(
+        status="success",
+        env_id=env.env_id,
+        wandb_name=env.real_name,
+        checkpoint_dir=registration.checkpoint_dir,
+        starting_step=service.run.step,
+        checkpoint_interval=registration.save_checkpoint_interval,
+        num_steps=registration.num_steps,
+        run_id=service.run.run_id,
+    )
 
-    @api.get("/status")
-    async def status(service: Service) -> schemas.Status:
-        """Return how far the run is, and why no batch is ready."""
-        queue = service.queue
-        return schemas.Status(
-            current_step=service.run.step,
-            queue_size=len(queue.pool),
-            queue_sequences=queue.pool.sequences,
-            buffered_groups=sum(len(buffer) for buffer in queue.buffers.values()),
-            leased_batches=len(queue.leased),
-            waiting_for=service.waiting_for(),
-            storage_full=service.store.why_full(),
-        )
 
-    @api.get("/latest_example", response_model=schemas.ScoredData | schemas.NoExample)
-    async def latest_example(service: Service) -> Response:
-        """The group that entered last; empty lists before there is one."""
-        latest = await service.groups.latest()
-        if latest is None:
-            return JSONResponse({key: None if key in _NULL_WHEN_EMPTY else [] for key in GROUP_KEYS})
-        return Response(latest, media_type="application/json")
+@_rare.post("/disconnect-env", response_model=schemas.Outcome)
+async def disconnect_env(body: Annotated[JsonObject, Body(examples=[{"env_id": 0}])], service: Service) -> Response:
+    """An environment has ended: its minimum stops counting; what it sent stays."""
+    env_id = body.get("env_id")
+    if not isinstance(env_id, int) or isinstance(env_id, bool):
+        return refuse(422, f"env_id is {env_id!r}; expected an integer")
+    try:
+        await service.disconnect_env(env_id)
+    except Refused as error:
+        return JSONResponse({"status": "failure", "error": str(error)}, status_code=error.status)
+    return JSONResponse({"status": "success"})
 
-    @api.get("/reset_data", response_class=PlainTextResponse)
-    async def reset_data(service: Service) -> str:
-        """Forget the run: queue, environments, registration. Safe to repeat."""
-        await service.reset()
-        return "Reset successful"
 
-    @api.get("/health", response_model=schemas.Health)
-    async def health(service: Service) -> Response:
-        """Tell whether the server lives, and whether it can store groups. Needs no token.
+@_rare.get("/")
+async def root() -> dict[str, str]:
+    """Says who answers."""
+    return {"message": "AtroposLib API"}
 
-        200 with `storage full` while groups are answered 503 for want of room: batches continue, it passes by itself,
-        and a restart would not help. 503 with `stuck` when only a restart helps.
-        """
-        if (reason := service.store.why_stuck()) is not None:
-            return JSONResponse({"status": "stuck", "detail": reason}, status_code=503)
-        if (reason := service.store.why_full()) is not None:
-            return JSONResponse({"status": "storage full", "detail": reason})
-        return JSONResponse({"status": "ok"})
 
-    @api.get("/metrics", response_class=PlainTextResponse)
-    async def metrics(service: Service) -> Response:
-        """Prometheus text format."""
-        return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4")
+@_rare.get("/wandb_info")
+async def wandb_info(service: Service) -> schemas.WandbInfo:
+    """Where environments log; nulls before a trainer registered."""
+    run = service.run.registration
+    return schemas.WandbInfo(group=run and run.wandb_group, project=run and run.wandb_project)
+
+
+@_rare.get("/info")
+async def info(service: Service) -> schemas.Info:
+    """Return what the trainer takes; -1 before it registered."""
+    run = service.run.registration
+    return schemas.Info(batch_size=run.batch_size if run else -1, max_token_len=run.max_token_len if run else -1)
+
+
+@_rare.get("/status")
+async def status(service: Service) -> schemas.Status:
+    """Return how far the run is, and why no batch is ready."""
+    queue = service.queue
+    return schemas.Status(
+        current_step=service.run.step,
+        queue_size=len(queue.pool),
+        queue_sequences=queue.pool.sequences,
+        buffered_groups=sum(len(buffer) for buffer in queue.buffers.values()),
+        leased_batches=len(queue.leased),
+        waiting_for=service.waiting_for(),
+        storage_full=service.store.why_full(),
+    )
+
+
+@_rare.get("/latest_example", response_model=schemas.ScoredData | schemas.NoExample)
+async def latest_example(service: Service) -> Response:
+    """The group that entered last; empty lists before there is one."""
+    latest = await service.groups.latest()
+    if latest is None:
+        return JSONResponse({key: None if key in _NULL_WHEN_EMPTY else [] for key in GROUP_KEYS})
+    return Response(latest, media_type="application/json")
+
+
+@_rare.get("/reset_data", response_class=PlainTextResponse)
+async def reset_data(service: Service) -> str:
+    """Forget the run: queue, environments, registration. Safe to repeat."""
+    await service.reset()
+    return "Reset successful"
+
+
+@_rare.get("/health", response_model=schemas.Health)
+async def health(service: Service) -> Response:
+    """Tell whether the server lives, and whether it can store groups. Needs no token.
+
+    200 with `storage full` while groups are answered 503 for want of room: batches continue, it passes by itself,
+    and a restart would not help. 503 with `stuck` when only a restart helps.
+    """
+    if (reason := service.store.why_stuck()) is not None:
+        return JSONResponse({"status": "stuck", "detail": reason}, status_code=503)
+    if (reason := service.store.why_full()) is not None:
+        return JSONResponse({"status": "storage full", "detail": reason})
+    return JSONResponse({"status": "ok"})
+
+
+@_rare.get("/metrics", response_class=PlainTextResponse)
+async def metrics(service: Service) -> Response:
+    """Prometheus text format."""
+    return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4")
 
 
 _NULL_WHEN_EMPTY = ("overrides", "group_overrides", "env_id", "distill_token_ids", "distill_logprobs")
@@ -271,34 +276,6 @@ class DirectRoutes:
         except tuple(ERROR_RESPONSES) as error:
             response = ERROR_RESPONSES[type(error)](error)
         await response(scope, receive, send)
-
-
-def _hot_routes() -> APIRouter:
-    router = APIRouter()
-
-    @router.post("/scored_data", response_model=schemas.Received, openapi_extra=_takes({"$ref": _SCORED_DATA}))
-    async def scored_data(request: Request) -> Response:
-        """Store one group. The answer comes when it is on disk; 503 when there is no room: try again later."""
-        (receipt,) = await _store_groups(request, [await _in_turn(request, read_group)])
-        return json_response(_received(receipt))
-
-    @router.post(
-        "/scored_data_list",
-        response_model=schemas.ReceivedList,
-        openapi_extra=_takes({"type": "array", "items": {"$ref": _SCORED_DATA}}),
-    )
-    async def scored_data_list(request: Request) -> Response:
-        """Store several groups, all or none."""
-        groups = await _in_turn(request, read_binary if is_binary(request.headers) else read_list)
-        return json_response(_received_list(await _store_groups(request, groups)))
-
-    @router.get("/status-env", response_model=schemas.EnvStatus, openapi_extra=_NAMES_ENV)
-    async def status_env(request: Request) -> Response:
-        """Return what an environment bases its back-pressure on. The id comes as a JSON body or in the query."""
-        service: TrajectoryService = request.app.state.service
-        return json_response(service.env_status(_asking_env(request)))
-
-    return router
 
 
 async def _in_turn(request: Request, read: Callable[[bytes], T]) -> T:
@@ -335,6 +312,7 @@ def _asking_env(request: Request) -> int:
 
 
 _SCORED_DATA = "#/components/schemas/ScoredData"
+_UNFIT = {"422": {"description": "The body or a parameter is not as described."}}
 
 
 def _takes(schema: dict[str, object]) -> dict[str, object]:
@@ -343,13 +321,40 @@ def _takes(schema: dict[str, object]) -> dict[str, object]:
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
         "parameters": [{"name": RUN_HEADER, "in": "header", "schema": {"type": "string"}, "description": says}],
+        "responses": _UNFIT,
     }
 
 
 _NAMES_ENV: dict[str, object] = {
     "requestBody": {"content": {"application/json": {"schema": schemas.EnvIdentifier.model_json_schema()}}},
     "parameters": [{"name": "env_id", "in": "query", "schema": {"type": "integer", "minimum": 0}}],
+    "responses": _UNFIT,
 }
+
+
+@_hot.post("/scored_data", response_model=schemas.Received, openapi_extra=_takes({"$ref": _SCORED_DATA}))
+async def scored_data(request: Request) -> Response:
+    """Store one group. The answer comes when it is on disk; 503 when there is no room: try again later."""
+    (receipt,) = await _store_groups(request, [await _in_turn(request, read_group)])
+    return json_response(_received(receipt))
+
+
+@_hot.post(
+    "/scored_data_list",
+    response_model=schemas.ReceivedList,
+    openapi_extra=_takes({"type": "array", "items": {"$ref": _SCORED_DATA}}),
+)
+async def scored_data_list(request: Request) -> Response:
+    """Store several groups, all or none."""
+    groups = await _in_turn(request, read_binary if is_binary(request.headers) else read_list)
+    return json_response(_received_list(await _store_groups(request, groups)))
+
+
+@_hot.get("/status-env", response_model=schemas.EnvStatus, openapi_extra=_NAMES_ENV)
+async def status_env(request: Request) -> Response:
+    """Return what an environment bases its back-pressure on. The id comes as a JSON body or in the query."""
+    service: TrajectoryService = request.app.state.service
+    return json_response(service.env_status(_asking_env(request)))
 
 
 def _received(receipt: Receipt) -> dict[str, object]:

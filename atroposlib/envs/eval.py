@@ -47,10 +47,9 @@ from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 from atroposlib.rollouts.evaluation import (
     PROGRESS_FILE,
     Evaluation,
+    current_evaluation,
     evaluate_items,
     shown,
-    start_of_evaluation,
-    step_of_evaluation,
 )
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.rollouts.run import CHECK_S, EXIT_DONE, STOP_TIMEOUT_S
@@ -122,7 +121,8 @@ def evaluate_log(
         logger.warning("evaluation results are not written: no eval_dir is set (env.data_dir_to_save_evals)")
         return
     end = time.time() if end_time is None else end_time
-    start = (start_of_evaluation() or end) if start_time is None else start_time
+    running = current_evaluation()
+    start = start_time if start_time is not None else running.started_at if running else end
     if verbose:
         display_metrics_table(str(task_name), metrics, start, end)
     results = {
@@ -139,8 +139,8 @@ def evaluate_log(
         lines = (one_line(to_json(sample)) for sample in samples)
         _write(folder / "samples.jsonl", b"\n".join(lines) + b"\n")
     _write(folder / "metrics.json", orjson.dumps(as_json(results), option=orjson.OPT_INDENT_2))  # last: all is there
-    if (step := step_of_evaluation()) is not None:
-        line = one_line(to_json({"step": step, "time": end, "metrics": metrics}))
+    if running is not None and running.step is not None:
+        line = one_line(to_json({"step": running.step, "time": end, "metrics": metrics}))
         with (folder / HISTORY_FILE).open("ab") as history:
             history.write(b"\n" + line + b"\n")  # an earlier line that a kill cut short stays apart
 

@@ -11,7 +11,6 @@ from typing import TypeVar
 from atroposlib.rollouts.ledger import Totals
 
 T = TypeVar("T")
-
 Z_95 = 1.96
 FIRST_SHARE = 4
 """The first round asks for one part in this many of a group, or for as many as must be accepted."""

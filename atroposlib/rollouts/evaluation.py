@@ -117,14 +117,9 @@ class Evaluation(ProgressFile):
 _current: ContextVar[Evaluation | None] = ContextVar("current_evaluation", default=None)
 
 
-def start_of_evaluation() -> float | None:
-    """Return when the running evaluation began, in seconds since the epoch; None: none is running."""
-    return None if (evaluation := _current.get()) is None else evaluation.started_at
-
-
-def step_of_evaluation() -> int | None:
-    """Return the trainer's step at which the running evaluation began; None: there is no trainer."""
-    return None if (evaluation := _current.get()) is None else evaluation.step
+def current_evaluation() -> Evaluation | None:
+    """Return the evaluation that is running here, or None."""
+    return _current.get()
 
 
 async def shown(evaluation: Evaluation, evaluating: Awaitable[T]) -> T:

@@ -138,11 +138,12 @@ def read_ledger(files: RunFiles, *, accept_score: float, keep_unacknowledged: bo
     entries, index_is_whole = _entries(files, accept_score, ledger.set_aside, repair=True)
     if not index_is_whole:
         _rewrite_index(files.sidecar("index"), entries)
-    acked = read_acknowledged(files.sidecar("acked")) if keep_unacknowledged else None
+    path = files.sidecar("acked")
+    acked = set(path.read_text("utf-8", errors="replace").split("\n") if path.exists() else ())  # a torn end names none
     shards = files.shards()
     lines = LineNumbers()
     for entry in sorted(entries, key=_place):
-        if ledger.add(entry, acknowledged=acked is None or entry.group_id in acked):
+        if ledger.add(entry, acknowledged=not keep_unacknowledged or entry.group_id in acked):
             ledger.backlog.extend(entry.backlog)
         else:
             where = f"{shards[entry.shard]}:{lines.at(shards[entry.shard], entry.start)}"
@@ -164,11 +165,6 @@ def read_recorded(files: RunFiles) -> Ledger:
 def read_entries(files: RunFiles) -> list[LedgerEntry]:
     """Every line of files of another process, and what it rejected; nothing is changed there."""
     return _entries(files, 0.0, SetAside(), repair=False)[0]
-
-
-def read_acknowledged(path: Path) -> set[str]:
-    """Group ids the API acknowledged; a torn last line names no group and does no harm."""
-    return set(path.read_text("utf-8", errors="replace").split("\n")) if path.exists() else set()
 
 
 def read_line(path: Path, entry: LedgerEntry) -> bytes:

@@ -65,13 +65,11 @@ async def _serve(env: Environment, run: Run) -> None:
 
 
 async def _resend(env: Environment, run: Run) -> None:
-    if not run.sink.unsent:
-        return
-    run.progress.wait_for(
-        "api", f"the trajectory API {env.config.rollout_server_url}, to send it what it does not have"
-    )
-    logger.info("sent again what was not acknowledged: groups=%d", await run.sink.resend())
-    run.progress.wait_for("api", None)
+    if run.sink.unsent:
+        where = f"the trajectory API {env.config.rollout_server_url}"
+        run.progress.wait_for("api", f"{where}, to send it what it does not have")
+        logger.info("sent again what was not acknowledged: groups=%d", await run.sink.resend())
+        run.progress.wait_for("api", None)
 
 
 async def _roll_out(env: Environment, run: Run) -> None:
@@ -147,11 +145,11 @@ async def _roll_out_all(env: Environment, run: Run) -> None:
 
 async def _log_regularly(env: Environment) -> None:
     """Metrics now and then, when there is something new."""
-    logged = env.curr_step
+    logged_step = env.curr_step
     while True:
         await asyncio.sleep(LOG_EVERY_S)
-        if env.curr_step != logged:
-            logged = env.curr_step
+        if env.curr_step != logged_step:
+            logged_step = env.curr_step
             await _log(env)
 
 
