@@ -12,9 +12,8 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import aiohttp
@@ -66,13 +65,14 @@ class Response:
         return code if isinstance(code, str) else None
 
 
-class RepeatingClient:
+class RepeatingClient(AbstractAsyncContextManager):
     """One HTTP session and the rules of repeating."""
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 120.0) -> None:
         self.url, url_token = _split_token(url)
         self._token = token or url_token or os.environ.get(TOKEN_VARIABLE)
         self._timeout_s = timeout_s
+        self._registration: Mapping[str, object] | None = None
         self._session: aiohttp.ClientSession | None = None
         self._unavailable: dict[str, str] = {}  # path -> what the last 5xx said, until a request there is answered
 
@@ -86,12 +86,7 @@ class RepeatingClient:
         """`batch_size` and `max_token_len`; -1 before a trainer registered."""
         return (await self.request("GET", "/info", deadline_s=deadline_s)).json()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def request(
@@ -227,7 +222,6 @@ class EnvClient(RepeatingClient):
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 120.0) -> None:
         super().__init__(url, token=token, timeout_s=timeout_s)
         self.registered: RegisteredEnv | None = None
-        self._registration: Mapping[str, object] | None = None
         self._registering = asyncio.Lock()
 
     async def register(self, registration: Mapping[str, object], *, deadline_s: float | None = None) -> RegisteredEnv:
@@ -318,10 +312,6 @@ class EnvClient(RepeatingClient):
 
 class TrainerClient(RepeatingClient):
     """A trainer's connection to the API; registers again by itself when the run was reset."""
-
-    def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 120.0) -> None:
-        super().__init__(url, token=token, timeout_s=timeout_s)
-        self._registration: Mapping[str, object] | None = None
 
     async def register(self, registration: Mapping[str, object], *, deadline_s: float | None = None) -> int:
         """Announce or take over a run; see `Registration` for the keys. Returns the trainer's number."""

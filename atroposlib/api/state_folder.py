@@ -7,6 +7,7 @@ import contextlib
 import errno
 import mmap
 import os
+import shutil
 import sqlite3
 import struct
 import weakref
@@ -110,7 +111,7 @@ class StateFolder:
         if lost := self.why_lost():
             return lost
         missing_reserve = 0 if self._reserve.exists() else RESERVE_BYTES
-        if free_disk_bytes(self.path) >= 2 * size + wal + ROOM_BYTES + missing_reserve:
+        if shutil.disk_usage(self.path).free >= 2 * size + wal + ROOM_BYTES + missing_reserve:
             return None
         return f"no space left in {self.path}; groups are taken again when there is"
 
@@ -307,9 +308,3 @@ class DeliveryLog:
     def close(self) -> None:
         self._map.close()
         os.close(self._fd)
-
-
-def free_disk_bytes(path: Path) -> int:
-    """Return how much an ordinary user may still write to the disk that a path is on."""
-    disk = os.statvfs(path)
-    return disk.f_bavail * disk.f_frsize

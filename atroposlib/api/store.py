@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import queue
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Generic, TypeVar
 
 from atroposlib.api.queue import Batch, Group
 from atroposlib.api.schemas import Refused
-from atroposlib.api.state_folder import FILE, ROOM_BYTES, Commit, LogEntry, StateFolder, StorageFull, free_disk_bytes
+from atroposlib.api.state_folder import FILE, ROOM_BYTES, Commit, LogEntry, StateFolder, StorageFull
 from atroposlib.api.tables import CONSUMED, QUEUED, Change, NewGroup, Tables, Unreadable
 from atroposlib.errors import AtroposError
 
@@ -343,7 +344,7 @@ class Store:
         path = self._folder.path
         if path is None or self._folder.why_lost():
             return False
-        return self._tables.free_bytes() > min(max(self._slack, self.used_bytes), free_disk_bytes(path))
+        return self._tables.free_bytes() > min(max(self._slack, self.used_bytes), shutil.disk_usage(path).free)
 
     def _close_tidily(self) -> None:
         """Give back free pages if that is quick, and end the log."""

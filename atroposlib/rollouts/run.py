@@ -253,7 +253,7 @@ class Run:
         """
         self._stop.catch()
         if self.shared:
-            self.shared.start()
+            self.shared.leases.start()
         self._display.start()
         self.progress.write()  # set-up may hold the event loop for longer than whoever started us waits for a sign
         main, watch = asyncio.create_task(work), asyncio.create_task(self._watch())
@@ -434,7 +434,7 @@ class Run:
         if self.files:
             self.files.close()
             if self.shared:
-                self.shared.close()
+                self.shared.leases.close()  # what is not done is for the others
             self.progress.rollouts = list(self.files.files.shards().values())
             self.progress.html = [twin for path in self.progress.rollouts if (twin := html_twin(path)).exists()]
         self.progress.in_flight = 0

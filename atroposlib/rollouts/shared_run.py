@@ -197,14 +197,6 @@ class SharedDraw:
     _look_again_at: float = 0.0
     _others_have_the_rest: bool = False
 
-    def start(self) -> None:
-        """Show the other members that this one lives."""
-        self.leases.start()
-
-    def close(self) -> None:
-        """Leave what is not done to the others; call it when nothing more is written."""
-        self.leases.close()
-
     async def __call__(self) -> tuple[str, Item] | None:
         skipped = 0
         while skipped < MAX_SET_ASIDE_IN_A_ROW:
