@@ -8,8 +8,7 @@ A matrix `[G][T]` is a msgpack extension value, everything little-endian:
 
 Floats are float32 where every value survives it, else float64. What fits no array stays in the head, as it came.
 Several groups are a msgpack list of such maps, a batch is `{"batch": [...], "batch_id": id or null}`; so groups are
-sent on without being looked at. Why msgpack (16 x 2048, 0.53 MB; write / read): msgpack 0.04 / 0.01 ms, safetensors
-0.17 / 0.06, Arrow IPC 0.26 / 0.03, and only msgpack nests.
+sent on without being looked at.
 """
 
 import struct

@@ -60,11 +60,12 @@ class StateFolder:
 
     def __init__(self, path: Path | None, *, accept_older: bool = False) -> None:
         self.path = None if path is None else _private_folder(path)
-        self._lock = None if self.path is None else _lock_folder(self.path)
+        lock = None if self.path is None else _lock_folder(self.path)
         self._reserve = None if self.path is None else self.path / "reserve"
         try:
             with contextlib.ExitStack() as opened:
-                opened.callback(self._unlock)
+                if lock is not None:
+                    opened.callback(os.close, lock)
                 self.log = None if self.path is None else DeliveryLog(self.path / "deliveries")
                 if self.log is not None:
                     opened.callback(self.log.close)
@@ -72,7 +73,7 @@ class StateFolder:
                 opened.callback(self.db.close)
                 self._opened = None if self.path is None else (self.path / FILE).stat()
                 self._check_age(accept_older=accept_older)
-                opened.pop_all()
+                self.close = opened.pop_all().close
         except (sqlite3.OperationalError, OSError) as error:
             raise PathError(f"--state-dir {self.path} cannot be used now: {error}") from error
         except sqlite3.DatabaseError as error:
@@ -140,12 +141,6 @@ class StateFolder:
         self._reserve.unlink()
         return True
 
-    def close(self) -> None:
-        self.db.close()
-        if self.log is not None:
-            self.log.close()
-        self._unlock()
-
     def _open(self) -> sqlite3.Connection:
         if self.path is None:
             return _connect(":memory:")
@@ -156,11 +151,6 @@ class StateFolder:
         except sqlite3.OperationalError:  # no room, and opening may have to write
             self.free_reserve()
             return _connect(path)
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
 
 def _connect(path: Path | str) -> sqlite3.Connection:

@@ -224,11 +224,7 @@ class FailureLog:
         self.last: JsonObject | None = None  # class, item_key, error and time of the newest failure
         self.failed_before: set[str] = set()  # keys of items that an earlier process gave up
         if path and path.exists():
-            for failure in _earlier_failures(path, env, run):
-                self._count(failure)
-                if failure.get("final") and failure.get("item_key") != NO_ITEM:
-                    self.failed_before.add(failure.get("item_key", ""))
-            _end_last_line(path)
+            self._read(path)
 
     def add(self, work: Work, error: BaseException, *, is_final: bool) -> None:
         self._write(work, error, {"final": is_final, "tokens": work.trace.usage["completion_tokens"]})
@@ -263,6 +259,20 @@ class FailureLog:
         except OSError as problem:  # the failure is counted and logged; a full disk must not make it worse
             logger.warning("failure not written: file=%s error=%s", self.path, problem)
 
+    def _read(self, path: Path) -> None:
+        """Count what earlier processes wrote, and close the torn line of one that was killed."""
+        line = b"\n"
+        with path.open("rb") as stream:
+            for line in stream:
+                failure = object_in(line) or {}
+                if (failure.get("env"), failure.get("run")) == (self._env, self._run):
+                    self._count(failure)
+                    if failure.get("final") and failure.get("item_key") != NO_ITEM:
+                        self.failed_before.add(failure.get("item_key", ""))
+        if not line.endswith(b"\n"):
+            with path.open("ab") as stream:
+                stream.write(b"\n")
+
     def _count(self, line: JsonObject) -> None:
         kind = line.get("class", "environment")
         self.counts[kind] += 1
@@ -270,21 +280,6 @@ class FailureLog:
         cause = "kill" if kind == "kill" else "rejected" if line.get("final") else "retry"
         self.wasted[cause] += line.get("tokens", 0)
         self.last = {key: line.get(key) for key in ("class", "item_key", "error", "at")}
-
-
-def _end_last_line(path: Path) -> None:
-    """Close the torn line of a killed process, so that the next one does not run into it."""
-    with path.open("rb+", buffering=0) as stream:
-        if stream.seek(0, os.SEEK_END) and stream.seek(-1, os.SEEK_END) >= 0 and stream.read(1) != b"\n":
-            stream.write(b"\n")
-
-
-def _earlier_failures(path: Path, env: str, run: str) -> Iterator[JsonObject]:
-    with path.open("rb") as stream:
-        for line in stream:
-            failure = object_in(line)  # None: the torn last line of a killed process
-            if failure is not None and failure.get("env") == env and failure.get("run") == run:
-                yield failure
 
 
 @contextmanager

@@ -220,7 +220,9 @@ class RolloutFiles:
         except OSError as error:
             what = error.filename or files.folder
             raise PathError(f"{what} cannot be written: {error.strerror or error}; {remedy(error)}") from error
-        _remove_packed(files)
+        for shard in files.shards().values():
+            if shard.suffix == ".zst":  # complete: a kill came between the copy and the removal
+                shard.with_suffix("").unlink(missing_ok=True)
         self.ledger: Ledger = read_ledger(files, accept_score=accept_score, keep_unacknowledged=sends)
         self.run_id = _run_id(self.ledger)
         self._shards = ShardWriter(files, self.ledger, lines_per_shard=groups_per_shard)
@@ -373,13 +375,6 @@ async def _uncancelled(done: asyncio.Future[None]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([done])
         raise
-
-
-def _remove_packed(files: RunFiles) -> None:
-    """Remove shards whose compressed copy is complete: a kill came between the copy and the removal."""
-    for path in files.shards().values():
-        if path.suffix == ".zst":
-            path.with_suffix("").unlink(missing_ok=True)
 
 
 def _run_id(ledger: Ledger) -> str:
