@@ -16,7 +16,7 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -423,27 +423,21 @@ class Reports:
 
 async def _in_thread(call: Callable[[], object]) -> None:
     """As `asyncio.to_thread`, but a stopping process leaves the thread behind: a report may take minutes."""
-    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def end(error: Exception | None) -> None:
-        if not done.done():
-            done.set_exception(error) if error else done.set_result(None)
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()
 
     def work() -> None:
-        problem: Exception | None = None
         try:
             call()
         except Exception as error:
-            problem = error  # raised where the report is awaited
-        except BaseException as error:  # `sys.exit` of an author's page would end the event loop there
-            problem = RuntimeError(describe_error(error))
-        try:
-            loop.call_soon_threadsafe(end, problem)
-        except RuntimeError:
-            pass  # the loop is closed: nobody waits any more
+            done.set_exception(error)
+        except BaseException as error:  # `sys.exit` of an author's page would end the event loop
+            done.set_exception(RuntimeError(describe_error(error)))
+        else:
+            done.set_result(None)
 
     threading.Thread(target=work, name="report", daemon=True).start()
-    await done
+    await asyncio.wrap_future(done)
 
 
 def compress(path: Path) -> Path:
