@@ -106,6 +106,16 @@ def test_values_that_are_written_as_text_get_their_type_from_the_schema(schema, 
     assert json.loads(call.arguments) == {"at": value}
 
 
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize(
+    "nested", ["[" * 3000 + "]" * 3000, "[" * 3000, '{"a":' * 3000], ids=["whole", "open", "objects"]
+)
+def test_what_a_model_nests_without_end_is_read_or_stays_text(name, nested):
+    written = FORMATS[name].write([WrittenCall("look", '{"deep": 12345}')]).replace("12345", nested)
+    parsed = find_calls(name, written, TOOLS)
+    assert parsed is None or [call.name for call in parsed.calls] == ["look"]
+
+
 def test_a_model_that_names_its_calls_keeps_the_names():
     written = FORMATS["kimi_k2"].write([WrittenCall("look", "{}", "functions.look:7")])
     assert "functions.look:7" in written

@@ -364,7 +364,7 @@ def _parse_mistral(text: str, tools: Tools, is_cut: bool) -> Found | None:
                 name, _, arguments = part.partition("[ARGS]")
                 name, _, given = name.partition("[CALL_ID]")
                 calls.append(json_text_call(name, arguments, given or None))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
     usable = [call for call in calls if call is not None]
     return Found(usable, [(begin, len(text))]) if len(usable) == len(calls) else None
