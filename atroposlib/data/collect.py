@@ -5,6 +5,7 @@ killed collection resumes with the same command. When there are enough, they are
 the raw groups are kept next to the output as `<output>.rollouts.jsonl`.
 """
 
+import asyncio
 import logging
 import os
 import re
@@ -111,8 +112,6 @@ def collect(output: Path, plan: Collection, have: Callable[[Table], int]) -> Pat
     Raises:
         ApiError: the API belongs to another trainer, or refused.
     """
-    import asyncio  # with the API's client 0.25 CPU-s, which only live collections pay
-
     ledger = _ledger(output)
     try:
         asyncio.run(_collect(ledger, plan, have))
@@ -140,8 +139,6 @@ def keep_groups(ledger: Path, output: Path) -> Path:
 
 
 async def _collect(ledger: Path, plan: Collection, have: Callable[[Table], int]) -> None:
-    import asyncio
-
     from atroposlib.api.client import TrainerClient
 
     kept = CollectedGroups(ledger)
@@ -182,7 +179,6 @@ async def _collect(ledger: Path, plan: Collection, have: Callable[[Table], int])
 @asynccontextmanager
 async def _told_while_waiting(sentence: str) -> AsyncIterator[None]:
     """Log the sentence while the body takes long, again and again."""
-    import asyncio
 
     async def say() -> None:
         while True:

@@ -10,8 +10,9 @@ The prompt is everything before the first generated turn, few-shot turns include
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -172,8 +173,7 @@ def export_dpo(
     selection = select(table, policy)
     require_survivors(table, selection)
     pairs = choose_pairs(table, selection.keep, rules, policy.seed)
-    keep = np.zeros_like(selection.keep)
-    keep[[row for each in pairs.values() for pair in each for row in pair]] = True
+    keep = _rows_of(table, chain.from_iterable(pairs.values()))
     copies = Copies()
     count = differing = 0
 
@@ -195,18 +195,14 @@ def export_dpo(
             target, append=options.append, before_rename=lambda size: write_meta(target, report(size))
         ) as writer,
     ):
-        for chosen in table.read(keep, advance):
-            first = chosen.rows[0] - chosen.indices[0]
-            for better, worse in pairs[int(table.responses["group"][first])]:
-                try:
-                    record = convert(chosen, better - first, worse - first)
-                    if record is None:
-                        differing += 1
-                    elif options.target is None or count < options.target:
-                        writer.write(copies.note(record))
-                        count += 1
-                except RowError as error:
-                    odd.add(error)
+        for _, record in _records(table, keep, pairs, convert, advance):
+            if isinstance(record, RowError):
+                odd.add(record)
+            elif record is None:
+                differing += 1
+            elif options.target is None or count < options.target:
+                writer.write(copies.note(record))
+                count += 1
         if not count and odd and not differing:
             require_records(count, table, odd)
         if not count:
@@ -273,16 +269,30 @@ def _count_writable(
     table: Table, pairs: dict[int, list[Pair]], convert: PairConverter, is_writable: dict[Pair, bool]
 ) -> int:
     """Count the pairs that can be written; `is_writable` gets what the files had to be read for."""
+    unknown = (pair for each in pairs.values() for pair in each if pair not in is_writable)
+    for pair, record in _records(table, _rows_of(table, unknown), pairs, convert, ignore):
+        is_writable[pair] = not (record is None or isinstance(record, RowError))
+    return sum(is_writable[pair] for each in pairs.values() for pair in each)
+
+
+def _rows_of(table: Table, pairs: Iterable[Pair]) -> Array:
+    """[responses] of bool."""
     keep = np.zeros(len(table.responses), bool)
-    keep[[row for each in pairs.values() for pair in each if pair not in is_writable for row in pair]] = True
-    for chosen in table.read(keep):
+    keep[[row for pair in pairs for row in pair]] = True
+    return keep
+
+
+def _records(
+    table: Table, keep: Array, pairs: dict[int, list[Pair]], convert: PairConverter, advance: Advance
+) -> Iterator[tuple[Pair, JsonObject | RowError | None]]:
+    """Each pair of the groups with a response in `keep`, with its record or why there is none."""
+    for chosen in table.read(keep, advance):
         first = chosen.rows[0] - chosen.indices[0]
         for better, worse in pairs[int(table.responses["group"][first])]:
             try:
-                is_writable[better, worse] = convert(chosen, better - first, worse - first) is not None
-            except RowError:
-                is_writable[better, worse] = False
-    return sum(is_writable[pair] for each in pairs.values() for pair in each)
+                yield (better, worse), convert(chosen, better - first, worse - first)
+            except RowError as error:
+                yield (better, worse), error
 
 
 def _converter(options: DpoOptions) -> PairConverter:

@@ -169,10 +169,10 @@ class Table:
 
 
 class TableBuilder:
-    """Collects groups of one or more files into a `Table`."""
+    """Collects the groups of one file into a `Table`."""
 
-    def __init__(self) -> None:
-        self._files: list[Path] = []
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._tasks: dict[str, int] = {}
         self._weights: dict[str, int] = {}
         self._blocks: list[tuple[Array, Array]] = []
@@ -181,12 +181,8 @@ class TableBuilder:
         self._group_rows = self._response_rows = 0
         self.set_aside = SetAside()
 
-    def add_file(self, path: Path) -> None:
-        """Following groups lie in `path`."""
-        self._files.append(path)
-
     def add_line(self, line: Line) -> None:
-        """Append the group of one line of the last added file, or set the line aside."""
+        """Append the group of one line, or set the line aside."""
         try:
             group = parse_lazily(line)
         except RowError as error:
@@ -197,7 +193,7 @@ class TableBuilder:
         lengths = [group.lengths(index) for index in range(len(group.scores))]
         self._groups.append(
             (
-                *(len(self._files) - 1, task),
+                *(0, task),
                 self._weights.setdefault(group.weights_version(), len(self._weights)),
                 sum(1 << FAILURE_CLASSES.index(kind) for kind in group.failure_classes()),
                 *(line.number, line.offset, line.size),
@@ -220,7 +216,7 @@ class TableBuilder:
         self._flush()
         groups, responses = zip(*self._blocks, strict=True)
         return Table(
-            *(self._files, list(self._tasks), np.concatenate(groups), np.concatenate(responses), self.set_aside),
+            *([self._path], list(self._tasks), np.concatenate(groups), np.concatenate(responses), self.set_aside),
             list(self._weights),
         )
 
@@ -240,8 +236,7 @@ def scan_after(
         advance: told the bytes of every line.
         so_far: given the table as far as it is read, soon and then each time that the reading has taken twice as long.
     """
-    builder = TableBuilder()
-    builder.add_file(path)
+    builder = TableBuilder(path)
     start, number = 0, 1
     begun = time.monotonic()
     next_look = begun + _FIRST_LOOK_S if so_far is not None else math.inf

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from atroposlib.data.chats import shared_prompt
-from atroposlib.data.tokenizers import load_tokenizer, tokenizer_folder
+from atroposlib.data.tokenizers import load_tokenizer
 from atroposlib.errors import AtroposError
 from atroposlib.paths import read_mapping
 from atroposlib.type_definitions import IGNORE_INDEX, Json, JsonObject
@@ -203,7 +203,8 @@ class TokenTexts:
 
     def _load(self, spec: str) -> None:
         try:
-            self._loaded[spec] = _decoder(spec)
+            tokenizer = load_tokenizer(spec)
+            self._loaded[spec] = lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         except Exception as error:  # of a library; the page shows ids instead
             logger.warning("%s", error)
             self._loaded[spec] = str(error)
@@ -221,18 +222,6 @@ def pieces(decode: Decode, ids: list[int]) -> list[str]:
         found.append(text)
         start = at + 1
     return found
-
-
-def _decoder(spec: str) -> Decode:
-    """A folder's `tokenizer.json` needs no transformers, which takes a second to import."""
-    folder = tokenizer_folder(spec)
-    if folder is not None and (folder / "tokenizer.json").is_file():
-        import tokenizers
-
-        fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return lambda ids: fast.decode(ids, skip_special_tokens=False)
-    slow = load_tokenizer(spec)
-    return lambda ids: str(slow.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def _spec_of_run(folder: Path) -> str | None:

@@ -196,8 +196,6 @@ def _conversation(messages: object) -> str:
 def _turn(message: Mapping[str, Json]) -> str:
     """One message with all that it holds: thoughts before its content, every other key, as JSON, behind it."""
     content, role = message.get("content"), str(message.get("role", ""))
-    if type(content) is str and message.keys() <= _USUAL:
-        return _spoken(role, content)
     thoughts = [key for key in REASONING_KEYS if isinstance(message.get(key), str)]
     rest = [key for key in message if key not in _USUAL and key not in thoughts and message[key] is not None]
     parts = content if isinstance(content, list) else [content] if content is not None else []
@@ -209,11 +207,6 @@ def _turn(message: Mapping[str, Json]) -> str:
             *(f"<p><em>{html.escape(key)}</em></p>{_preformatted(_as_json(message[key]))}" for key in rest),
         ]
     )
-
-
-@lru_cache(maxsize=256)  # the responses of a group share their prompts
-def _spoken(role: str, text: str) -> str:
-    return _speaker(role) + render_text(text)
 
 
 def _speaker(role: str) -> str:

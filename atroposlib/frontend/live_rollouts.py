@@ -74,8 +74,7 @@ class LiveRollouts:
             if key in self._seen or not group.get("scores") or len(self._lines) >= KEPT_GROUPS:
                 continue
             self._seen.add(key)
-            builder = TableBuilder()
-            builder.add_file(Path(self._url.rpartition("@")[2]))
+            builder = TableBuilder(Path(self._url.rpartition("@")[2]))
             builder.add_line(self._line(len(self._lines), data))
             if builder.set_aside:
                 logger.warning("group left out: %s", builder.set_aside.rows[0].text)
