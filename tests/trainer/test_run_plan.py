@@ -270,7 +270,7 @@ def test_a_limit_of_the_system_that_ends_a_run_is_a_sentence(tmp_path, monkeypat
 
 def test_an_environment_that_is_not_there_is_named_before_anything_starts(tmp_path, capsys):
     flags = ["--model-name", "m", "--environment", "no_such_env.py", "--run-dir", str(tmp_path)]
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(SystemExit, match="2"):
         main([*flags, "--engine", "external", "--engine-urls", "http://127.0.0.1:9"])
     assert "no_such_env.py does not exist" in capsys.readouterr().err
     assert not (tmp_path / "logs").exists()

@@ -131,7 +131,7 @@ def test_a_command_without_the_trainers_packages_says_how_to_install_them_and_st
 ):
     monkeypatch.setitem(sys.modules, "torch", None)
     main = importlib.import_module(f"atroposlib.example_trainer.{name}").main
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(SystemExit, match="2"):
         main([flag.format(folder=tmp_path) for flag in COMMANDS[name]])
     said = capsys.readouterr().err
     assert said.count("\n") == 1
