@@ -27,8 +27,7 @@ from atroposlib.system_limits import limit_reached
 Click: TypeAlias = Any
 """An object of the click that typer brings: by its version a package of that name, or a copy of its own."""
 
-HELP_WIDTH = 100
-_HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
+_HELP_FLAGS = {"help_option_names": ["-h", "--help"], "terminal_width": 100}
 _INTERRUPTED = 130  # by Ctrl-C; typer makes a SystemExit of it
 _UPDATE_BYTES = 8_000_000
 _METAVARS: dict[object, str] = {int: "N", float: "X", Path: "PATH"}
@@ -36,10 +35,6 @@ _METAVARS: dict[object, str] = {int: "N", float: "X", Path: "PATH"}
 
 class HelpCommand(TyperCommand):
     """One command, whose help keeps lines that are indented as they are."""
-
-    def format_help(self, ctx: Click, formatter: Click) -> None:
-        formatter.width = HELP_WIDTH
-        super().format_help(ctx, formatter)
 
     def format_help_text(self, ctx: Click, formatter: Click) -> None:
         _write_help(self.help, formatter)
@@ -65,10 +60,6 @@ class HelpGroup(TyperGroup):
     """Commands below one word, each with the whole first paragraph of its help."""
 
     format_help_text = HelpCommand.format_help_text
-
-    def format_help(self, ctx: Click, formatter: Click) -> None:
-        formatter.width = HELP_WIDTH
-        super().format_help(ctx, formatter)
 
     def format_commands(self, ctx: Click, formatter: Click) -> None:
         helps = {name: getattr(self.get_command(ctx, name), "help", None) or "" for name in self.list_commands(ctx)}

@@ -437,8 +437,6 @@ def _save(path: Path, size: int, table: Table) -> None:
         "set_aside": [[row.where.removeprefix(shown(path)), row.reason, row.text] for row in table.set_aside.rows],
         "odd": table.set_aside.counts,
     }
-    if not os.access(path.parent, os.W_OK):
-        raise PathError(f"{path.parent} cannot be written")
     write_whole(index_path(path), orjson.dumps(head) + b"\n" + table.groups.tobytes() + table.responses.tobytes())
 
 
