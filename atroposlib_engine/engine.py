@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from atroposlib_engine.generation import Generation
-from atroposlib_engine.llama import Llama, Vocabulary
+from atroposlib_engine.llama import Llama
 from atroposlib_engine.models import LocalModel
 from atroposlib_engine.scheduler import Scheduler
 
@@ -30,8 +30,8 @@ class Engine:
         threads: int | None = None,
         weight_version: str = "default",
     ) -> None:
-        self._llama = Llama(model.gguf, slots=slots, context=context, threads=threads)
-        self.scheduler = Scheduler(self._llama, weight_version=weight_version)
+        self.llama = Llama(model.gguf, slots=slots, context=context, threads=threads)
+        self.scheduler = Scheduler(self.llama, weight_version=weight_version)
         self.model_path = str(model.gguf)
         self.tokenizer_path = str(model.tokenizer_dir)
         self.model_name = model.name
@@ -40,28 +40,6 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return self._llama.vocabulary
-
-    @property
-    def chat_template(self) -> str | None:
-        return self._llama.chat_template
-
-    @property
-    def special_texts(self) -> tuple[str, str]:
-        """The begin and end token as text, for chat templates."""
-        return self._llama.bos, self._llama.eos
-
-    @property
-    def context(self) -> int:
-        """Tokens that prompt and completion of one sequence may have together."""
-        return self._llama.context
-
-    @property
-    def slots(self) -> int:
-        return self._llama.slots
 
     def start(self) -> None:
         self._thread.start()
@@ -72,7 +50,7 @@ class Engine:
         self._stopping = True
         self._commands.put(lambda: None)
         self._thread.join()
-        self._llama.close()
+        self.llama.close()
 
     def submit(self, generations: list[Generation]) -> None:
         """Queue sequences; their `on_progress` is called on the engine's thread."""

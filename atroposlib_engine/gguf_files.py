@@ -4,8 +4,11 @@ Nothing here needs torch. `gguf` is imported inside the functions, so that a cac
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from atroposlib.errors import ModelError
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 GGUF_MAGIC = b"GGUF"
-_FILE_TYPE_Q8_0 = 7
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7}
 _CONTROL_TOKEN = 3
 _SPLITS_DIGITS = {"smollm": True, "gpt-2": False}  # tokenizer.ggml.pre -> is every digit a token of its own?
 
@@ -50,30 +53,46 @@ def context_length(reader: "GGUFReader") -> int:
 
 def write_q8_0(reader: "GGUFReader", target: Path) -> None:
     """Write `target`: the same model with every smaller quantisation turned into Q8_0; F32 tensors stay as they are."""
-    from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
-    from gguf.quants import dequantize, quantize
+    from gguf.quants import dequantize
 
-    kept = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0}
+    def tensors() -> Iterable[tuple[str, np.ndarray, str]]:
+        for tensor in reader.tensors:
+            kind = tensor.tensor_type.name
+            if kind in _FILE_TYPES:
+                yield tensor.name, tensor.data, kind
+            else:
+                yield tensor.name, encoded(dequantize(tensor.data, tensor.tensor_type), "Q8_0"), "Q8_0"
+
+    write_gguf(reader, target, "Q8_0", tensors())
+
+
+def write_gguf(
+    reader: "GGUFReader", target: Path, file_type: str, tensors: Iterable[tuple[str, np.ndarray, str]]
+) -> None:
+    """Write `target` with the metadata of `reader` and other tensors: name, data as stored, type."""
+    from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+
     writer = GGUFWriter(target, str(metadata(reader, "general.architecture")))
     for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key == "general.architecture":
+        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
             continue  # the writer sets these itself
-        if key == "general.file_type":
-            writer.add_file_type(_FILE_TYPE_Q8_0)
-            continue
         is_array = field.types[0] == GGUFValueType.ARRAY
         writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if is_array else None)
-    for tensor in reader.tensors:
-        if tensor.tensor_type in kept:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        else:
-            weights = dequantize(tensor.data, tensor.tensor_type)
-            q8 = GGMLQuantizationType.Q8_0
-            writer.add_tensor(tensor.name, quantize(weights, q8), raw_dtype=q8)
+    writer.add_file_type(_FILE_TYPES[file_type])
+    for name, data, kind in tensors:
+        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def encoded(weights: np.ndarray, kind: str) -> np.ndarray:
+    """Return float weights as a GGUF file of this type holds them."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    return quantize(np.ascontiguousarray(weights), GGMLQuantizationType[kind])
 
 
 def write_tokenizer_folder(reader: "GGUFReader", folder: Path) -> None:

@@ -114,7 +114,7 @@ def _from_file(gguf: Path) -> LocalModel:
     if not reader_key or damage(folder) is not None:
         reader = read_gguf(gguf)
         shutil.rmtree(folder, ignore_errors=True)
-        with _built_beside(writable_dir(folder.parent), folder) as making:
+        with built_beside(writable_dir(folder.parent), folder) as making:
             write_tokenizer_folder(reader, making / _TOKENIZER)
             _write_manifest(making, gguf=str(gguf.resolve()), context=context_length(reader))
     return _load(gguf.stem, folder)
@@ -132,7 +132,7 @@ def _make(name: str, model: PipModel, folder: Path, say: Say) -> None:
             f"{folder.parent} has {free / 1e6:.0f} MB free, {name} needs {model.free_bytes / 1e6:.0f} MB while it is "
             "made; free some or set ATROPOS_CACHE to another folder"
         )
-    with _built_beside(folder.parent, folder) as making:
+    with built_beside(folder.parent, folder) as making:
         source = _fetch(name, model, making, say)
         say(f"{name}: making the Q8_0 file and the tokenizer (once, about 5 s)")
         reader = read_gguf(source)
@@ -207,7 +207,7 @@ def _write_manifest(making: Path, *, gguf: str, context: int) -> None:
 
 
 @contextlib.contextmanager
-def _built_beside(parent: Path, target: Path) -> Iterator[Path]:
+def built_beside(parent: Path, target: Path) -> Iterator[Path]:
     """A new folder next to `target` that takes its place when the body succeeds, and is removed when it does not."""
     making = Path(tempfile.mkdtemp(prefix=f".{target.name}.making.", dir=parent))
     try:

@@ -26,7 +26,7 @@ def chat_generations(body: Json, engine: Engine) -> list[Generation]:
     if not isinstance(messages, list) or not messages:
         raise RequestFault("Messages cannot be empty.")
     _refuse_grammar(body)
-    prompt = engine.vocabulary.encode(render_chat(messages, body, engine), begin=False)
+    prompt = engine.llama.vocabulary.encode(render_chat(messages, body, engine), begin=False)
     limit = body.get("max_completion_tokens", body.get("max_tokens"))
     top = body.get("top_logprobs") or 0
     if not isinstance(top, int):
@@ -59,13 +59,13 @@ def render_chat(messages: list[Any], body: Json, engine: Engine) -> str:
     Raises:
         RequestFault: the model has no template, or the messages do not fit it.
     """
-    if engine.chat_template is None:
+    if engine.llama.chat_template is None:
         raise RequestFault("this model has no chat template; use /generate or /v1/completions.")
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = _raise_in_template
-    bos, eos = engine.special_texts
+    bos, eos = engine.llama.bos, engine.llama.eos
     try:
-        return environment.from_string(engine.chat_template).render(
+        return environment.from_string(engine.llama.chat_template).render(
             messages=[_plain_message(message) for message in messages],
             tools=body.get("tools"),
             add_generation_prompt=True,

@@ -26,10 +26,10 @@ def routes(engine: Engine) -> list[tuple[str, Handler, list[str]]]:
     """(path, handler, methods)."""
 
     async def chat(request: Request) -> Response:
-        return await _answer(request, engine, _Chat(engine.vocabulary), chat_generations)
+        return await _answer(request, engine, _Chat(engine.llama.vocabulary), chat_generations)
 
     async def completions(request: Request) -> Response:
-        return await _answer(request, engine, _Completion(engine.vocabulary), completion_generations)
+        return await _answer(request, engine, _Completion(engine.llama.vocabulary), completion_generations)
 
     return [("/v1/chat/completions", chat, ["POST"]), ("/v1/completions", completions, ["POST"])]
 

@@ -70,14 +70,14 @@ def build_generations(
     _check_ids(prompt, engine, "input_ids")
     _check_ids(params.stop_token_ids or (), engine, "stop_token_ids")
     _check_ids([int(token) for token in params.logit_bias or ()], engine, "logit_bias")
-    max_new_tokens = check_length(len(prompt), params.max_new_tokens, engine.context)
-    if not 0 <= wish.top <= engine.vocabulary.size:
-        raise RequestFault(f"top_logprobs_num must be 0 to {engine.vocabulary.size}, got {wish.top}.")
+    max_new_tokens = check_length(len(prompt), params.max_new_tokens, engine.llama.context)
+    if not 0 <= wish.top <= engine.llama.vocabulary.size:
+        raise RequestFault(f"top_logprobs_num must be 0 to {engine.llama.vocabulary.size}, got {wish.top}.")
     if wish.prompt_from >= len(prompt):
         raise RequestFault(f"logprob_start_len {wish.prompt_from} is not below the input's {len(prompt)} tokens.")
     if not wish.output:
         wish = LogprobWish()
-    ends = frozenset() if params.ignore_eos else engine.vocabulary.end_ids
+    ends = frozenset() if params.ignore_eos else engine.llama.vocabulary.end_ids
     own = rid or uuid.uuid4().hex
     return [
         Generation(
@@ -96,11 +96,11 @@ def build_generations(
 def encode_prompts(source: object, engine: Engine) -> tuple[list[list[int]], bool]:
     """Ids of a text, of ids, or of a list of either, and whether it was such a list."""
     if isinstance(source, str):
-        return [engine.vocabulary.encode(source)], False
+        return [engine.llama.vocabulary.encode(source)], False
     if not isinstance(source, list) or not source:
         raise RequestFault(f"the prompt must be a text, token ids or a list of these, got {str(source)[:80]}.")
     if all(isinstance(part, str) for part in source):
-        return [engine.vocabulary.encode(part) for part in source], True
+        return [engine.llama.vocabulary.encode(part) for part in source], True
     if all(isinstance(part, list) for part in source):
         return source, True
     return [source], False
@@ -128,7 +128,7 @@ def check_length(prompt_tokens: int, max_new_tokens: int | None, context: int) -
 
 
 def _check_ids(ids: Sequence[object], engine: Engine, what: str) -> None:
-    size = engine.vocabulary.size
+    size = engine.llama.vocabulary.size
     for at, token in enumerate(ids):
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
             raise RequestFault(

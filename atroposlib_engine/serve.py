@@ -70,8 +70,8 @@ def serve(options: ServeOptions) -> None:
         config = uvicorn.Config(
             build_app(engine), log_level="warning", access_log=False, timeout_graceful_shutdown=5, lifespan="off"
         )
-        server = _Server(config, engine, f"engine ready: {url} model={model.name} slots={engine.slots} "
-                         f"context={engine.context}", exit_with_parent=options.exit_with_parent)  # fmt: skip
+        server = _Server(config, engine, f"engine ready: {url} model={model.name} slots={engine.llama.slots} "
+                         f"context={engine.llama.context}", exit_with_parent=options.exit_with_parent)  # fmt: skip
         server.run(sockets=[listener])
         engine.stop()
     if engine.fault is not None:

@@ -70,14 +70,14 @@ class _NativeRoutes:
             return StreamingResponse(self._stream(asked), media_type="text/event-stream")
         await unless_disconnected(request, run_all(self._engine, asked.generations))
         replies = [
-            generate_reply(generation, self._engine.vocabulary, text_in_logprobs=asked.text_in_logprobs)
+            generate_reply(generation, self._engine.llama.vocabulary, text_in_logprobs=asked.text_in_logprobs)
             for generation in asked.generations
         ]
         return JsonResponse(replies[0] if asked.is_single else replies)
 
     async def _stream(self, asked: GenerateRequest) -> AsyncIterator[bytes]:
         async for place, generation in watch(self._engine, asked.generations):
-            reply = generate_reply(generation, self._engine.vocabulary, text_in_logprobs=asked.text_in_logprobs)
+            reply = generate_reply(generation, self._engine.llama.vocabulary, text_in_logprobs=asked.text_in_logprobs)
             if not asked.is_single:
                 reply["index"] = place
             yield b"data: " + orjson.dumps(reply) + b"\n\n"

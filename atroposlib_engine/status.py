@@ -55,7 +55,7 @@ def models(engine: Engine, created: int) -> Json:
         "owned_by": "sglang",
         "root": engine.model_name,
         "parent": None,
-        "max_model_len": engine.context,
+        "max_model_len": engine.llama.context,
     }
     return {"object": "list", "data": [entry]}
 
@@ -78,45 +78,51 @@ def server_info(engine: Engine) -> Json:
     """The keys that clients read; a real SGLang gives some 370."""
     version = engine.scheduler.weight_version
     state = {
-        "effective_max_running_requests_per_dp": engine.slots,
+        "effective_max_running_requests_per_dp": engine.llama.slots,
         "last_gen_throughput": engine.scheduler.counters.tokens_per_s,
-        "max_running_requests": engine.slots,
+        "max_running_requests": engine.llama.slots,
         "weight_version": version,
     }
     return {
         "model_path": engine.model_path,
         "served_model_name": engine.model_name,
         "tokenizer_path": engine.tokenizer_path,
-        "max_running_requests": engine.slots,
+        "max_running_requests": engine.llama.slots,
         "weight_version": version,
         "tp_size": 1,
         "dp_size": 1,
         "enable_metrics": True,
-        "max_total_num_tokens": engine.slots * engine.context,
+        "max_total_num_tokens": engine.llama.slots * engine.llama.context,
         "version": PROTOCOL_VERSION,
         "internal_states": [state],
         "status": "ready" if engine.fault is None else "failed",
-        "max_req_input_len": engine.context - 1,
+        "max_req_input_len": engine.llama.context - 1,
         "engine": "atroposlib embedded (llama.cpp)",
     }
 
 
-def loads(engine: Engine) -> Json:
-    scheduler = engine.scheduler
-    running, waiting, used = len(scheduler.running), len(scheduler.waiting), scheduler.used_tokens
-    capacity = engine.slots * engine.context
-    speed = round(scheduler.counters.tokens_per_s, 2)
-    one = {
-        "num_running_reqs": running,
-        "num_waiting_reqs": waiting,
+def _load(engine: Engine) -> Json:
+    """Names that `/v1/loads` and the metrics share."""
+    scheduler, counters = engine.scheduler, engine.scheduler.counters
+    used, capacity = scheduler.used_tokens, engine.llama.slots * engine.llama.context
+    return {
+        "num_running_reqs": len(scheduler.running),
         "num_used_tokens": used,
-        "num_total_tokens": used,
         "max_total_num_tokens": capacity,
         "token_usage": used / capacity,
-        "gen_throughput": speed,
-        "cache_hit_rate": _hit_rate(engine),
-        "utilization": running / engine.slots,
-        "max_running_requests": engine.slots,
+        "gen_throughput": round(counters.tokens_per_s, 2),
+        "cache_hit_rate": counters.cached_tokens / counters.prompt_tokens if counters.prompt_tokens else 0.0,
+        "utilization": len(scheduler.running) / engine.llama.slots,
+    }
+
+
+def loads(engine: Engine) -> Json:
+    one, waiting = _load(engine), len(engine.scheduler.waiting)
+    running, used = one["num_running_reqs"], one["num_used_tokens"]
+    one |= {
+        "num_waiting_reqs": waiting,
+        "num_total_tokens": used,
+        "max_running_requests": engine.llama.slots,
         "queues": {"waiting": waiting, "grammar": 0, "paused": 0, "retracted": 0},
         "num_total_reqs": running + waiting,
     }
@@ -131,23 +137,23 @@ def loads(engine: Engine) -> Json:
             "total_reqs": running + waiting,
             "total_used_tokens": used,
             "total_tokens": used,
-            "avg_token_usage": used / capacity,
-            "avg_throughput": speed,
-            "avg_utilization": running / engine.slots,
+            "avg_token_usage": one["token_usage"],
+            "avg_throughput": one["gen_throughput"],
+            "avg_utilization": one["utilization"],
         },
     }
 
 
 def load(engine: Engine) -> list[Json]:
     scheduler = engine.scheduler
-    running, waiting, used = len(scheduler.running), len(scheduler.waiting), scheduler.used_tokens
+    waiting = list(scheduler.waiting)
     return [
         {
             "dp_rank": None,
-            "num_reqs": running + waiting,
-            "num_waiting_reqs": waiting,
-            "num_tokens": used,
-            "num_pending_tokens": sum(len(generation.tokens) for generation in list(scheduler.waiting)),
+            "num_reqs": len(scheduler.running) + len(waiting),
+            "num_waiting_reqs": len(waiting),
+            "num_tokens": scheduler.used_tokens,
+            "num_pending_tokens": sum(len(generation.tokens) for generation in waiting),
             "ts_tic": time.monotonic(),
         }
     ]
@@ -155,19 +161,11 @@ def load(engine: Engine) -> list[Json]:
 
 def metrics_text(engine: Engine) -> str:
     """Prometheus exposition under SGLang's names."""
-    scheduler, capacity = engine.scheduler, engine.slots * engine.context
-    counters, used = scheduler.counters, scheduler.used_tokens
-    gauges = {
-        "num_running_reqs": len(scheduler.running),
-        "num_queue_reqs": len(scheduler.waiting),
-        "num_used_tokens": used,
-        "max_total_num_tokens": capacity,
-        "token_usage": used / capacity,
-        "full_token_usage": used / capacity,
-        "gen_throughput": counters.tokens_per_s,
-        "cache_hit_rate": _hit_rate(engine),
-        "utilization": len(scheduler.running) / engine.slots,
-        "context_len": engine.context,
+    counters, gauges = engine.scheduler.counters, _load(engine)
+    gauges |= {
+        "num_queue_reqs": len(engine.scheduler.waiting),
+        "full_token_usage": gauges["token_usage"],
+        "context_len": engine.llama.context,
     }
     totals = {
         "prompt_tokens_total": counters.prompt_tokens,
@@ -182,8 +180,3 @@ def metrics_text(engine: Engine) -> str:
         for name, value in values.items():
             lines += [f"# TYPE sglang:{name} {kind}", f"sglang:{name}{label} {float(value)}"]
     return "\n".join(lines) + "\n"
-
-
-def _hit_rate(engine: Engine) -> float:
-    counters = engine.scheduler.counters
-    return counters.cached_tokens / counters.prompt_tokens if counters.prompt_tokens else 0.0

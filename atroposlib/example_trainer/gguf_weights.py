@@ -7,7 +7,6 @@ a head. `to_gguf_rows` and its inverse reorder the rows; without it the model an
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 
 from atroposlib.errors import ModelError
-from atroposlib_engine.gguf_files import metadata, read_gguf
-from atroposlib_engine.models import LocalModel, cache_dir, resolve_model
+from atroposlib_engine.gguf_files import encoded, metadata, read_gguf, write_gguf
+from atroposlib_engine.models import LocalModel, built_beside, cache_dir, resolve_model
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -44,31 +43,22 @@ def hugging_face_folder(spec: str) -> Path:
     folder = cache_dir() / "hugging_face" / stamp
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        making = Path(tempfile.mkdtemp(prefix=".making.", dir=folder.parent))
         try:
-            _write_folder(model, making)
-            os.replace(making, folder)
+            with built_beside(folder.parent, folder) as making:
+                _write_folder(model, making)
         except OSError:
             if not folder.exists():  # else another process was faster
                 raise
-        finally:
-            shutil.rmtree(making, ignore_errors=True)
     return folder
 
 
 class GGUFExporter:
-    """Writes weights in training as GGUF files that differ from a template only in their tensors.
-
-    The first file is written in full; later ones reuse its header and overwrite the tensors, which is about ten
-    times faster.
-    """
+    """Writes weights in training as GGUF files that differ from a template only in their tensors."""
 
     def __init__(self, template: Path, dtype: str = "F16") -> None:
         self._reader = read_gguf(template)
         self._dtype = dtype
         self._heads = _head_counts(self._reader)
-        self._header = b""
-        self._places: dict[str, int] = {}  # tensor name -> offset in the file
 
     def write(self, state: Mapping[str, Tensor], target: Path) -> None:
         """Write `target` whole or not at all.
@@ -77,63 +67,26 @@ class GGUFExporter:
             state: names as in the Hugging Face model.
 
         Raises:
-            ModelError: a tensor of the template has no counterpart in `state`, or another shape.
+            ModelError: a tensor of the template has no counterpart in `state`.
         """
         making = target.with_name(f".{target.name}.making")
         try:
-            if self._header:
-                self._write_tensors(state, making)
-            else:
-                self._write_in_full(state, making)
+            tensors = (self._tensor(state, tensor.name) for tensor in self._reader.tensors)
+            write_gguf(self._reader, making, self._dtype, tensors)
             os.replace(making, target)
         finally:
             making.unlink(missing_ok=True)
 
-    def _write_in_full(self, state: Mapping[str, Tensor], target: Path) -> None:
-        from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
-
-        reader = self._reader
-        writer = GGUFWriter(target, str(metadata(reader, "general.architecture")))
-        for key, field in reader.fields.items():
-            if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
-                continue
-            is_array = field.types[0] == GGUFValueType.ARRAY
-            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if is_array else None)
-        writer.add_file_type({"F32": 0, "F16": 1, "Q8_0": 7}[self._dtype])
-        for tensor in reader.tensors:
-            data, kind = self._encoded(state, tensor.name)
-            writer.add_tensor(tensor.name, data, raw_dtype=GGMLQuantizationType[kind])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        written = GGUFReader(target)
-        self._places = {tensor.name: int(tensor.data_offset) for tensor in written.tensors}
-        with target.open("rb") as stream:
-            self._header = stream.read(min(self._places.values()))
-
-    def _write_tensors(self, state: Mapping[str, Tensor], target: Path) -> None:
-        with target.open("wb") as stream:
-            stream.write(self._header)
-            for name, offset in self._places.items():
-                stream.seek(offset)
-                stream.write(self._encoded(state, name)[0].tobytes())
-
-    def _encoded(self, state: Mapping[str, Tensor], name: str) -> tuple[np.ndarray, str]:
-        """One tensor as the file holds it, and its type: vectors stay F32, as llama.cpp wants them."""
-        from gguf import GGMLQuantizationType
-        from gguf.quants import quantize
-
-        source = hugging_face_name(name)
+    def _tensor(self, state: Mapping[str, Tensor], name: str) -> tuple[str, np.ndarray, str]:
+        """Name, data as the file holds it, and type: vectors stay F32, as llama.cpp wants them."""
+        source, part = hugging_face_name(name), name.split(".")[-2]
         if source not in state:
             raise ModelError(f"the engine's model has {name}, but the trained one has no {source}; are they the same?")
         weights = state[source].float().numpy()
-        if name.split(".")[-2] in self._heads:
-            weights = to_gguf_rows(weights, self._heads[name.split(".")[-2]])
+        if part in self._heads:
+            weights = to_gguf_rows(weights, self._heads[part])
         kind = "F32" if weights.ndim == 1 else self._dtype
-        if kind == "Q8_0":
-            return quantize(weights, GGMLQuantizationType.Q8_0), kind
-        return np.ascontiguousarray(weights, np.float32 if kind == "F32" else np.float16), kind
+        return name, encoded(weights, kind), kind
 
 
 def to_gguf_rows(weights: np.ndarray, heads: int) -> np.ndarray:

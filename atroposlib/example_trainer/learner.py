@@ -12,9 +12,7 @@ import itertools
 import logging
 import os
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,29 +99,14 @@ def _sum_over_ranks(values: Sequence[Tensor]) -> None:
         value.copy_(summed.view_as(value))
 
 
-@dataclass
 class StepStats:
-    """Sums over trained tokens of a step.
+    """Counts over the trained tokens of a step, one entry for each micro-batch.
 
     What a micro-batch adds stays on its device until `read`, so that no GPU waits for a number.
     """
 
-    sums: Counter[str] = field(default_factory=Counter)
-    tops: dict[str, float] = field(default_factory=dict)
-    tokens: int = 0
-    _unread: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=list)
-
-    @classmethod
-    def merged(cls, parts: "Iterable[StepStats]") -> "StepStats":
-        """The whole of parts that were counted apart."""
-        whole = cls()
-        for part in parts:
-            whole.tokens += part.tokens
-            for name, value in part.sums.items():
-                whole.sums[name] += value
-            for name, value in part.tops.items():
-                whole.tops[name] = max(whole.tops.get(name, 0.0), value)
-        return whole
+    def __init__(self) -> None:
+        self._entries: list[dict[str, Tensor]] = []
 
     @torch.no_grad()
     def add(
@@ -147,56 +130,55 @@ class StepStats:
         ratios = torch.where(trained, ratio(logp, old_logp), 0.0)
         clipped = clip_counts(logp, old_logp, advantages, mask, eps_low=eps[0], eps_high=eps[1])
         zero = mask.new_zeros(())
-        sums = {
-            "tokens": clipped.tokens,
-            "logprob_diff": gaps.sum(),
-            "compared": known.sum(),
-            "ratio": ratios.sum(),
-            "clip_low": clipped.low,
-            "clip_high": clipped.high,
-            "entropy": zero if entropy is None else entropy.sum(),
-            "kl": zero if kl is None else kl.masked_fill(~trained, 0.0).sum(),
-            "teacher_kl": zero if teacher_kl is None else teacher_kl.masked_fill(~trained, 0.0).sum(),
-            "taught": zero if taught is None else (trained & taught.isfinite().any(-1)).sum(),
-        }
-        self._unread.append((sums, {"logprob_diff": gaps.max(), "ratio": ratios.max()}))
+        self._entries.append(
+            {
+                "tokens": clipped.tokens,
+                "logprob_diff": gaps.sum(),
+                "compared": known.sum(),
+                "ratio": ratios.sum(),
+                "clip_low": clipped.low,
+                "clip_high": clipped.high,
+                "entropy": zero if entropy is None else entropy.sum(),
+                "kl": zero if kl is None else kl.masked_fill(~trained, 0.0).sum(),
+                "teacher_kl": zero if teacher_kl is None else teacher_kl.masked_fill(~trained, 0.0).sum(),
+                "taught": zero if taught is None else (trained & taught.isfinite().any(-1)).sum(),
+                "logprob_diff_max": gaps.max(),
+                "ratio_max": ratios.max(),
+            }
+        )
 
-    def read(self) -> "StepStats":
-        """Return these statistics with all that was added, as numbers."""
-        for sums, tops in self._unread:
-            values = torch.stack([value.double() for value in (*sums.values(), *tops.values())]).tolist()
-            self.tokens += int(values[0])
-            for name, value in zip(sums, values, strict=False):
-                self.sums[name] += value  # pyright: ignore[reportArgumentType] - a Counter of floats
-            for name, value in zip(tops, values[len(sums) :], strict=True):
-                self.tops[name] = max(self.tops.get(name, 0.0), value)
-        self._unread.clear()
-        return self
+    def read(self) -> list[dict[str, float]]:
+        """Return the entries as numbers."""
+        tables = (torch.stack([value.double() for value in entry.values()]).tolist() for entry in self._entries)
+        return [dict(zip(entry, numbers, strict=True)) for entry, numbers in zip(self._entries, tables, strict=True)]
 
-    def metrics(self, *, entropy: bool, kl: bool) -> dict[str, float]:
-        """Means and maxima by metric name; empty when nothing was trained."""
-        if not self.tokens:
-            return {}
-        mean = {name: value / self.tokens for name, value in self.sums.items()}
-        found = {
-            "train/ratio_mean": mean["ratio"],
-            "train/ratio_max": self.tops["ratio"],
-            "train/clip_low": mean["clip_low"],
-            "train/clip_high": mean["clip_high"],
-            "train/clip_fraction": mean["clip_low"] + mean["clip_high"],
-            "train/logprob_unknown": 1 - mean["compared"],
-        }
-        if self.sums["compared"]:
-            found["train/logprob_diff_mean"] = self.sums["logprob_diff"] / self.sums["compared"]
-            found["train/logprob_diff_max"] = self.tops["logprob_diff"]
-        if entropy:
-            found["train/entropy"] = mean["entropy"]
-        if kl:
-            found["train/kl"] = mean["kl"]
-        if self.sums["taught"]:
-            found["train/teacher_kl"] = self.sums["teacher_kl"] / self.sums["taught"]
-            found["train/taught"] = mean["taught"]
-        return found
+
+def token_metrics(entries: Sequence[Mapping[str, float]], *, entropy: bool, kl: bool) -> dict[str, float]:
+    """Means and maxima of the entries of all ranks, by metric name; empty when nothing was trained."""
+    if not sum(entry["tokens"] for entry in entries):
+        return {}
+    sums = {name: sum(entry[name] for entry in entries) for name in entries[0]}
+    tops = {name: max(entry[name] for entry in entries) for name in ("ratio_max", "logprob_diff_max")}
+    mean = {name: value / sums["tokens"] for name, value in sums.items()}
+    found = {
+        "train/ratio_mean": mean["ratio"],
+        "train/ratio_max": tops["ratio_max"],
+        "train/clip_low": mean["clip_low"],
+        "train/clip_high": mean["clip_high"],
+        "train/clip_fraction": mean["clip_low"] + mean["clip_high"],
+        "train/logprob_unknown": 1 - mean["compared"],
+    }
+    if sums["compared"]:
+        found["train/logprob_diff_mean"] = sums["logprob_diff"] / sums["compared"]
+        found["train/logprob_diff_max"] = tops["logprob_diff_max"]
+    if entropy:
+        found["train/entropy"] = mean["entropy"]
+    if kl:
+        found["train/kl"] = mean["kl"]
+    if sums["taught"]:
+        found["train/teacher_kl"] = sums["teacher_kl"] / sums["taught"]
+        found["train/taught"] = mean["taught"]
+    return found
 
 
 _PARTS = ("reference", "forward", "backward", "optimizer")
@@ -280,11 +262,11 @@ class Learner:
         loss = sum(self.ranks.gather(sum(map(float, losses))))
         if used:  # else no weight moves, as in a single process
             self.ranks.sum_gradients(self.policy.trainable)
-        stats = StepStats.merged(self.ranks.gather(stats.read()))
+        entries = [entry for part in self.ranks.gather(stats.read()) for entry in part]
         grad_norm = self._update(loss)
         clock.lap("optimizer")
         self.step += 1
-        metrics = stats.metrics(entropy=config.entropy_metric, kl=beta > 0)
+        metrics = token_metrics(entries, entropy=config.entropy_metric, kl=beta > 0)
         self.kl.update(metrics.get("train/kl", float("nan")), len(rows))
         if step.weight_entropy is not None:
             self.tau.update(step.weight_entropy)

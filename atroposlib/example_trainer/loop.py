@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 import numpy as np
 import torch
 
+from atroposlib.envs.hooks import has_credentials
 from atroposlib.errors import ConfigError, PathError
 from atroposlib.example_trainer import checkpoint as checkpoints
 from atroposlib.example_trainer.config import TrainingConfig
@@ -132,8 +133,7 @@ def _sample(row: TrainingRow, tokenizer: "PreTrainedTokenizerBase") -> JsonObjec
 def _start_wandb(config: TrainingConfig, log_dir: Path) -> "wandb.Run":
     import wandb
 
-    online = bool(os.environ.get("WANDB_API_KEY")) or (Path.home() / ".netrc").exists()
-    mode = os.environ.get("WANDB_MODE") or ("online" if online else "offline")
+    mode = os.environ.get("WANDB_MODE") or ("online" if has_credentials() else "offline")
     if mode == "offline":
         logger.warning("wandb has no credentials and logs offline to %s; `wandb sync` sends it later", log_dir)
     return wandb.init(

@@ -104,17 +104,16 @@ def test_exported_tensors_are_the_models_in_gguf_order(model, template, tmp_path
 
 
 @pytest.mark.parametrize("dtype", ["F16", "F32", "Q8_0"])
-def test_the_second_fast_export_equals_a_full_one(model, template, tmp_path, dtype):
+def test_a_second_export_holds_the_weights_of_its_time(model, template, tmp_path, dtype):
     later = {name: value + 0.25 for name, value in model.state_dict().items()}
     exporter = GGUFExporter(template, dtype)
     exporter.write(model.state_dict(), tmp_path / "first.gguf")
     exporter.write(later, tmp_path / "second.gguf")
-    GGUFExporter(template, dtype).write(later, tmp_path / "full.gguf")
-    fast, full = read(tmp_path / "second.gguf"), read(tmp_path / "full.gguf")
-    assert fast.keys() == full.keys()
-    for name in full:
-        np.testing.assert_array_equal(fast[name], full[name])
-    assert not np.array_equal(fast["blk.0.attn_q.weight"], read(tmp_path / "first.gguf")["blk.0.attn_q.weight"])
+    GGUFExporter(template, dtype).write(later, tmp_path / "other.gguf")
+    assert (tmp_path / "second.gguf").read_bytes() == (tmp_path / "other.gguf").read_bytes()
+    assert not np.array_equal(
+        read(tmp_path / "second.gguf")["blk.0.attn_q.weight"], read(tmp_path / "first.gguf")["blk.0.attn_q.weight"]
+    )
 
 
 def test_a_model_that_lacks_a_tensor_is_refused_and_no_file_is_left(model, template, tmp_path):
