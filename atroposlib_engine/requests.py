@@ -1,6 +1,5 @@
 """From the body of `/generate` to checked sequences. Whatever could hurt the engine is refused here with a sentence."""
 
-import dataclasses
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,7 +85,7 @@ def build_generations(
             params=params,
             max_new_tokens=max_new_tokens,
             stop_ids=ends | frozenset(params.stop_token_ids or ()),
-            wish=dataclasses.replace(wish),
+            wish=wish,
             index=index,
         )
         for index in range(params.n)

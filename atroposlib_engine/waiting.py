@@ -1,7 +1,8 @@
 """From the engine's thread to the event loop: wait for sequences, watch them grow, give up when the client is gone."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 
 from atroposlib_engine.engine import Engine
 from atroposlib_engine.generation import Generation
@@ -9,31 +10,12 @@ from atroposlib_engine.generation import Generation
 
 async def run_all(engine: Engine, generations: list[Generation]) -> None:
     """Submit and return when every sequence has ended. Cancelling aborts those that run."""
-    loop = asyncio.get_running_loop()
-    all_done = asyncio.Event()
-    left = len(generations)
-
-    def one_done() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            all_done.set()
-
-    def on_progress(generation: Generation) -> None:
-        if generation.finish is not None:
-            loop.call_soon_threadsafe(one_done)
-
-    for generation in generations:
-        generation.on_progress = on_progress
-    engine.submit(generations)
-    try:
-        await all_done.wait()
-    except asyncio.CancelledError:
-        abort(engine, generations)
-        raise
+    async with contextlib.aclosing(watch(engine, generations)) as changes:
+        async for _ in changes:
+            pass
 
 
-async def watch(engine: Engine, generations: list[Generation]) -> AsyncIterator[tuple[int, Generation]]:
+async def watch(engine: Engine, generations: list[Generation]) -> AsyncGenerator[tuple[int, Generation], None]:
     """Submit, and whenever a sequence has grown yield its place and what it is so far, last with `finish` set.
 
     Closing the iterator aborts.
