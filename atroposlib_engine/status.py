@@ -102,12 +102,14 @@ def server_info(engine: Engine) -> Json:
 
 
 def _load(engine: Engine) -> Json:
-    """Names that `/v1/loads` and the metrics share."""
+    """The load under SGLang's names, in the order of `/v1/loads`."""
     scheduler, counters = engine.scheduler, engine.scheduler.counters
     used, capacity = scheduler.used_tokens, engine.llama.slots * engine.llama.context
     return {
         "num_running_reqs": len(scheduler.running),
+        "num_waiting_reqs": len(scheduler.waiting),
         "num_used_tokens": used,
+        "num_total_tokens": used,
         "max_total_num_tokens": capacity,
         "token_usage": used / capacity,
         "gen_throughput": round(counters.tokens_per_s, 2),
@@ -117,11 +119,9 @@ def _load(engine: Engine) -> Json:
 
 
 def loads(engine: Engine) -> Json:
-    one, waiting = _load(engine), len(engine.scheduler.waiting)
-    running, used = one["num_running_reqs"], one["num_used_tokens"]
+    one = _load(engine)
+    running, waiting, used = one["num_running_reqs"], one["num_waiting_reqs"], one["num_used_tokens"]
     one |= {
-        "num_waiting_reqs": waiting,
-        "num_total_tokens": used,
         "max_running_requests": engine.llama.slots,
         "queues": {"waiting": waiting, "grammar": 0, "paused": 0, "retracted": 0},
         "num_total_reqs": running + waiting,
@@ -161,9 +161,10 @@ def load(engine: Engine) -> list[Json]:
 
 def metrics_text(engine: Engine) -> str:
     """Prometheus exposition under SGLang's names."""
-    counters, gauges = engine.scheduler.counters, _load(engine)
+    counters, shared = engine.scheduler.counters, _load(engine)
+    gauges = {name: value for name, value in shared.items() if name not in ("num_waiting_reqs", "num_total_tokens")}
     gauges |= {
-        "num_queue_reqs": len(engine.scheduler.waiting),
+        "num_queue_reqs": shared["num_waiting_reqs"],
         "full_token_usage": gauges["token_usage"],
         "context_len": engine.llama.context,
     }
