@@ -13,7 +13,6 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,7 +50,7 @@ class _Job(Generic[T]):
     """Something to do for a request that waits; `is_read` needs no transaction."""
 
     work: Callable[[], T]
-    done: Future[T] = field(default_factory=Future)
+    done: asyncio.Future[T]  # of the request's event loop
     is_read: bool = False
     adds_bytes: int = 0
     change: tuple[Change, int] | None = None  # and the number of the last log entry that its `run` includes
@@ -128,7 +127,7 @@ class Store:
             self._dead += [group.number for group in groups]
 
         if not self.is_stuck():  # else a start forgets them
-            self._put(_Job(forget, is_read=True))
+            self._put(_Job(forget, asyncio.get_running_loop().create_future(), is_read=True))
 
     async def reset(self, run: bytes) -> None:
         """Forget everything and begin with `run`."""
@@ -171,10 +170,9 @@ class Store:
         adds_bytes: int = 0,
         change: tuple[Change, int] | None = None,
     ) -> T:
-        job = _Job(work, is_read=is_read, adds_bytes=adds_bytes, change=change)
-        job.done.set_running_or_notify_cancel()  # it cannot be cancelled: whoever leaves leaves the work in the queue
+        job = _Job(work, asyncio.get_running_loop().create_future(), is_read, adds_bytes, change)
         self._put(job)
-        return await asyncio.shield(asyncio.wrap_future(job.done))
+        return await asyncio.shield(job.done)
 
     def _put(self, job: _Job | None) -> None:
         if self.is_stuck() and job is not None:
@@ -245,11 +243,11 @@ class Store:
         for job, result in zip(jobs, results, strict=True):
             failed = isinstance(result, AtroposError)
             if failed:
-                job.done.set_exception(result)
+                _fail(job, result)
                 continue
             if job.adds_bytes:
                 self._refusal = None
-            job.done.set_result(result)
+            _finish(job, result)
 
     def _write_with_reserve(self, job: _Job, error: Exception) -> None:
         """Write a change on a full disk with the help of the reserve; keep it for the next one when that is gone
@@ -259,20 +257,20 @@ class Store:
             self._write([job])
             return
         if not isinstance(error, sqlite3.OperationalError):
-            job.done.set_exception(error)
+            _fail(job, error)
             return
         what = "no space left in" if "full" in str(error) else f"{FILE} cannot be written in"
         full = StorageFull(f"{what} {self._folder.path} ({error}); this passes by itself when it can be")
         if job.change is None:
             self._refusal = str(full)
-            job.done.set_exception(full)
+            _fail(job, full)
             return
         self._unwritten.append(job.change)
         if job.change[0].logged:
             logger.warning("a delivery stays in the log until the database can take it: %s", full)
-            job.done.set_result(None)
+            _finish(job, None)
         else:
-            job.done.set_exception(full)
+            _fail(job, full)
 
     def _transact(self, works: Sequence[Callable[[], object]]) -> list[object]:
         """Do all in one commit; an AtroposError of one, raised before it wrote anything, is its result."""
@@ -366,6 +364,22 @@ def _over_limit(used: int, most: int | None) -> str | None:
 
 def _read(job: _Job) -> None:
     try:
-        job.done.set_result(job.work())
+        _finish(job, job.work())
     except Exception as error:  # the waiting request gets it; the thread must live on
-        job.done.set_exception(error)
+        _fail(job, error)
+
+
+def _finish(job: _Job, result: object) -> None:
+    _wake(job, job.done.set_result, result)
+
+
+def _fail(job: _Job, error: Exception) -> None:
+    _wake(job, job.done.set_exception, error)
+
+
+def _wake(job: _Job, tell: Callable[[T], object], what: T) -> None:
+    """Wake the request that waits. A future of `concurrent` would hold what was read until the next collection."""
+    try:
+        job.done.get_loop().call_soon_threadsafe(lambda: job.done.cancelled() or tell(what))
+    except RuntimeError:
+        logger.debug("the event loop ended before a job did")
