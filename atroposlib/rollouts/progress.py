@@ -199,7 +199,9 @@ class Progress(ProgressFile):
 
     @property
     def waiting_for(self) -> str | None:
-        """The counterpart or event that the run waits for, or None."""
+        """The counterpart or event that the run waits for, or None; one that is done waits for nothing."""
+        if self.state == "done":
+            return None
         return "; ".join(self._waits.values()) or self.standstill
 
     @property

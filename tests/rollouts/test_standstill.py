@@ -165,6 +165,15 @@ def test_one_cause_is_logged_once_in_a_while(monkeypatch, caplog):
     assert said == ["waiting for answers: 1", "waiting for an item: x", "waiting for answers: 3"]
 
 
+def test_a_run_that_is_done_waits_for_nothing():
+    progress = make_progress()
+    progress.stand_still("answers: 3")
+    assert "waiting for answers" in progress.line()
+    progress.state = "done"
+    assert "waiting" not in progress.line()
+    assert progress.snapshot()["waiting_for"] is None
+
+
 HELD = {"a call of 1.5 s after another": (1.5, True), "short ones": (0.1, False), "none": (0.0, False)}
 
 
