@@ -132,20 +132,20 @@ class Table:
         """
         wanted = self.groups[np.unique(self.responses["group"][keep])]
         if not by_item:
-            yield from self._read(wanted, keep, advance)
+            yield from self.read_groups(wanted, keep, advance)
             return
         ahead: dict[int, Chosen] = {}  # by the row of a group's first response
         for at in np.argsort(wanted["item"], kind="stable").tolist():
             file, first = int(wanted["file"][at]), int(wanted["first"][at])
             if not is_compressed(self.files[file]):
-                yield from self._read(wanted[at : at + 1], keep, advance)
+                yield from self.read_groups(wanted[at : at + 1], keep, advance)
                 continue
             if first not in ahead:
-                of_file = self._read(wanted[wanted["file"] == file], keep, advance)
+                of_file = self.read_groups(wanted[wanted["file"] == file], keep, advance)
                 ahead |= {each.rows[0] - each.indices[0]: each for each in of_file}
             yield ahead.pop(first)
 
-    def _read(self, wanted: Array, keep: Array, advance: Advance) -> Iterator[Chosen]:
+    def read_groups(self, wanted: Array, keep: Array, advance: Advance = ignore) -> Iterator[Chosen]:
         """These groups in their order; of compressed files that is the order of their lines."""
         for file, rows in groupby(wanted, key=itemgetter("file")):
             with SpanReader(self.files[file]) as reader:
@@ -156,7 +156,7 @@ class Table:
     def _read_group(self, reader: SpanReader, path: Path, row: np.void, keep: Array) -> Chosen:
         start, end = int(row["offset"]), int(row["offset"]) + int(row["size"])
         line = Line(path, int(row["line"]), start, reader.read(start, end), True)
-        changed = f"{line.where}: changed while it was read; run the command again"
+        changed = f"{line.where}: changed since it was indexed; run the command again, or delete {index_path(path)}"
         try:
             group = parse_lazily(line)
         except RowError as error:
@@ -388,15 +388,9 @@ def read_group(table: Table, row: int) -> tuple[Line, LazyGroup]:
     Raises:
         DataError: the file has changed.
     """
-    group = table.groups[row]
-    path = table.files[group["file"]]
-    try:
-        line = next(read_lines(path, start=int(group["offset"]), first_number=int(group["line"])), None)
-        if line is not None and line.size == group["size"]:
-            return line, parse_lazily(line)
-    except RowError:
-        pass  # it was a group when it was indexed
-    raise DataError(f"{path}:{group['line']}: not as the index has it; delete {index_path(path)} and try again")
+    everything = np.ones(len(table.responses), bool)
+    (chosen,) = table.read_groups(table.groups[row : row + 1], everything)
+    return chosen.line, chosen.group
 
 
 def _load(path: Path) -> tuple[int, Table] | None:

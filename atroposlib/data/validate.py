@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from atroposlib.data.chats import chat_fault
+from atroposlib.data.formats import WRONG_MASK
 from atroposlib.data.rollout_files import (
     CUT_SHORT,
     NO_GROUP,
@@ -161,19 +162,19 @@ def _response_problem(record: RolloutRecord, index: int) -> tuple[str, str] | No
     except IndexError:
         return "no mask", "there are tokens, but no masks"
     if len(ids) != len(masks):
-        return _MASK, f"{len(ids)} tokens but {len(masks)} mask values"
+        return WRONG_MASK, f"{len(ids)} tokens but {len(masks)} mask values"
     if len(ids) and int(ids.min()) < 0:
         return "negative id", f"token id {int(ids.min())} is negative"
     masked = masks == IGNORE_INDEX
     wrong = np.flatnonzero(~masked & (masks != ids))
     if len(wrong):
         at = int(wrong[0])
-        return _MASK, f"masks[{at}] is {masks[at]} where tokens[{at}] is {ids[at]}; expected {IGNORE_INDEX} or the id"
+        return (
+            WRONG_MASK,
+            f"masks[{at}] is {masks[at]} where tokens[{at}] is {ids[at]}; expected {IGNORE_INDEX} or the id",
+        )
     problem = _logprob_problem((record.get("inference_logprobs") or [None] * (index + 1))[index], masked)
     return ("log-probabilities that do not fit", problem) if problem else None
-
-
-_MASK = "mask that does not fit the ids"
 
 
 def _logprob_problem(values: object, masked: Array) -> str | None:

@@ -10,7 +10,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from atroposlib.data.chats import shared_prompt
 from atroposlib.data.tokenizers import load_tokenizer
@@ -28,16 +27,6 @@ TRAINER_LOGPROBS = ("trainer_logprobs", "old_logprobs", "ref_logprobs")
 
 _LONG = ("tokens", "masks", "inference_logprobs")
 _SHOWN = {"tokens", "masks", "messages", "scores", "finish_reasons", "images", "unscored"}
-
-
-class Tokens(NamedTuple):
-    """Some of one response's tokens."""
-
-    start: int
-    total: int
-    ids: list[int]
-    trained: list[bool]
-    channels: dict[str, list[float | None]]  # numbers recorded for each token, by the record's key
 
 
 def group_detail(record: Mapping[str, Json]) -> JsonObject:
@@ -81,8 +70,11 @@ def group_detail(record: Mapping[str, Json]) -> JsonObject:
     }
 
 
-def tokens_of(record: Mapping[str, object], index: int, start: int) -> Tokens | None:
-    """Return `PAGE_TOKENS` tokens of one response from `start`; None where no ids were recorded."""
+def tokens_of(record: Mapping[str, object], index: int, start: int) -> JsonObject | None:
+    """Return `PAGE_TOKENS` tokens of one response from `start`; None where no ids were recorded.
+
+    Channels are the numbers recorded for each token, by the record's key.
+    """
     ids, masks = _at(record, "tokens", index), _at(record, "masks", index)
     if not (ids and masks and isinstance(ids, list) and isinstance(masks, list)):
         return None
@@ -92,13 +84,13 @@ def tokens_of(record: Mapping[str, object], index: int, start: int) -> Tokens | 
         for key, rows in record.items()
         if key not in ("tokens", "masks") and isinstance(rows, list) and index < len(rows) and _is_channel(rows[index])
     }
-    return Tokens(
-        start,
-        len(ids),
-        ids[start:end],
-        [mask != IGNORE_INDEX for mask in masks[start:end]],
-        {key: values[start:end] for key, values in channels.items() if len(values) == len(ids)},
-    )
+    return {
+        "start": start,
+        "total": len(ids),
+        "ids": ids[start:end],
+        "trained": [mask != IGNORE_INDEX for mask in masks[start:end]],
+        "channels": {key: values[start:end] for key, values in channels.items() if len(values) == len(ids)},
+    }
 
 
 def mean_gap(record: Mapping[str, Json], index: int) -> float:
@@ -155,7 +147,6 @@ def _data_images(value: object) -> list[str]:
 
 
 Decode = Callable[[list[int]], str]
-State = Literal["loading", "ready", "failed"]
 _BROKEN = "\ufffd"
 _LONGEST_CHARACTER = 8  # tokens
 

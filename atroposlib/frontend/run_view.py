@@ -361,10 +361,10 @@ def make_app(rollouts: RolloutSource, texts: TokenTexts | None = None) -> FastAP
             raise HTTPException(404, f"no token ids were recorded for response {response} of {at[:200]}")
         spec = texts_of_ids = None
         reason = "these are no ids"
-        if all(isinstance(token, int) and 0 <= token < 1 << 32 for token in found.ids):
+        if all(isinstance(token, int) and 0 <= token < 1 << 32 for token in found["ids"]):
             spec = view.texts.spec_of(table.files[table.groups[row]["file"]], record)
-            texts_of_ids, reason = view.texts.texts(spec, found.ids)
-        return _json({**found._asdict(), "texts": texts_of_ids, "tokenizer": spec, "reason": reason})
+            texts_of_ids, reason = view.texts.texts(spec, found["ids"])
+        return _json({**found, "texts": texts_of_ids, "tokenizer": spec, "reason": reason})
 
     @app.get("/api/compare")
     def comparison(request: Request) -> Response:
