@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from atroposlib.data.tokenizers import cached_file
 from atroposlib.envs.server_handling.server_config import GPUS_PER_NODE
 from atroposlib.errors import AtroposError, LaunchError, ModelError
@@ -135,8 +137,8 @@ def _folder_problems(config: DatagenConfig) -> list[str]:
     if free >= needed:
         return []
     return [
-        f"run_dir {folder} has {free / 1e9:.1f} GB free, but {missing} x {config.responses} responses of about "
-        f"{tokens} tokens need {needed / 1e9:.1f} GB; free some space, choose another disk, or correct expected_tokens"
+        f"run_dir {folder} has {decimal(free)} free, but {missing} x {config.responses} responses of about "
+        f"{tokens} tokens need {decimal(needed)}; free some space, choose another disk, or correct expected_tokens"
     ]
 
 
