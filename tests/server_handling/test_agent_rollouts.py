@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import shutil
+import threading
 import time
 from contextlib import asynccontextmanager
 from itertools import count
@@ -948,18 +949,26 @@ async def test_a_deleted_rollout_is_gone_after_a_restart_and_its_name_can_be_use
     log.close()
 
 
-def test_a_file_without_its_deleted_rollouts_takes_the_place_of_the_old_one(tmp_path, monkeypatch):
+def test_a_file_without_its_deleted_rollouts_takes_the_place_of_the_old_one_while_more_is_written(
+    tmp_path, monkeypatch
+):
+    told, real = threading.Event(), record_module.os.fsync
     monkeypatch.setattr(record_module, "LEFT_OUT_BYTES", 0)
+    monkeypatch.setattr(record_module.os, "fsync", lambda file: told.wait(10) and real(file))
     path = tmp_path / "records.jsonl"
     log = CallLog(path)
     for number in range(20):
         log.append({"score": number, "rollout": "kept"})
         log.append({"text": "x" * 1000, "rollout": "big"})
     log.forget("big")
-    assert path.stat().st_size < 2000
     log.append({"score": 20, "rollout": "kept"})
+    assert path.stat().st_size > 20_000  # a thread copies it, and nobody waits
+    told.set()
+    log._copy.thread.join()
+    log.append({"score": 21, "rollout": "kept"})
+    assert path.stat().st_size < 2000
     for _ in range(2):
-        assert [event["score"] for event in log.events("kept")] == list(range(21))
+        assert [event["score"] for event in log.events("kept")] == list(range(22))
         assert list(log.events()) == list(log.events("kept"))
         log.close()
         log = CallLog(path)
@@ -992,6 +1001,25 @@ def test_a_kill_at_any_moment_while_a_file_is_written_again_loses_and_doubles_no
         )
         after.close()
 
+    class Inline(threading.Thread):
+        def start(self):
+            self.run()
+
+        def join(self, timeout=None):
+            pass
+
+    class Pause(threading.Event):
+        def wait(self, timeout=None):
+            as_a_kill_leaves_it("piece")
+            if len(moments) < 6:
+                append("kept")
+                append("late")
+                if len(moments) == 3:
+                    forget("soon gone")
+                    forget("again")
+                    append("again")
+            return False
+
     def at(name):
         real = getattr(record_module.os, name)
 
@@ -1004,11 +1032,12 @@ def test_a_kill_at_any_moment_while_a_file_is_written_again_loses_and_doubles_no
 
         monkeypatch.setattr(record_module.os, name, step)
 
-    for rollout in ["big", "kept", "again"] * 5:
+    for rollout in ["big", "kept", "soon gone", "again"] * 5:
         append(rollout, "x" * 1000 if rollout == "big" else "")
-    forget("again")
-    append("again")
-    monkeypatch.setattr(record_module, "LEFT_OUT_BYTES", 0)
+    for name, value in {"LEFT_OUT_BYTES": 0, "PIECE_BYTES": 200}.items():
+        monkeypatch.setattr(record_module, name, value)
+    monkeypatch.setattr(record_module.threading, "Thread", Inline)
+    monkeypatch.setattr(record_module.threading, "Event", Pause)
     at("fsync")
     at("replace")
     forget("big")
@@ -1017,6 +1046,7 @@ def test_a_kill_at_any_moment_while_a_file_is_written_again_loses_and_doubles_no
     steps = ["fsync", "fsync done", "replace", "replace done"]
     wanted = steps[: steps.index(failing) + 1] if failing else steps
     assert [name for name in moments if name in steps] == wanted
+    assert moments.count("piece") >= 3
     assert (log._file.size < 5000) == (failing is None)
     append("again")
     as_a_kill_leaves_it("end")
@@ -1042,6 +1072,7 @@ def test_a_copy_that_cannot_be_removed_and_a_file_that_cannot_be_closed_make_no_
     else:
         monkeypatch.setattr(record_module.os, broken, fails)
     log.forget("big")
+    log._copy.thread.join()
     kept = RolloutLog(log, "kept")
     for score in (1, 2):
         kept.write({"score": score})

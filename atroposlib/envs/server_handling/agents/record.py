@@ -5,11 +5,15 @@ are whole or cut off: a torn end is what a kill left, and nobody was told of it.
 """
 
 import contextlib
+import heapq
 import logging
 import os
+import threading
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 LEFT_OUT_BYTES = 64 * 1024 * 1024
 """So much of deleted rollouts may always stay in a file."""
+PIECE_BYTES = 256 * 1024
+PAUSE_S = 0.002
+"""A file is copied in such pieces, with such pauses, so that the gateway keeps answering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +110,12 @@ class CallLog:
                 f"{path} is written by process {error.pid}; give every gateway a file of its own"
             ) from error
         self._path, self._lines = path, dict[str, _Lines]()
-        self._copy_path = path.with_name(path.name + ".new")
         self._kept = 0  # bytes of all these lines
-        self._rewritten_from = 0  # bytes; a shorter file is not written again
+        self._copy: _Copy | None = None  # without deleted rollouts, which shall take the place of the file
+        self._copied_from = 0  # bytes; a shorter file is not copied
         self._file = AppendFile(path)
         try:
-            self._copy_path.unlink(missing_ok=True)  # a kill left it
+            _copy_of(path).unlink(missing_ok=True)  # a kill left it
             self._find_lines()
         except BaseException:
             self.close()
@@ -119,6 +126,8 @@ class CallLog:
         start = self._file.size
         self._file.write(orjson.dumps(event, default=repr, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
         self._note(event["rollout"], start, self._file.size - start)
+        if self._copy is not None and self._copy.is_over:
+            self._replace()
 
     def events(self, rollout: str | None = None) -> Iterator[dict[str, Any]]:
         """Read what is not forgotten, in order; with `rollout` only what is of it, and nothing else of the file."""
@@ -131,21 +140,19 @@ class CallLog:
     def forget(self, rollout: str) -> None:
         """Leave out a rollout from now on; OSError: it is still known.
 
-        Where more than half of the file (and `LEFT_OUT_BYTES`) is of such rollouts, it is written again without them.
+        Where more than half of the file (and `LEFT_OUT_BYTES`) is of such rollouts, a thread copies it without them,
+        and one of the next events puts the copy in its place.
         """
         self.append({"forgotten": True, "rollout": rollout})
         self._drop(rollout)
         left_out = self._file.size - self._kept
-        if left_out > max(self._kept, LEFT_OUT_BYTES) and self._file.size >= self._rewritten_from:
-            try:
-                self._rewrite()
-            except (OSError, PathError) as error:
-                logger.warning("records of deleted rollouts stay in the file: file=%s error=%s", self._path, error)
-                self._rewritten_from = self._file.size + LEFT_OUT_BYTES
-                with contextlib.suppress(OSError):  # the next start removes it
-                    self._copy_path.unlink(missing_ok=True)
+        if self._copy is None and left_out > max(self._kept, LEFT_OUT_BYTES) and self._file.size >= self._copied_from:
+            self._copy = _Copy(self._path, self._file.size, self._lines)
+            self._copy.thread.start()
 
     def close(self) -> None:
+        if self._copy is not None:
+            self._copy.discard()
         self._file.close()
         os.close(self._lock)
 
@@ -179,27 +186,95 @@ class CallLog:
                     self._note(head.rollout, start, len(line))
                 start += len(line)
 
-    def _rewrite(self) -> None:
-        """Put a copy without deleted rollouts in the place of the file, in one step: a kill leaves one of them."""
-        check_replaceable(self._path)
-        copied = {rollout: _Lines() for rollout in self._lines}
-        with self._path.open("rb") as old, self._copy_path.open("wb") as new:
-            os.fchmod(new.fileno(), os.fstat(old.fileno()).st_mode)
-            for start, rollout in sorted((start, name) for name, one in self._lines.items() for start in one.starts):
-                old.seek(start)
-                copied[rollout].note(new.tell(), new.write(old.readline()))
-            new.flush()
-            os.fsync(new.fileno())
-        file = AppendFile(self._copy_path)
+    def _replace(self) -> None:
+        """Put the copy and all that came since in the place of the file, in one step: a kill leaves one of them."""
+        assert self._copy is not None
+        copy, self._copy = self._copy, None
         try:
-            os.replace(self._copy_path, self._path)
-        except BaseException:
-            file.close()
-            raise
-        file.path = self._path
-        replaced, self._file, self._lines = self._file, file, copied
+            file = copy.put_in_place(self._file.size)
+        except (OSError, PathError) as error:
+            logger.warning("records of deleted rollouts stay in the file: file=%s error=%s", self._path, error)
+            self._copied_from = self._file.size + LEFT_OUT_BYTES
+            copy.discard()
+            return
+        replaced, self._file = self._file, file
+        for rollout, lines in self._lines.items():
+            lines.starts = copy.places_of(rollout, lines.starts)
         with contextlib.suppress(OSError):  # all of it is in the copy
             replaced.close()
+
+
+def _copy_of(path: Path) -> Path:
+    return path.with_name(path.name + ".new")
+
+
+class _Copy:
+    """A copy of a file without its deleted rollouts, made by a thread while the file grows.
+
+    Of the lines that are there at the start it has those of known rollouts; all that came since follows as it is,
+    deletions too.
+    """
+
+    def __init__(self, path: Path, size: int, lines: dict[str, _Lines]) -> None:
+        self._path, self._size = path, size
+        self._known = [(rollout, one.starts[:]) for rollout, one in lines.items()]
+        self._places: dict[str, array[int]] = {}  # of these lines in the copy
+        self._moved = 0  # bytes from the place of a later line to its place in the copy
+        self._error: Exception | None = None
+        self._discarded = threading.Event()
+        self.is_over = False  # finished, or failed
+        self.thread = threading.Thread(target=self._run, name=f"copying {path.name}", daemon=True)
+
+    def put_in_place(self, size: int) -> AppendFile:
+        """Return it in the place of the file, which has now so many bytes; OSError, PathError: it is not there."""
+        if self._error is not None:
+            raise self._error
+        check_replaceable(self._path)
+        copy = AppendFile(_copy_of(self._path))
+        try:
+            self._moved = copy.size - self._size
+            with self._path.open("rb") as old:
+                old.seek(self._size)
+                copy.write(old.read(size - self._size))
+            os.replace(copy.path, self._path)
+        except BaseException:
+            copy.close()
+            raise
+        copy.path = self._path
+        return copy
+
+    def places_of(self, rollout: str, starts: "array[int]") -> "array[int]":
+        """Return the places of a rollout's lines in the copy, by those in the file."""
+        later = bisect_left(starts, self._size)
+        places = self._places[rollout] if later else array("q")  # an id may have been used again
+        places.extend(start + self._moved for start in starts[later:])
+        return places
+
+    def discard(self) -> None:
+        """Stop the thread, and leave nothing of the copy."""
+        self._discarded.set()
+        self.thread.join()
+        with contextlib.suppress(OSError):  # the next start removes it
+            _copy_of(self._path).unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        try:
+            with self._path.open("rb") as old, _copy_of(self._path).open("wb") as new:
+                os.fchmod(new.fileno(), os.fstat(old.fileno()).st_mode)
+                piece = 0  # bytes
+                for start, rollout in heapq.merge(*(zip(starts, repeat(rollout)) for rollout, starts in self._known)):
+                    old.seek(start)
+                    self._places.setdefault(rollout, array("q")).append(new.tell())
+                    piece += new.write(old.readline())
+                    if piece >= PIECE_BYTES:
+                        piece = 0
+                        if self._discarded.wait(PAUSE_S):
+                            return
+                new.flush()
+                os.fsync(new.fileno())
+        except Exception as error:  # raised by `put_in_place`
+            self._error = error
+        self.is_over = True
 
 
 class RolloutLog:
