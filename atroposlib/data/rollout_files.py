@@ -180,10 +180,14 @@ def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator
     """
     with closing(_open(path)) as stream:
         _skip(stream, path, start)
-        offset, number, rest = start, first_number, b""
+        offset, number = start, first_number
+        pieces: list[bytes] = []  # those of a line that is longer than one read gives are joined once
         while True:
             data = _read(stream, path, at_line=number)
-            block, begin = rest + data if rest else data, 0
+            pieces.append(data)
+            if data and b"\n" not in data:
+                continue
+            block, begin = b"".join(pieces), 0
             if not offset and block.startswith(BYTE_ORDER_MARK):
                 offset = begin = len(BYTE_ORDER_MARK)
             while begin < len(block):
@@ -195,10 +199,11 @@ def read_lines(path: Path, *, start: int = 0, first_number: int = 1) -> Iterator
                 number, offset, begin = number + 1, offset + end - begin, end
             if not data:
                 return
-            rest = block[begin:]
-            if rest and begin and isinstance(stream, io.FileIO):  # to read it again is cheaper than to copy it
-                stream.seek(-len(rest), os.SEEK_CUR)
-                rest = b""
+            if begin and isinstance(stream, io.FileIO):  # to read the rest again is cheaper than to copy it
+                stream.seek(begin - len(block), os.SEEK_CUR)
+                pieces = []
+            else:
+                pieces = [block[begin:]]
 
 
 def sound_lines(path: Path, odd: SetAside) -> Iterator[Line]:
