@@ -151,7 +151,8 @@ class Supervised:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
-        self._signal(signal.SIGKILL)  # what the process itself left behind in its group
+            self._signal(signal.SIGKILL)  # what it left behind in its group, or itself: it started while the run ended
+            await process.wait()
         return code
 
     async def _watch(self, pid: int) -> None:

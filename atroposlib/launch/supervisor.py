@@ -77,11 +77,10 @@ class Supervisor:
             self._stop_asked.set_result(name)
 
     async def stop(self) -> None:
-        """End jobs, the last started first, as servers take what they still send; then the servers together."""
-        for job in reversed([each for each in self.services if each.service.is_job]):
-            await job.stop(job.service.grace_s)
-        servers = [each for each in self.services if not each.service.is_job]
-        await asyncio.gather(*(each.stop(each.service.grace_s) for each in servers))
+        """End jobs together, as each needs its time, and then the servers, which take what jobs still send."""
+        for is_job in (True, False):
+            ending = [each for each in self.services if each.service.is_job is is_job]
+            await asyncio.gather(*(each.stop(each.service.grace_s) for each in ending))
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
