@@ -205,6 +205,12 @@ def test_a_call_that_may_be_made_has_no_grammar_where_nothing_announces_it(name)
     assert grammar_of_calls(FORMATS[name], {"look": CLOSED}, None, "none", is_one=True) is None
 
 
+@pytest.mark.parametrize("name", BOUND)
+def test_an_engine_that_does_not_know_how_arguments_are_written_refuses_the_grammar_instead_of_binding_to_json(name):
+    tag = json.dumps(grammar_of_calls(FORMATS[name], {"look": CLOSED}, "look", "none"))
+    assert ('"style"' in tag) == ('"type": "repeat"' in tag)  # XGrammar 0.1.33 began to know both
+
+
 @pytest.mark.parametrize("name", sorted(name for name, known in FORMATS.items() if known.opening is not None))
 def test_the_beginning_of_a_call_is_that_of_what_is_written(name):
     written = FORMATS[name].write([WrittenCall("look", '{"text": "x"}')])

@@ -221,9 +221,10 @@ def _behind(thoughts: Thoughts, answer: JsonObject) -> JsonObject:
 
 
 def _arguments(calls: ToolFormat, schema: Json) -> JsonObject:
-    content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_BLANKS}
+    content: JsonObject = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_BLANKS}
     if calls.style != "json":
-        content["style"] = calls.style
+        # XGrammar below 0.1.33 passes over a style, and would bind the model to JSON: it refuses what it cannot repeat
+        content = {"type": "repeat", "min": 1, "max": 1, "content": {**content, "style": calls.style}}
     if not calls.number:
         return content
     return {"type": "sequence", "elements": [{"type": "regex", "pattern": calls.number}, content]}
