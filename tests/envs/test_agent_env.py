@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import io
 import json
 import os
@@ -207,6 +208,18 @@ def test_a_folder_of_nothing_but_links_has_a_size_too(tmp_path):
         (tmp_path / f"link{number}").symlink_to("nowhere")
     assert not pack_folder(tmp_path, {}, 20_000, io.BytesIO())
     assert pack_folder(tmp_path, {}, 2**20, io.BytesIO())
+
+
+def test_a_full_disk_is_no_folder_without_the_file_that_did_not_fit(tmp_path):
+    class Full(io.BytesIO):
+        def write(self, data):
+            if self.tell() + len(data) > 100_000:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    (tmp_path / "large").write_bytes(bytes(200_000))
+    with pytest.raises(OSError, match="No space left"):
+        pack_folder(tmp_path, {}, 2**20, Full())
 
 
 def test_a_file_that_shrinks_while_it_is_packed_costs_no_other(tmp_path, monkeypatch):

@@ -34,6 +34,7 @@ from atroposlib.paths import expand_path
 from atroposlib.sandbox.programs import Limits, inside_work
 from atroposlib.sandbox.sandbox import Sandbox
 from atroposlib.sandbox.workers import SandboxError
+from atroposlib.system_limits import limit_reached
 
 logger = logging.getLogger(__name__)
 
@@ -175,13 +176,16 @@ def pack_folder(folder: Path, added: Mapping[str, str], most_bytes: int, into: I
 
     Args:
         added: files by name that are in it in any case, in the place of what the agent has there.
+
+    Raises:
+        OSError: a limit of the system was met, so that a check would miss what the agent left.
     """
     places = {str(parent) for name in added for parent in PurePosixPath(name).parents[:-1]}
     with tarfile.open(fileobj=into, mode="w") as archive:
         for path in _below(folder):
             name = path.relative_to(folder).as_posix()
             is_hidden = any(name == one or name.startswith(f"{one}/") for one in added)
-            with contextlib.suppress(OSError):  # what cannot be read is not there
+            with _as_far_as_readable():
                 member = archive.gettarinfo(path, name)
                 if member is None or is_hidden or (name in places and not member.isdir()):
                     continue
@@ -198,6 +202,16 @@ def pack_folder(folder: Path, added: Mapping[str, str], most_bytes: int, into: I
             archive.addfile(member, io.BytesIO(content))
     into.flush()
     return True
+
+
+@contextlib.contextmanager
+def _as_far_as_readable() -> Iterator[None]:
+    """What cannot be read is not there, unless this machine has no room or no more open files for it."""
+    try:
+        yield
+    except OSError as error:
+        if limit_reached(error) is not None:
+            raise
 
 
 def _add_file(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
@@ -219,7 +233,7 @@ def _below(folder: Path) -> Iterator[Path]:
     """Everything below a folder, however deep it is; what holds something comes before that."""
     waiting = [folder]
     while waiting:
-        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+        with _as_far_as_readable(), os.scandir(waiting.pop()) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(Path(entry.path))
