@@ -260,22 +260,32 @@ async def test_an_edit_of_the_last_turn_keeps_the_ids_before_it_and_trains_them_
 
 
 class Counting(Tokenizer):
-    """Shows the template where in the history each message stands."""
+    """Remembers how many messages the template was shown; `numbered` ones say where in the history they stand."""
+
+    def __init__(self, numbered):
+        super().__init__()
+        self.numbered, self.shown = numbered, []
 
     def apply_chat_template(self, conversation, tokenize=True, add_generation_prompt=False, tools=None):
-        turns = [{**turn, "content": f"{place} {turn['content']}"} for place, turn in enumerate(conversation)]
+        self.shown.append(len(conversation))
+        turns = conversation
+        if self.numbered:
+            turns = [{**turn, "content": f"{place} {turn['content']}"} for place, turn in enumerate(conversation)]
         return super().apply_chat_template(turns, tokenize, add_generation_prompt, tools)
 
 
-async def test_new_messages_are_rendered_behind_all_that_was_said_before():
-    server = FakeServer([f"a{turn}" for turn in range(20)], tokenizer=Counting())
+@pytest.mark.parametrize("numbered", [False, True], ids=["a template as any", "a template that numbers its turns"])
+async def test_old_messages_are_rendered_again_only_where_the_new_ones_depend_on_them(numbered):
+    server = FakeServer([f"a{turn}" for turn in range(20)], tokenizer=Counting(numbered))
     managed = ManagedServer(server, server.tokenizer)
     history = []
     for turn in range(20):
         history.append({"role": "user", "content": f"u{turn}"})
         history.append(said(await ask(managed, history)))
-        assert seen(server).endswith(f"<|im_start|>user\n{2 * turn} u{turn}<|im_end|>\n<|im_start|>assistant\n")
+        place = f"{2 * turn} " if numbered else ""
+        assert seen(server).endswith(f"<|im_start|>user\n{place}u{turn}<|im_end|>\n<|im_start|>assistant\n")
 
+    assert (server.tokenizer.shown.count(3) > 10) is not numbered  # first question, last answer, and what is new
     assert trained(managed) == ["".join(f"a{turn}<|im_end|>" for turn in range(20))]
 
 

@@ -181,7 +181,14 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one():
 
 
 @pytest.mark.parametrize(
-    ("ids", "words"), [([], "no tokens"), ([1, -1], "token 1 is id -1"), ([3, 10], "token 1 is id 10")]
+    ("ids", "words"),
+    [
+        ([], "no tokens"),
+        ([1, -1], "token 1 is id -1"),
+        ([3, 10], "token 1 is id 10"),
+        ([3, 2**40], f"token 1 is id {2**40}"),
+        ([3, 1.5], "must be integers"),
+    ],
 )
 def test_ids_that_would_kill_an_engine_are_refused(ids, words):
     with pytest.raises(RequestFault, match=words):

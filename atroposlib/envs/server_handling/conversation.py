@@ -8,10 +8,13 @@ model wrote is never rewritten by a chat template.
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 import orjson
 from pydantic import BaseModel
+from xxhash import xxh3_128_digest
 
 from atroposlib.errors import RequestFault
 from atroposlib.type_definitions import Json, JsonObject, Tokenizer
@@ -90,34 +93,61 @@ class ChatRequest:
         return (choice.get("function") or choice).get("name")
 
 
-def conversation_of(
-    request: ChatRequest,
-    *,
-    knows_developer: bool,
-    as_text: Callable[[Message], Message],
-    normalise: Callable[[Message], Message] | None = None,
-) -> Conversation:
-    """Return the conversation of a request.
+class Reader:
+    """Takes the messages of one rollout's requests apart into turns; one that came before is the turn that it was.
 
     Args:
-        knows_developer: the chat template has a place for a developer's messages.
+        knows_developer: tells if the chat template has a place for a developer's messages.
         as_text: writes an assistant's message with calls as the text that the model wrote.
         normalise: undoes what the agent program does to messages that it sends back, for their comparison only.
-
-    Raises:
-        RequestFault: a message is no text.
     """
-    said = [copied(message) for message in request.messages]
-    plain = plain_messages(said, knows_developer=knows_developer)
-    turns = []
-    for message, shown in zip(said, plain, strict=True):
-        compared = message if shown is None or message.get("role") == "assistant" else shown
+
+    def __init__(
+        self,
+        knows_developer: Callable[[], bool],
+        as_text: Callable[[Message], Message],
+        normalise: Callable[[Message], Message] | None = None,
+    ) -> None:
+        self._knows_developer, self._as_text, self._normalise = knows_developer, as_text, normalise
+        self._turns: dict[bytes, Turn] = {}  # by the names of their messages
+
+    def read(self, request: ChatRequest) -> Conversation:
+        """Return the conversation of a request; RequestFault for a message that is no text."""
+        messages = request.messages
+        if any(isinstance(message, dict) and message.get("role") == "developer" for message in messages):
+            said = [copied(message) for message in messages]
+            plain = plain_messages(said, knows_developer=self._knows_developer())
+            turns = [self._turn(message, shown) for message, shown in zip(said, plain, strict=True)]
+        else:
+            turns = [self._known_turn(message, index) for index, message in enumerate(messages)]
+        return Conversation(tuple(turns), request.tools)
+
+    def _known_turn(self, message: Message, index: int) -> Turn:
+        name = _name_of(message)
+        turn = self._turns.get(name) if name is not None else None
+        if turn is None:
+            said = copied(message)
+            (shown,) = plain_messages([said], offset=index)
+            turn = self._turn(said, shown)
+            if name is not None:
+                self._turns[name] = turn
+        return turn
+
+    def _turn(self, said: Message, shown: Message | None) -> Turn:
+        compared = said if shown is None or said.get("role") == "assistant" else shown
         keys = keys_of(compared)
-        if normalise is not None and (before := normalise(compared)) != compared:
+        if self._normalise is not None and (before := self._normalise(compared)) != compared:
             # an assistant's turn is also known by what it is not; any other by what is left of it
             keys = (*keys, *keys_of(before)) if compared.get("role") == "assistant" else keys_of(before)
-        turns.append(Turn(message, None if shown is None else as_text(shown), keys))
-    return Conversation(tuple(turns), request.tools)
+        return Turn(said, None if shown is None else self._as_text(shown), keys)
+
+
+def _name_of(message: object) -> bytes | None:
+    """Return a name that only equal JSON has; None where it is none: an object of a client, a number beyond 64 bits."""
+    try:
+        return xxh3_128_digest(orjson.dumps(message))
+    except TypeError:
+        return None
 
 
 def copied(message: object) -> Json:
@@ -131,17 +161,20 @@ def copied(message: object) -> Json:
     return message
 
 
-def plain_messages(messages: Messages, *, knows_developer: bool) -> list[Message | None]:
+def plain_messages(messages: Messages, *, knows_developer: bool = False, offset: int = 0) -> list[Message | None]:
     """Return the messages in the form that chat templates know: text contents, no `developer`.
 
     A developer's message becomes the system's; one behind a leading system message becomes part of it, and None stands
     in its place.
 
+    Args:
+        offset: number of the first message, for what is said of one.
+
     Raises:
         RequestFault: a part of a message is no text.
     """
     plain: list[Message | None] = []
-    for index, message in enumerate(messages):
+    for index, message in enumerate(messages, offset):
         content = message.get("content")
         if not isinstance(content, str | list | None) or not isinstance(message.get("role"), str):
             raise RequestFault(f"messages[{index}] is {message!r:.120}; a message needs a role, and content as text")
@@ -262,6 +295,8 @@ def _present(message: Message) -> Message:
 TURN_MARK = "ATROPOSxTURNxMARK"
 """Stands in for a whole assistant turn while the template runs."""
 
+MOST_SHAPES = 4096
+
 Thoughts = Literal["opened", "allowed", "none"]
 """Of an answer: the prompt has opened them, the model may open them, or it has none."""
 
@@ -326,7 +361,35 @@ def render_keeping_thoughts(tokenizer: object, messages: Sequence[JsonObject], t
 
 
 def render_after_turn(tokenizer: object, messages: Sequence[JsonObject], turn: int, tools: object = None) -> str | None:
-    """Return the template's text behind the content of `messages[turn]`; None unless the template shows it once."""
+    """Return the template's text behind the content of `messages[turn]`; None unless the template shows it once.
+
+    Between the first user's message and that turn the template is shown nothing, so that a long history costs nothing,
+    as long as that gives the same text: compared for each form of history, and whenever one has doubled.
+    """
+    head = next((i for i, message in enumerate(messages) if message.get("role") == "user"), len(messages)) + 1
+    if turn <= head:
+        return _behind(tokenizer, messages, turn, tools)
+    window, same = [*messages[:head], *messages[turn:]], _same_by_shape(tokenizer)
+    roles = [message.get("role") for message in messages[head - 1 : turn + 1]]
+    shape = (bool(tools), frozenset(pairwise(roles)), *((message.get("role"), *message) for message in window))
+    is_checked = shape in same and len(messages).bit_length() == turn.bit_length()
+    after = _behind(tokenizer, window, head, tools) if same.get(shape, True) else None
+    if after is not None and is_checked:
+        return after
+    whole = _behind(tokenizer, messages, turn, tools)
+    if len(same) > MOST_SHAPES:
+        same.clear()
+    same[shape] = whole is not None and after == whole
+    return whole
+
+
+@lru_cache(maxsize=8)
+def _same_by_shape(tokenizer: Tokenizer) -> dict[tuple[Hashable, ...], bool]:
+    """Tell, by what is left out (pairs of roles) and what is shown, if the template writes the same behind both."""
+    return {}
+
+
+def _behind(tokenizer: object, messages: Sequence[JsonObject], turn: int, tools: object) -> str | None:
     marked = [*messages[:turn], {**messages[turn], "content": TURN_MARK}, *messages[turn + 1 :]]
     _, mark, after = render(tokenizer, marked, tools).partition(TURN_MARK)
     return after if mark and TURN_MARK not in after else None

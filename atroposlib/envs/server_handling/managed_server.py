@@ -21,8 +21,8 @@ from atroposlib.envs.server_handling.conversation import (
     Message,
     Messages,
     Normalise,
+    Reader,
     Thoughts,
-    conversation_of,
     copied,
     knows_developer,
     opened_thought,
@@ -196,7 +196,8 @@ class ManagedServer(TrackedSequences):
         self.tokenizer: Tokenizer = _tokenizer_of(server) if tokenizer is None else tokenizer
         self._ends: list[Call] = []  # of the sequences
         self.lineage = Lineage()
-        self._normalise = normalise
+        self._reader = self._new_reader(normalise)
+        self._counts_differences = normalise is not None
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         self._keeps_thoughts = keeps_thoughts
@@ -227,7 +228,7 @@ class ManagedServer(TrackedSequences):
         """
         if request.tools:
             check_tools(self._tool_parser, self.tokenizer)
-        prompt = self._chat_prompt(self._read(request))
+        prompt = self._chat_prompt(self._reader.read(request))
         with prompt.base or nullcontext():
             prompt_ids, outputs = await self._generate(prompt.text, prompt.ids, request.sampling, bool(request.tools))
             if request.tools and request.wanted_tool is not None:
@@ -292,7 +293,7 @@ class ManagedServer(TrackedSequences):
     def prompt_of(self, request: ChatRequest) -> Prompt:
         """Return the prompt that a request would send; nothing is generated, tracked or counted."""
         counted = self.lineage.differences
-        prompt = self._chat_prompt(self._read(request))
+        prompt = self._chat_prompt(self._reader.read(request))
         self.lineage.differences = counted
         return prompt
 
@@ -333,7 +334,7 @@ class ManagedServer(TrackedSequences):
         if found is not None:
             base, turns = found
             assert base.chat is not None
-            if self._normalise is not None:
+            if self._counts_differences:
                 self.lineage.differences += _changed(base.chat, chat, turns)
             chat = base.chat.continued(chat, turns)
             shown = chat.shown
@@ -425,13 +426,11 @@ class ManagedServer(TrackedSequences):
             self._ends[at : at + 1] = calls[:1]
             self._ends += calls[1:]
 
-    def _read(self, request: ChatRequest) -> Conversation:
-        normalise = self._normalise
-        return conversation_of(
-            request,
-            knows_developer=knows_developer(self.tokenizer),
-            as_text=self._as_text,
-            normalise=None if normalise is None else lambda message: normalise(message, self._handed_out),
+    def _new_reader(self, normalise: Normalise | None) -> Reader:
+        return Reader(
+            lambda: knows_developer(self.tokenizer),
+            self._as_text,
+            None if normalise is None else lambda message: normalise(message, self._handed_out),
         )
 
     def _handed_out(self, call_id: str) -> Message | None:

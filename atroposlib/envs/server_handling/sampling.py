@@ -6,10 +6,13 @@ caught here and become a `RequestFault` that says what is wrong.
 
 import difflib
 import logging
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
+
+import numpy as np
 
 from atroposlib.errors import RequestFault
 from atroposlib.type_definitions import Json, JsonObject
@@ -235,13 +238,20 @@ def checked_ids(ids: Sequence[int], vocabulary: int | None) -> list[int]:
     """
     if len(ids) == 0:
         raise RequestFault("the prompt has no tokens; give at least one")
-    if min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary):
-        bad = next(i for i, token in enumerate(ids) if token < 0 or (vocabulary is not None and token >= vocabulary))
+    end = 2**32 if vocabulary is None else vocabulary
+    try:
+        is_known = int(np.frombuffer(array("I", ids), np.uint32).max()) < end  # faster than max() of a long prompt
+    except OverflowError:  # negative, or beyond 32 bits
+        is_known = False
+    except TypeError as error:
+        raise RequestFault(f"prompt ids must be integers ({error}); give input_ids as a list of them") from error
+    if not is_known:
+        bad = next(i for i, token in enumerate(ids) if not 0 <= token < end)
         raise RequestFault(
-            f"prompt token {bad} is id {ids[bad]}, outside the vocabulary of {vocabulary} ids; "
+            f"prompt token {bad} is id {ids[bad]}, outside the vocabulary of {end} ids; "
             "does tokenizer_name belong to the served model?"
         )
-    return list(ids)
+    return ids if isinstance(ids, list) else list(ids)
 
 
 def drop_doubled_bos(ids: list[int], bos_token_id: int | None) -> list[int]:

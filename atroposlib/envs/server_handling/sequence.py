@@ -125,11 +125,11 @@ class Call:
     def tokens(self) -> list[int]:
         if self.node is not None:
             return self.node.tokens
-        ids: list[int] = []
+        ids = array("i")
         for call in self.path():
             ids.extend(call.inserted)
             ids.extend(call.output)
-        return ids
+        return ids.tolist()
 
     def pack(self) -> None:
         """Hold ids as int32 and log-probabilities as float64."""

@@ -146,11 +146,13 @@ class TokenServer(HttpServer):
             raise RequestFault("a token request needs input_ids or prompt; got neither")
         if ids is None:
             ids = drop_doubled_bos(self.tokenizer.encode(prompt), self.tokenizer.bos_token_id)
-        known = self._known_ids()
-        if known is not None and not self._is_identified and max(ids, default=-1) >= known:
-            await self.identify()
-            known = self._known_ids()
-        return checked_ids(ids, known)
+        try:
+            return checked_ids(ids, self._known_ids())
+        except RequestFault:
+            if self._is_identified or len(ids) == 0:
+                raise
+        await self.identify()  # it may have more ids than its tokenizer
+        return checked_ids(ids, self._known_ids())
 
     async def _room_for(self, prompt_tokens: int) -> int | None:
         """New tokens that fit behind the prompt; None when the server does not tell its context length."""
