@@ -10,7 +10,8 @@ import stat
 import tempfile
 from pathlib import Path
 
-from atroposlib.errors import ConfigError, PathError
+from atroposlib.errors import ConfigError, DiskError, PathError
+from atroposlib.system_limits import limit_reached
 from atroposlib.type_definitions import JsonObject
 
 _VARIABLE = re.compile(r"\$(?:\{(?P<braced>[^}]*)\}|(?P<plain>[A-Za-z_][A-Za-z0-9_]*))")
@@ -56,7 +57,7 @@ def writable_dir(text: str | os.PathLike[str], *, what: str = "folder") -> Path:
     """The expanded folder, created when missing and shown to be writable.
 
     Raises:
-        PathError: it cannot be created or nothing can be written in it.
+        PathError: it cannot be created or nothing can be written in it. DiskError: only now, as the disk is full.
     """
     folder = expand_path(text, what=what)
     try:
@@ -64,8 +65,19 @@ def writable_dir(text: str | os.PathLike[str], *, what: str = "folder") -> Path:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"x")
     except OSError as error:
-        raise PathError(f"{what} {folder} cannot be written: {error.strerror or error}; choose another") from error
+        raise unusable(f"{what} {folder} cannot be written", error, "choose another") from error
     return folder
+
+
+def unusable(what: str, error: OSError, otherwise: str) -> PathError:
+    """Return the error of a file or folder that cannot be used, with what to do; a DiskError where its path is right.
+
+    >>> str(unusable("/data cannot be written", PermissionError(13, "Permission denied"), "choose another"))
+    '/data cannot be written: Permission denied; choose another'
+    """
+    if (limit := limit_reached(error)) is not None:
+        return DiskError(f"{what}: {limit}")
+    return PathError(f"{what}: {error.strerror or error}; {otherwise}")
 
 
 def remedy(error: OSError, otherwise: str = "choose another") -> str:

@@ -1,6 +1,9 @@
+import errno
+import tempfile
+
 import pytest
 
-from atroposlib.errors import PathError
+from atroposlib.errors import DiskError, PathError
 from atroposlib.paths import expand_path, writable_dir, write_text_atomic
 
 
@@ -36,6 +39,18 @@ def test_writable_dir_refuses_a_file(tmp_path):
     (tmp_path / "f").write_text("")
     with pytest.raises(PathError, match="cannot be written"):
         writable_dir(tmp_path / "f")
+
+
+def test_a_full_disk_is_no_wrong_path(tmp_path, monkeypatch):
+    def full(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(
+        DiskError, match=r"run_dir .* cannot be written: no room on the disk .*; free some space"
+    ) as told:
+        writable_dir(tmp_path, what="run_dir")
+    assert told.value.exit_code == 1
 
 
 def test_write_text_atomic_leaves_no_temporary_file(tmp_path):

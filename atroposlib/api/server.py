@@ -66,7 +66,7 @@ class ApiSettings:
 def create_app(settings: ApiSettings) -> FastAPI:
     """A server with its own store; closing the app's lifespan flushes and closes it.
 
-    PathError, ConfigError: the state folder cannot be used, or another server uses it.
+    PathError, ConfigError: the state folder cannot be used. LaunchError: another server uses it.
     """
     max_bytes = None if settings.max_queue_mb is None else int(settings.max_queue_mb * MEGABYTE)
     store = Store(settings.state_dir, max_bytes, accept_older=settings.accept_older)

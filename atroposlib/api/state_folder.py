@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from atroposlib.errors import AtroposError, ConfigError, LaunchError, PathError
+from atroposlib.errors import AtroposError, ConfigError, DiskError, LaunchError
 from atroposlib.lock_files import HeldError, hold
-from atroposlib.paths import expand_path
+from atroposlib.paths import expand_path, unusable
 
 FILE = "state.sqlite"
 PAGE_BYTES = 32768
@@ -53,9 +53,10 @@ class StateFolder:
     """A folder that one server at a time may use, its `db` and its `log`; without a path, a database in memory.
 
     Raises:
-        PathError: the folder cannot be created or written.
-        ConfigError: another server uses it, it was written by another version, it is damaged, or older than the
-            server that used it last left it (unless `accept_older`).
+        PathError: the folder cannot be created or written; DiskError: not now, as its disk is full.
+        LaunchError: another server uses it.
+        ConfigError: it was written by another version, it is damaged, or older than the server that used it last left
+            it (unless `accept_older`).
     """
 
     def __init__(self, path: Path | None, *, accept_older: bool = False) -> None:
@@ -75,7 +76,7 @@ class StateFolder:
                 self._check_age(accept_older=accept_older)
                 self.close = opened.pop_all().close
         except (sqlite3.OperationalError, OSError) as error:
-            raise PathError(f"--state-dir {self.path} cannot be used now: {error}") from error
+            raise DiskError(f"--state-dir {self.path} cannot be used now: {error}") from error
         except sqlite3.DatabaseError as error:
             raise ConfigError(
                 f"--state-dir {self.path} cannot be used: {FILE} is damaged or no state of this API ({error}); put a "
@@ -188,7 +189,7 @@ def _private_folder(folder: Path) -> Path:
         path.mkdir(mode=0o700, exist_ok=True)
         older = (path / "index.sqlite").exists() or (path / "segments").exists()
     except OSError as error:
-        raise PathError(f"--state-dir {path} cannot be made: {error.strerror or error}; choose another") from error
+        raise unusable(f"--state-dir {path} cannot be made", error, "choose another") from error
     if older:
         raise ConfigError(
             f"--state-dir {path} was written by an earlier version, which kept groups as text; end its run with that "
@@ -206,10 +207,8 @@ def _lock_folder(folder: Path) -> int:
             f"--state-dir {folder} is in use by the server with process id {held.pid}; stop it or choose another folder"
         ) from None
     except OSError as error:
-        raise PathError(
-            f"--state-dir {folder} cannot be locked or written: {error.strerror}; mount this disk with locks or choose "
-            "another folder"
-        ) from error
+        otherwise = "mount this disk with locks or choose another folder"
+        raise unusable(f"--state-dir {folder} cannot be locked or written", error, otherwise) from error
 
 
 def _private_file(path: Path) -> int:

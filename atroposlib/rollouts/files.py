@@ -24,10 +24,9 @@ import msgspec
 import orjson
 
 from atroposlib.data.rollout_files import html_twin, zstd
-from atroposlib.errors import PathError
 from atroposlib.json_lines import as_json, one_line, to_json
 from atroposlib.lock_files import is_file_at, take_lock
-from atroposlib.paths import remedy
+from atroposlib.paths import remedy, unusable
 from atroposlib.rollouts.failures import describe_error
 from atroposlib.rollouts.ledger import REJECTED, Ledger, LedgerEntry, describe, read_ledger, read_line
 from atroposlib.rollouts.locations import RunFiles
@@ -209,7 +208,7 @@ class RolloutFiles:
 
         Raises:
             LaunchError: another process writes this run.
-            PathError: nothing can be written there.
+            PathError: nothing can be written there; DiskError: not now.
             DataError: a file of the run is damaged other than at its end.
         """
         self.files = files
@@ -219,7 +218,7 @@ class RolloutFiles:
             self._lock = take_lock(files.sidecar("lock"), otherwise="give this run another --env.run_name")
         except OSError as error:
             what = error.filename or files.folder
-            raise PathError(f"{what} cannot be written: {error.strerror or error}; {remedy(error)}") from error
+            raise unusable(f"{what} cannot be written", error, remedy(error)) from error
         for shard in files.shards().values():
             if shard.suffix == ".zst":  # complete: a kill came between the copy and the removal
                 shard.with_suffix("").unlink(missing_ok=True)

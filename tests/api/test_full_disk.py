@@ -9,6 +9,7 @@ import pytest
 from api_testing import client_of, make_group, needs_root, small_disk, started, uids
 
 from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.errors import DiskError
 
 BIG = [[{"role": "user", "content": "x" * 300_000}]] * 4
 
@@ -192,3 +193,12 @@ async def test_what_alone_exceeds_the_limit_is_refused_for_good(tmp_path, stored
     assert "--max-queue-mb" in answer.json()["detail"]
     assert (await client.post("/scored_data", json=make_group(1))).status_code == 200
     await app.state.service.store.close()
+
+
+@needs_root
+def test_a_disk_without_room_for_a_new_state_is_no_wrong_path(tmp_path):
+    with small_disk(tmp_path / "disk", 1) as disk:
+        (disk / "rest").write_bytes(bytes(shutil.disk_usage(disk).free))
+        with pytest.raises(DiskError, match=r"cannot be used now: .*No space left on device") as told:
+            create_app(ApiSettings(state_dir=disk / "state"))
+    assert told.value.exit_code == 1
