@@ -143,22 +143,28 @@ def mistakes(
     """
     said = []
     for each in error.errors():
-        where = prefix + ".".join(map(str, each["loc"]))
+        where = (prefix + ".".join(map(str, each["loc"]))).removesuffix(".")
         if each["type"] == "extra_forbidden":
             near = difflib.get_close_matches(str(each["loc"][-1]), _keys_at(model, each["loc"][:-1]), n=1)
             said.append(f"unknown key {where!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         elif each["type"] == "missing":
             said.append(missing.format(place=where, flag=where.replace("_", "-")))
-        else:
-            said.append(f"{where} is {each['input']!r}: {each['msg']}" if where else str(each.get("ctx", {})["error"]))
+        elif each["loc"]:
+            said.append(f"{where} is {each['input']!r}: {each['msg']}")
+        else:  # of the model as a whole, whose input would be all settings, keys included
+            why = str(each.get("ctx", {}).get("error", each["msg"]))
+            said.append(f"{where}: {why}" if where else why)
     return "; ".join(said)
 
 
 def _keys_at(model: type[BaseModel], place: Sequence[int | str]) -> list[str]:
-    """Return the field names of the model that a place inside of `model` holds, also as an entry of a list."""
+    """Return the field names of the model that a place inside of `model` holds, also as an entry of a list.
+
+    They are not told of places that name more than fields, such as one of several models.
+    """
     for part in place:
         if isinstance(part, str):
-            annotation = model.model_fields[part].annotation
+            annotation = model.model_fields[part].annotation if part in model.model_fields else None
             inner = get_args(annotation)[0] if get_args(annotation) else annotation
             if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
                 return []

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import yaml
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHandlingEnum, ServerBaseline
 from atroposlib.envs.cli import help_text, main, resolve
@@ -53,6 +54,56 @@ def config_file(tmp_path, text):
     path = tmp_path / "config.yaml"
     path.write_text(text)
     return ["--config", str(path)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ByPrompt(Strict):
+    prompt: str = ""
+
+
+class ByCode(Strict):
+    code: str = ""
+
+
+class Renamed(Strict):
+    by_code: ByCode = Field(ByCode(), alias="by")
+
+
+class AuthorsConfig(BaseEnvConfig):
+    judge: ByPrompt | ByCode | None = None
+    tools: Renamed | None = None
+    is_sound: bool = True
+
+    @model_validator(mode="after")
+    def check(self):
+        if not self.is_sound:
+            raise PydanticCustomError("unsound", "nothing here is sound")
+        return self
+
+
+class AuthorsEnv(ToyEnv):
+    env_config_cls = AuthorsConfig
+
+    @classmethod
+    def config_init(cls):
+        return AuthorsConfig(use_wandb=False), APIServerConfig(model_name="m0")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{judge: {promt: x}}", r"unknown key 'env\.judge\.ByPrompt\.promt'"),
+        ("{tools: {by: {cod: x}}}", r"unknown key 'env\.tools\.by\.cod'"),
+        ("{tools: {bye: {}}}", r"unknown key 'env\.tools\.bye'"),
+        ("{is_sound: false}", "^env: nothing here is sound$"),
+    ],
+)
+def test_mistakes_in_settings_of_any_shape_are_sentences(tmp_path, text, said):
+    with pytest.raises(ConfigError, match=said):
+        settings(*config_file(tmp_path, f"env: {text}\n"), env_cls=AuthorsEnv)
 
 
 def test_flags_win_over_yaml_and_yaml_over_config_init(tmp_path):
