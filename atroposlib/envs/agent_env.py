@@ -12,6 +12,7 @@ import contextlib
 import logging
 import math
 import os
+import signal
 import socket
 import tempfile
 import uuid
@@ -382,7 +383,7 @@ async def _run_agent(command: Command, access: Access, *, is_apart: bool) -> tup
         parted = apart(command.arguments, access.folder, command.variables.get("PATH"))
         command = replace(command, arguments=parted)
         code, output = await run_command(command, access.folder, variables)
-        return 128 - code if code > 128 else code, output  # bubblewrap tells a signal as shells do
+        return 128 - code if 128 < code < 128 + signal.NSIG else code, output  # bubblewrap tells signals as shells do
     except OSError as error:
         raise EnvironmentFault(
             f"the agent's program cannot be started: {error}; give its full path, or a name that is on PATH"

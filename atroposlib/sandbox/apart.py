@@ -28,7 +28,8 @@ TRIAL_S = 30.0
 def new_folder() -> Path:
     """Make an empty folder for a program; PathError where somebody else has made the one that it shall lie in."""
     above = Path(tempfile.gettempdir()).resolve() / f"atropos-agents-{os.getuid()}"
-    above.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        above.mkdir(mode=0o700)
     found = above.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PathError(f"{above} is no folder of this user alone; remove it, or set TMPDIR to a folder of yours")

@@ -314,11 +314,14 @@ def test_where_agents_cannot_be_kept_apart_it_is_said(monkeypatch, caplog):
     assert "agents that run at the same time can read each other's folders" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", ["a folder that others can read", "a link"])
+@pytest.mark.parametrize("wrong", ["a folder that others can read", "a link", "a link to nothing", "a file"])
 def test_a_folder_that_others_have_made_is_not_used_for_agents(tmp_path, monkeypatch, wrong):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    if wrong == "a link":
-        (tmp_path / f"atropos-agents-{os.getuid()}").symlink_to(tmp_path)
+    place = tmp_path / f"atropos-agents-{os.getuid()}"
+    if wrong == "a file":
+        place.touch()
+    elif wrong.startswith("a link"):
+        place.symlink_to(tmp_path if wrong == "a link" else "nowhere")
     else:
         new_folder().parent.chmod(0o755)
     with pytest.raises(PathError, match="set TMPDIR"):
@@ -402,6 +405,7 @@ while True:
 ENDS = {
     "by itself": ("os._exit(0)", None),
     "with a failure": ("os._exit(3)", "exit code 3"),
+    "with the highest code": ("os._exit(255)", "exit code 255"),
     "killed": ("os.kill(os.getpid(), 9)", "exit code -9"),
     "too late": ("time.sleep(600)", "agent_timeout_s"),
 }

@@ -178,8 +178,6 @@ class TokenServer(HttpServer):
         return f"{self.root_url}/health"
 
 
-logger = logging.getLogger(__name__)
-
 PROBE = "The sum of 1,234 and 56 is 1290;\n\tdef f(x): return x**2  # naïve ☃ 你好"
 """A text that different tokenizers cut differently."""
 
