@@ -206,7 +206,7 @@ def pack_folder(folder: Path, added: Mapping[str, str], most_bytes: int, into: I
 
 @contextlib.contextmanager
 def _as_far_as_readable() -> Iterator[None]:
-    """What cannot be read is not there, unless this machine has no room or no more open files for it."""
+    """Take what cannot be read for not there, unless this machine has no room or no more open files for it."""
     try:
         yield
     except OSError as error:

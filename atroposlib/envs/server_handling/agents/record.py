@@ -226,7 +226,7 @@ class _Copy:
         self.thread = threading.Thread(target=self._run, name=f"copying {path.name}", daemon=True)
 
     def put_in_place(self, size: int) -> AppendFile:
-        """Return it in the place of the file, which has now so many bytes; OSError, PathError: it is not there."""
+        """Return it in the place of the file, which now has this many bytes; OSError, PathError: it is not there."""
         if self._error is not None:
             raise self._error
         check_replaceable(self._path)
