@@ -422,21 +422,23 @@ class Reports:
 
 async def _in_thread(call: Callable[[], object]) -> None:
     """As `asyncio.to_thread`, but a stopping process leaves the thread behind: a report may take minutes."""
-    done: Future[None] = Future()
+    done: Future[BaseException | None] = Future()  # of what it raised: no future takes a StopIteration as its exception
     done.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
             call()
-        except Exception as error:
-            done.set_exception(error)
-        except BaseException as error:  # `sys.exit` of an author's page would end the event loop
-            done.set_exception(RuntimeError(describe_error(error)))
+        except BaseException as error:
+            done.set_result(error)
         else:
             done.set_result(None)
 
     threading.Thread(target=work, name="report", daemon=True).start()
-    await asyncio.wrap_future(done)
+    error = await asyncio.wrap_future(done)
+    if isinstance(error, Exception):
+        raise error
+    if error is not None:  # `sys.exit` of an author's page would end the event loop
+        raise RuntimeError(describe_error(error))
 
 
 def compress(path: Path) -> Path:

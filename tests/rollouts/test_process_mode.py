@@ -320,12 +320,14 @@ async def test_a_run_whose_files_are_taken_away_is_no_success_and_the_same_comma
     assert sorted(line["tokens"][0][0] for path in shards for line in rollouts(path)) == list(range(20))
 
 
-async def test_a_page_that_ends_the_program_costs_only_the_page(tmp_path, caplog):
+@pytest.mark.parametrize("error", [SystemExit(1), StopIteration(), ValueError("x")], ids=type)
+async def test_a_page_that_ends_the_program_or_fails_costs_only_the_page(tmp_path, caplog, error):
     class EndingPage(CountingEnv):
         def write_html(self, rollouts, output):
-            raise SystemExit(1)
+            raise error
 
-    assert (await process_env(tmp_path, EndingPage).process_manager()).exit_code == 0
+    async with asyncio.timeout(60):
+        assert (await process_env(tmp_path, EndingPage).process_manager()).exit_code == 0
     assert "report not written" in caplog.text
     assert len(rollouts(tmp_path / "o.jsonl")) == 20
 
