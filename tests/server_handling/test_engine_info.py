@@ -90,6 +90,13 @@ async def test_an_id_beyond_the_tokenizer_is_sent_to_an_engine_that_has_it(engin
         await sglang.tokens_and_logprobs_completion(input_ids=[1, 320])
 
 
+async def test_the_ids_that_come_back_are_not_the_list_that_was_given(engine, sglang):
+    given = [1, 2]
+    prompt_ids, (output,), *_ = await sglang.tokens_and_logprobs_completion(input_ids=given)
+    prompt_ids += output
+    assert (given, engine.requests[-1][1]["input_ids"]) == ([1, 2], [1, 2])
+
+
 async def test_an_id_that_the_engine_wrote_is_sent_back_though_its_vocabulary_is_unknown(engine, sglang):
     engine.scripted = [(200, engine._generations({"input_ids": [1], "sampling_params": {}}, [5, PADDED, EOS]))]
     managed = ManagedServer(sglang, sglang.tokenizer)

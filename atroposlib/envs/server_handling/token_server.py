@@ -146,6 +146,7 @@ class TokenServer(HttpServer):
             raise RequestFault("a token request needs input_ids or prompt; got neither")
         if ids is None:
             ids = drop_doubled_bos(self.tokenizer.encode(prompt), self.tokenizer.bos_token_id)
+        ids = list(ids)  # what is returned is an author's to change, and so is what was given
         try:
             return checked_ids(ids, self._known_ids())
         except RequestFault:
