@@ -277,6 +277,8 @@ class BatchResponse(Response):
     async def _send_all_but_the_end(self, send: Send, connection: Connection | None) -> bool:
         """Tell whether the client still reads when everything before the last byte has left."""
         if connection is not None:
+            if connection.progress.closed:
+                return False
             connection.transport.set_write_buffer_limits(high=0)  # each send leaves at once, or is waited for
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for part in (*self._parts[:-1], self._parts[-1][:-1], b""):

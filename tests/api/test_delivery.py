@@ -27,7 +27,8 @@ class Wire:
         shutil.copytree(self.folder, self.copies[-1][1])
 
     def set_write_buffer_limits(self, high=None):
-        pass
+        if self.closing:
+            raise RuntimeError("the handler is closed")
 
     def is_closing(self):
         return self.closing
@@ -91,6 +92,15 @@ async def test_a_client_that_left_before_the_last_byte_does_not_get_it(delivery)
 
     await response({CONNECTION_KEY: connection}, None, send_until_the_client_leaves)
     assert wire.copies[-1][0] == b"en"
+    assert uids(await client_of(app).get("/batch")) == [1, 2]
+
+
+async def test_a_client_that_left_while_its_batch_was_read_is_no_fault(delivery):
+    app, response, connection, wire, send = delivery
+    wire.closing = True
+    connection.lost(None)
+    await response({CONNECTION_KEY: connection}, None, send)
+    assert wire.copies == []
     assert uids(await client_of(app).get("/batch")) == [1, 2]
 
 
