@@ -58,10 +58,11 @@ def apart(arguments: Sequence[str], folder: Path, path: str | None = None) -> li
     """
     if (bwrap := shutil.which("bwrap", path=PATH)) is None:
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), "bwrap")
-    place = folder / arguments[0]
-    if shutil.which(place if "/" in arguments[0] else arguments[0], path=path) is None:
-        number = errno.EACCES if "/" in arguments[0] and place.exists() else errno.ENOENT
-        raise OSError(number, os.strerror(number), arguments[0])
+    program = os.fspath(arguments[0])
+    place = folder / program
+    if shutil.which(place if "/" in program else program, path=path) is None:
+        number = errno.EACCES if "/" in program and place.exists() else errno.ENOENT
+        raise OSError(number, os.strerror(number), program)
     above = str(folder.parent)
     own = ["--tmpfs", above, "--bind", str(folder), str(folder), "--remount-ro", above, "--chdir", str(folder)]
     # with these root could take the cover away, or find what is below it

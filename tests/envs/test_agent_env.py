@@ -25,7 +25,7 @@ from atroposlib.environments.agents.stock_env import StockEnv
 from atroposlib.envs.agent_env import INSIDE, Access, AgentEnv, AgentEnvConfig, Command, in_container, run_command
 from atroposlib.envs.base import ServerBaseline
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, PathError, RequestFault, VerifierFault
-from atroposlib.sandbox.apart import can_part, new_folder, remove_folder
+from atroposlib.sandbox.apart import apart, can_part, new_folder, remove_folder
 from atroposlib.sandbox.host import require_host
 from atroposlib.sandbox.workers import SandboxError
 from atroposlib.type_definitions import IGNORE_INDEX
@@ -294,6 +294,13 @@ async def test_an_agent_sees_neither_folder_nor_key_of_one_that_runs_at_the_same
     env.server.servers = [FakeServer(["no", "maybe"] * 2)]
     await rolled_out(env, {**await item_of(env), "prompt": str(told)})
     assert [path.read_text() for path in told.glob("saw-*")] == ["[] set()\n"] * 2
+
+
+def test_a_program_that_is_kept_apart_may_be_given_as_a_path(parted):
+    folder = new_folder()
+    ended = subprocess.run(apart([Path(sys.executable), "-c", "print(5)"], folder), check=True, capture_output=True)
+    remove_folder(folder)
+    assert ended.stdout == b"5\n"
 
 
 async def test_an_agent_is_told_before_it_is_killed(tmp_path, parted):
