@@ -183,6 +183,7 @@ class BracketSearch:
     best: int | None = None
     _known: dict[int, _Known] = field(default_factory=dict)
     _climbs: bool = True
+    _fell: bool = False  # the engine became slower: look at smaller numbers first
     _far: int = 0
     _searches: bool = True  # freely: nothing was found yet that could be held
     _next_probe: float = 0.0  # s; not before, once something is held
@@ -231,7 +232,7 @@ class BracketSearch:
         change = rate.value / known.rate
         if not CHANGED <= change <= 1 / CHANGED:
             self._known = {self.limit: _Known(rate.value, rate.error, 0.0)}
-            self._climbs, self._far, self._searches = change > 1, 0, True
+            self._climbs, self._fell, self._far, self._searches = change > 1, change < 1, 0, True
         else:
             known.rate += 0.3 * (rate.value - known.rate)
             known.error = min(known.error, rate.error)
@@ -254,7 +255,7 @@ class BracketSearch:
         if above is None:
             candidates.append(min(math.ceil(best * _FAR[self._far % len(_FAR)]), most))
         if below is None:
-            candidates.append(max(1, int(best / PROBE)))
+            candidates.insert(0 if self._fell else 1, max(1, int(best / PROBE)))
         if above is not None and (above > CLOSE * best or self._may_gain(below, best, above)):
             candidates.append(min(round(best * (above / best) ** GOLDEN), most))
         if below is not None and best > CLOSE * below:
@@ -262,6 +263,7 @@ class BracketSearch:
         for candidate in candidates:
             if candidate not in here and not best < candidate <= 1.05 * best:
                 self._far += above is None and candidate > best
+                self._fell = self._fell and candidate < best
                 return candidate
         return best
 

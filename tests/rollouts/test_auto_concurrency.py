@@ -83,6 +83,16 @@ def test_an_engine_that_loses_half_of_its_places_and_gets_them_back_stays_full(n
     assert engine.given(300, 360) >= 0.95 * 32
 
 
+def test_an_engine_whose_best_number_falls_is_relieved_before_more_is_tried():
+    """Responses that become longer do this: 106 groups at once were best, and now 30 are."""
+
+    def fall(engine):
+        engine.curve = smooth(30, 6)
+
+    engines = [Engine(smooth(106, 20), seed=seed).run(300, [(180, fall)]) for seed in range(8)]
+    assert statistics.fmean(engine.given(240, 300) / 6 for engine in engines) >= 0.6
+
+
 @pytest.mark.parametrize("says", SAYS.values(), ids=SAYS)
 def test_groups_of_ten_minutes_fill_the_engine_before_one_has_ended(says):
     engine = Engine(knee(64, 600.0), places=64, says=says).run(300)
