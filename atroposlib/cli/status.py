@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from atroposlib.cli.boundary import command, run
-from atroposlib.errors import ConfigError, LaunchError
+from atroposlib.errors import ConfigError, LaunchError, PathError
 from atroposlib.paths import expand_path
 from atroposlib.status.page import write_page
 from atroposlib.status.prometheus import serve_metrics
@@ -64,6 +64,8 @@ def status(
     ] = None,
 ) -> None:
     folder = expand_path(path, what="PATH")
+    if not folder.exists():
+        raise PathError(f"{folder} does not exist; `atropos runs FOLDER` lists the runs below a folder")
     current = read_status(folder)
     if as_json:
         print(json.dumps(current.as_json(), indent=1))

@@ -18,7 +18,7 @@ from atroposlib.data.policy import Selection, SelectionPolicy, StepResult
 from atroposlib.data.rollout_files import expand_input, read_rollouts
 from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Table
-from atroposlib.errors import DataError
+from atroposlib.errors import DataError, PathError
 from atroposlib.json_lines import one_line
 from atroposlib.paths import shown
 from atroposlib.type_definitions import Array, JsonObject
@@ -185,9 +185,12 @@ def dataset_card(dataset: str | Path, *, name: str | None = None, license_id: st
         license_id: Hugging Face licence id of the data.
 
     Raises:
+        PathError: there is no such file.
         DataError: no `.meta.json`, or one that cannot be read.
     """
     path = expand_input(str(dataset))
+    if not path.exists():
+        raise PathError(f"{path} does not exist")
     meta = _read_meta(path)
     front = {
         "license": license_id,

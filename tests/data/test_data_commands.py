@@ -4,7 +4,7 @@ import pytest
 from rollout_factory import make_group, write_groups
 from typer.testing import CliRunner
 
-from atroposlib.cli import data, dpo, sft, view_run
+from atroposlib.cli import data, dpo, sft, status, view_run
 from atroposlib.cli.boundary import run
 
 COMMANDS = {
@@ -46,6 +46,15 @@ def test_exit_codes_are_0_1_and_2(rollouts, tmp_path, monkeypatch, capsys):
     assert exit_code_of(sft.app, monkeypatch, rollouts, rollouts) == 2
     assert "give --output" in capsys.readouterr().err
     assert exit_code_of(sft.app, monkeypatch, rollouts, "--min-score", "9", "--output", tmp_path / "none.jsonl") == 1
+
+
+@pytest.mark.parametrize(
+    ("app", "words"),
+    [(data.app, ["card"]), (data.app, ["stats"]), (data.app, ["show"]), (status.app, []), (status.runs_app, [])],
+)
+def test_a_path_that_is_not_there_must_be_corrected(tmp_path, monkeypatch, capsys, app, words):
+    assert exit_code_of(app, monkeypatch, *words, tmp_path / "misspelt") == 2
+    assert "misspelt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("app", "kind"), [(sft.app, "sft"), (dpo.app, "dpo")])
