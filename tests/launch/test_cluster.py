@@ -165,6 +165,7 @@ def test_logs_finds_the_output_of_an_array_task_that_submit_queued(cluster, atro
 
 def test_status_shows_the_queue_and_what_fails_over_there_is_said(cluster, atropos):
     (cluster / "home" / "atropos-repo" / ".venv").symlink_to(sys.prefix)
+    (cluster / "home" / "no-run").mkdir()
     done = atropos("status", "login", "~/no-run")
     assert "intern-bootcamp RUNNING" in done.stdout
     assert done.returncode == 1
