@@ -304,7 +304,7 @@ class Scan:
 
     def __init__(self, read: Read, measure: Measure) -> None:
         self._read, self._measure = read, measure
-        self._known: dict[tuple[object, int], Sequence[float]] = {}  # of a group, by file and line
+        self._known: dict[tuple[object, object], Sequence[float]] = {}  # of a group, by its place
         self._table: Table | None = None  # the one asked for last
         self._asked_at = 0.0
         self._thread: threading.Thread | None = None
@@ -351,6 +351,7 @@ class Scan:
                 return
 
 
-def _places(table: Table) -> list[tuple[object, int]]:
+def _places(table: Table) -> list[tuple[object, object]]:
+    """File and line of each group, with what tells it from that of a file that took the other's place."""
     files = [table.files[code] for code in table.groups["file"].tolist()]
-    return list(zip(files, table.groups["line"].tolist(), strict=True))
+    return list(zip(files, table.groups[["line", "responses", "size", "id"]].tolist(), strict=True))

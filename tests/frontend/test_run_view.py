@@ -408,6 +408,18 @@ def test_a_run_that_continues_is_followed_and_addresses_and_searches_stay(tmp_pa
     assert groups_of(client)["groups_total"] == 2
 
 
+def test_a_file_that_took_the_place_of_another_is_searched_again(tmp_path):
+    path = write_groups(tmp_path / "a.jsonl", [group([1.0, 0.0, 0.5], "t", item=str(item)) for item in range(2)])
+    rollouts = FileRollouts()
+    rollouts.follow([path])
+    client = TestClient(make_app(rollouts), base_url="http://localhost")
+    assert groups_of(client, text="lyon")["matching"] == 2
+    path.unlink()
+    write_groups(path, [group([1.0], "t", item="2", said="Gdańsk")])
+    rollouts.follow([path])
+    assert (groups_of(client, text="lyon")["matching"], groups_of(client, text="gdańsk")["matching"]) == (0, 1)
+
+
 def test_groups_of_a_running_api_are_searched_and_shown_too():
     live = LiveRollouts("http://user:pass@localhost:8000", batch_size=8, max_token_len=64)
     live.add([GROUPS[0], GROUPS[0], GROUPS[2]])
