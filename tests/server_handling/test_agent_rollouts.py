@@ -983,8 +983,9 @@ def test_a_kill_at_any_moment_while_a_file_is_written_again_loses_and_doubles_no
     log = CallLog(tmp_path / "run" / "records.jsonl")
 
     def append(rollout, text=""):
-        told.setdefault(rollout, []).append({"score": next(number), "rollout": rollout, "text": text})
-        log.append(told[rollout][-1])
+        event = {"score": next(number), "rollout": rollout, "text": text}
+        log.append(event)
+        told.setdefault(rollout, []).append(event)
 
     def forget(rollout):
         told.pop(rollout)
@@ -1078,6 +1079,31 @@ def test_a_copy_that_cannot_be_removed_and_a_file_that_cannot_be_closed_make_no_
         kept.write({"score": score})
     monkeypatch.undo()
     assert [event["score"] for event in log.events("kept")] == [0, 1, 2]
+    log.close()
+
+
+@pytest.mark.parametrize("failing", [None, "fsync"])
+def test_a_copy_that_took_the_last_room_on_the_disk_ends_no_gateway(tmp_path, monkeypatch, failing):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(record_module, "LEFT_OUT_BYTES", 0)
+    path = tmp_path / "records.jsonl"
+    log = CallLog(path)
+    log.append({"score": 0, "rollout": "kept"})
+    log.append({"text": "x" * 1000, "rollout": "big"})
+    if failing is not None:
+        monkeypatch.setattr(record_module.os, failing, full)
+    log.forget("big")
+    log._copy.thread.join()
+    write = record_module.os.write
+    old, copy = log._file.descriptor, tmp_path / "records.jsonl.new"
+    monkeypatch.setattr(
+        record_module.os, "write", lambda to, data: full() if to == old and copy.exists() else write(to, data)
+    )
+    log.append({"score": 1, "rollout": "kept"})
+    assert [event["score"] for event in log.events()] == [0, 1]
+    assert not copy.exists()
     log.close()
 
 

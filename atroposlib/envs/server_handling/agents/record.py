@@ -123,11 +123,11 @@ class CallLog:
 
     def append(self, event: dict[str, Any]) -> None:
         """Write one event; OSError: it is not in the file, and nobody may be told of it."""
+        if self._copy is not None and self._copy.is_over:  # first, as it may have taken the last room on the disk
+            self._replace()
         start = self._file.size
         self._file.write(orjson.dumps(event, default=repr, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
         self._note(event["rollout"], start, self._file.size - start)
-        if self._copy is not None and self._copy.is_over:
-            self._replace()
 
     def events(self, rollout: str | None = None) -> Iterator[dict[str, Any]]:
         """Read what is not forgotten, in order; with `rollout` only what is of it, and nothing else of the file."""
