@@ -200,8 +200,12 @@ class CallLog:
         replaced, self._file = self._file, file
         for rollout, lines in self._lines.items():
             lines.starts = copy.places_of(rollout, lines.starts)
-        with contextlib.suppress(OSError):  # all of it is in the copy
-            replaced.close()
+        threading.Thread(target=_close, args=[replaced], daemon=True).start()  # freeing gigabytes takes a second
+
+
+def _close(file: AppendFile) -> None:
+    with contextlib.suppress(OSError):  # all of it is in the copy
+        file.close()
 
 
 def _copy_of(path: Path) -> Path:
