@@ -306,6 +306,7 @@ class Scan:
         self._read, self._measure = read, measure
         self._known: dict[tuple[object, object], Sequence[float]] = {}  # of a group, by its place
         self._table: Table | None = None  # the one asked for last
+        self._whole: tuple[Table, Array] | None = None  # a table of which all values are known
         self._asked_at = 0.0
         self._thread: threading.Thread | None = None
         self._has_failed = False
@@ -316,6 +317,8 @@ class Scan:
         Args:
             wait_s: at most, for the reading to end.
         """
+        if self._whole is not None and self._whole[0] is table:
+            return self._whole[1].copy(), 0
         self._table, self._asked_at = table, time.monotonic()
         thread = self._thread
         if self._unread(table) and not self._has_failed and (thread is None or not thread.is_alive()):
@@ -328,6 +331,8 @@ class Scan:
         for start, place in zip(starts, _places(table), strict=True):
             found = self._known.get(place, ())
             values[start : start + len(found)] = found
+        if not unread:
+            self._whole = table, values.copy()
         return values, len(unread)
 
     def _unread(self, table: Table) -> list[int]:
