@@ -1,9 +1,11 @@
 """ManagedServer turn by turn; see test_managed_properties.py for the invariants on random conversations."""
 
 import asyncio
+import gc
 
 import pytest
 
+from atroposlib.envs.server_handling.conversation import Turn
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer, ManagedServerAdapter
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.errors import ConfigError
@@ -204,6 +206,17 @@ async def test_tree_mode_keeps_every_step():
     assert state["tree"] == state["sequences"]
     managed.reset()
     assert managed.get_state() == {"sequences": {}, "tree": {}}
+
+
+async def test_a_reset_lets_go_of_what_was_said():
+    managed = managed_of(FakeServer(["one"]))
+    await managed.chat_completion(messages=[{"role": "user", "content": "of the first rollout alone"}])
+
+    managed.reset()
+    gc.collect()
+
+    turns = (one for one in gc.get_objects() if isinstance(one, Turn))
+    assert not [turn for turn in turns if turn.said["content"] == "of the first rollout alone"]
 
 
 async def test_messages_without_a_template_become_lines():

@@ -122,6 +122,10 @@ class Reader:
             turns = [self._known_turn(message, index) for index, message in enumerate(messages)]
         return Conversation(tuple(turns), request.tools)
 
+    def forget(self) -> None:
+        """Forget the messages of all requests so far."""
+        self._turns = {}
+
     def _known_turn(self, message: Message, index: int) -> Turn:
         name = _name_of(message)
         turn = self._turns.get(name) if name is not None else None

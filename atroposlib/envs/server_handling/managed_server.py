@@ -326,6 +326,7 @@ class ManagedServer(TrackedSequences):
         super().reset()
         self._ends = []
         self.lineage.clear()
+        self._reader.forget()
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
