@@ -219,6 +219,17 @@ async def test_a_reset_lets_go_of_what_was_said():
     assert not [turn for turn in turns if turn.said["content"] == "of the first rollout alone"]
 
 
+async def test_what_an_author_writes_into_a_node_reaches_no_later_request():
+    server = FakeServer(["one", "two"])
+    managed = managed_of(server)
+    await managed.chat_completion(messages=[USER])
+
+    managed.get_state()["nodes"][0].messages[0]["content"] = "something else"
+    await managed.chat_completion(messages=[USER])
+
+    assert server.requests[0]["input_ids"] == server.requests[1]["input_ids"]
+
+
 async def test_messages_without_a_template_become_lines():
     class Plain(FakeTokenizer):
         chat_template = None

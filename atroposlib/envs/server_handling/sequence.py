@@ -334,7 +334,7 @@ def node_of(call: Call, prompt_ids: list[int], text: str) -> SequenceNode:
             "masked_tokens": masked + [IGNORE_INDEX] * given + own,
             "logprobs": [*logprobs, *[PROMPT_LOGPROB] * given, *call.logprobs],
             "metadata": {"finish_reason": call.finish_reason},
-            "messages": None if chat is None else [turn.said for turn in chat.turns],
+            "messages": None if chat is None else [dict(turn.said) for turn in chat.turns],
             "tools": None if chat is None else chat.tools or None,
         }
     )
