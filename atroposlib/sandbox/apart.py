@@ -7,6 +7,7 @@ is no sandbox: as root a program can still read the device of the disk.
 
 import contextlib
 import errno
+import fcntl
 import functools
 import logging
 import os
@@ -14,10 +15,12 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from atroposlib.errors import PathError
+from atroposlib.lock_files import try_lock
 from atroposlib.sandbox.programs import PATH
 
 logger = logging.getLogger(__name__)
@@ -25,15 +28,64 @@ logger = logging.getLogger(__name__)
 TRIAL_S = 30.0
 
 
+_held: dict[Path, int] = {}
+"""Descriptors of the folders in use, each with the lock that its process has for as long as it lives."""
+
+
 def new_folder() -> Path:
-    """Make an empty folder for a program; PathError where somebody else has made the one that it shall lie in."""
+    """Make an empty folder for a program; PathError where somebody else has made the one that it shall lie in.
+
+    The first one of a process also removes what killed processes of this user left there.
+    """
     above = Path(tempfile.gettempdir()).resolve() / f"atropos-agents-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         above.mkdir(mode=0o700)
     found = above.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PathError(f"{above} is no folder of this user alone; remove it, or set TMPDIR to a folder of yours")
-    return Path(tempfile.mkdtemp(dir=above))
+    _remove_left(above)
+    making = os.open(above, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # no locks on this disk: nobody removes anything here
+            fcntl.flock(making, fcntl.LOCK_SH)
+        folder = Path(tempfile.mkdtemp(dir=above))
+        _held[folder] = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):
+            try_lock(_held[folder])
+    finally:
+        os.close(making)
+    return folder
+
+
+@functools.cache
+def _remove_left(above: Path) -> None:
+    """Remove, in a thread, the folders whose processes have ended without doing it."""
+    left: list[tuple[Path, int]] = []
+    making = os.open(above, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(making, fcntl.LOCK_EX)  # nobody is between making a folder and locking it
+        for folder in above.iterdir():
+            try:
+                descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:  # its agent forbade it
+                continue
+            if try_lock(descriptor):
+                left.append((folder, descriptor))
+            else:
+                os.close(descriptor)
+    except OSError as error:
+        logger.warning("folders that killed agents left in %s stay there: %s", above, error)
+    finally:
+        os.close(making)
+
+    def remove() -> None:
+        for folder, descriptor in left:
+            remove_folder(folder)
+            os.close(descriptor)
+
+    if left:
+        logger.info("removing %d folders of agents whose process was killed: %s", len(left), above)
+        threading.Thread(target=remove, name="removing folders of agents", daemon=True).start()
 
 
 def remove_folder(folder: Path) -> None:
@@ -45,6 +97,18 @@ def remove_folder(folder: Path) -> None:
         ended = subprocess.run(removal, check=False, stdin=subprocess.DEVNULL, capture_output=True)
         if folder.exists():
             logger.warning("%s cannot be removed: %s", folder, ended.stderr.decode(errors="replace")[-300:].strip())
+    if (descriptor := _held.pop(folder, None)) is not None:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make such a folder, and remove it at the end."""
+    folder = new_folder()
+    try:
+        yield folder
+    finally:
+        remove_folder(folder)
 
 
 def apart(arguments: Sequence[str], folder: Path, path: str | None = None) -> list[str]:
@@ -74,17 +138,15 @@ def apart(arguments: Sequence[str], folder: Path, path: str | None = None) -> li
 @functools.cache
 def can_part() -> bool:
     """Tell if programs can be kept apart on this machine, by trying it once; a warning says why not."""
-    own, other = new_folder(), new_folder()
-    try:
-        trial = apart(["sh", "-c", 'test ! -e "$1" && echo > own', "sh", str(other)], own)
-        ended = subprocess.run(trial, check=False, capture_output=True, timeout=TRIAL_S, stdin=subprocess.DEVNULL)
-        reason = ended.stderr.decode(errors="replace").strip() or f"exit code {ended.returncode}"
-        is_apart = ended.returncode == 0 and (own / "own").exists()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        is_apart, reason = False, str(error)
-    finally:
-        remove_folder(own)
-        remove_folder(other)
+    is_apart, reason = False, ""
+    with temporary_folder() as own, temporary_folder() as other:
+        try:
+            trial = apart(["sh", "-c", 'test ! -e "$1" && echo > own', "sh", str(other)], own)
+            ended = subprocess.run(trial, check=False, capture_output=True, timeout=TRIAL_S, stdin=subprocess.DEVNULL)
+            reason = ended.stderr.decode(errors="replace").strip() or f"exit code {ended.returncode}"
+            is_apart = ended.returncode == 0 and (own / "own").exists()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            reason = str(error)
     if not is_apart:
         logger.warning(
             "agents that run at the same time can read each other's folders, as bubblewrap cannot keep them apart here "

@@ -25,7 +25,7 @@ from atroposlib.environments.agents.stock_env import StockEnv
 from atroposlib.envs.agent_env import INSIDE, Access, AgentEnv, AgentEnvConfig, Command, in_container, run_command
 from atroposlib.envs.base import ServerBaseline
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, PathError, RequestFault, VerifierFault
-from atroposlib.sandbox.apart import apart, can_part, new_folder, remove_folder
+from atroposlib.sandbox.apart import apart, can_part, new_folder, remove_folder, temporary_folder
 from atroposlib.sandbox.host import require_host
 from atroposlib.sandbox.workers import SandboxError
 from atroposlib.type_definitions import IGNORE_INDEX
@@ -201,6 +201,37 @@ def test_no_folder_of_an_agent_stays_whatever_it_did_there(tmp_path, monkeypatch
     for folder in (deep, locked):
         remove_folder(folder)
     assert [*deep.parent.iterdir()] == []
+
+
+HOLDING = """
+import sys, tempfile, time
+from atroposlib.sandbox.apart import new_folder
+tempfile.tempdir = sys.argv[1]
+print(new_folder(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_and_nothing_that_is_in_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command = [sys.executable, "-c", HOLDING, str(tmp_path)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        used, left = (Path(process.stdout.readline().strip()) for process in processes)
+        (left / "work").mkdir()
+        processes[1].kill()
+        processes[1].wait()
+        with temporary_folder() as own:
+            deadline = time.monotonic() + 30
+            while left.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert used.is_dir()
+            assert own.is_dir()
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_a_folder_of_nothing_but_links_has_a_size_too(tmp_path):
@@ -513,7 +544,7 @@ IN_DOCKER = {"image": "agents:1", "container_network": "agents", "container_opti
 async def test_an_agent_in_a_container_has_its_folder_and_its_model_and_nothing_else(tmp_path, monkeypatch, docker):
     monkeypatch.setenv("MY_SECRET", "x")
     said = SCRIPT + "\nopen('told.json', 'w').write(json.dumps(dict(os.environ)))"
-    check = f"grep -q given notes/a.txt && cat told.json >> {tmp_path}/told.jsonl && echo >> {tmp_path}/told.jsonl"
+    check = f"grep -q given notes/a.txt && echo \"$(cat told.json)\" >> {tmp_path}/told.jsonl"
     env = command_env(tmp_path, check, said, group_size=2, gateway_host="127.0.0.2", **IN_DOCKER)
     group = await rolled_out(env, await item_of(env))
     assert group["scores"] == [1.0, 1.0]

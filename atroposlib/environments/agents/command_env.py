@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import tarfile
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Literal, NotRequired, TypedDict
@@ -31,6 +30,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from atroposlib.envs.agent_env import Access, AgentEnv, AgentEnvConfig, AgentRun, Command, in_container, run_command
 from atroposlib.errors import ConfigError, VerifierFault
 from atroposlib.paths import expand_path
+from atroposlib.sandbox.apart import temporary_folder
 from atroposlib.sandbox.programs import Limits, inside_work
 from atroposlib.sandbox.sandbox import Sandbox
 from atroposlib.sandbox.workers import SandboxError
@@ -131,9 +131,9 @@ class CommandEnv(AgentEnv):
     async def verify(self, item: Task, run: AgentRun) -> float:
         code, said = await self._check(item, run.folder)
         if code in CANNOT_TELL:
-            with tempfile.TemporaryDirectory(dir=run.folder.parent) as folder:
-                write_files(item.get("files", {}), Path(folder))
-                again, said_again = await self._check(item, Path(folder))
+            with temporary_folder() as folder:
+                write_files(item.get("files", {}), folder)
+                again, said_again = await self._check(item, folder)
             if again in CANNOT_TELL:
                 raise VerifierFault(f"the check could not be made: {said_again[-500:]}")
             logger.info("a check failed by what its agent left: %s", said[-500:])
@@ -162,7 +162,7 @@ class CommandEnv(AgentEnv):
             open_files=1024,
         )
         command = ["sh", "-c", _CHECKING, "sh", item["check"]]
-        with tempfile.NamedTemporaryFile(dir=folder.parent, suffix=".tar") as packed:
+        with temporary_folder() as place, (place / "folder.tar").open("w+b") as packed:
             if not await asyncio.to_thread(pack_folder, folder, check_files, disk_mb * 2**20, packed):
                 return None, f"the folder has more than {disk_mb} MiB (env.check_disk_mb)"
             os.fchmod(packed.fileno(), 0o444)  # a check is another user where this one is root
