@@ -544,7 +544,7 @@ IN_DOCKER = {"image": "agents:1", "container_network": "agents", "container_opti
 async def test_an_agent_in_a_container_has_its_folder_and_its_model_and_nothing_else(tmp_path, monkeypatch, docker):
     monkeypatch.setenv("MY_SECRET", "x")
     said = SCRIPT + "\nopen('told.json', 'w').write(json.dumps(dict(os.environ)))"
-    check = f"grep -q given notes/a.txt && echo \"$(cat told.json)\" >> {tmp_path}/told.jsonl"
+    check = f'grep -q given notes/a.txt && echo "$(cat told.json)" >> {tmp_path}/told.jsonl'
     env = command_env(tmp_path, check, said, group_size=2, gateway_host="127.0.0.2", **IN_DOCKER)
     group = await rolled_out(env, await item_of(env))
     assert group["scores"] == [1.0, 1.0]
