@@ -79,7 +79,7 @@ GENERATED = {
 
 
 def group_of(messages, runs):
-    """One response whose mask trains so many runs, with so many positions behind the last."""
+    """One response whose mask trains `runs[0]` runs, with `runs[1]` positions after the last."""
     mask = [-100, 5] * runs[0] + [-100] * runs[1]
     return msgspec.json.decode(json.dumps({"scores": [1.0], "messages": [messages], "masks": [mask]}), type=LazyGroup)
 
