@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 TRIAL_S = 30.0
 
-
 _held: dict[Path, int] = {}
 """Descriptors of the folders in use, each with the lock that its process has for as long as it lives."""
 
@@ -44,39 +43,43 @@ def new_folder() -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PathError(f"{above} is no folder of this user alone; remove it, or set TMPDIR to a folder of yours")
     _remove_left(above)
-    making = os.open(above, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # no locks on this disk: nobody removes anything here
-            fcntl.flock(making, fcntl.LOCK_SH)
+    with _locked(above, fcntl.LOCK_SH):
         folder = Path(tempfile.mkdtemp(dir=above))
         _held[folder] = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
             try_lock(_held[folder])
-    finally:
-        os.close(making)
     return folder
+
+
+@contextlib.contextmanager
+def _locked(above: Path, how: int) -> Iterator[None]:
+    """Keep removers (LOCK_EX) from folders that makers (LOCK_SH) have not locked yet, where the disk has locks."""
+    descriptor = os.open(above, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # then nothing below it can be locked, and nobody removes anything
+            fcntl.flock(descriptor, how)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @functools.cache
 def _remove_left(above: Path) -> None:
     """Remove, in a thread, the folders whose processes have ended without doing it."""
     left: list[tuple[Path, int]] = []
-    making = os.open(above, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(making, fcntl.LOCK_EX)  # nobody is between making a folder and locking it
-        for folder in above.iterdir():
-            try:
-                descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except OSError:  # its agent forbade it
-                continue
-            if try_lock(descriptor):
-                left.append((folder, descriptor))
-            else:
-                os.close(descriptor)
+        with _locked(above, fcntl.LOCK_EX):
+            for folder in above.iterdir():
+                try:
+                    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                except OSError:  # its agent forbade it
+                    continue
+                if try_lock(descriptor):
+                    left.append((folder, descriptor))
+                else:
+                    os.close(descriptor)
     except OSError as error:
         logger.warning("folders that killed agents left in %s stay there: %s", above, error)
-    finally:
-        os.close(making)
 
     def remove() -> None:
         for folder, descriptor in left:
