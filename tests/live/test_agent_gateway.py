@@ -191,28 +191,36 @@ def called(api: str, reply: Any) -> list[tuple[str, Any]]:
     return [(part["name"], part["input"]) for part in reply["content"] if part["type"] == "tool_use"]
 
 
+async def strict_reply(live_server, tokenizer, api, more, **sampling) -> tuple[str, list[tuple[str, Any]]] | None:
+    """The text of a reply to a request with two strict tools, and its calls; None: the engine has no grammars."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + tokenizer.chat_template
+    path, body, function = FORCED[api]
+    body = {**body, "tools": [function("pick"), function("choose")], **more}
+    sampling = {"max_tokens": 800, **sampling}
+    async with rollout_of(live_server, tokenizer, grammars=True, sampling=sampling) as (rollout, client):
+        reply = await client.post(f"/v1/{path}", json=body)
+        if live_server.kind == "embedded":
+            assert reply.status_code == 400
+            assert "is not supported by the embedded engine" in reply.text
+            return None
+        assert reply.status_code == 200, reply.text
+        text = rollout.exchanges[0].calls[0].text
+        return text, called(api, reply.json()) or [("", text)]
+
+
 @pytest.mark.parametrize("wanted", ["named", "required"])
 @pytest.mark.parametrize("api", FORCED)
 async def test_a_strict_tool_that_must_be_called_is_called_by_its_schema_whatever_the_weights(
     live_server, tokenizer, api, wanted
 ):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + tokenizer.chat_template
-    path, body, function = FORCED[api]
-    body = {**body, "tools": [function("pick"), function("choose")], "tool_choice": CHOICES.get((api, wanted), wanted)}
+    choice = {"tool_choice": CHOICES.get((api, wanted), wanted)}
     for seed in range(20):
-        sampling = {"max_tokens": 800, "seed": seed}
-        async with rollout_of(live_server, tokenizer, grammars=True, sampling=sampling) as (rollout, client):
-            reply = await client.post(f"/v1/{path}", json=body)
-            if live_server.kind == "embedded":
-                assert reply.status_code == 400
-                assert "is not supported by the embedded engine" in reply.text
-                return
-            assert reply.status_code == 200, reply.text
-            text = rollout.exchanges[0].calls[0].text
-            ((name, arguments),) = called(api, reply.json()) or [("", text)]
-            assert name in (["pick"] if wanted == "named" else ["pick", "choose"]), text
-            assert arguments in ({"n": 3}, {"n": 7})
+        if (found := await strict_reply(live_server, tokenizer, api, choice, seed=seed)) is None:
+            return
+        text, ((name, arguments),) = found
+        assert name in (["pick"] if wanted == "named" else ["pick", "choose"]), text
+        assert arguments in ({"n": 3}, {"n": 7})
 
 
 ONE_CALL = {
@@ -225,25 +233,16 @@ ONE_CALL = {
 @pytest.mark.parametrize("api", FORCED)
 async def test_a_reply_ends_at_its_first_call_where_that_is_asked_whatever_the_weights(live_server, tokenizer, api):
     """`logit_bias` lets any weights begin one call after the other, as far as the grammar allows."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + tokenizer.chat_template
-    path, body, function = FORCED[api]
-    body = {**body, "tools": [function("pick"), function("choose")], **ONE_CALL[api]}
     mark = tokenizer.encode("<tool_call>", add_special_tokens=False)
     if live_server.kind != "embedded" and len(mark) != 1:
         pytest.skip("the model has no token for the beginning of a call")
+    bias = {str(mark[0]): 100}
     for seed in range(10):
-        sampling = {"max_tokens": 800, "seed": seed, "logit_bias": {str(mark[0]): 100}}
-        async with rollout_of(live_server, tokenizer, grammars=True, sampling=sampling) as (rollout, client):
-            reply = await client.post(f"/v1/{path}", json=body)
-            if live_server.kind == "embedded":
-                assert reply.status_code == 400
-                assert "is not supported by the embedded engine" in reply.text
-                return
-            assert reply.status_code == 200, reply.text
-            text = rollout.exchanges[0].calls[0].text
-            ((_, arguments),) = called(api, reply.json()) or [("", text)]
-            assert (text.count("<tool_call>"), arguments in ({"n": 3}, {"n": 7})) == (1, True), text
+        found = await strict_reply(live_server, tokenizer, api, ONE_CALL[api], seed=seed, logit_bias=bias)
+        if found is None:
+            return
+        text, ((_, arguments),) = found
+        assert (text.count("<tool_call>"), arguments in ({"n": 3}, {"n": 7})) == (1, True), text
 
 
 @pytest.mark.parametrize(("how", "is_stream"), [("its client goes away", True), ("its rollout ends", False)])
