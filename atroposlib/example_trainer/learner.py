@@ -86,6 +86,11 @@ class Ranks:
             bucket.append(parameter.grad)
         _sum_over_ranks(bucket)
 
+    def leave(self) -> None:
+        """End the connections to the other processes; without it torch's threads can abort a process that exits."""
+        if self.size > 1:
+            torch.distributed.destroy_process_group()
+
 
 _BUCKET = 2**25
 """Numbers of one all-reduce: a hundred small ones take longer than what they send."""

@@ -205,6 +205,7 @@ def _follow(learner: Learner) -> TrainResult:
     """Do what every rank but the first does: the same steps on the rows that the first one shares."""
     while rows := learner.ranks.share(_NO_MORE):
         learner.train_on(rows)
+    learner.ranks.leave()
     return TrainResult(learner.step, finished=True, checkpoint=None)
 
 
@@ -246,6 +247,7 @@ class _Run:
         if last_saved != learner.step:
             self._save()
         learner.ranks.share(_NO_MORE)
+        learner.ranks.leave()
         finished = learner.step >= config.training_steps
         if finished and config.save_final:
             self._patiently(lambda: write_whole(self.save_path / "final", learner.policy.save_merged))

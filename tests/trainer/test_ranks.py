@@ -34,6 +34,7 @@ moved = sum((p - old).abs().sum().item() for p, old in zip(learner.policy.traina
 out = {"moved": moved, "weights": torch.cat([p.detach().flatten() for p in learner.policy.trainable]), "beta": beta,
        "loss": metrics["train/loss"], "diff": metrics["train/logprob_diff_mean"]}
 torch.save(out, Path(sys.argv[2]) / f"rank{learner.ranks.rank}of{learner.ranks.size}.pt")
+learner.ranks.leave()
 """
 
 
