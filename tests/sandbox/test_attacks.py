@@ -152,7 +152,7 @@ print(attempt(lambda: bool(open(f"/proc/{{host}}/mem", "r+b"))))
 print([libc.ptrace(16, pid, 0, 0) == 0 for pid in (1, host)])
 print(attempt(lambda: os.kill(host, 0)))
 attempt(lambda: os.kill(1, signal.SIGKILL))
-print("alive")
+print("alive", flush=True)
 os.kill(-1, signal.SIGKILL)
 """
     outcome = box.run(program)
