@@ -39,6 +39,7 @@ def said(content=GOOD, finish_reason="stop", **message):
 SURROGATE = chat("look \ud83d so 7", GOOD)
 QUOTA = {"error": {"message": "You exceeded your current quota", "code": "insufficient_quota"}}
 FILTERED = {"error": {"message": "The response was filtered", "code": "content_filter"}}
+ERRORS = json.dumps({"detail": [{"msg": "é" * 300}]}, ensure_ascii=False)
 PROVIDER = {"error": {"message": "Provider returned error", "code": 502}}
 
 # what comes first; n; requests; texts or what the fault says
@@ -56,6 +57,9 @@ CHAT = {
     "a choice too many": ([chat(GOOD, GOOD)] * 9, 1, 3, "gave 2 choices for n=1"),
     "a choice that a router could not get": ([chat(GOOD, {"finish_reason": "error"})], 2, 2, [GOOD, "hello"]),
     "an error as if all were well": ([(200, PROVIDER)], 1, 2, ["hello"]),
+    "an error with half a surrogate pair": ([(200, '{"error": {"message": "\\ud83d"}}')], 1, 2, ["hello"]),
+    "an error whose 500th byte is in a character": ([(503, ERRORS)], 1, 2, ["hello"]),
+    "brackets without end": ([(200, "[" * 100_000)], 1, 2, ["hello"]),
     "a gateway's page": ([(502, "<html>502 Bad Gateway</html>")], 1, 2, ["hello"]),
     "a limit": ([(429, {"error": {"message": "slow down"}})] * 3, 1, 4, ["hello"]),
     "a filtered prompt": ([(400, FILTERED)], 1, 1, "answered 400: The response was filtered"),
@@ -231,4 +235,25 @@ def test_a_wait_until_a_date_is_one_of_seconds():
     assert isinstance(fault, EndpointUnavailable)
     assert not isinstance(fault, OutOfQuota)
     assert 50 < fault.retry_after_s <= 60
-    assert fault_of_status("http://e", 429, b"{}", "soon").retry_after_s is None
+
+
+@pytest.mark.parametrize("given", ["soon", "²", "nan", "-5", "Mon, 01 Jan 99999 00:00:00 GMT"])
+def test_a_wait_that_is_none_is_not_taken_for_one(given):
+    assert fault_of_status("http://e", 429, b"{}", given).retry_after_s is None
+
+
+FIRST_TWO = chat(
+    GOOD, said(finish_reason="length"), usage={"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
+)
+
+
+@pytest.mark.parametrize("ignores_n", [False, True])
+async def test_a_request_that_fails_in_between_counts_its_choices_once(ignores_n, engine):
+    config = APIServerConfig(base_url=f"{engine.url}/v1", model_name="m", n_kwarg_is_ignored=ignores_n)
+    server = OpenAIServer(config)
+    engine.scripted = [chat(GOOD), chat(GOOD), (500, "busy")] if ignores_n else [FIRST_TWO, (500, "busy")]
+    with tracing() as trace:
+        reply = await server.chat_completion(messages=MESSAGES, n=3)
+    assert [choice.finish_reason for choice in reply.choices] == trace.finish_reasons == ["stop"] * 3
+    assert trace.usage == {"prompt_tokens": 7, "completion_tokens": 6}
+    await server.close()

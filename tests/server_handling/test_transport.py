@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from atroposlib.envs.server_handling.faults import DeadlineFault, EndpointUnavailable, ReplyFault
+from atroposlib.envs.server_handling.proxy_client import call_proxy
 from atroposlib.envs.server_handling.transport import Transport
 from atroposlib.errors import EngineFault
 
@@ -126,6 +127,13 @@ async def test_failures_become_faults(transport, reply, fault):
         with pytest.raises(fault):
             await transport.post(f"{server.url}/x", {}, deadline_s=0.2 if fault is DeadlineFault else 30)
         await transport.close()
+
+
+async def test_a_proxy_that_breaks_off_its_json_is_a_fault_of_the_engine():
+    cut = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"uuid": '
+    async with scripted([cut]) as server:
+        with pytest.raises(EngineFault, match="is the proxy up"):
+            await call_proxy("POST", f"{server.url}/sessions/create", body={}, timeout_s=10)
 
 
 async def test_a_cancelled_request_takes_its_connection_with_it(transport):

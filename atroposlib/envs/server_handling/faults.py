@@ -10,8 +10,9 @@ RequestFault                do not try again
 """
 
 import json
+import math
 import time
-from email.utils import mktime_tz, parsedate_tz
+from email.utils import parsedate_to_datetime
 
 import orjson
 
@@ -68,10 +69,14 @@ def fault_of_status(url: str, status: int, body: bytes, retry_after: str | None 
 
 def _seconds(retry_after: str | None) -> float | None:
     """The wait that a `Retry-After` header asks for, in seconds or until a date."""
-    if not retry_after or retry_after.isdigit():
-        return float(retry_after) if retry_after else None
-    date = parsedate_tz(retry_after)
-    return None if date is None else max(0.0, mktime_tz(date) - time.time())
+    try:
+        seconds = float(retry_after or "")
+    except ValueError:
+        try:
+            seconds = max(0.0, parsedate_to_datetime(retry_after or "").timestamp() - time.time())
+        except (ValueError, OverflowError):
+            return None
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
 def fault_in_reply(url: str, reply: object) -> RolloutFault | None:
@@ -81,7 +86,7 @@ def fault_in_reply(url: str, reply: object) -> RolloutFault | None:
         return None
     code = error.get("code") if isinstance(error, dict) else None
     status = code if isinstance(code, int) and code >= 400 else 500
-    return fault_of_status(url, status, orjson.dumps(reply, default=repr))
+    return fault_of_status(url, status, json.dumps(reply).encode())  # half surrogate pairs, as `read_json` takes them
 
 
 def read_json(data: bytes) -> Json:
@@ -95,7 +100,7 @@ def read_json(data: bytes) -> Json:
     except orjson.JSONDecodeError:
         try:
             return json.loads(data)
-        except ValueError as error:  # UnicodeDecodeError is one
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
             raise ReplyFault(f"reply is not JSON ({error}): {data[:200]!r}") from error
 
 
@@ -110,4 +115,4 @@ def _error_message(body: bytes) -> str:
         if isinstance(error, dict):
             error = error.get("message") or error.get("detail") or error
         parsed = error
-    return parsed if isinstance(parsed, str) else orjson.dumps(parsed)[:500].decode()
+    return parsed if isinstance(parsed, str) else orjson.dumps(parsed)[:500].decode("utf-8", "replace")

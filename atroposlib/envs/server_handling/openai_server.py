@@ -36,7 +36,7 @@ from atroposlib.envs.server_handling.server_config import (
     resolve_openai_configs,
 )
 from atroposlib.errors import RequestFault
-from atroposlib.rollouts.trace import finish_reason_of, further_part
+from atroposlib.rollouts.trace import EngineReply, finish_reason_of, further_part
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, JsonObject, Tokenizer
 
 if TYPE_CHECKING:
@@ -108,64 +108,43 @@ class HttpServer(APIServer):
     ) -> Result:
         """Ask for n choices, and again for those that the reply lacks or that cannot be used.
 
-        A server that gives one choice whatever n is gets n requests, from then on.
+        A server that gives one choice whatever n is gets n requests, from then on. The trace is told when all are
+        there, in their order: what fails in between is asked for again from the beginning.
 
         Raises:
             RequestFault: there are not n after `MAX_BAD_REPLIES` requests, with what is wrong with the last.
         """
-        wanted = missing = request.n
-        results: list[Result] = []
-        flaws: list[str] = []
+        missing, reason = request.n, "it has too few choices"
+        replies: list[tuple[Result, EngineReply]] = []
         for _ in range(MAX_BAD_REPLIES):
-            for reply in await self._ask_for(missing, route, request, parse, prompt_is_counted=bool(results)):
-                flaws = reply.flaws or flaws
+            sizes = [1] * missing if self.config.n_kwarg_is_ignored else [missing]
+            for reply, facts in await all_or_none([self._ask_openai(route, request, n, parse) for n in sizes]):
+                reason = reply.flaws[-1] if reply.flaws else reason
                 missing -= len(reply.result.choices)
-                results.append(reply.result)
+                replies.append((reply.result, facts))
             if not missing:
-                return join_choices(results)
-        reason = flaws[-1] if flaws else "it has too few choices"
+                for index, (_, facts) in enumerate(replies):
+                    self._record(further_part(facts) if index else facts)
+                return join_choices([result for result, _ in replies])
         raise RequestFault(
-            f"{self.openai_url}{route} gave {wanted - missing} choices for n={wanted}, asked {MAX_BAD_REPLIES} times; "
-            f"the last reply: {reason}"
+            f"{self.openai_url}{route} gave {request.n - missing} choices for n={request.n}, asked {MAX_BAD_REPLIES} "
+            f"times; the last reply: {reason}"
         )
 
-    async def _ask_for(
-        self,
-        n: int,
-        route: str,
-        request: GenerationRequest,
-        parse: Callable[[bytes, str], Parsed[Result]],
-        *,
-        prompt_is_counted: bool,
-    ) -> list[Parsed[Result]]:
-        if n == 1 or not self.config.n_kwarg_is_ignored:
-            asked = request.of(n=n) if n > 1 or "n" in request.options else request
-            reply = await self._ask_openai(route, asked, parse, first=not prompt_is_counted)
-            if reply.given > n:
-                raise BadReply(f"{self.openai_url}{route} gave {reply.given} choices for n={n}")
-            if reply.given == 1 < n:
-                logger.warning("server ignores n, asking once per choice: url=%s n=%d", self.openai_url, n)
-                self.config.n_kwarg_is_ignored = True
-            return [reply]
-        single = request.of(n=1)
-        asking = [self._ask_openai(route, single, parse, first=not prompt_is_counted and i == 0) for i in range(n)]
-        return await all_or_none(asking)
-
     async def _ask_openai(
-        self,
-        route: str,
-        request: GenerationRequest,
-        parse: Callable[[bytes, str], Parsed[Result]],
-        *,
-        first: bool = True,
-    ) -> Parsed[Result]:
-        body, url = request.body(), self.openai_url + route
+        self, route: str, request: GenerationRequest, n: int, parse: Callable[[bytes, str], Parsed[Result]]
+    ) -> tuple[Parsed[Result], EngineReply]:
+        body, url = request.of(n=n if n > 1 or "n" in request.options else None).body(), self.openai_url + route
         body |= self._cache_key(body)
         reply = parse(await self._post(url, body, request, max_tokens_of(body)), url)
         facts = reply_facts(reply.result, body, self.openai_url)
         self._answered_with(facts.weight_version)
-        self._record(facts if first else further_part(facts))
-        return reply
+        if reply.given > n:
+            raise BadReply(f"{url} gave {reply.given} choices for n={n}")
+        if reply.given == 1 < n:
+            logger.warning("server ignores n, asking once per choice: url=%s n=%d", self.openai_url, n)
+            self.config.n_kwarg_is_ignored = True
+        return reply, facts
 
     def _cache_key(self, asked: Mapping[str, object]) -> JsonObject:
         """Fields that keep the engine from using prefixes of other weights; none where it does so by itself."""

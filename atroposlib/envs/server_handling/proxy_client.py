@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import aiohttp
+import orjson
 
 from atroposlib.api.auth import TOKEN_VARIABLE
 from atroposlib.envs.server_handling.conversation import GivenMessages, copied
@@ -173,10 +174,10 @@ async def call_proxy(method: str, url: str, *, body: object = None, timeout_s: f
             session.request(method, url, json=body) as reply,
         ):
             if reply.ok:
-                return await reply.json()
+                return orjson.loads(await reply.read())
             text = await reply.text()
             was_killed = any(f'"{kind}"' in text for kind in (f"{KilledFault.failure_class}_error", UNKNOWN_SESSION))
             fault = KilledFault if was_killed else RequestFault if 400 <= reply.status < 500 else EngineFault
             raise fault(f"{method} {url} answered {reply.status}: {text[:1000]}")
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
         raise EngineFault(f"{method} {url} failed: {error or type(error).__name__}; is the proxy up?") from error
