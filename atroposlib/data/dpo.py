@@ -248,7 +248,7 @@ def choose_pairs(table: Table, keep: Array, rules: PairRules, seed: int) -> dict
     groups, starts = np.unique(table.responses["group"][rows], return_index=True)
     taken: Counter[int] = Counter()
     pairs: dict[int, list[Pair]] = {}
-    for group, members in zip(groups.tolist(), np.split(rows, starts[1:]), strict=True):
+    for group, members in zip(groups.tolist(), np.split(rows, starts)[1:], strict=True):
         item = int(table.groups["item"][group])
         left = rules.max_pairs - taken[item]
         if left <= 0:

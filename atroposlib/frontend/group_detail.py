@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 from atroposlib.data.chats import shared_prompt
 from atroposlib.data.tokenizers import load_tokenizer
@@ -97,7 +98,7 @@ def mean_gap(record: Mapping[str, Json], index: int) -> float:
     """Mean distance of the trainer's log-probabilities from the engine's over trained tokens; NaN when not recorded."""
     theirs = next((rows for key in TRAINER_LOGPROBS if (rows := _at(record, key, index))), None)
     ours, masks = _at(record, "inference_logprobs", index), _at(record, "masks", index)
-    if not (theirs and ours and masks):
+    if not (_is_channel(theirs) and _is_channel(ours) and _is_channel(masks)):
         return math.nan
     gaps = [
         abs(a - b)
@@ -125,7 +126,7 @@ def _is_per_response(key: str, value: object, count: int) -> bool:
     return key != "tools" or all(isinstance(each, list | None) for each in value)  # of the group, or of each response
 
 
-def _is_channel(value: object) -> bool:
+def _is_channel(value: object) -> TypeGuard[list[float | None]]:
     return isinstance(value, list) and bool(value) and all(isinstance(each, int | float | None) for each in value)
 
 

@@ -8,6 +8,8 @@ import asyncio
 import logging
 import os
 import threading
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,57 +32,82 @@ RUN_GROUP = "atropos_view_run"
 _POLL_S = 1.0
 
 
-class LiveRollouts:
+class RolloutSource(ABC):
+    """Rollouts as a table that grows: one thread adds, others read."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Path | int, Table] = {}  # replaced as a whole, never changed
+        self._joined = self._tables, concatenate([])
+
+    def table(self) -> Table:
+        """Return the table as far as it is known."""
+        tables = self._tables
+        of, joined = self._joined
+        if of is not tables:
+            joined = concatenate(list(tables.values()))
+            self._joined = tables, joined
+        return joined
+
+    @abstractmethod
+    def group(self, table: Table, row: int) -> bytes:
+        """Return the recorded line of one group row."""
+
+    @abstractmethod
+    def read(self, table: Table, rows: Array) -> Iterator[tuple[int, Line, LazyGroup]]:
+        """Group row, line and group of each of `rows` of `table`, ascending."""
+
+    @abstractmethod
+    def state(self) -> str:
+        """Return what is done to the rollouts now; where it is empty the page stops asking."""
+
+
+class LiveRollouts(RolloutSource):
     """Filled by a daemon thread; read by the page."""
 
     def __init__(self, api_url: str, *, batch_size: int, max_token_len: int) -> None:
+        super().__init__()
         self._url = api_url
         self._batch_size, self._max_token_len = batch_size, max_token_len
-        self._lines: list[bytes] = []
-        self._tables: list[Table] = []
-        self._joined = concatenate([])
-        self._seen: set[int] = set()
+        self._lines: dict[int, Line] = {}  # by number, from 1
+        self._seen: deque[int] = deque(maxlen=KEPT_GROUPS)
+        self._number = 0
         self._state = f"connecting to {api_url}"
 
     def start(self) -> None:
         threading.Thread(target=lambda: asyncio.run(self._run()), name="live-rollouts", daemon=True).start()
 
-    def table(self) -> Table:
-        known, joined = list(self._tables), self._joined
-        if len(joined.groups) != len(known):  # each holds one
-            self._joined = joined = concatenate(known)
-        return joined
-
-    def group(self, row: int) -> bytes:
-        return self._lines[row]
+    def group(self, table: Table, row: int) -> bytes:
+        if (line := self._lines.get(int(table.groups[row]["line"]))) is None:
+            raise AtroposError(f"this group is not kept any more, as {KEPT_GROUPS} newer ones have come")
+        return line.data
 
     def read(self, table: Table, rows: Array) -> Iterator[tuple[int, Line, LazyGroup]]:
         for row in rows.tolist():
-            line = self._line(row, self._lines[row])
-            yield row, line, parse_lazily(line)
-
-    def _line(self, row: int, data: bytes) -> Line:
-        return Line(Path("live"), row + 1, 0, data, True)
+            if (line := self._lines.get(int(table.groups[row]["line"]))) is not None:
+                yield row, line, parse_lazily(line)
 
     def state(self) -> str:
-        """Return what the collector does; never empty, so the page keeps asking."""
         return self._state
 
     def add(self, groups: list[JsonObject]) -> None:
-        """Keep groups not seen before, up to `KEPT_GROUPS`."""
+        """Keep groups not seen before, and of all the newest `KEPT_GROUPS`."""
         for group in groups:
             data = orjson.dumps({key: value for key, value in group.items() if value is not None})
             key = hash64(data)
-            if key in self._seen or not group.get("scores") or len(self._lines) >= KEPT_GROUPS:
+            if key in self._seen or not group.get("scores"):
                 continue
-            self._seen.add(key)
+            self._seen.append(key)
+            line = Line(Path("live"), self._number + 1, 0, data, True)
             builder = TableBuilder(Path(self._url.rpartition("@")[2]))
-            builder.add_line(self._line(len(self._lines), data))
+            builder.add_line(line)
             if builder.set_aside:
                 logger.warning("group left out: %s", builder.set_aside.rows[0].text)
                 continue
-            self._lines.append(data)
-            self._tables.append(builder.build())
+            self._number += 1
+            self._lines[self._number] = line
+            self._lines.pop(oldest := self._number - KEPT_GROUPS, None)
+            kept = {number: table for number, table in self._tables.items() if number != oldest}
+            self._tables = {**kept, self._number: builder.build()}
 
     async def _run(self) -> None:
         while True:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import yaml
@@ -26,6 +26,7 @@ from atroposlib.type_definitions import FAILURE_CLASSES, Array, JsonObject
 logger = logging.getLogger(__name__)
 
 BARS = 20
+Tokens = Annotated[int, Field(ge=-(2**53), le=2**53)]  # as a float holds them
 Sorting = Literal[
     "recorded", "score", "-score", "tokens", "-tokens", "rate", "-rate", "spread", "-spread", "task", "gap"
 ]
@@ -44,8 +45,8 @@ class Query(BaseModel):
     failed: str | None = Field(default=None, description="Groups with a response that failed like this.")
     min_score: float | None = None
     max_score: float | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
+    min_tokens: Tokens | None = None
+    max_tokens: Tokens | None = None
     min_rate: float | None = None
     max_rate: float | None = None
     min_gap: float | None = None
@@ -341,8 +342,9 @@ class Scan:
         return [row for row, place in enumerate(_places(table)) if sizes[row] and place not in self._known]
 
     def _run(self) -> None:
-        while (table := self._table) is not None and (rows := self._unread(table)):
-            places = _places(table)
+        known = -1
+        while (table := self._table) is not None and known < len(self._known) and (rows := self._unread(table)):
+            places, known = _places(table), len(self._known)  # where nothing new was read, nothing is there any more
             try:
                 for row, line, group in self._read(table, np.array(rows)):
                     self._known[places[row]] = self._measure(line, group)

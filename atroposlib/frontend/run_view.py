@@ -10,11 +10,9 @@ import contextlib
 import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
 from urllib.parse import urlencode
 
 import numpy as np
@@ -27,10 +25,10 @@ from atroposlib.data.dpo import PairRules, choose_pairs
 from atroposlib.data.lazy_group import LazyGroup, SearchText
 from atroposlib.data.rollout_files import Line, run_name
 from atroposlib.data.stats import read_failures
-from atroposlib.data.table import FINISH_REASONS, Table, concatenate, read_group, table_of
+from atroposlib.data.table import FINISH_REASONS, Table, read_group, table_of
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.frontend.group_detail import TokenTexts, group_detail, mean_gap, subset, tokens_of
-from atroposlib.frontend.live_rollouts import LiveRollouts
+from atroposlib.frontend.live_rollouts import RolloutSource
 from atroposlib.frontend.query import (
     Query,
     Scan,
@@ -66,30 +64,23 @@ _HEADERS = {
 }
 
 
-class FileRollouts:
+class FileRollouts(RolloutSource):
     """Rollout files; tables are added while they are being indexed."""
 
     def __init__(self) -> None:
-        self._tables: dict[Path, Table] = {}
+        super().__init__()
         self._sizes: dict[Path, tuple[int, int]] = {}
-        self._joined: Table | None = concatenate([])
-        self._additions = 0
-        self._lock = threading.Lock()
         self.pending = ""
 
     def add(self, table: Table) -> None:
-        """One more file is known, or one has grown. Called from the indexing thread."""
-        with self._lock:
-            self._tables[table.files[0]] = table
-            self._joined, self._additions = None, self._additions + 1
+        """One more file is known, or one has grown."""
+        self._tables = {**self._tables, table.files[0]: table}
 
     def follow(self, files: list[Path]) -> None:
         """Index what is new in `files` since the last call; a damaged one is named and left out, one gone forgotten."""
         for gone in self._sizes.keys() - set(files):  # compressed under another name, say
-            with self._lock:
-                del self._sizes[gone]
-                if self._tables.pop(gone, None) is not None:
-                    self._joined, self._additions = None, self._additions + 1
+            del self._sizes[gone]
+            self._tables = {path: table for path, table in self._tables.items() if path != gone}
         for number, path in enumerate(files, 1):
             try:
                 status = path.stat()
@@ -109,23 +100,10 @@ class FileRollouts:
         is_other = odd and not any(len(each.groups) for each in tables)
         self.pending = f"no line of {odd[0]} is a group of responses; give view-run rollout files" if is_other else ""
 
-    def table(self) -> Table:
-        """Return the table as far as it is known."""
-        with self._lock:
-            known, joined, additions = list(self._tables.values()), self._joined, self._additions
-        if joined is None:
-            joined = concatenate(known)
-            with self._lock:
-                if additions == self._additions:
-                    self._joined = joined
-        return joined
-
-    def group(self, row: int) -> bytes:
-        """The recorded line of one group row."""
-        return read_group(self.table(), row)[0].data
+    def group(self, table: Table, row: int) -> bytes:
+        return read_group(table, row)[0].data
 
     def read(self, table: Table, rows: Array) -> Iterator[tuple[int, Line, LazyGroup]]:
-        """Group row, line and group of each of `rows` of `table`, ascending."""
         keep = np.isin(table.responses["group"], rows)
         for chosen in table.read(keep):
             yield int(table.responses["group"][chosen.rows[0]]), chosen.line, chosen.group
@@ -133,9 +111,6 @@ class FileRollouts:
     def state(self) -> str:
         """Return which file is being indexed, or that there is none of rollouts."""
         return self.pending
-
-
-RolloutSource: TypeAlias = FileRollouts | LiveRollouts
 
 
 class View:
@@ -200,14 +175,14 @@ class View:
     def gaps(self, table: Table) -> tuple[Array | None, int]:
         """[responses] the engine-trainer gap, None where the first group has none recorded; groups still to be read."""
         if self._has_gaps is None and len(table.groups):
-            record = parse_anyhow(self.rollouts.group(0))
+            record = self.record(table, 0)
             self._has_gaps = any(not math.isnan(mean_gap(record, at)) for at in range(len(record.get("scores") or [])))
         return self._gaps.values(table, wait_s=_FIRST_WAIT_S) if self._has_gaps else (None, 0)
 
-    def record(self, row: int) -> JsonObject:
+    def record(self, table: Table, row: int) -> JsonObject:
         """The recorded group, as lenient as can be; 500 with a sentence when it cannot be read."""
         try:
-            return parse_anyhow(self.rollouts.group(row))
+            return parse_anyhow(self.rollouts.group(table, row))
         except (AtroposError, OSError, ValueError, RecursionError) as error:
             raise HTTPException(500, str(error)) from error
 
@@ -241,7 +216,7 @@ class View:
         """One group; 404 or 500 with a sentence when there is none, or none to be read."""
         table = self.rollouts.table()
         row = self.row(table, place)
-        detail = group_detail(self.record(row))
+        detail = group_detail(self.record(table, row))
         first, sides = int(table.groups[row]["first"]), self.sides(table, row)
         for index, response in enumerate(detail["responses"]):
             response["side"] = sides.get(first + index)
@@ -355,7 +330,7 @@ def make_app(rollouts: RolloutSource, texts: TokenTexts | None = None) -> FastAP
     def tokens(at: str, response: int = 0, start: int = 0) -> Response:
         table = rollouts.table()
         row = view.row(table, at)
-        record = view.record(row)
+        record = view.record(table, row)
         found = tokens_of(record, max(0, response), max(0, start))
         if found is None:
             raise HTTPException(404, f"no token ids were recorded for response {response} of {at[:200]}")

@@ -199,7 +199,7 @@ def test_the_live_view_keeps_each_group_once():
     live.add([make_group([0.5], item="1")])
     table = live.table()
     assert table.responses["score"].tolist() == [1.0, 0.0, 0.5]
-    assert json.loads(live.group(1))["item_key"] == "1"
+    assert json.loads(live.group(table, 1))["item_key"] == "1"
 
 
 def test_a_group_that_an_earlier_version_wrote_unescaped_is_not_collected_again(tmp_path):

@@ -2,6 +2,7 @@ import json
 import threading
 import time
 
+import numpy as np
 import pytest
 import yaml
 from fastapi.testclient import TestClient
@@ -9,7 +10,7 @@ from fastapi.testclient import TestClient
 from atroposlib.data import table
 from atroposlib.data.policy import SelectionPolicy, select
 from atroposlib.data.table import concatenate, open_table, scan_after, table_of
-from atroposlib.frontend import run_view
+from atroposlib.frontend import live_rollouts, run_view
 from atroposlib.frontend.group_detail import PAGE_TOKENS, TokenTexts, pieces
 from atroposlib.frontend.live_rollouts import LiveRollouts
 from atroposlib.frontend.query import Query
@@ -89,7 +90,7 @@ def test_a_file_that_becomes_known_while_the_list_is_made_is_in_the_next_list(tm
         rollouts.add(table_of(paths[1]))
         return concatenate(tables)
 
-    monkeypatch.setattr(run_view, "concatenate", concatenate_meanwhile)
+    monkeypatch.setattr(live_rollouts, "concatenate", concatenate_meanwhile)
     assert [len(rollouts.table().groups) for _ in range(2)] == [1, 2]
 
 
@@ -428,6 +429,49 @@ def test_groups_of_a_running_api_are_searched_and_shown_too():
     assert found["at"] == "localhost:8000:2"
     assert len(client.get("/api/group", params={"at": found["at"]}).json()["responses"]) == 3
     assert client.get("/api/tokens", params={"at": found["at"]}).json()["texts"] is None
+
+
+def test_of_a_running_api_the_newest_groups_are_kept(monkeypatch):
+    monkeypatch.setattr(live_rollouts, "KEPT_GROUPS", 3)
+    live = LiveRollouts("http://localhost:8000", batch_size=8, max_token_len=64)
+    live.add([group([1.0], "sums", item=str(number)) for number in range(4)])
+    client = TestClient(make_app(live), base_url="http://localhost")
+    places = [f"localhost:8000:{number}" for number in (2, 3, 4)]
+    assert [each["at"] for each in groups_of(client, text="lyon")["groups"]] == places
+    assert client.get("/api/group", params={"at": places[0]}).json()["about"]["item_key"] == "1"
+    table = live.table()
+    live.add([group([1.0], "sums", item="4")])
+    with pytest.raises(run_view.AtroposError, match="newer ones have come"):
+        live.group(table, 0)
+    assert [line.number for _, line, _ in live.read(table, np.arange(3))] == [3, 4]
+    assert groups_of(client, text="lyon")["matching"] == 3
+
+
+def test_a_group_is_that_of_the_table_that_named_it_though_a_file_before_it_grew(tmp_path):
+    paths = [write_groups(tmp_path / name, [group([1.0], "t", item=name)]) for name in ("a.jsonl", "b.jsonl")]
+    rollouts = FileRollouts()
+    rollouts.follow(paths)
+    before = rollouts.table()
+    with paths[0].open("a") as stream:
+        stream.write(json.dumps(group([0.0], "t", item="late")) + "\n")
+    rollouts.follow(paths)
+    assert json.loads(rollouts.group(before, 1))["item_key"] == "b.jsonl"
+
+
+def test_a_group_of_which_no_response_has_a_finite_score_is_shown(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"scores": [Infinity, NaN], "tokens": [[1], [1]], "masks": [[1], [1]], "messages": ["a", "b"]}\n')
+    assert [each["side"] for each in make_client(path).get("/api/group?at=a.jsonl:1").json()["responses"]] == [None] * 2
+
+
+@pytest.mark.parametrize("rows", [[["a", "b"], None], [[1.0, {"a": 1}], [1.0, 2.0, 3.0]], [5, 6]])
+def test_no_gap_is_measured_of_what_are_no_numbers(tmp_path, rows):
+    client = make_client(write_groups(tmp_path / "a.jsonl", [group([1.0, 0.0], "t", trainer_logprobs=rows)]))
+    assert groups_of(client, sort="gap")["matching"] == 1
+
+
+def test_a_limit_beyond_all_numbers_is_refused(client):
+    assert client.get("/api/groups", params={"min_tokens": "9" * 400}).status_code == 422
 
 
 def test_every_answer_forbids_all_scripts_but_the_pages_own(client):
