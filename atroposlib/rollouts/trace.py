@@ -227,12 +227,14 @@ def finish_reason_of(value: object) -> FinishReason:
 
     >>> finish_reason_of({"type": "length", "length": 6})
     'length'
+    >>> finish_reason_of(["stop"])
+    'unknown'
     """
     if isinstance(value, dict):
         value = value.get("type")
     if value == "eos":
         return "stop"
-    return cast(FinishReason, value) if value in _KNOWN_REASONS else "unknown"
+    return cast(FinishReason, value) if isinstance(value, str) and value in _KNOWN_REASONS else "unknown"
 
 
 def oldest_first(versions: Iterable[str | None]) -> list[str | None]:

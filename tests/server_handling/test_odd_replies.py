@@ -66,6 +66,7 @@ CHAT = {
     "a filtered answer": ([chat(said(None, "content_filter"))], 1, 1, [""]),
     "no finish reason": ([chat(said(finish_reason=None))], 1, 1, [GOOD]),
     "no usage": ([chat(GOOD, usage=None)], 1, 1, [GOOD]),
+    "usage that is a number": ([chat(GOOD, usage=1.5)], 1, 1, [GOOD]),
     "NaN where nobody reads": ([chat({**said(), "logprobs": {"content": [{"logprob": math.nan}]}})], 1, 1, [GOOD]),
     "a null character": ([chat("a\0b")], 1, 1, ["a\0b"]),
 }
@@ -91,7 +92,7 @@ def generation(ids=(72, 105, EOS), finish_reason=None, **meta):
     logprobs = meta.pop("logprobs", [-0.25] * len(ids))
     return {
         "text": "",
-        "output_ids": list(ids),
+        "output_ids": meta.pop("output_ids", list(ids)),
         "meta_info": {
             "finish_reason": finish_reason or {"type": "stop", "matched": EOS},
             "prompt_tokens": 2,
@@ -123,6 +124,13 @@ TOKENS = {
     "tokens without ids": ([generated(generation((), completion_tokens=3), generation())], 2, 2, [DEFAULT, DEFAULT]),
     "too few log-probabilities in one of two": ([generated(SHORT, generation())], 2, 2, [DEFAULT, DEFAULT]),
     "too few log-probabilities for good": ([generated(SHORT)] * 9, 1, 3, "3 tokens, but output_token_logprobs has 1"),
+    "log-probabilities of other tokens": (
+        [generated(generation(output_ids=[72, EOS]), generation())],
+        2,
+        2,
+        [DEFAULT, DEFAULT],
+    ),
+    "half a surrogate pair in place of a number": ([generated(generation(logprobs=["\ud83d"] * 3))], 1, 2, [DEFAULT]),
     "NaN takes no loss": ([generated(NAN, generation())], 2, 1, [FINE, FINE]),
     "minus infinity takes no loss": ([generated(NEG_INF)], 1, 1, [FINE]),
     "null takes no loss": ([generated(NULL)], 1, 1, [FINE]),

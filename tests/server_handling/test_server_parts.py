@@ -32,7 +32,7 @@ from atroposlib.envs.server_handling.server_config import (
 )
 from atroposlib.envs.server_handling.server_manager import server_configs
 from atroposlib.envs.server_handling.sglang_server import StreamReader
-from atroposlib.errors import ConfigError, RequestFault
+from atroposlib.errors import ConfigError, EngineFault, RequestFault
 from atroposlib.rollouts.journal import ResponseJournal
 from atroposlib.type_definitions import PROMPT_LOGPROB
 
@@ -373,6 +373,13 @@ def test_the_99th_percentile_is_the_time_that_99_of_100_requests_kept():
 def event_of(ids, logprobs):
     meta = {"completion_tokens": len(ids), "output_token_logprobs": [[logprob, 0, None] for logprob in logprobs]}
     return json.dumps({"output_ids": ids, "meta_info": meta}).encode()
+
+
+def test_a_stream_of_something_else_is_a_fault_of_the_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(sglang_server, "PIECE_TOKENS", 0)
+    draft = ResponseJournal(tmp_path / "run.journal", set()).open("1", b"place")
+    with pytest.raises(EngineFault, match="gave 0 generations in one event"):
+        StreamReader(draft, "http://engine/generate").take(b"[]")
 
 
 def test_log_probabilities_that_begin_later_stay_with_their_tokens(tmp_path, monkeypatch):

@@ -136,6 +136,15 @@ async def test_a_proxy_that_breaks_off_its_json_is_a_fault_of_the_engine():
             await call_proxy("POST", f"{server.url}/sessions/create", body={}, timeout_s=10)
 
 
+async def test_comments_that_keep_a_stream_open_are_no_events(transport):
+    stream = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n: ping\n\ndata: 1\n\n:\n\ndata: 2\n\n"
+    events = []
+    async with scripted([stream, None]) as server:
+        await transport.stream(server.url, {}, events.append, deadline_s=10)
+        await transport.close()
+    assert events == [b"1", b"2"]
+
+
 async def test_a_cancelled_request_takes_its_connection_with_it(transport):
     async with scripted([OK[:-1]], [OK]) as server:
         cut = asyncio.create_task(transport.post(server.url, {}, deadline_s=10))

@@ -78,6 +78,15 @@ async def test_prompt_logprobs_come_best_first(logprobs, server, engine):
     }
 
 
+@pytest.mark.parametrize("logprobs", [[None], [None, 5], [None, {"A": -0.5}], ["A", "B"]])
+async def test_prompt_logprobs_of_another_form_are_asked_for_again(logprobs, server, engine):
+    engine.scripted = [(200, {"prompt_logprobs": logprobs}), (200, {"prompt_logprobs": [None, {"8": -0.1}]})]
+
+    result = await server.get_logprobs(input_ids=[5, 8])
+
+    assert result["prompt_logprobs"] == [None, -0.1]
+
+
 async def test_a_route_that_cannot_give_prompt_logprobs_is_a_value_error(server, engine):
     engine.scripted = [(200, {"text": ["a"]})]
 
@@ -194,6 +203,7 @@ NO_REPLIES = {
     "null": None,
     "an error object": {"object": "error", "message": "engine restarting", "code": 500},
     "an error inside": {"error": {"message": "engine restarting"}},
+    "ids that are none": {"choices": [completion([[65]], [-0.5]), completion([66], [-0.5])]},
     "a null choice": {"choices": [None, None]},
     "fewer choices than n": {"choices": [completion([65], [-0.5])]},
     "fewer log-probabilities than tokens": {"choices": [completion([65, 66], [-0.5]), completion([66], [-0.5])]},
@@ -210,7 +220,7 @@ async def test_what_is_no_reply_is_asked_for_again(reply, stock):
     assert outputs == [[65], [66]]
 
 
-@pytest.mark.parametrize("position", [None, {}, "A"])
+@pytest.mark.parametrize("position", [None, {}, "A", {"A": -0.5}, {"65": "A"}])
 async def test_a_position_without_its_token_is_asked_for_again(position, server, engine):
     good = {"logprobs": [[{"65": -0.5}]], "finish_reasons": ["stop"]}
     engine.scripted = [(200, {**good, "logprobs": [[position]]}), (200, good)]

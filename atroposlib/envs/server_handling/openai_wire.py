@@ -168,7 +168,10 @@ def _parse(
             usable.append(choice)
     usage = parsed.get("usage")
     if isinstance(usage, dict):
-        usage.update({name: usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens", "total_tokens")})
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            usage[name] = usage[name] if isinstance(usage.get(name), int) else 0
+    else:
+        parsed["usage"] = None
     return Parsed(_build(result_type, parsed), len(given), flaws)
 
 

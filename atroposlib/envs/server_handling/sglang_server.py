@@ -78,13 +78,15 @@ class Generation(msgspec.Struct):
         ]
 
     def flaw(self) -> str | None:
-        """Why this cannot be used: tokens without ids, or log-probabilities that belong to nobody knows which."""
+        """Why this cannot be used: tokens without ids, or log-probabilities of other tokens than the ids."""
         ids, tokens = self.output_ids, self.meta_info.output_token_logprobs
         if not ids:
             said = self.meta_info.completion_tokens
             return f"meta_info.completion_tokens is {said}, but output_ids is empty" if said else None
         if tokens and len(tokens) < len(ids):
             return f"output_ids has {len(ids)} tokens, but output_token_logprobs has {len(tokens)}"
+        if tokens and [token.token_id for token in tokens[: len(ids)]] != ids:
+            return f"output_ids and output_token_logprobs name different tokens: {ids[:20]} and {tokens[:20]}"
         return None
 
     def refusal(self, url: str) -> RolloutFault | None:
@@ -220,7 +222,7 @@ def decode_generations(data: bytes) -> list[Generation]:
     except msgspec.DecodeError as error:  # NaN and infinities are no JSON, but are sent
         try:
             decoded = msgspec.convert(read_json(data), Generation | list[Generation])
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, UnicodeError):
             raise BadReply(f"not a /generate reply ({error}): {data[:200]!r}") from error
     generations = decoded if isinstance(decoded, list) else [decoded]
     for generation in generations:
@@ -330,7 +332,10 @@ class StreamReader:
 
     def _parse(self, event: bytes) -> None:
         self._last = b""
-        (generation,) = decode_generations(event)
+        generations = decode_generations(event)
+        if len(generations) != 1:
+            raise ReplyFault(f"a /generate stream gave {len(generations)} generations in one event: {event[:200]!r}")
+        generation = generations[0]
         self.refusal = generation.refusal(self._url)
         ids, logprobs = generation.ids_and_logprobs()
         meta = generation.meta_info

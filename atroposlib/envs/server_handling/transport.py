@@ -91,6 +91,8 @@ class Transport:
                         *events, rest = rest.split(b"\n\n")
                         for event in events:
                             data = event.removeprefix(b"data: ")
+                            if data.startswith(b":"):
+                                continue  # a comment, by which gateways keep a connection open
                             if data.startswith(b'{"error"'):
                                 raise fault_of_status(url, _status_of_error(data), data)
                             on_event(data)

@@ -1,8 +1,9 @@
 """Client of a vLLM server: stock `vllm serve`, or upstream's own server with a `/generate` route."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from atroposlib.envs.server_handling.faults import (
     UNAVAILABLE,
@@ -22,7 +23,7 @@ from atroposlib.type_definitions import PROMPT_LOGPROB, FinishReason, Json, Json
 __all__ = ["APIServerConfig", "ReasoningConfig", "VLLMServer", "resolve_openai_configs"]
 
 _NOT_FOUND = 404
-
+Result = TypeVar("Result")
 
 Position = Mapping[str, Json] | Sequence[Mapping[str, Json]] | None
 """Candidates of one position: {token id: log-probability or {"logprob": x}}, or a list of such objects."""
@@ -42,6 +43,8 @@ class Choices:
         if not len(self.ids) == len(self.logprobs) == len(self.finish_reasons) == n:
             return f"{len(self.ids)} choices for n={n}"
         for index, (ids, logprobs) in enumerate(zip(self.ids, self.logprobs, strict=True)):
+            if any(type(token) is not int for token in ids):
+                return f"no token ids in choice {index}"
             if len(ids) != len(logprobs):
                 return f"{len(ids)} token ids and {len(logprobs)} logprobs in choice {index}"
         return None
@@ -94,10 +97,14 @@ def _known(logprobs: list[float | None]) -> list[float]:
     return [PROMPT_LOGPROB if logprob is None or not math.isfinite(logprob) else logprob for logprob in logprobs]
 
 
+class MissingListError(ValueError):
+    """The server does not give what was asked for, so asking again is of no use."""
+
+
 def _list(reply: Mapping[str, object], name: str) -> list[Json]:
     value = reply.get(name)
     if not isinstance(value, list):
-        raise ValueError(f"the vLLM reply has no {name!r} list, only {sorted(reply)}; the route must return it")
+        raise MissingListError(f"the vLLM reply has no {name!r} list, only {sorted(reply)}; the route must return it")
     return value
 
 
@@ -134,25 +141,32 @@ class VLLMServer(TokenServer):
         prompt_ids, top_k = await self._prompt_ids(request), request.top_k
         sampling = {**self._sampling(request.without("top_k", "top_logprobs")), "prompt_logprobs": top_k}
         sampling |= {"n": 1, "temperature": 0.0, "top_p": 1.0}
-        positions = prompt_positions(await self._ask(prompt_ids, sampling, request))
-        ranked = [sorted(candidates(position), key=lambda pair: -pair[1])[:top_k] for position in positions]
-        own = [dict(candidates(each)).get(token) for token, each in zip(prompt_ids, positions, strict=True)]
+        reply = await self._ask(prompt_ids, sampling, request)
+        positions = self._read(lambda reply: list(map(candidates, prompt_positions(reply))), reply)
+        if len(positions) != len(prompt_ids):
+            raise BadReply(f"{self.root_url} gave prompt_logprobs for {len(positions)} of {len(prompt_ids)} tokens")
+        ranked = [sorted(pairs, key=lambda pair: -pair[1])[:top_k] for pairs in positions]
         return {
             "prompt_tokens": prompt_ids,
-            "prompt_logprobs": own,
+            "prompt_logprobs": [dict(pairs).get(token) for token, pairs in zip(prompt_ids, positions, strict=True)],
             "prompt_topk_token_ids": [[token for token, _ in pairs] for pairs in ranked],
             "prompt_topk_logprobs": [[logprob for _, logprob in pairs] for pairs in ranked],
         }
 
     def _choices(self, reply: JsonObject, n: int) -> Choices:
-        """Read a reply; BadReply when that is not n whole choices."""
-        try:
-            choices = completion_choices(reply) if self._is_stock else generate_choices(reply)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:  # null where a choice or a position belongs
-            raise BadReply(f"{self.root_url} gave no readable choices ({error!r}): {str(reply)[:500]}") from error
+        choices = self._read(completion_choices if self._is_stock else generate_choices, reply)
         if flaw := choices.flaw(n):
             raise BadReply(f"{self.root_url} gave {flaw}: {str(reply)[:500]}")
         return choices
+
+    def _read(self, read: Callable[[JsonObject], Result], reply: JsonObject) -> Result:
+        """Return what `read` makes of a reply; BadReply where it has null or the like in place of something."""
+        try:
+            return read(reply)
+        except MissingListError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise BadReply(f"{self.root_url} gave an unreadable reply ({error!r}): {str(reply)[:500]}") from error
 
     def _sampling(self, request: GenerationRequest) -> JsonObject:
         options = request.options
