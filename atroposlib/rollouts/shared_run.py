@@ -19,6 +19,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -37,6 +38,7 @@ from atroposlib.type_definitions import Item
 logger = logging.getLogger(__name__)
 
 PULSES_PER_TIMEOUT = 6
+_BLOCK = re.compile(r"b(\d{6,})\.(\d+)")
 
 
 class Holder(NamedTuple):
@@ -90,9 +92,9 @@ class Leases:
         """Every block that somebody has taken."""
         terms: dict[int, int] = {}
         for name in os.listdir(self._folder):
-            if name.startswith("b"):
-                block, _, term = name[1:].partition(".")
-                terms[int(block)] = max(terms.get(int(block), 0), int(term))
+            if match := _BLOCK.fullmatch(name):
+                block, term = map(int, match.groups())
+                terms[block] = max(terms.get(block, 0), term)
         return {block: Holder(self._member_of(block, term), term) for block, term in terms.items()}
 
     def take_new(self) -> int | None:
@@ -192,8 +194,8 @@ class SharedDraw:
     on_end: Callable[[bool], None] = lambda is_over: None  # told when nothing is left to draw, or is again
     _waiting: deque[int] = field(default_factory=deque)  # indices to draw next
     _held: dict[int, int] = field(default_factory=dict)  # block -> our term
+    _unopened: dict[int, int] | None = None  # those of them whose seats are not in `_waiting` yet; None: not looked for
     _stored: set[str] = field(default_factory=set)
-    _has_resumed: bool = False
     _look_again_at: float = 0.0
     _others_have_the_rest: bool = False
 
@@ -244,48 +246,43 @@ class SharedDraw:
 
     def _lease(self) -> bool:
         """Put more seats in `_waiting`; False: there is nothing to take now."""
-        if not self._has_resumed:
-            self._has_resumed = True
-            self._open({block: h.term for block, h in self.leases.holders().items() if h.member == self.leases.member})
-            if self._waiting:
-                return True
-        block = self.leases.take_new()
-        if block is not None:
-            self._held[block] = 1
-            self._waiting.extend(self._seats_of(block))
-            return True
-        if time.monotonic() < self._look_again_at:
-            return False
-        self._look_again_at = time.monotonic() + self.leases.timeout_s / PULSES_PER_TIMEOUT
         try:
-            self._take_over()
+            if self._unopened is None:
+                holders = self.leases.holders()
+                self._unopened = {block: h.term for block, h in holders.items() if h.member == self.leases.member}
+            self._open(self._unopened)
+            if not self._waiting and (block := self.leases.take_new()) is not None:
+                self._held[block] = 1
+                self._waiting.extend(self._seats_of(block))
+            if not self._waiting and time.monotonic() >= self._look_again_at:
+                self._look_again_at = time.monotonic() + self.leases.timeout_s / PULSES_PER_TIMEOUT
+                self._take_over(self._unopened)
+                self._open(self._unopened)
         except FileNotFoundError as error:  # a living member compressed a shard while we read it
             logger.info("looking again soon: %s", error)
         return bool(self._waiting)
 
-    def _take_over(self) -> None:
-        """Take what silent members left undone; see whether every undone block is in living hands."""
+    def _take_over(self, taken: dict[int, int]) -> None:
+        """Add to `taken` what silent members left undone; see whether every undone block is in living hands."""
         filled, holders = self._filled(), self.leases.holders()
         blocks = {self._block_of(seat) for seat in range(self.seats) if seat not in filled}
         undone = {block: holders[block] for block in sorted(blocks) if holders[block].member != self.leases.member}
-        taken = {
-            block: holder.term + 1
-            for block, holder in undone.items()
-            if self.leases.is_silent(holder.member) and self.leases.take(block, term=holder.term + 1)
-        }
+        for block, (member, term) in undone.items():
+            if self.leases.is_silent(member) and self.leases.take(block, term=term + 1):
+                taken[block] = term + 1
         if taken:
             logger.warning("taken over from silent members: blocks=%s", sorted(taken))
             time.sleep(SETTLE_S)
-            self._open(taken)
         elif all(self.leases.is_alive(holder.member) for holder in undone.values()):
             logger.info("nothing left to take: blocks_of_others=%d", len(undone))
             self._others_have_the_rest = True
 
     def _open(self, blocks: dict[int, int]) -> None:
-        """Draw the seats of blocks (to our term in them) that nobody has filled yet."""
+        """Draw the seats of blocks (to our term in them) that nobody has filled yet; empties `blocks`."""
         self._held.update(blocks)
         filled = self._filled() if blocks else set()
         self._waiting.extend(seat for block in sorted(blocks) for seat in self._seats_of(block) if seat not in filled)
+        blocks.clear()
 
     def _filled(self) -> set[int]:
         """Seats with a group in the files of any member; nothing is changed there."""

@@ -1,6 +1,8 @@
 """Several processes share a run through lease files: every seat is filled once, whoever is slow, stops or dies."""
 
 import asyncio
+import errno
+import itertools
 import json
 import signal
 import time
@@ -105,6 +107,66 @@ async def test_what_a_stopped_member_left_is_taken_over_at_once(tmp_path):
     (tmp_path / "gone").mkdir()
     await member(tmp_path, "a", lease_timeout=30).process_manager()
     assert everything(tmp_path) == list(range(SEATS))
+
+
+@pytest.mark.parametrize("call", [1, 3])
+async def test_no_seat_is_lost_where_a_shard_goes_while_it_is_read(tmp_path, monkeypatch, call):
+    """A living member compresses it; the folders of both are read before blocks are taken over (1, 2), and after (3, 4)."""
+    gone = leases(tmp_path, "gone")
+    gone.start()
+    assert [gone.take_new() for _ in range(3)] == [0, 1, 2]
+    gone.close()
+    (tmp_path / "gone").mkdir()
+    lose_a_shard(monkeypatch, call=call)
+    await member(tmp_path, "a").process_manager()
+    assert everything(tmp_path) == list(range(SEATS))
+
+
+async def test_a_restarted_member_keeps_its_seats_where_a_shard_goes_while_it_is_read(tmp_path, monkeypatch):
+    earlier = leases(tmp_path, "a")
+    earlier.start()
+    assert earlier.take_new() == 0
+    earlier.close()
+    lose_a_shard(monkeypatch, call=1)
+    await member(tmp_path, "a").process_manager()
+    assert everything(tmp_path) == list(range(SEATS))
+
+
+async def test_no_seat_is_lost_where_the_disk_is_full_while_blocks_are_taken_over(tmp_path, monkeypatch):
+    gone = leases(tmp_path, "gone")
+    gone.start()
+    assert [gone.take_new() for _ in range(3)] == [0, 1, 2]
+    gone.close()
+    (tmp_path / "gone").mkdir()
+    terms, take = itertools.count(), Leases.take
+
+    def take_all_but_the_second(self, block, *, term):
+        if term > 1 and next(terms) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return take(self, block, term=term)
+
+    monkeypatch.setattr(Leases, "take", take_all_but_the_second)
+    await member(tmp_path, "a").process_manager()
+    assert everything(tmp_path) == list(range(SEATS))
+
+
+def lose_a_shard(monkeypatch, call: int) -> None:
+    calls, read_recorded = itertools.count(1), shared_run.read_recorded
+
+    def read(files):
+        if next(calls) == call:
+            raise FileNotFoundError(2, "No such file or directory", "groups_0001.jsonl")
+        return read_recorded(files)
+
+    monkeypatch.setattr(shared_run, "read_recorded", read)
+
+
+def test_files_of_others_in_the_folder_of_leases_are_no_blocks(tmp_path):
+    members = leases(tmp_path, "a")
+    assert members.take(3, term=1)
+    (tmp_path / "leases" / "backup.tar").touch()
+    (tmp_path / "leases" / "b.old").touch()
+    assert {block: holder.member for block, holder in members.holders().items()} == {3: "a"}
 
 
 def test_what_a_killed_member_left_is_taken_over_and_its_groups_are_kept(tmp_path):
