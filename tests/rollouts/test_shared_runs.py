@@ -111,7 +111,7 @@ async def test_what_a_stopped_member_left_is_taken_over_at_once(tmp_path):
 
 @pytest.mark.parametrize("call", [1, 3])
 async def test_no_seat_is_lost_where_a_shard_goes_while_it_is_read(tmp_path, monkeypatch, call):
-    """A living member compresses it; the folders of both are read before blocks are taken over (1, 2), and after (3, 4)."""
+    """A living member compresses it. Both folders are read before blocks are taken over (1, 2), and after (3, 4)."""
     gone = leases(tmp_path, "gone")
     gone.start()
     assert [gone.take_new() for _ in range(3)] == [0, 1, 2]
