@@ -12,12 +12,13 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 from typer.models import ArgumentInfo, OptionInfo
 
 from atroposlib.errors import AtroposError, ConfigError, LaunchError
@@ -34,10 +35,7 @@ _METAVARS: dict[object, str] = {int: "N", float: "X", Path: "PATH"}
 
 
 class HelpCommand(TyperCommand):
-    """One command, whose help keeps lines that are indented as they are."""
-
-    def format_help_text(self, ctx: Click, formatter: Click) -> None:
-        _write_help(self.help, formatter)
+    """One command, whose arguments are called by their names alone."""
 
     def collect_usage_pieces(self, ctx: Click) -> list[str]:
         """Return the words of the usage line: arguments as they are named, without braces."""
@@ -56,45 +54,34 @@ class HelpCommand(TyperCommand):
                     formatter.write_dl(records)
 
 
-class HelpGroup(TyperGroup):
-    """Commands below one word, each with the whole first paragraph of its help."""
-
-    format_help_text = HelpCommand.format_help_text
-
-    def format_commands(self, ctx: Click, formatter: Click) -> None:
-        helps = {name: getattr(self.get_command(ctx, name), "help", None) or "" for name in self.list_commands(ctx)}
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, " ".join(text.strip().split("\n\n")[0].split())) for name, text in helps.items()]
-            )
-
-
 class App(typer.Typer):
     """A typer app of this look: one command, or several below one word."""
 
     def __init__(self, help_text: str | None = None) -> None:
-        several = {"cls": HelpGroup, "no_args_is_help": True} if help_text else {}
         super().__init__(
-            help=help_text,
+            help=_with_lines_kept(help_text),
+            no_args_is_help=bool(help_text),
             add_completion=False,
             pretty_exceptions_enable=False,
             rich_markup_mode=None,
             context_settings=_HELP_FLAGS,
-            **several,
         )
 
     def command(
         self, name: str | None = None, *, context_settings: dict[Any, Any] | None = None, **options: Any
     ) -> Any:
-        """Register a function, as `typer.Typer.command` does."""
+        """Register a function, as `typer.Typer.command` does; a list of commands has all its first paragraph."""
         settings = {**_HELP_FLAGS, **(context_settings or {})}
-        register = super().command(name, cls=HelpCommand, context_settings=settings, **options)
 
-        def named(function: Callable[..., None]) -> Any:
+        def register(function: Callable[..., None]) -> Any:
             _name_values(function)
-            return register(function)
+            text = _with_lines_kept(options.pop("help", None) or function.__doc__) or ""
+            texts = {"help": text, "short_help": text.partition("\n\n")[0]}
+            return super(App, self).command(name, cls=HelpCommand, context_settings=settings, **texts, **options)(
+                function
+            )
 
-        return named
+        return register
 
 
 def command(function: Callable[..., None], help_text: str | None = None) -> App:
@@ -143,15 +130,10 @@ def called_as(name: str) -> str:
     return sys.argv[0] if sys.argv[0].startswith("atropos ") else name
 
 
-def _write_help(text: str | None, formatter: Click) -> None:
-    for paragraph in re.sub(r"\n\n(?=  )", "\n", (text or "").replace("\b\n", "").strip()).split("\n\n"):
-        formatter.write_paragraph()
-        lines = paragraph.splitlines()
-        if any(line.startswith("  ") for line in lines):
-            formatter.write("".join(f"  {line}\n" for line in lines))
-        else:
-            with formatter.indentation():
-                formatter.write_text(" ".join(paragraph.split()))
+def _with_lines_kept(text: str | None) -> str | None:
+    """Return a help text that is written with its lines as they are where a paragraph has indented ones."""
+    paragraphs = re.sub(r"\n\n(?=  )", "\n", cleandoc(text or "")).split("\n\n")
+    return "\n\n".join(f"\b\n{each}" if "\n  " in each else each for each in paragraphs) or None
 
 
 def _name_values(function: Callable[..., None]) -> None:

@@ -14,16 +14,11 @@ HELP = """Send this repository to a cluster, queue jobs there, watch them and br
 HOST is whatever ssh takes: user@login.cluster, or a name in ~/.ssh/config. --dry-run prints every command.
 
 Examples:
-
   atropos cluster submit login slurm/intern_bootcamp_datagen.slurm
-
   atropos cluster submit login slurm/intern_bootcamp_datagen.slurm --sbatch --array=0-3 --then
   "slurm/train.slurm configs/trainer/grpo.yaml --run-dir r1"
-
   atropos cluster status login '~/atropos/data/intern_bootcamp_r1'
-
   atropos cluster sync login '~/atropos/data/intern_bootcamp_r1' runs/r1
-
   atropos cluster logs login 4711 --follow
 """
 
@@ -49,11 +44,8 @@ def submit(
     """Send the code, then queue SCRIPT and whatever is to follow it; prints the jobs' numbers.
 
     Examples:
-
       atropos cluster submit login slurm/intern_bootcamp_datagen.slurm --set environment.env.seed=7
-
       atropos cluster submit login slurm/intern_bootcamp_datagen.slurm --sbatch --array=0-3 --sbatch --time=12:00:00
-
       atropos cluster submit login slurm/train.slurm configs/trainer/grpo.yaml --run-dir grpo --after 4711
     """
     cluster, shell = Cluster(host, folder), Shell(dry_run=dry_run)
@@ -77,9 +69,7 @@ def status(
     """Show our jobs in the queue, and how far a run is.
 
     Examples:
-
       atropos cluster status login
-
       atropos cluster status login '~/atropos/data/intern_bootcamp_r1'
     """
     cluster, shell = Cluster(host, folder), Shell(dry_run=dry_run)
@@ -98,7 +88,6 @@ def sync(
     """Bring a run's files here, running or not; a lost connection is resumed.
 
     Example, to be called again and again:
-
       atropos cluster sync login '~/atropos/data/intern_bootcamp_r1' runs/r1
     """
     here = expand_path(target, what="TARGET")
@@ -119,9 +108,7 @@ def logs(
     """Show the end of a job's output and of its services' logs.
 
     Examples:
-
       atropos cluster logs login 4711 --follow
-
       atropos cluster logs login 4711_2 --lines 200
     """
     Shell(dry_run=dry_run).show(Cluster(host, folder).logs(job, lines=lines, follow=follow))

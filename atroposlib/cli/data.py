@@ -52,7 +52,6 @@ def validate(
     Damage is what datasets leave out; notes are legal, but worth knowing. Demonstrations are also counted by level, and
     a mean accuracy of 0.80 or less is exit code 1.
 
-    \b
     Examples:
       atropos data validate runs/main/
       atropos data validate 'runs/main/rollouts/*.jsonl' --tokenizer ./tokenizer
@@ -90,7 +89,6 @@ def stats(
 ) -> None:
     """Count problems, responses, scores, lengths, pass rates, retention and failures.
 
-    \b
     Examples:
       atropos data stats runs/main/
       atropos data stats runs/main/ --json | jq .total
@@ -121,7 +119,6 @@ def diff(
 ) -> None:
     """Show what two policies keep of the same rollouts.
 
-    \b
     Examples:
       atropos data diff loose.yaml strict.yaml runs/main/
     """
@@ -150,7 +147,6 @@ def split(
 
     Demonstrations are split by causal model, stratified by level, graph and accuracy.
 
-    \b
     Examples:
       atropos data split runs/main/ --output-dir splits
       atropos data split runs/main/ --output-dir splits --shares 0.9,0,0.1 --seed 7
@@ -183,7 +179,6 @@ def prepare(
 ) -> None:
     """Turn demonstrations of the causal expert into tensors [N, d, 3]; rollouts become datasets with `atropos sft`.
 
-    \b
     Examples:
       atropos data prepare splits/ --output-dir tensors
       atropos data prepare demos/ --output-dir tensors --chats --thoughts
@@ -212,7 +207,6 @@ def merge(
 ) -> None:
     """Merge partial runs into one file without duplicates.
 
-    \b
     Examples:
       atropos data merge runs/first/ runs/second/ --output all.jsonl.zst
     """
@@ -231,7 +225,6 @@ def card(
 ) -> None:
     """Write a dataset card with front matter, selection, sampling and file hashes.
 
-    \b
     Examples:
       atropos data card sft.jsonl --output README.md --license mit
     """
@@ -255,7 +248,6 @@ def show(
 ) -> None:
     """Show one response at once, also of a large set (keeps an index next to each file).
 
-    \b
     Examples:
       atropos data show runs/main/ -n 123456
       atropos data show runs/main/ -n 123456 --json | jq .sampling

@@ -25,13 +25,9 @@ HELP = """Run engine, trajectory API, environment and trainer as one supervised 
 The same command continues after a crash, a kill or Ctrl-C, and says so when there is nothing left to do.
 
 Examples:
-
   atropos datagen configs/quickstart.yaml
-
   atropos datagen configs/quickstart.yaml --check
-
   atropos datagen configs/quickstart.yaml --run-dir runs/second --problems 8
-
   atropos datagen configs/intern_bootcamp_r1.yaml --set engine.tp=2 --set engine.dp=4
 
 Exit codes: 0 done, 1 failed with a sentence, 2 wrong settings, 75 stopped by a signal with work left.
@@ -43,9 +39,7 @@ Everything goes to runs/quickstart in the current folder; the same command conti
 pip install 'atroposlib[local]'. It is `atropos datagen` with the settings of atroposlib/configs/quickstart.yaml.
 
 Examples:
-
   atropos quickstart
-
   atropos quickstart --problems 8 --run-dir /tmp/first
 """
 

@@ -51,7 +51,6 @@ def generate(
     Pairs are of one prompt, best against worst; a group with equal scores gives none. The prompt is everything before
     the first turn that the model generated, the two sides are what it generated.
 
-    \b
     Examples:
       atropos-dpo-gen output.jsonl                                       (writes output.dpo.jsonl)
       atropos-dpo-gen runs/main/ --output dpo.jsonl

@@ -11,9 +11,7 @@ from atroposlib.cli.boundary import command, run
 HELP = """Serve a model until SIGTERM or Ctrl-C. Prints one line when it is ready.
 
 Examples:
-
   atropos engine
-
   atropos engine --model ~/models/qwen3-0.6b-q8_0.gguf --port 9010 --slots 8 --context 4096
 """
 

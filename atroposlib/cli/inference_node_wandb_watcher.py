@@ -32,7 +32,6 @@ def watch(
     """Watch the inference servers of this node until stopped, and log to wandb which of them answer.
 
     Example, on the second node of a job whose trajectory API runs on node7:
-
       inference-node-wandb-watcher --api_addr http://node7:8000 --tp 2 --node_num 1
     """
     import wandb

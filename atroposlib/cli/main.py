@@ -7,9 +7,10 @@ import sys
 from dataclasses import dataclass
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from atroposlib import __version__
-from atroposlib.cli.boundary import Click, HelpGroup
+from atroposlib.cli.boundary import Click
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def main() -> None:
         sys.exit(130)
 
 
-class _Completed(HelpGroup):
+class _Completed(TyperGroup):
     """The commands as the shell's completion asks for them: only the one that is typed is imported."""
 
     def list_commands(self, ctx: Click) -> list[str]:
@@ -149,8 +150,6 @@ class _Completed(HelpGroup):
 
     def get_command(self, ctx: Click, cmd_name: str) -> Click:
         """Return one command with its options, or only its name while it is being typed."""
-        from typer.core import TyperCommand
-
         is_typed = cmd_name in os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()
         app = COMMANDS[cmd_name].typer_app() if is_typed else None
         return typer.main.get_command(app) if app else TyperCommand(cmd_name, help=COMMANDS[cmd_name].summary)

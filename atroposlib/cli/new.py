@@ -15,11 +15,8 @@ from atroposlib.paths import expand_path
 HELP = """Write files to begin with.
 
 Examples:
-
   atropos new env sums
-
   atropos new env hangman --multi-turn
-
   atropos new env hangman --multi-turn --package
 """
 _KINDS = {"multi_turn": ("guess", "GuessEnv"), "tools": ("calculator", "CalculatorEnv"), "judge": ("haiku", "HaikuEnv")}

@@ -27,11 +27,8 @@ logger = logging.getLogger("atroposlib.api")
 HELP = """Serve the trajectory API: environments post scored groups, trainers pull batches.
 
 Examples:
-
   run-api
-
   run-api --port 8010 --state-dir runs/first/api
-
   run-api --host 0.0.0.0 --token-file ~/.atropos-token
 """
 

@@ -58,7 +58,6 @@ def generate(
     Without other options, every response with a score above 0 is kept, as a row for each turn that the model
     generated: its prompt, and the completion that trainers take loss on.
 
-    \b
     Examples:
       atropos-sft-gen output.jsonl                                       (writes output.sft.jsonl)
       atropos-sft-gen runs/main/ --output sft.jsonl

@@ -28,27 +28,18 @@ PATH is the folder of a datagen or training run; of an environment that runs on 
 file or their folder; of an evaluation the folder of its results.
 
 Examples:
-
   atropos status runs/quickstart
-
   atropos status runs/quickstart --watch
-
   atropos status runs/quickstart --json | jq .groups_done
-
   atropos status data/addition.jsonl
-
   atropos status runs/quickstart --metrics 9400    # for Prometheus; docs/grafana.json is a dashboard
-
   xdg-open runs/quickstart/status.html    # the same with plots; a run keeps it up to date
 """
 RUNS_HELP = """List the runs below a folder: datagen, training, environments on their own, evaluations.
 
 Examples:
-
   atropos runs
-
   atropos runs ~/atropos/data --running
-
   atropos runs --json | jq '.[] | select(.state == "killed") | .run_dir'
 """
 

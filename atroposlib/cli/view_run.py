@@ -38,7 +38,6 @@ def view(
 
     The page is served on 127.0.0.1 only; reach another machine's through an SSH tunnel. Press ? on it for the keys.
 
-    \b
     Examples:
       view-run runs/main/
       view-run runs/a runs/b                                      (to compare)

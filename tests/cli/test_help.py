@@ -9,11 +9,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from atroposlib import __version__, cli
 from atroposlib.cli import main
-from atroposlib.cli.boundary import HelpGroup, command
+from atroposlib.cli.boundary import command
 from atroposlib.environments.intern_bootcamp import quarantine
 
 APPS = {name: app for name, word in main.COMMANDS.items() if (app := word.typer_app())} | {
@@ -22,7 +23,7 @@ APPS = {name: app for name, word in main.COMMANDS.items() if (app := word.typer_
 
 
 def commands_below(words: tuple[str, ...], app) -> list[tuple[tuple[str, ...], object]]:
-    if not isinstance(app, HelpGroup):
+    if not isinstance(app, TyperGroup):
         return [(words, app)]
     return [
         (words, app),
