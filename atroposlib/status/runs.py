@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -198,18 +198,31 @@ def read_status(path: Path) -> RunStatus:
 
 
 def runs_in(folder: Path) -> list[RunStatus]:
-    """Return the runs whose files lie in this very folder: one with a supervisor, or any number without."""
+    """Return the runs whose files lie in this very folder: one with a supervisor, or any number without.
+
+    Files of other programs that are called alike are none of ours.
+    """
     if (run := read_object(folder / RUN_FILE)) is not None and "problems" in run:
-        return [_status(folder, run)]
+        return _ours(_status, folder, run)
     records = ((member, read_object(member / RUN_FILE)) for member in sorted(folder.glob("members/*")))
-    members = [_status(member, record) for member, record in records if record is not None]
+    members = [run for member, record in records if record is not None for run in _ours(_status, member, record)]
     if members:
         return [sum_of(members, folder)]
-    found = [of_progress(path, said) for path in sorted(folder.glob("*progress*.json")) if (said := _progress(path))]
+    progress = ((path, read_object(path) or {}) for path in sorted(folder.glob("*progress*.json")))
+    is_one = {"env", "mode", "groups_done"}.issubset
+    found = [run for path, said in progress if is_one(said) for run in _ours(of_progress, path, said)]
     is_evaluating = any(run.kind == "evaluate" for run in found)  # again, or not to its end
     if not is_evaluating and (results := read_object(folder / RESULTS_FILE)) and "results" in results:
-        found.append(_evaluation(folder, results))
+        found += _ours(_evaluation, folder, results)
     return found
+
+
+def _ours(read: Callable[[Path, JsonObject], RunStatus], path: Path, said: JsonObject) -> list[RunStatus]:
+    """Return the run that a file tells of; none where it holds something else under the same keys."""
+    try:
+        return [read(path, said)]
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return []
 
 
 def find_runs(folder: Path, *, depth: int = 4) -> Iterator[RunStatus]:
@@ -270,8 +283,8 @@ def _status(run_dir: Path, run: JsonObject) -> RunStatus:
     services = [ServiceStatus(**{name: entry.get(name) for name in names}) for entry in run.get("services", [])]
     progress = read_object(run_dir / PROGRESS_FILE) or {}
     kind = run.get("kind", "datagen")
-    return replace(
-        _counted(progress, running),
+    return RunStatus(
+        **_counted(progress, running),
         name=run["name"],
         run_dir=str(run_dir),
         kind=kind,
@@ -304,13 +317,14 @@ def of_progress(path: Path, said: Mapping[str, Json]) -> RunStatus:
     running = _is_running(said)
     state = said.get("state", "running")
     files = {**said.get("outputs", {}), "progress": str(path)}
-    return replace(
-        _counted(said, running),
+    return RunStatus(
+        **_counted(said, running),
         name=str(said.get("env")),
         run_dir=str(path.parent),
         kind=str(said.get("mode")),
         state=state if running or state in _ENDED else "killed",
         problems=said.get("groups_total") or 0,
+        responses_per_problem=0,
         elapsed_s=said.get("elapsed_s", max(0.0, said.get("updated_at", 0.0) - said.get("started_at", 0.0))),
         starts=said.get("starts", 1),
         updated_at=said.get("updated_at", 0.0),
@@ -343,44 +357,30 @@ def _evaluation(folder: Path, said: JsonObject) -> RunStatus:
     )
 
 
-def _counted(progress: Mapping[str, Json], running: bool) -> RunStatus:
-    """Return what a progress file counts; the rest is for the caller to fill in."""
+def _counted(progress: Mapping[str, Json], running: bool) -> JsonObject:
+    """Return the fields of a status that a progress file fills."""
     age_s = time.time() - progress.get("updated_at", math.inf)
     is_old = running and age_s > _OLD_S and _is_running(progress)
     unwritten = f"its progress file, {age_s:.0f} s old: is the disk full, or does the process hang?"
     engines = (progress.get("engines") or {}) if running else {}
     unfinished = (progress.get("unfinished") or {}) if running else {}
-    return RunStatus(
-        name="",
-        run_dir="",
-        state="",
-        running=running,
-        problems=0,
-        responses_per_problem=0,
+    return {
         **{name: progress.get(name, 0) for name in _COUNTS},
-        limit_share=progress.get("share_done") or 0.0,
-        tokens_per_s_now=progress.get("rates", {}).get("tokens_s", 0.0) if running and not is_old else 0.0,
-        in_flight=progress.get("in_flight", 0) if running else 0,
-        unfinished_answers=unfinished.get("answers", 0),
-        unfinished_tokens=unfinished.get("tokens", 0),
-        engine_tokens_s=engines.get("tokens_s") or 0.0,
-        engine_running=engines.get("running", 0),
-        engine_queued=engines.get("queued", 0),
-        engine_slots=engines.get("slots", 0),
-        wasted={cause: progress.get("wasted", {}).get(cause, 0) for cause in WASTE_CAUSES},
-        rejected=dict(progress.get("rejected_for") or {}),
-        waiting_for=unwritten if is_old else progress.get("waiting_for") if running else None,
-        evaluating=progress.get("evaluating") if running else None,
-        last_failure=progress.get("last_failure"),
-        tasks={name: TaskStatus(**counts) for name, counts in progress.get("tasks", {}).items()},
-        failures={name: progress.get("failures", {}).get(name, 0) for name in FAILURE_CLASSES},
-    )
-
-
-def _progress(path: Path) -> JsonObject | None:
-    """A progress file's content; None for any other JSON file."""
-    said = read_object(path)
-    return said if said and {"env", "mode", "groups_done"} <= said.keys() else None
+        "running": running,
+        "limit_share": progress.get("share_done") or 0.0,
+        "tokens_per_s_now": progress.get("rates", {}).get("tokens_s", 0.0) if running and not is_old else 0.0,
+        "in_flight": progress.get("in_flight", 0) if running else 0,
+        **{f"unfinished_{name}": unfinished.get(name, 0) for name in ("answers", "tokens")},
+        "engine_tokens_s": engines.get("tokens_s") or 0.0,
+        **{f"engine_{name}": engines.get(name, 0) for name in ("running", "queued", "slots")},
+        "wasted": {cause: progress.get("wasted", {}).get(cause, 0) for cause in WASTE_CAUSES},
+        "rejected": dict(progress.get("rejected_for") or {}),
+        "waiting_for": unwritten if is_old else progress.get("waiting_for") if running else None,
+        "evaluating": progress.get("evaluating") if running else None,
+        "last_failure": progress.get("last_failure"),
+        "tasks": {name: TaskStatus(**counts) for name, counts in progress.get("tasks", {}).items()},
+        "failures": {name: progress.get("failures", {}).get(name, 0) for name in FAILURE_CLASSES},
+    }
 
 
 def _files_of(run: RunStatus) -> set[str]:

@@ -1,8 +1,8 @@
 """A run's status for a terminal or a log: one line, or tables."""
 
+import contextlib
 import logging
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from atroposlib.status.runs import RunStatus
@@ -156,29 +156,19 @@ def print_status(status: RunStatus, console: "Console") -> None:
     console.print(render(status))
 
 
-class Display:
+class Display(contextlib.ExitStack):
     """Shows each status that it is called with: a table, or lines without a terminal. A context manager."""
 
     def __init__(self) -> None:
         from rich.console import Console
         from rich.live import Live
 
+        super().__init__()
         self._console = Console(stderr=True)
-        self._live = (
-            Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
-        )
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = self.enter_context(Live(console=self._console, auto_refresh=False, transient=True))
         self._next_line = 0.0
-
-    def __enter__(self) -> "Display":
-        if self._live is not None:
-            self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.__exit__(kind, error, trace)
 
     def log_handler(self) -> logging.Handler:
         """Log lines above the live table, or plain ones with the time."""
@@ -190,7 +180,7 @@ class Display:
             )
             live.setFormatter(logging.Formatter("%(message)s"))
             return live
-        handler: logging.Handler = logging.StreamHandler()
+        handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
         return handler
 

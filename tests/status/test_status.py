@@ -512,6 +512,24 @@ def test_runs_lists_what_lies_below(tmp_path, capsys, monkeypatch):
     assert len(shown.splitlines()) == 4
 
 
+OTHERS = {
+    "run.json": {"problems": []},
+    "metrics.json": {"results": [0.5, 0.7]},
+    "x_progress.json": {"env": 1, "mode": 2, "groups_done": 3, "tasks": [1]},
+}
+
+
+@pytest.mark.parametrize(("name", "content"), OTHERS.items())
+def test_files_of_other_programs_are_no_runs_and_hide_none(tmp_path, capsys, name, content):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / name).write_text(json.dumps(content))
+    make_run(tmp_path / "one", state="done")
+    with pytest.raises(LaunchError, match="holds no run"):
+        read_status(tmp_path / "other")
+    runs_command(str(tmp_path), running=False, as_json=True)
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)] == ["r1"]
+
+
 def test_several_environments_in_a_folder_are_named(tmp_path):
     for name in ("a", "b"):
         said = {**PROGRESS, "env": name, "mode": "serve", "outputs": {}}
