@@ -106,10 +106,6 @@ class Batches:
                 Change(run=self.live.run.to_json(), consumed=batch.groups, logged=True, ended=ended)
             )
 
-    def release(self, batch: Batch) -> None:
-        """The trainer surely has the batch: the room of its groups is free."""
-        self.store.release(batch.groups)
-
     async def not_sent(self, batch: Batch) -> None:
         """The response broke off: the batch goes back to the front and does not count."""
         if not self._is_on_its_way(batch):
@@ -295,7 +291,7 @@ class BatchResponse(Response):
 
         def decided(arrived: bool) -> None:
             if arrived:
-                batches.release(batch)
+                batches.store.release(batch.groups)  # the trainer surely has them
             else:
                 _tasks.add(task := asyncio.ensure_future(batches.recall(batch)))
                 task.add_done_callback(_tasks.discard)

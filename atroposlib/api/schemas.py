@@ -105,12 +105,6 @@ class EnvIdentifier(BaseModel):
     env_id: NonNegativeInt = Field(le=2**53, description="The number that /register-env returned.")
 
 
-class BatchAck(BaseModel):
-    """A trainer confirms that it has a leased batch."""
-
-    batch_id: str = Field(description="`batch_id` of the answer to GET /batch?lease_s=...")
-
-
 class ScoredData(BaseModel):
     """One scored group. G = sequences, T = tokens of one sequence (may differ between sequences)."""
 
@@ -152,12 +146,6 @@ class NoExample(ScoredData):
     generation_params: Annotated[list[Json], Field(max_length=0)]  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
 
 
-class Uuid(BaseModel):
-    """The trainer's number."""
-
-    uuid: int = Field(description="128 bits.")
-
-
 class EnvRegistered(BaseModel):
     """Answer to /register-env: only `status` while the trainer has not started."""
 
@@ -169,20 +157,6 @@ class EnvRegistered(BaseModel):
     checkpoint_interval: int | None = None
     num_steps: int | None = None
     run_id: str | None = Field(None, description="Changes with /reset_data; send it as X-Atropos-Run with groups.")
-
-
-class Outcome(BaseModel):
-    """`success`, or `failure` with the reason."""
-
-    status: str
-    error: str | None = None
-
-
-class WandbInfo(BaseModel):
-    """Where environments log; nulls before a trainer registered."""
-
-    group: str | None
-    project: str | None
 
 
 class Info(BaseModel):
@@ -240,10 +214,3 @@ class NextBatch(BaseModel):
     batch_id: str | None = Field(None, description="Only with lease_s: acknowledge it with POST /batch/ack.")
     status: str | None = None
     message: str | None = None
-
-
-class Health(BaseModel):
-    """Health: the server lives, and can or cannot store groups."""
-
-    status: str = Field(description="`ok`, `storage full` (passes by itself), or `stuck` (restart it).")
-    detail: str | None = Field(None, description="Why it is not `ok`.")

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
+from pydantic import StrictInt, ValidationError
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -30,7 +30,6 @@ from atroposlib.api.edge import (
     add_error_responses,
     is_binary,
     json_response,
-    refuse,
 )
 from atroposlib.api.group_checks import EncodedGroup, read_binary, read_group, read_list
 from atroposlib.api.group_codec import GROUP_KEYS
@@ -39,7 +38,6 @@ from atroposlib.api.protocol import CONNECTION_KEY, Strangers
 from atroposlib.api.schemas import EnvIdentifier, Info, Refused, RegisterEnv, Registration, ScoredData, Status
 from atroposlib.api.service import TrajectoryService
 from atroposlib.api.store import Store
-from atroposlib.type_definitions import JsonObject
 
 MEGABYTE = 1_000_000
 STATE_DIR_VARIABLE = "ATROPOS_STATE_DIR"
@@ -115,9 +113,12 @@ _OF_EVERY_ROUTE: dict[int | str, dict[str, object]] = {
 
 
 @_rare.post("/register")
-async def register(registration: schemas.Registration, service: Service) -> schemas.Uuid:
-    """A trainer announces a run, or takes it over: the configuration is replaced, queue and environments stay."""
-    return schemas.Uuid(uuid=await service.register(registration))
+async def register(registration: schemas.Registration, service: Service) -> dict[str, int]:
+    """A trainer announces a run, or takes it over: the configuration is replaced, queue and environments stay.
+
+    `uuid` is the trainer's number, of 128 bits.
+    """
+    return {"uuid": await service.register(registration)}
 
 
 @_rare.get("/batch", response_model=schemas.NextBatch)
@@ -137,11 +138,14 @@ async def batch(
     return await BatchResponse.of_next(service.batches, request, lease_s)
 
 
-@_rare.post("/batch/ack", response_model_exclude_none=True)
-async def acknowledge(body: schemas.BatchAck, service: Service) -> schemas.Outcome:
+@_rare.post("/batch/ack")
+async def acknowledge(
+    batch_id: Annotated[str, Body(embed=True, description="`batch_id` of the answer to GET /batch?lease_s=...")],
+    service: Service,
+) -> dict[str, str]:
     """Confirm a leased batch; it will not be delivered again. May be repeated."""
-    await service.batches.ack(body.batch_id)
-    return schemas.Outcome(status="success")
+    await service.batches.ack(batch_id)
+    return {"status": "success"}
 
 
 @_rare.post("/register-env", response_model_exclude_none=True)
@@ -163,12 +167,9 @@ async def register_env(body: schemas.RegisterEnv, service: Service) -> schemas.E
     )
 
 
-@_rare.post("/disconnect-env", response_model=schemas.Outcome)
-async def disconnect_env(body: Annotated[JsonObject, Body(examples=[{"env_id": 0}])], service: Service) -> Response:
+@_rare.post("/disconnect-env", response_model=dict[str, str])
+async def disconnect_env(env_id: Annotated[StrictInt, Body(embed=True, examples=[0])], service: Service) -> Response:
     """An environment has ended: its minimum stops counting; what it sent stays."""
-    env_id = body.get("env_id")
-    if not isinstance(env_id, int) or isinstance(env_id, bool):
-        return refuse(422, f"env_id is {env_id!r}; expected an integer")
     try:
         await service.disconnect_env(env_id)
     except Refused as error:
@@ -183,10 +184,10 @@ async def root() -> dict[str, str]:
 
 
 @_rare.get("/wandb_info")
-async def wandb_info(service: Service) -> schemas.WandbInfo:
-    """Where environments log; nulls before a trainer registered."""
+async def wandb_info(service: Service) -> dict[str, str | None]:
+    """Where environments log: `group` and `project`; nulls before a trainer registered."""
     run = service.run.registration
-    return schemas.WandbInfo(group=run and run.wandb_group, project=run and run.wandb_project)
+    return {"group": run and run.wandb_group, "project": run and run.wandb_project}
 
 
 @_rare.get("/info")
@@ -227,7 +228,7 @@ async def reset_data(service: Service) -> str:
     return "Reset successful"
 
 
-@_rare.get("/health", response_model=schemas.Health)
+@_rare.get("/health", response_model=dict[str, str])
 async def health(service: Service) -> Response:
     """Tell whether the server lives, and whether it can store groups. Needs no token.
 
