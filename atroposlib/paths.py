@@ -45,9 +45,9 @@ def expand_path(text: str | os.PathLike[str], *, what: str = "path") -> Path:
         return value
 
     expanded = os.path.expanduser(_VARIABLE.sub(value_of, raw))
-    if expanded.startswith("~") or "$" in expanded or "{" in expanded or "}" in expanded:
+    if expanded.startswith("~") or any(odd in expanded for odd in "${}\0"):
         raise PathError(
-            f"{what} is {raw!r}, which resolves to {expanded!r}: it still holds '~', '$' or braces; "
+            f"{what} is {raw!r}, which resolves to {expanded!r}: it still holds '~', '$', braces or a null byte; "
             "use ~/, $VAR or ${VAR} with variables that are set"
         )
     return Path(expanded)

@@ -19,7 +19,7 @@ def test_home_is_expanded_in_every_spelling(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["$UNSET_VARIABLE/x", "${UNSET_VARIABLE}", "a/${", "a/{b}", "a/$", "", "  ", "~nobody-here/x"]
+    "text", ["$UNSET_VARIABLE/x", "${UNSET_VARIABLE}", "a/${", "a/{b}", "a/$", "", "  ", "~nobody-here/x", "a\0b"]
 )
 def test_what_cannot_be_resolved_is_refused_and_named(text):
     with pytest.raises(PathError, match="--output"):

@@ -7,6 +7,7 @@ binary (`group_codec.py`); a server that gives no `run_id`, as upstream's, gets 
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -25,7 +26,7 @@ from atroposlib.api.group_codec import GROUPS_TYPE, decode_batch, encode_group, 
 from atroposlib.backoff import backoff_s
 from atroposlib.errors import ApiError
 from atroposlib.json_lines import object_in
-from atroposlib.type_definitions import Json, JsonObject
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,18 @@ SHORTEST_TRY_S = 1.0
 class Response:
     """A response, whole."""
 
+    asked: str  # method and address
     status: int
     body: bytes
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str]
 
-    def json(self) -> Json:
-        return msgspec.json.decode(self.body)
+    def json(self) -> JsonObject:
+        """Return the object that the body holds; ApiError when something else answers there."""
+        with contextlib.suppress(msgspec.DecodeError):
+            if isinstance(found := msgspec.json.decode(self.body), dict):
+                return found
+        start = self.body[:80].decode("utf-8", "replace")
+        raise ApiError(f"{self.asked} answered {start!r}; expected a JSON object: is this the trajectory API?")
 
     def sentence(self) -> str:
         """Why the server refused, in its words."""
@@ -116,8 +123,7 @@ class RepeatingClient(AbstractAsyncContextManager):
                 continue
             self._unavailable.pop(path, None)
             if response.status >= 400 and response.code() not in expected:
-                sentence = f"{method} {self.url}{path} answered {response.status}: {response.sentence()}"
-                raise ApiError(sentence, response.status)
+                raise ApiError(f"{response.asked} answered {response.status}: {response.sentence()}", response.status)
             return response
 
     async def _try(
@@ -135,7 +141,7 @@ class RepeatingClient(AbstractAsyncContextManager):
             sent["Authorization"] = f"Bearer {self._token}"
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with self._session.request(method, self.url + path, data=body, headers=sent, timeout=timeout) as response:
-            return Response(response.status, await response.read(), response.headers)
+            return Response(f"{method} {self.url}{path}", response.status, await response.read(), response.headers)
 
 
 @dataclass

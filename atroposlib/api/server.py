@@ -5,6 +5,7 @@ without that variable, in memory. `run-api` is the usual way to start it.
 """
 
 import asyncio
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -57,7 +58,7 @@ class ApiSettings:
     token: str | None = None
     env_timeout_s: float = 300.0
     max_body_mb: float = 100.0
-    max_queue_mb: float | None = None
+    max_queue_mb: float = math.inf
     check_host: bool = False  # refuse Host headers that are names of others
 
 
@@ -66,8 +67,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
 
     PathError, ConfigError: the state folder cannot be used. LaunchError: another server uses it.
     """
-    max_bytes = None if settings.max_queue_mb is None else int(settings.max_queue_mb * MEGABYTE)
-    store = Store(settings.state_dir, max_bytes, accept_older=settings.accept_older)
+    store = Store(settings.state_dir, settings.max_queue_mb * MEGABYTE, accept_older=settings.accept_older)
     service = TrajectoryService(store, env_timeout_s=settings.env_timeout_s)
     strangers = Strangers()
 
@@ -84,7 +84,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     api.include_router(_hot)
     api.add_middleware(DirectRoutes, routes=_hot.routes)
     add_error_responses(api)
-    api.add_middleware(BodyReader, max_bytes=int(settings.max_body_mb * MEGABYTE))
+    api.add_middleware(BodyReader, max_bytes=int(min(settings.max_body_mb * MEGABYTE, 1 << 62)))  # it may be infinite
     api.add_middleware(
         Gate, token=settings.token, check_host=settings.check_host, metrics=service.metrics, strangers=strangers
     )

@@ -8,6 +8,7 @@ A delivered batch enters the `DeliveryLog` first, because that takes no more tha
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import shutil
 import sqlite3
@@ -59,12 +60,12 @@ class _Job(Generic[T]):
 class Store:
     """Keeps a run in a folder that only one server may use at a time, or in memory; raises as `StateFolder`."""
 
-    def __init__(self, folder: Path | None, max_bytes: int | None = None, *, accept_older: bool = False) -> None:
+    def __init__(self, folder: Path | None, max_bytes: float = math.inf, *, accept_older: bool = False) -> None:
         self._folder = StateFolder(folder, accept_older=accept_older)
         self._db, self._log = self._folder.db, self._folder.log
         self._tables = Tables(self._db)
         self._max_bytes = max_bytes
-        self._slack = SLACK_BYTES if max_bytes is None else min(SLACK_BYTES, max_bytes // 4)
+        self._slack = min(SLACK_BYTES, max_bytes / 4)
         self._changes = self._tables.get("changes")
         self.used_bytes = 0  # bytes of groups that are still needed
         self._refused_bytes = 0  # of the groups that met StorageFull last
@@ -81,7 +82,7 @@ class Store:
         StorageFull when there is no room now, Refused when there can never be for this many bytes.
         """
         size = sum(new.group.size for new in groups)
-        if self._max_bytes is not None and size > self._max_bytes:
+        if size > self._max_bytes:
             raise Refused(
                 413,
                 f"this takes {size / 1e6:.1f} MB, but --max-queue-mb allows {self._max_bytes / 1e6:.1f} in all; send "
@@ -352,9 +353,9 @@ class Store:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def _over_limit(used: int, most: int | None) -> str | None:
+def _over_limit(used: int, most: float) -> str | None:
     """Say that groups would take more bytes than are allowed; None when they do not."""
-    if most is None or used <= most:
+    if used <= most:
         return None
     return (
         f"groups take {used / 1e6:.1f} of the {most / 1e6:.1f} MB of --max-queue-mb; "

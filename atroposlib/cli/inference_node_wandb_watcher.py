@@ -13,6 +13,7 @@ import httpx
 import typer
 
 from atroposlib.cli.boundary import command, http_url, run
+from atroposlib.json_lines import object_in
 from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def watch(
 
 def wait_for_run(client: httpx.Client, api_addr: str, pause: Callable[[float], object] = time.sleep) -> dict[str, str]:
     """The wandb project and group, as soon as a trainer has registered them."""
-    while not (info := _get(client, f"{api_addr}/wandb_info")) or info["project"] is None:
+    while not (info := _get(client, f"{api_addr}/wandb_info")).get("project"):
         logger.info("waiting for a trainer: api=%s", api_addr)
         pause(START_POLL_S)
     return info
@@ -60,11 +61,10 @@ def log_once(
 
     An API that does not answer changes nothing: it may be restarting.
     """
-    status = _get(client, f"{api_addr}/status")
-    if status is None or status["current_step"] <= last_step:
-        return last_step
-    log(server_health(client, tp, node_num), step=status["current_step"])
-    return status["current_step"]
+    step = _get(client, f"{api_addr}/status").get("current_step", last_step)
+    if step > last_step:
+        log(server_health(client, tp, node_num), step=step)
+    return max(step, last_step)
 
 
 def server_health(client: httpx.Client, tp: int, node_num: int) -> dict[str, int]:
@@ -82,12 +82,13 @@ def _generates(client: httpx.Client, port: int) -> bool:
         return False
 
 
-def _get(client: httpx.Client, url: str) -> JsonObject | None:
+def _get(client: httpx.Client, url: str) -> JsonObject:
+    """The object that is answered; an empty one while there is no answer, or another server gives it."""
     try:
-        return client.get(url).raise_for_status().json()
+        return object_in(client.get(url).raise_for_status().content) or {}
     except httpx.HTTPError as error:
         logger.warning("no answer: url=%s error=%s", url, error)
-        return None
+        return {}
 
 
 app = command(watch)

@@ -6,6 +6,7 @@ Exit codes: 0 stopped by a signal with everything on disk, 1 cannot start, 2 wro
 import asyncio
 import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -59,8 +60,8 @@ def serve(
         bool, typer.Option("--accept-older", help="Start although the folder is older than its last server left it.")
     ] = False,
     max_queue_mb: Annotated[
-        float | None, typer.Option(min=0.001, help="Most that waiting groups may take; default: what the disk holds.")
-    ] = None,
+        float, typer.Option(min=0.001, help="Most that waiting groups may take; inf: what the disk holds.")
+    ] = math.inf,
     reload: Annotated[bool, typer.Option("--reload", hidden=True)] = False,
 ) -> None:
     if reload:

@@ -86,10 +86,12 @@ class EnvironmentConfig(Section):
     @classmethod
     def _adapted(cls, values: object) -> object:
         """Find the script of an adapter."""
-        if not isinstance(values, dict) or not values.get("adapter") or "script" in values:
+        adapter = values.get("adapter") if isinstance(values, dict) and "script" not in values else None
+        if not isinstance(values, dict) or not adapter or not isinstance(adapter, str):
             return values
-        script, env = adapted(values["adapter"], values.get("id"))
-        return {**values, "script": script, "env": {**env, **(values.get("env") or {})}}
+        script, env = adapted(adapter, values.get("id"))
+        own = values.get("env") or {}
+        return {**values, "script": script, "env": {**env, **own} if isinstance(own, dict) else own}
 
 
 class ApiConfig(Section):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import zlib
 
 import pytest
@@ -155,6 +156,12 @@ async def test_a_body_that_cannot_be_read_is_refused(body, encoding, status):
     assert len(answer.text) < 2000
     await client.post("/scored_data", json=make_group(1))
     assert uids(await client.get("/batch")) == [1]
+
+
+async def test_a_limit_may_be_infinite():
+    client = await started(memory_app(max_body_mb=math.inf, max_queue_mb=math.inf))
+    answer = await client.post("/scored_data", content=GZIPPED, headers={**JSON, "Content-Encoding": "gzip"})
+    assert answer.json() == {"status": "received"}
 
 
 async def test_a_group_may_come_in_several_gzip_members():

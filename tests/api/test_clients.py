@@ -3,9 +3,12 @@
 import asyncio
 import json
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from api_testing import ENV, REGISTRATION, make_group, server_process
 
 from atroposlib.api.client import EnvClient, TrainerClient
@@ -165,3 +168,20 @@ async def test_a_refusal_carries_its_status_for_programs(server):
 async def test_what_is_no_http_address_is_refused_at_once(url):
     with pytest.raises(ApiError, match="expected http://host:port"):
         TrainerClient(url)
+
+
+@pytest.mark.parametrize("body", ["<html>welcome</html>", "[]", "null", ""])
+async def test_another_server_at_the_address_is_told_apart(body):
+    async def welcome(request):
+        return web.Response(text=body)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", welcome)
+    async with TestServer(app) as other:
+        env, trainer = (kind(str(other.make_url("/"))) for kind in (EnvClient, TrainerClient))
+        async with env, trainer:
+            for ask in (partial(env.register, ENV), env.info, partial(trainer.register, REGISTRATION), trainer.batch):
+                with pytest.raises(
+                    ApiError, match=r"/\w.* answered .*; expected a JSON object: is this the trajectory"
+                ):
+                    await ask()

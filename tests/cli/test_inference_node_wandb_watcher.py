@@ -49,8 +49,9 @@ def test_health_is_logged_when_the_step_grows_and_only_then():
     assert logged == [({"server/server_health_0_0": 1}, 3)]
 
 
-def test_a_restarting_api_changes_nothing():
-    client = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(503)))
+@pytest.mark.parametrize(("status", "body"), [(503, ""), (200, "<html>"), (200, "[]"), (200, "{}")])
+def test_an_api_that_restarts_or_another_server_in_its_place_changes_nothing(status, body):
+    client = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(status, text=body)))
     assert watcher.log_once(client, API, 8, 0, 2, pytest.fail) == 2
 
 

@@ -52,6 +52,8 @@ BAD = {
     "an engine port that no machine has": ("engine: {port: 65536}", "engine.port is 65536"),
     "an API port that no machine has": ("api: {port: 99999}", "api.port is 99999"),
     "a value outside the choices": ("engine: {kind: gpu}", "engine.kind is 'gpu'"),
+    "an adapter that is no name": ("environment: {adapter: [1]}", "environment.adapter is [1]"),
+    "an adapter's settings without keys": ("environment: {adapter: gymnasium, id: x, env: 5}", "environment.env is 5"),
 }
 
 
