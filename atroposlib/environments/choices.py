@@ -12,8 +12,10 @@ from atroposlib.type_definitions import Json
 _QUESTION = ("question", "prompt", "input", "problem", "ctx", "query")
 _CHOICES = ("choices", "options", "endings", "answers")
 _GOLD = ("answer_index", "answer", "answerKey", "label", "gold", "target")
-_OPENS, _CLOSES = r"[*_($\[`]*", r"[*_)$\]`]*"
+_OPENS, _CLOSES = r'[*_($\[`"]*', r'[*_)$\]`"]*'
 _STATED = re.compile(rf"(?i)\b(?:answer|choice|option)\b(?: is)?\s*(?::\s*)?{_OPENS}([A-Z])\b(?![a-z'])")
+_TOLD = re.compile(r"(?i)\banswer(?: is)?\s*(?::\s*)?([^\n]*)")
+"""The text of a choice in place of its letter."""
 _ALONE = re.compile(rf"{_OPENS}([A-Za-z]){_CLOSES}(?:[.:)](?:[ \n].*)?)?", re.DOTALL)
 _ANOTHER = re.compile(
     rf"{_CLOSES}\s*(?:,|/|&|\bor\b|\band\b)\s*(?:or\b|and\b)?\s*{_OPENS}([A-Z])(?={_CLOSES}\s*(?:[.,;!?/&\n]|$|or\b|and\b))"
@@ -77,6 +79,9 @@ def chosen(said: str, choices: Sequence[str]) -> int | None:
         return index
     if (first := _LIST.match(marked)) is not None and _ANOTHER.match(marked, first.end()):
         return None
+    *_, told = (None, *_TOLD.finditer(said))
+    if told is not None and (index := _of_text(told[1].strip(' "*_.'), choices)) is not None:
+        return index
     *_, stated = (None, *_STATED.finditer(said))
     if stated is not None:
         other = _ANOTHER.match(said, stated.end())
@@ -86,11 +91,15 @@ def chosen(said: str, choices: Sequence[str]) -> int | None:
     return _named(said, choices)
 
 
-def _named(text: str, choices: Sequence[str]) -> int | None:
+def _of_text(text: str, choices: Sequence[str]) -> int | None:
     plain = [" ".join(_MACRO.sub(r"\1", choice).lower().split()) for choice in choices]
     wanted = " ".join(text.lower().split()).strip(" .")
-    if plain.count(wanted) == 1:
-        return plain.index(wanted)
+    return plain.index(wanted) if plain.count(wanted) == 1 else None
+
+
+def _named(text: str, choices: Sequence[str]) -> int | None:
+    if (index := _of_text(text, choices)) is not None:
+        return index
     letter = _ALONE.fullmatch(text.strip().strip("`").strip())
     index = LETTERS.index(letter[1].upper()) if letter else len(choices)
     return index if index < len(choices) else None

@@ -139,7 +139,7 @@ OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 CONSTRAINTS: dict[str, Constraint] = {
     "keywords:existence": Constraint(
-        "Use the words {keywords}.",
+        "Use each of these words: {keywords}.",
         lambda text, keywords: all(re.search(re.escape(word), text, re.IGNORECASE) for word in keywords),
     ),
     "keywords:frequency": Constraint(
@@ -149,7 +149,7 @@ CONSTRAINTS: dict[str, Constraint] = {
         ),
     ),
     "keywords:forbidden_words": Constraint(
-        "Do not use the words {forbidden_words}.",
+        "Use none of these words: {forbidden_words}.",
         lambda text, forbidden_words: not any(_times(text, word) for word in forbidden_words),
     ),
     "keywords:letter_frequency": Constraint(

@@ -95,7 +95,8 @@ def prompt(item: Countdown, *, few_shot: int, largest: int) -> list[Message]:
     for example in examples:
         turns.append({"role": "user", "content": question(example)})
         turns.append({"role": "assistant", "content": f"<answer>{example['solution']}</answer>"})
-    return [*turns, {"role": "user", "content": question(item)}]
+    form = "" if turns else " Answer with the expression inside <answer> and </answer>."
+    return [*turns, {"role": "user", "content": question(item) + form}]
 
 
 def question(item: Countdown) -> str:

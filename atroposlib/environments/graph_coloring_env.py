@@ -12,9 +12,8 @@ from typing import TypedDict
 
 from pydantic import Field
 
-from atroposlib.environments.intern_bootcamp.bootcamp import extract_answer
 from atroposlib.environments.single_turn import THINK, SingleTurnConfig, SingleTurnEnv
-from atroposlib.environments.structured import once, read_json
+from atroposlib.environments.structured import answered_object
 
 COLOURS: tuple[str, ...] = ("red", "green", "blue", "yellow", "black", "white")
 _MOST_COUNTED = 20_000
@@ -97,13 +96,11 @@ class GraphColoringEnv(SingleTurnEnv):
 
 def _read(said: str) -> dict[str, str] | None:
     """Return the colours of a reply by node, in small letters; None when it has no such form."""
-    try:
-        given = read_json(extract_answer(said) or "")
-        if not isinstance(given, dict) or not all(isinstance(colour, str) for colour in given.values()):
-            return None
-        return once([(node.strip(), colour.strip().lower()) for node, colour in given.items()])
-    except (ValueError, RecursionError):
+    given = answered_object(said)
+    if given is None or not all(isinstance(colour, str) for colour in given.values()):
         return None
+    colours = {node.strip(): colour.strip().lower() for node, colour in given.items()}
+    return colours if len(colours) == len(given) else None
 
 
 if __name__ == "__main__":

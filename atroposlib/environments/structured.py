@@ -1,10 +1,26 @@
 """JSON and YAML that a model wrote. A key that an object has twice says two things, so that it is refused."""
 
 import json
+import re
 from collections.abc import Hashable
 from typing import Any
 
 import yaml
+
+from atroposlib.environments.intern_bootcamp.bootcamp import extract_answer
+
+_FENCED = re.compile(r"```(?:json)?\n(.*)```", re.DOTALL)
+
+
+def answered_object(said: str) -> dict[str, Any] | None:
+    """Return the JSON object in a reply's last answer tags, inside a code fence or not; None for none."""
+    answer = extract_answer(said) or ""
+    fenced = _FENCED.fullmatch(answer)
+    try:
+        given = read_json(fenced[1] if fenced else answer)
+    except (ValueError, RecursionError):
+        return None
+    return given if isinstance(given, dict) else None
 
 
 def read_json(text: str) -> Any:
@@ -13,7 +29,7 @@ def read_json(text: str) -> Any:
     >>> read_json('{"a": 1, "b": {"a": 2}}')
     {'a': 1, 'b': {'a': 2}}
     """
-    return json.loads(text, object_pairs_hook=once)
+    return json.loads(text, object_pairs_hook=_once)
 
 
 def read_yaml(text: str, *, as_texts: bool = False) -> Any:
@@ -25,8 +41,7 @@ def read_yaml(text: str, *, as_texts: bool = False) -> Any:
     return yaml.load(text, Loader=_TextLoader if as_texts else _Loader)  # both are safe
 
 
-def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return pairs as a dict; ValueError where a key comes twice."""
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         raise ValueError("a key comes twice")

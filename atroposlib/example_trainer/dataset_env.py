@@ -15,13 +15,13 @@ from typing import Literal, TypedDict, TypeVar
 from pydantic import Field, PositiveInt
 
 from atroposlib.environments.rows import Row, Split, read_rows, write_rows
-from atroposlib.environments.single_turn import RowsConfig, RowsEnv, local_engine
+from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv, local_engine
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.envs.reward_fns.math_judge import judge, scores
 from atroposlib.errors import ConfigError, DataError
 from atroposlib.example_trainer.config import Source
 from atroposlib.paths import expand_path
-from atroposlib.type_definitions import Json, JsonObject
+from atroposlib.type_definitions import Json, JsonObject, Message
 
 T = TypeVar("T")
 _THINKING = re.compile(r"(?is)<think>.*?</think>")
@@ -117,6 +117,16 @@ class DatasetEnv(RowsEnv):
             path = expand_path(self.config.chat_template, what="chat_template")
             self.tokenizer.chat_template = path.read_text(encoding="utf-8")
         await super().setup()
+
+    def system_turns(self) -> list[Message]:
+        """Say in which form the reward looks for an answer, where neither settings nor a template say something."""
+        config = self.config
+        if config.system_prompt is not None or config.chat_template:
+            return super().system_turns()
+        is_math = config.reward == "math"
+        form = "give the final answer " + ("in \\boxed{}." if is_math else "inside <answer> and </answer>.")
+        thinks = is_math or config.require_think
+        return [{"role": "system", "content": THINK + form if thinks else form.capitalize()}]
 
     def load(self) -> Split:
         sources = self.config.datasets or (

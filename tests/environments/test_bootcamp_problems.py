@@ -45,7 +45,8 @@ async def test_evaluation_has_problems_of_its_own():
 async def test_an_item_names_its_task_and_carries_what_its_verifier_needs():
     messages, meta = await make_source(task_name="capitals", require_reasoning=False).problem(0)
     word = meta["identity"]["word"]
-    assert messages == [{"role": "user", "content": f'Write the word "{word}" in capital letters.'}]
+    question = f'Write the word "{word}" in capital letters.\n\nPut your final answer in <answer>...</answer>.'
+    assert messages == [{"role": "user", "content": question}]
     assert meta == {
         "task_name": "capitals",
         "raw_prompt": messages[0]["content"],

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from atroposlib.environments.answer_format_environment.answer_format_environment import AnswerFormatEnv
+from atroposlib.environments.countdown_env import CountdownEnv
 from atroposlib.environments.graph_coloring_env import GraphColoringEnv
 from atroposlib.environments.intern_bootcamp.intern_bootcamp_env import InternBootcampEnv
 from atroposlib.environments.intern_bootcamp.own import OWN_BOOTCAMPS
@@ -105,6 +106,32 @@ async def test_a_reply_that_says_two_things_is_wrong(make_env, env_cls, settings
         item = await env.problem("train", number)
         gold = env.gold(item)
         assert await env.grades([gold, change(gold)], item) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("env_cls", [GraphColoringEnv, LetterCountingEnv])
+async def test_an_answer_in_a_code_fence_is_right(make_env, env_cls):
+    env = await make_env(env_cls)
+    item = await env.problem("train", 0)
+    fenced = env.gold(item).replace("<answer>", "<answer>\n```json\n").replace("</answer>", "\n```\n</answer>")
+    assert await env.grades([fenced], item) == [1.0]
+
+
+UNSHOWN = {
+    "countdown": (CountdownEnv, {"few_shot": 0}, "<answer>"),
+    "bootcamp": (InternBootcampEnv, {"task_name": "capitals"}, "<answer>"),
+    "problem sets": (DatasetEnv, {}, "<answer>"),
+    "problem sets with thoughts": (DatasetEnv, {}, "<think>"),
+    "problem sets in mathematics": (DatasetEnv, {"reward": "math"}, "\\boxed{}"),
+}
+
+
+@pytest.mark.parametrize(("env_cls", "settings", "form"), UNSHOWN.values(), ids=UNSHOWN)
+async def test_without_solved_problems_the_prompt_says_in_which_form_an_answer_is_looked_for(
+    make_env, env_cls, settings, form
+):
+    env = await make_env(env_cls, **settings)
+    messages = await env.messages(await env.problem("train", 0))
+    assert form in "\n".join(message["content"] for message in messages)
 
 
 async def test_a_task_that_rewards_a_constant_is_found(make_env):

@@ -12,7 +12,7 @@ _STEPS = (
     ("sort the numbers in ascending order", "sorted(a)"),
     ("drop every number that has stood before", "list(dict.fromkeys(a))"),
     ("replace each number by the sum of all numbers up to and with it", "[sum(a[: i + 1]) for i in range(len(a))]"),
-    ("drop the first {r} numbers", "a[{r}:]"),
+    ("drop the first {r} number(s)", "a[{r}:]"),
     ("add {m} to each number at an odd place, counted from 0", "[x + {m} * (i % 2) for i, x in enumerate(a)]"),
 )
 _ENDS = (("the numbers themselves", "a"), ("their sum times {k}, plus {m}", "sum(a) * {k} + {m}"))

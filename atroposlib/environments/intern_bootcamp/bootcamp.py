@@ -48,6 +48,10 @@ def tagged(answer: str) -> str:
     return f"<answer>{answer}</answer>"
 
 
+FORM = f"\n\nPut your final answer in {tagged('...')}."
+"""Behind a problem that does not say itself where its answer is looked for."""
+
+
 def extract_answer(output: str) -> str | None:
     """Return the content of the last pair of answer tags, stripped; None when there is none."""
     for part in reversed(output.split("</answer>")[:-1]):

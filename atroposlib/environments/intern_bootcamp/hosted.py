@@ -14,7 +14,7 @@ import sys
 import types
 from typing import Any, TypedDict
 
-from atroposlib.environments.intern_bootcamp.bootcamp import Grading, Identity, grade, tagged
+from atroposlib.environments.intern_bootcamp.bootcamp import FORM, Grading, Identity, grade, tagged
 from atroposlib.type_definitions import JsonObject
 
 
@@ -115,9 +115,8 @@ class ReasoningGymDataset:
 
     def draw(self, seed: int) -> tuple[Identity, str, str | None]:
         entry = self._create(seed % 2**31)[0]
-        form = f"\n\nPut your final answer in {tagged('...')}."
         answer = entry["answer"]
-        return entry, entry["question"] + form, tagged(answer) if isinstance(answer, str) else None
+        return entry, entry["question"] + FORM, tagged(answer) if isinstance(answer, str) else None
 
     def verify(self, output: str, identity: Identity, grading: Grading) -> float:
         return grade(output, lambda answer: float(self._scorer.score_answer(answer, identity)), grading)

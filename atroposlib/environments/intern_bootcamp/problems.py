@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from atroposlib.environments.intern_bootcamp.bootcamp import Grading
+from atroposlib.environments.intern_bootcamp.bootcamp import FORM, Grading
 from atroposlib.environments.intern_bootcamp.bootcamp_config import (
     ALL_DATASETS,
     RANDOM_TASK,
@@ -101,7 +101,7 @@ class ProblemSource:
         except EnvironmentFault as fault:
             return [], {**meta, "raw_prompt": "", "fault": str(fault)}
         identity = {name: drawn[name] for name in ("identity", "identity_format", "demonstration")}
-        return messages, {**meta, "raw_prompt": drawn["prompt"], **identity}
+        return messages, {**meta, "raw_prompt": messages[-1]["content"], **identity}
 
     async def verify(self, output: str, meta: JsonObject) -> float:
         """Return the verdict of the task's verifier about one output, as it gives it.
@@ -179,7 +179,8 @@ class ProblemSource:
         for shot in shots[: self._config.few_shot]:
             messages.append({"role": "user", "content": shot["prompt"]})
             messages.append({"role": "assistant", "content": shot["demonstration"] or ""})
-        return [*messages, {"role": "user", "content": drawn["prompt"]}]
+        is_shown = bool(shots) or name not in OWN_BOOTCAMPS
+        return [*messages, {"role": "user", "content": drawn["prompt"] + ("" if is_shown else FORM)}]
 
     async def _shots_of(self, name: str) -> list[Drawn]:
         """One solved problem more than is shown, since the one that is asked must not be among them."""

@@ -5,16 +5,14 @@ python environments/letter_counting_environment/letter_counting_environment.py p
 
 import json
 import random
-import re
 import string
 from typing import TypedDict
 
 from pydantic import Field
 
-from atroposlib.environments.intern_bootcamp.bootcamp import extract_answer
 from atroposlib.environments.intern_bootcamp.words import WORDS
 from atroposlib.environments.single_turn import THINK, SingleTurnConfig, SingleTurnEnv
-from atroposlib.environments.structured import once, read_json
+from atroposlib.environments.structured import answered_object
 
 _WORD_LEVELS = 5
 """Texts of harder levels are random letters."""
@@ -65,7 +63,7 @@ class LetterCountingEnv(SingleTurnEnv):
         return f"{self.label}_{item['level']}"
 
     def grade(self, said: str, item: Count) -> float:
-        return float(_read(extract_answer(said) or "") == item["counts"])
+        return float(_read(said) == item["counts"])
 
     def gold(self, item: Count) -> str:
         return f"<answer>{json.dumps(item['counts'])}</answer>"
@@ -75,16 +73,13 @@ class LetterCountingEnv(SingleTurnEnv):
         return f"Counted:\n<answer>\n{{\n  {lines}\n}}\n</answer>"
 
 
-def _read(answer: str) -> dict[str, int] | None:
-    """Return the counts of an answer, by small letters; None when it has no such form."""
-    text = re.sub(r"^```(?:json)?|```$", "", answer.strip()).strip()
-    try:
-        given = read_json(text)
-        if not isinstance(given, dict) or not all(type(count) is int for count in given.values()):
-            return None
-        return once([(letter.lower(), count) for letter, count in given.items()])
-    except (ValueError, RecursionError):
+def _read(said: str) -> dict[str, int] | None:
+    """Return the counts of a reply, by small letters; None when it has no such form."""
+    given = answered_object(said)
+    if given is None or not all(type(count) is int for count in given.values()):
         return None
+    counts = {letter.lower(): count for letter, count in given.items()}
+    return counts if len(counts) == len(given) else None
 
 
 if __name__ == "__main__":
