@@ -11,18 +11,15 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
-import signal
 import socket
-import tempfile
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from atroposlib.envs.agent_programs import Access, Command, in_container, run_agent, run_command
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.item_rollout import tried_twice
 from atroposlib.envs.server_handling.agents.record import FinishedRollout
@@ -32,12 +29,10 @@ from atroposlib.envs.server_handling.agents.settings import RolloutSettings, Tur
 from atroposlib.envs.server_handling.fan_out import contained, raise_first
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.sampling import words
 from atroposlib.envs.server_handling.server_manager import count_lease, pick_server
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, RolloutFault, VerifierFault
 from atroposlib.rollouts.trace import EngineReply, row_of_group
-from atroposlib.sandbox.apart import apart, can_part, new_folder, remove_folder
-from atroposlib.sandbox.keeper import end_kept, kept
+from atroposlib.sandbox.apart import new_folder, remove_folder
 from atroposlib.type_definitions import FinishReason, Item, JsonObject, ScoredDataGroup
 
 if TYPE_CHECKING:
@@ -45,17 +40,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TERM_S = 5.0
-OUTPUT_BYTES = 20_000
-CLEAN_UP_S = 30.0
-INSIDE = "/work"
-"""Where a container sees the folder of its rollout."""
-
-_CLIENT_VARIABLES = words(
-    """HOME XDG_RUNTIME_DIR XDG_CONFIG_HOME XDG_DATA_HOME DBUS_SESSION_BUS_ADDRESS TMPDIR DOCKER_HOST DOCKER_CONTEXT
-    DOCKER_CONFIG CONTAINER_HOST CONTAINERS_CONF CONTAINERS_STORAGE_CONF APPTAINER_CACHEDIR APPTAINER_TMPDIR"""
-)
-"""Of this process, for the client of a container; what runs inside does not see them."""
+__all__ = [
+    "Access",
+    "AgentEnv",
+    "AgentEnvConfig",
+    "AgentRun",
+    "Command",
+    "GatewayService",
+    "in_container",
+    "run_command",
+]
 
 
 class AgentEnvConfig(TurnSettings, BaseEnvConfig):
@@ -84,100 +78,6 @@ class AgentEnvConfig(TurnSettings, BaseEnvConfig):
     gateway_host: str = Field(
         "127.0.0.1", description="Address of this machine at which agents find the model; containers may need another."
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Told to an agent: the address of its model, and the key of its rollout."""
-
-    root: str
-    key: str
-    model: str
-    folder: Path  # of this rollout, empty at the start; the working folder of commands
-    score_key: str  # in no variable of the agent's process: who has it sets the reward
-
-    @property
-    def openai_base_url(self) -> str:
-        """For OpenAI's clients."""
-        return f"{self.root}/v1"
-
-    @property
-    def anthropic_base_url(self) -> str:
-        """For Anthropic's clients, which add /v1 themselves."""
-        return self.root
-
-    @property
-    def event_url(self) -> str:
-        """Where Agent-Lightning's agents post their reward; given to an agent, it sets its own score."""
-        return f"{self.root}/{self.score_key}/events"
-
-    def variables(self) -> dict[str, str]:
-        """The environment of an agent's process: its model, an empty home, and no secret but its key."""
-        home = self.folder / ".home"
-        home.mkdir(exist_ok=True)
-        return {
-            "HOME": str(home),
-            "OPENAI_BASE_URL": self.openai_base_url,
-            "OPENAI_API_BASE": self.openai_base_url,
-            "OPENAI_API_KEY": self.key,
-            "OPENAI_MODEL": self.model,
-            "OPENAI_AGENTS_DISABLE_TRACING": "1",
-            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
-            "ANTHROPIC_API_KEY": self.key,
-            "ANTHROPIC_AUTH_TOKEN": self.key,
-            "ANTHROPIC_MODEL": self.model,
-            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "DISABLE_AUTOUPDATER": "1",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A program to run as the agent, in the rollout's folder, with `Access.variables` and these on top."""
-
-    arguments: Sequence[str]
-    variables: Mapping[str, str] = field(default_factory=dict)
-    stdin: bytes = b""
-    clean_up: Sequence[str] = ()  # a program to run when it has ended, however it did
-    is_contained: bool = False  # a container keeps it apart from others
-
-
-def in_container(
-    arguments: Sequence[str],
-    access: Access,
-    *,
-    image: str,
-    program: Literal["docker", "podman", "apptainer"] = "docker",
-    network: str = "",
-    options: Sequence[str] = (),
-) -> Command:
-    """Return the command that runs an agent in a container, which ends with the rollout.
-
-    The container has a name of its own, the rollout's folder as working folder, and of variables those of
-    `Access.variables`, by name: the key stands in no argument.
-
-    Args:
-        arguments: the agent's program and arguments.
-        network: in which the gateway can be reached (`AgentEnvConfig.gateway_host`); apptainer uses this machine's.
-        options: more of the program's own, such as limits of memory.
-    """
-    home = f"{INSIDE}/.home"
-    given = {name: value for name, value in access.variables().items() if name != "HOME"}
-    client = {name: os.environ[name] for name in _CLIENT_VARIABLES if name in os.environ}
-    if program == "apptainer":  # its container is a process of the command's group
-        inside = {f"APPTAINERENV_{name}": value for name, value in given.items()}
-        places = ["--bind", f"{access.folder}:{INSIDE}", "--home", f"{access.folder}/.home:{home}", "--pwd", INSIDE]
-        start = [program, "exec", "--containall", *places, *options, image]
-        return Command([*start, *arguments], {**client, **inside}, is_contained=True)
-    name = f"atropos-{uuid.uuid4().hex}"
-    user = ["--userns", "keep-id"] if program == "podman" else ["--user", f"{os.getuid()}:{os.getgid()}"]
-    places = ["--network", network, "--volume", f"{access.folder}:{INSIDE}", "--workdir", INSIDE]
-    known = [part for key in given for part in ("--env", key)]
-    start = [program, "run", "--rm", "--init", "--name", name, *user, *places, *known, "--env", f"HOME={home}"]
-    clean_up = [program, "rm", "--force", name]
-    return Command([*start, *options, image, *arguments], client, clean_up=clean_up, is_contained=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +231,7 @@ class AgentEnv(BaseEnv):
             async with asyncio.timeout(config.agent_timeout_s):
                 result, code, output = await contained(self.run_agent(item, access)), None, ""
                 if isinstance(result, Command):
-                    code, output = await _run_agent(result, access, is_apart=config.keep_apart)
+                    code, output = await run_agent(result, access, is_apart=config.keep_apart)
                     result = None
                     if code != 0 and not _is_spent(rollout):
                         raise EnvironmentFault(f"the agent ended with exit code {code}: {output[-500:].strip()}")
@@ -375,78 +275,6 @@ def _is_spent(rollout: Rollout) -> bool:
     return (rollout.end_reason or "").startswith("budget")
 
 
-async def _run_agent(command: Command, access: Access, *, is_apart: bool) -> tuple[int, str]:
-    variables = access.variables()
-    try:
-        if not is_apart or command.is_contained or not await asyncio.to_thread(can_part):
-            return await run_command(command, access.folder, variables)
-        parted = apart(command.arguments, access.folder, command.variables.get("PATH"))
-        command = replace(command, arguments=parted)
-        code, output = await run_command(command, access.folder, variables)
-        return 128 - code if 128 < code < 128 + signal.NSIG else code, output  # bubblewrap tells signals as shells do
-    except OSError as error:
-        raise EnvironmentFault(
-            f"the agent's program cannot be started: {error}; give its full path, or a name that is on PATH"
-        ) from error
-
-
-async def run_command(command: Command, folder: Path, variables: Mapping[str, str]) -> tuple[int, str]:
-    """Run a program to its end; exit code, and the end of what it printed. Whatever it started ends with it.
-
-    On Linux that is every process below it, and they end with this process, too; elsewhere those of its group.
-
-    Args:
-        folder: its working folder.
-        variables: its environment, below the command's own; of this process only what names programs and languages.
-
-    Raises:
-        OSError: it cannot be started.
-    """
-    with (
-        tempfile.TemporaryFile() as given,  # no pipe: a program may end before it has read
-        tempfile.TemporaryFile() as printed,
-        tempfile.TemporaryFile() as refused,
-    ):
-        given.write(command.stdin)
-        given.seek(0)
-        process = await asyncio.create_subprocess_exec(
-            *kept(command.arguments, grace_s=TERM_S, refused=refused.fileno()),
-            stdin=given,
-            stdout=printed,
-            stderr=asyncio.subprocess.STDOUT,
-            cwd=folder,
-            env={**_plain_variables(), **variables, **command.variables},
-            start_new_session=True,
-            pass_fds=(refused.fileno(),),
-        )
-        try:
-            await process.wait()
-        finally:
-            await end_kept(process, grace_s=TERM_S)
-            if command.clean_up:
-                await _clean_up(command, folder)
-        if number := refused.seek(0) or refused.read():
-            raise OSError(int(number), os.strerror(int(number)), command.arguments[0])
-        printed.seek(max(0, printed.seek(0, os.SEEK_END) - OUTPUT_BYTES))
-        return process.returncode or 0, printed.read().decode("utf-8", "replace")
-
-
-async def _clean_up(command: Command, folder: Path) -> None:
-    try:
-        async with asyncio.timeout(CLEAN_UP_S):
-            code, said = await run_command(Command(command.clean_up, command.variables), folder, {})
-    except (TimeoutError, OSError) as error:
-        code, said = -1, f"{type(error).__name__}: {error}"
-    if code != 0 and "no such container" not in said.lower():  # it removed itself
-        logger.warning(
-            "%s failed, so that something may still run: exit code %d: %s", command.clean_up, code, said[-500:]
-        )
-
-
-def _plain_variables() -> dict[str, str]:
-    return {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ") if name in os.environ}
-
-
 class GatewayService:
     """The routes of the model on a free port of `host`, in this event loop; each route needs a rollout's key."""
 
@@ -478,7 +306,10 @@ class GatewayService:
             try:
                 listener = socket.create_server((self._host, 0))
             except OSError as error:
-                raise ConfigError(f"env.gateway_host {self._host!r} is no address of this machine: {error}") from error
+                raise ConfigError(
+                    f"env.gateway_host {self._host!r} is no address of this machine: {error}; one of a network of "
+                    "podman's is there only while a container runs in that"
+                ) from error
             self.url = f"http://{self._host}:{listener.getsockname()[1]}"
             config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", access_log=False)
             self._server = Quiet(config)

@@ -22,7 +22,8 @@ from fakes import FakeServer, FakeTokenizer
 from atroposlib.data.validate import Validation
 from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv, pack_folder
 from atroposlib.environments.agents.stock_env import StockEnv
-from atroposlib.envs.agent_env import INSIDE, Access, AgentEnv, AgentEnvConfig, Command, in_container, run_command
+from atroposlib.envs.agent_env import Access, AgentEnv, AgentEnvConfig, Command, in_container, run_command
+from atroposlib.envs.agent_programs import INSIDE
 from atroposlib.envs.base import ServerBaseline
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, PathError, RequestFault, VerifierFault
 from atroposlib.sandbox.apart import apart, can_part, new_folder, remove_folder, temporary_folder
@@ -405,7 +406,7 @@ async def test_an_agent_that_somebody_kills_is_a_fault_of_its_own_and_leaves_no_
 
 
 async def test_an_agent_that_takes_too_long_ends_with_everything_it_started(tmp_path, monkeypatch):
-    monkeypatch.setattr("atroposlib.envs.agent_env.TERM_S", 0.1)
+    monkeypatch.setattr("atroposlib.envs.agent_programs.TERM_S", 0.1)
     env = command_env(tmp_path, script=STUBBORN, agent_timeout_s=1.5)
     item = {**await item_of(env), "prompt": str(tmp_path / "pids")}
     with pytest.raises(EnvironmentFault, match=r"more than 2 s .agent_timeout_s"):
@@ -452,7 +453,7 @@ ENDS = {
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
 @pytest.mark.parametrize(("end", "fault"), ENDS.values(), ids=ENDS)
 async def test_what_an_agent_detached_from_itself_ends_with_it(tmp_path, monkeypatch, end, fault):
-    monkeypatch.setattr("atroposlib.envs.agent_env.TERM_S", 0.1)
+    monkeypatch.setattr("atroposlib.envs.agent_programs.TERM_S", 0.1)
     env = command_env(tmp_path, "true", DETACHED.format(end=end), agent_timeout_s=3, max_calls=None)
     with pytest.raises(EnvironmentFault, match=fault) if fault else nullcontext():
         await rolled_out(env, {**await item_of(env), "prompt": str(tmp_path / "pid")})
@@ -508,6 +509,8 @@ import json, os, pathlib, signal, subprocess, sys
 state, (verb, *rest) = pathlib.Path(os.environ["HOME"]), sys.argv[1:]
 with (state / "calls.jsonl").open("a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
+if verb == "ps":
+    sys.exit()
 if verb == "rm":
     os.killpg(int((state / rest[-1]).read_text()), signal.SIGKILL)
     sys.exit()
@@ -564,11 +567,11 @@ async def test_an_agent_in_a_container_has_its_folder_and_its_model_and_nothing_
 
 
 async def test_a_container_whose_agent_takes_too_long_ends_by_its_name(tmp_path, monkeypatch, docker):
-    monkeypatch.setattr("atroposlib.envs.agent_env.TERM_S", 0.1)
+    monkeypatch.setattr("atroposlib.envs.agent_programs.TERM_S", 0.1)
     env = command_env(tmp_path, script=STUBBORN, agent_timeout_s=1.5, **IN_DOCKER)
     with pytest.raises(EnvironmentFault, match="agent_timeout_s"):
         await rolled_out(env, {**await item_of(env), "prompt": str(tmp_path / "pids")})
-    run, removed = docker()
+    run, removed = (call for call in docker() if call[0] != "ps")
     assert removed == ["rm", "--force", run[run.index("--name") + 1]]
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert [is_running(pid) for pid in pids] == [False, False]
