@@ -1,9 +1,9 @@
 """Measure what a group costs the trajectory API: CPU of the server, with JSON clients and our own, with a trainer too.
 
-    python benchmarks/bench_api.py                                # this checkout
-    python benchmarks/bench_api.py --upstream VENV/bin/python     # and the server of atroposlib 0.4.0 there, in turns
-    python benchmarks/bench_api.py --other CHECKOUT               # and the server of another checkout, in turns
-    python benchmarks/bench_api.py --stored 100000 --tokens 1300  # fill, kill -9, first response, drain, disk
+    python -m benchmarks.bench_api                                # this checkout
+    python -m benchmarks.bench_api --upstream VENV/bin/python     # and the server of atroposlib 0.4.0 there, in turns
+    python -m benchmarks.bench_api --other CHECKOUT               # and the server of another checkout, in turns
+    python -m benchmarks.bench_api --stored 100000 --tokens 1300  # fill, kill -9, first response, drain, disk
 
 A group is 16 sequences; CPU is of all threads of the server, from the kernel, after a first round that is not counted.
 Servers take turns, so that all of them meet the same load of the machine; each number is the median of `--rounds`.
@@ -37,6 +37,7 @@ from atroposlib.api.group_codec import encode_group
 from atroposlib.api.queue import Group
 from atroposlib.api.store import Store
 from atroposlib.api.tables import NewGroup
+from benchmarks.processes import cpu_s, memory_mb
 
 SEQUENCES = 16
 BATCH = 64
@@ -109,12 +110,11 @@ class Server:
 
     def cpu_s(self) -> float:
         """Return the seconds that its threads have run."""
-        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+        return cpu_s(self._process.pid)
 
     def rss_mb(self) -> float:
         """Return its resident memory."""
-        return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+        return memory_mb(self._process.pid)
 
     def disk_mb(self) -> float:
         """Return what its folder takes."""

@@ -97,36 +97,6 @@ def _datasets(path: Path, out: Path, tokenizer: str | None) -> int:
     return path.stat().st_size
 
 
-def _datasets_rows(path: Path, out: Path, tokenizer: str | None) -> int:
-    import datasets  # type: ignore[import-not-found]
-
-    def choose(group: dict[str, Any]) -> dict[str, Any]:
-        return {"kept": [m for m, s in zip(group["messages"], group["scores"], strict=True) if s > 0]}
-
-    with tempfile.TemporaryDirectory() as cache:
-        loaded = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=cache)
-        loaded.map(choose).select_columns(["kept"]).to_json(str(out))
-    return path.stat().st_size
-
-
-def _datasets_tokens(path: Path, out: Path, tokenizer: str | None) -> int:
-    import datasets  # type: ignore[import-not-found]
-
-    def choose(batch: dict[str, list]) -> dict[str, list]:
-        kept = [
-            row
-            for rows in zip(batch["tokens"], batch["masks"], batch["scores"], strict=True)
-            for row in zip(*rows, strict=True)
-            if row[2] > 0
-        ]
-        return dict(zip(("input_ids", "labels", "score"), map(list, zip(*kept, strict=True)), strict=True))
-
-    with tempfile.TemporaryDirectory() as cache:
-        loaded = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=cache)
-        loaded.map(choose, batched=True, batch_size=16, remove_columns=loaded.column_names).to_json(str(out))
-    return path.stat().st_size
-
-
 def _export(path: Path, out: Path, tokenizer: str | None, format: str) -> int:
     from atroposlib.data.sft import SftOptions, export_sft
 
@@ -174,14 +144,12 @@ def _rerender(path: Path, out: Path, tokenizer: str | None) -> int:
 _CASES = {
     "orjson": _orjson,
     "datasets": _datasets,
-    "datasets-rows": _datasets_rows,
-    "datasets-tokens": _datasets_tokens,
     "select": lambda path, out, tokenizer: _export(path, out, None, "messages"),
     "tokens": lambda path, out, tokenizer: _export(path, out, None, "tokens"),
     "encode_batch": _encode_batch,
     "rerender": _rerender,
 }
-_NAMES = [*_CASES, "select-again", "tokens-again", "datasets-again"]
+_NAMES = [*_CASES, "select-again", "tokens-again"]
 
 
 def _children_s() -> float:

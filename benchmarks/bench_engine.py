@@ -6,12 +6,12 @@ With the server's PID, also tokens per CPU-second, which neighbours on the machi
 
 import argparse
 import asyncio
-import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import aiohttp
+
+from benchmarks.processes import cpu_s
 
 NEW_TOKENS, PROMPT_TOKENS = 64, 36
 ROUNDS = ((1, 2, 1), (8, 16, 1), (32, 64, 1), (2, 4, 16))  # requests at a time, requests, n
@@ -31,9 +31,9 @@ async def measure(url: str, pid: int | None) -> None:
 
             numbers = range(serial + 1, serial + 1 + requests)
             serial += requests
-            wall, cpu = time.perf_counter(), cpu_seconds(pid)
+            wall, cpu = time.perf_counter(), cpu_s(pid) if pid else 0.0
             tokens = sum(await asyncio.gather(*map(one, numbers)))
-            wall, cpu = time.perf_counter() - wall, cpu_seconds(pid) - cpu
+            wall, cpu = time.perf_counter() - wall, cpu_s(pid) - cpu if pid else 0.0
             per_cpu = f", {tokens / cpu:.0f} tok/CPU-s" if cpu else ""
             print(f"{requests} requests, {at_a_time} at a time, n={n}: {tokens / wall:.0f} tok/s{per_cpu}", flush=True)
 
@@ -47,14 +47,6 @@ async def _generate(session: aiohttp.ClientSession, number: int, n: int) -> int:
         reply.raise_for_status()
         answer = await reply.json()
     return sum(len(one["output_ids"]) for one in (answer if isinstance(answer, list) else [answer]))
-
-
-def cpu_seconds(pid: int | None) -> float:
-    """User and system time a process has used, from /proc; 0 without a PID."""
-    if pid is None:
-        return 0.0
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,7 +14,6 @@ server that reads the same bodies and sends as many ids: what the gateway costs 
 import argparse
 import asyncio
 import gc
-import os
 import random
 import re
 import socket
@@ -36,6 +35,7 @@ from atroposlib.envs.server_handling.managed_server_proxy import create_app, ser
 from atroposlib.envs.server_handling.server_config import APIServerConfig  # noqa: E402
 from atroposlib.envs.server_handling.sglang_server import SGLangServer  # noqa: E402
 from atroposlib.rollouts.run import RARE_COLLECTIONS  # noqa: E402
+from benchmarks.processes import cpu_s, memory_mb  # noqa: E402
 from tests.rollouts.asking_env import bytes_tokenizer  # noqa: E402
 from tests.server_handling.test_managed_server_proxy import manager_of  # noqa: E402
 
@@ -148,16 +148,6 @@ def serve(engine: str) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     print(listener.getsockname()[1], flush=True)
     server_of(app, log_level="error", lifespan="off", ws="none", timeout_keep_alive=600).run(sockets=[listener])
-
-
-def cpu_s(pid: int) -> float:
-    """Seconds of CPU of a process, to the nanosecond."""
-    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
-
-
-def memory_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 async def talk(session, name, turns, made, marks=None):

@@ -3,7 +3,7 @@
     python -m benchmarks.bench_processes [--processes 1 2 4] [--in-flight 64] [--group-size 16] [--tokens 64]
 
 Each environment serves the API with its own clients; the trainer takes every batch and does nothing with it; the engine
-(`capped_engine.py`, lognormal latency, no limit) gives the same answer always. CPU is that of each kind of process over
+(`mean_time_engine.py`, lognormal latency) gives the same answer always. CPU is that of each kind of process over
 `--seconds`, after a second of warming up, divided by the responses that the engine gave meanwhile: on a machine that
 the processes fill, the rates compare nothing, the CPU does.
 """
@@ -17,9 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
-
-from benchmarks.bench_auto import ask, start
+from benchmarks.processes import answers, cpu_s, start, start_engine
 
 
 def main() -> None:
@@ -49,10 +47,8 @@ def measure(stack: contextlib.ExitStack, count: int, args: argparse.Namespace) -
         return process
 
     log = stack.enter_context((folder / "log").open("wb"))
-    latency = ("--capacity", "1000000", "--seconds", str(args.latency), "--spread", "0.6")
-    engine = run(start("capped_engine.py", *latency, "--tokens", str(args.tokens), stdout=subprocess.PIPE))
-    assert engine.stdout is not None
-    url = f"http://127.0.0.1:{int(engine.stdout.readline())}"
+    engine, url = start_engine(seconds=args.latency, spread=0.6, tokens=args.tokens)
+    run(engine)
     serving = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", "0", "--state-dir", str(folder / "api")]
     api = run(subprocess.Popen(serving, stdout=subprocess.PIPE, stderr=log))
     assert api.stdout is not None
@@ -73,26 +69,23 @@ def measure(stack: contextlib.ExitStack, count: int, args: argparse.Namespace) -
     ]
     kinds = {"environments": environments, "API": [api], "trainer": [trainer], "engine": [engine]}
     wanted = 2 * args.in_flight * args.group_size
-    while ask(f"{url}/counts")["answers"] < wanted:
+    while answers(url) < wanted:
         if any(process.poll() is not None for processes in kinds.values() for process in processes):
             raise SystemExit((folder / "log").read_text())
         time.sleep(0.1)
     time.sleep(1)
-    begin, answered, before = time.monotonic(), ask(f"{url}/counts")["answers"], spent(kinds)
+    begin, answered, before = time.monotonic(), answers(url), spent(kinds)
     time.sleep(args.seconds)
     seconds, after = time.monotonic() - begin, spent(kinds)
-    answers = ask(f"{url}/counts")["answers"] - answered
+    given = answers(url) - answered
     cpu = {kind: after[kind] - before[kind] for kind in kinds}
-    each = " | ".join(f"{1000 * cpu[kind] / answers:.3f}" for kind in kinds)
-    return f"| {count} | {answers / seconds:,.0f} | {each} | {sum(cpu.values()) / seconds:.2f} |"
+    each = " | ".join(f"{1000 * cpu[kind] / given:.3f}" for kind in kinds)
+    return f"| {count} | {given / seconds:,.0f} | {each} | {sum(cpu.values()) / seconds:.2f} |"
 
 
 def spent(kinds: dict[str, list[subprocess.Popen[bytes]]]) -> dict[str, float]:
     """CPU seconds of each kind of process."""
-    return {
-        kind: sum(sum(psutil.Process(process.pid).cpu_times()[:2]) for process in processes)
-        for kind, processes in kinds.items()
-    }
+    return {kind: sum(cpu_s(process.pid) for process in processes) for kind, processes in kinds.items()}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m benchmarks.bench_throughput [--in-flight 32 256] [--group-size 16] [--groups 4000] [--tokens 64]
     python -m benchmarks.bench_throughput --in-flight 16 64 --latency 0.7 --tokens 128 --groups 1000  # like a GPU
 
-Three processes: the engine (`capped_engine.py`, lognormal latency, no limit), then either a raw aiohttp loop that
+Three processes: the engine (`mean_time_engine.py`, lognormal latency, no limit), then either a raw aiohttp loop that
 parses replies with `json`, or an environment in `process` mode, which also decodes, tracks tokens, checks and stores.
 Rates are those between the first and the last tenth of the groups. CPU is that of the client process, its report on
 the rollouts not included; the engine needs CPU, too, and two cores are soon full.
@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.bench_auto import ask, start
+from benchmarks.processes import answers, start, start_engine
 
 
 def main() -> None:
@@ -57,14 +57,7 @@ def main() -> None:
 
 def measure(client: Any, in_flight: int, args: Any) -> dict[str, float]:
     """Rate in groups per second, CPU in ms for each response, and the memory of a client."""
-    engine = start(
-        "capped_engine.py",
-        *("--capacity", "1000000", "--seconds", str(args.latency), "--spread", str(args.spread)),
-        *("--tokens", str(args.tokens)),
-        stdout=subprocess.PIPE,
-    )
-    assert engine.stdout is not None
-    url = f"http://127.0.0.1:{int(engine.stdout.readline())}"
+    engine, url = start_engine(seconds=args.latency, spread=args.spread, tokens=args.tokens)
     with tempfile.TemporaryDirectory() as folder:
         process = client(url, in_flight, args, folder)
         try:
@@ -73,15 +66,15 @@ def measure(client: Any, in_flight: int, args: Any) -> dict[str, float]:
             for each in (process, engine):
                 each.terminate()
                 each.wait()
-    answers, seconds = end["answers"] - begin["answers"], end["at"] - begin["at"]
-    cpu_ms = (end["cpu_s"] - begin["cpu_s"]) / answers * 1000
-    return {"rate": answers / args.group_size / seconds, "cpu_ms": cpu_ms, "mb": end["mb"]}
+    given, seconds = end["answers"] - begin["answers"], end["at"] - begin["at"]
+    cpu_ms = (end["cpu_s"] - begin["cpu_s"]) / given * 1000
+    return {"rate": given / args.group_size / seconds, "cpu_ms": cpu_ms, "mb": end["mb"]}
 
 
-def sample(process: subprocess.Popen[bytes], url: str, answers: float) -> dict[str, float]:
+def sample(process: subprocess.Popen[bytes], url: str, wanted: float) -> dict[str, float]:
     """State of the client once the engine has given a number of answers."""
     client = psutil.Process(process.pid)
-    while (given := ask(f"{url}/counts")["answers"]) < answers:
+    while (given := answers(url)) < wanted:
         if process.poll() is not None:
             raise SystemExit(f"the client ended with {process.returncode} after {given} answers")
         time.sleep(0.02)
