@@ -70,9 +70,10 @@ def generate_html(input_path: str | os.PathLike[str], output_path: str | os.Path
         with part.open("w", encoding="utf-8") as stream:
             before, after = page_template().split("{groups_html}")
             stream.write(before.replace("{title}", html.escape(f"Rendered Messages - {source.name}")))
+            shown = 0
             for index, group in enumerate(_groups(source)):
-                stream.write(create_html_for_group(group, index))
-            stream.write(after)
+                shown += bool(stream.write(create_html_for_group(group, index)))
+            stream.write(after if shown else "<p>no groups with messages and scores</p>" + after)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
@@ -91,7 +92,7 @@ def create_html_for_group(group: Mapping[str, Json], index: int) -> str:
     shared = shared_prompt([messages for messages, _ in rows]) if len(rows) > 1 else 0
     prompt = f'<div class="prompt">{_conversation(rows[0][0][:shared])}</div>\n' if shared else ""
     items = [_item(index, j, said[shared:] if shared else said, score) for j, (said, score) in enumerate(rows)]
-    task = f" <small>{html.escape(str(group['task']))}</small>" if group.get("task") else ""
+    task = f" <small><bdi>{html.escape(str(group['task']))}</bdi></small>" if group.get("task") else ""
     return (
         f'<details class="group" id="group-{index}"><summary>Group {index + 1}{task} '
         f"{_dots([score for _, score in rows])}</summary>\n"
@@ -104,7 +105,7 @@ def _dots(scores: Sequence[float | None]) -> str:
     dots = "".join([_dot(score) for score in scores[:MOST_DOTS]]) + "…" * (len(scores) > MOST_DOTS)
     counts = f"{sum(score > 0 for score in known)} of {len(scores)} above 0"
     if len(known) > 1:
-        counts += f", mean {sum(known) / len(known):.3g}"
+        counts += f", mean {round(sum(known) / len(known), 9) + 0.0:.3g}"  # no -0, no 2e-17
     return f'<span class="dots">{dots}</span> <small>{counts}</small>'
 
 

@@ -45,7 +45,7 @@ def test_roles_task_and_item_ids_are_escaped_too():
     group = {"messages": [[{"role": "<b>", "content": "hi"}]], "scores": ["<i>"], "task": "<u>"}
     page = create_html_for_group(group | {"scores": [1.5]}, 0)
     assert "&lt;b&gt;" in page
-    assert "&lt;u&gt;" in page
+    assert "<bdi>&lt;u&gt;</bdi>" in page  # the direction of its letters ends with it
     assert 'id="group-0-item-0"' in page
     assert "Reward: 1.5" in page
 
@@ -92,6 +92,12 @@ def test_a_file_becomes_a_page_and_bad_lines_are_skipped_with_a_warning(tmp_path
     assert "<title>Rendered Messages - x_rollouts_main_0001.jsonl</title>" in text
     assert "{title}" not in text
     assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_file_without_groups_says_so(tmp_path):
+    source = tmp_path / "r.jsonl"
+    source.write_text("")
+    assert "no groups with messages and scores" in generate_html(source).read_text()
 
 
 def test_a_missing_input_exits_with_1(tmp_path):
@@ -148,6 +154,7 @@ def test_nothing_of_a_message_is_left_out():
 
 SCORES = {
     "each kind": ([1.0, 0, -0.5, None], ["positive", "zero", "negative", "none"], "1 of 4 above 0, mean 0.167"),
+    "rounding": ([0.1] * 10 + [-1], [*["positive"] * 10, "negative"], "10 of 11 above 0, mean 0"),
     "one": ([True], ["positive"], "1 of 1 above 0"),
     "not a number": ([float("nan"), 2], ["none", "positive"], "1 of 2 above 0"),
     "more than are drawn": ([1.0] * 500, ["positive"] * jsonl2html.MOST_DOTS, "500 of 500 above 0, mean 1"),

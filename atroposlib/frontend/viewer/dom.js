@@ -67,7 +67,7 @@ export function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
   if (Number.isInteger(value)) return value.toLocaleString("en");
-  return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3));
+  return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+(Math.abs(value) < 1e-9 ? 0 : value).toPrecision(3));
 }
 
 export function sign(score) {
