@@ -104,11 +104,6 @@ class ItemLines:
     lines: Sequence[bytes]
     written: asyncio.Future[None]
 
-    def tell(self) -> None:
-        """Wake who waits for the end of the writing."""
-        if not self.written.done():
-            self.written.set_result(None)
-
 
 class ShardWriter:
     """Appends to the last shard of a run, or to its one file, and to the index. Used by one thread at a time.
@@ -126,28 +121,32 @@ class ShardWriter:
         self._shard = None if is_packed else AppendFile(files.rollouts(self._number))
         self._index = AppendFile(files.sidecar("index"))
         self._index_owed = b""
+        self.written: deque[ItemLines] = deque()  # for whoever counts them to take away
         self.is_dirty = False  # something was written since the last `duplicates`
         self.on_shard_complete: Callable[[Path], object] = lambda path: None
 
     def write(self, waiting: deque[ItemLines]) -> None:
-        """Write from the front of `waiting`, and take away what is written; OSError: what is left was not."""
-        while waiting:
-            shard = self._open_shard()
-            items = self._that_fit(waiting)
-            place = shard.size
-            shard.write(b"".join(line for item in items for line in item.lines))
-            self.is_dirty = True
-            entries = [entry for item in items for entry in item.entries]
-            for entry, line in zip(entries, (line for item in items for line in item.lines), strict=True):
-                entry.shard, entry.start, entry.end = self._number, place, place + len(line)
-                place = entry.end
-            self._lines += len(entries)
-            for _ in items:
-                waiting.popleft()
-            try:
-                self.write_index(entries)
-            except OSError:  # the lines themselves are safe, and without room the next ones will say so
-                self._index_owed += _index_lines(entries)
+        """Write the first of `waiting` in one piece, and move them to `written`; OSError: none was written.
+
+        More may be appended to `waiting` meanwhile.
+        """
+        shard = self._open_shard()
+        items = self._that_fit(list(waiting))
+        place = shard.size
+        lines = [line for item in items for line in item.lines]
+        shard.write(b"".join(lines))
+        self.is_dirty = True
+        entries = [entry for item in items for entry in item.entries]
+        for entry, line in zip(entries, lines, strict=True):
+            entry.shard, entry.start, entry.end = self._number, place, place + len(line)
+            place = entry.end
+        self._lines += len(entries)
+        for _ in items:
+            self.written.append(waiting.popleft())
+        try:
+            self.write_index(entries)
+        except OSError:  # the lines themselves are safe, and without room the next ones will say so
+            self._index_owed += _index_lines(entries)
 
     def write_index(self, entries: Sequence[LedgerEntry]) -> None:
         """Append entries, after those that are owed; OSError: none was written."""
@@ -228,8 +227,6 @@ class RolloutFiles:
         self._acked = AppendFile(files.sidecar("acked")) if sends else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-files")
         self._waiting: deque[ItemLines] = deque()  # in the order in which they came
-        self._piece: deque[ItemLines] = deque()  # the first of them, as far as the thread has not written them
-        self._handed = 0  # items the piece began with
         self._writing: asyncio.Task[None] | None = None
         self._is_closed = False
         self.on_wait: Callable[[str | None], None] = lambda waiting_for: None
@@ -296,9 +293,9 @@ class RolloutFiles:
         self._thread.shutdown(wait=True)
         self._settle()
         try:
-            piece = self._hand_over()
             self._drop_what_is_not_ours()
-            self._shards.write(piece)
+            while self._waiting:
+                self._shards.write(self._waiting)
         except OSError as error:
             logger.error("finished groups not written: folder=%s error=%s", self.files.folder, error)
         self._settle()
@@ -312,43 +309,32 @@ class RolloutFiles:
     async def _write_waiting(self) -> None:
         """Write what waits, and what comes to wait meanwhile, in as few pieces as possible."""
         while self._waiting:
-            piece = self._hand_over()
             try:
-                await self._patiently(lambda piece=piece: self._shards.write(piece), self._drop_what_is_not_ours)
+                await self._patiently(lambda: self._shards.write(self._waiting), self._drop_what_is_not_ours)
             except Exception as error:
                 self._settle()
-                for _ in range(self._handed):
+                while self._waiting:
                     self._waiting.popleft().written.set_exception(error)
-                self._handed = 0
             else:
                 self._settle()
 
-    def _hand_over(self) -> deque[ItemLines]:
-        """Return what waits now, for the writing thread to take from."""
-        self._piece = deque(self._waiting)
-        self._handed = len(self._piece)
-        return self._piece
-
     def _settle(self) -> None:
         """Count what the thread has written, and tell who waits for it."""
-        while self._handed > len(self._piece):
-            self._handed -= 1
-            item = self._waiting.popleft()
+        while self._shards.written:
+            item = self._shards.written.popleft()
             for entry in item.entries:
                 self.ledger.add(entry, acknowledged=self._acked is None)
             self.ledger.finish(item.entries[0].item_key)
-            item.tell()
+            item.written.set_result(None)
 
     def _drop_what_is_not_ours(self) -> None:
         """While we waited for space, another member of a shared run may have taken an item over."""
         self._settle()
-        for item in list(self._waiting)[: self._handed]:
+        for item in list(self._waiting):
             if not self.may_write(item.entries[0].item_key):
-                self._piece.remove(item)
                 self._waiting.remove(item)
-                self._handed -= 1
                 item.entries = []
-                item.tell()
+                item.written.set_result(None)
 
     async def _patiently(self, write: Callable[[], None], before_retry: Callable[[], None] = lambda: None) -> None:
         loop = asyncio.get_running_loop()
