@@ -31,6 +31,7 @@ _TURN_MARKS = re.compile(
 )
 _TAGS = re.compile(r"<[^<>]*>|\[/?\w+\]")  # what ends a turn, and tags around thoughts
 _BEHIND_A_TURN = 2  # positions without loss that may follow a last turn: what a template writes after its end
+_TEXT_PARTS = ("text", "input_text", "output_text")
 _NO_CONTENT = {"content": Raw(b"null")}
 _kept_decoder = msgspec.json.Decoder(list[dict[str, Raw]])
 
@@ -41,7 +42,8 @@ class RecordedChat:
 
     where: str  # file:line[index]
     messages: list[JsonObject]
-    kept: list[dict[str, Raw]]  # the same byte by byte, without `reward`; a content that is missing is null
+    kept: list[dict[str, Raw]]  # the same byte by byte, without `reward`; a content that is missing is null, and one
+    # in parts is its text unless the conversation has an image or the like: templates for text drop a list in silence
     generated: list[int]  # positions of the turns that the model generated, ascending
     tools: Raw | None  # definitions of the tools that it was given
 
@@ -135,6 +137,16 @@ def part_text(part: object) -> str:
     return part if isinstance(part, str) else ""
 
 
+def _is_text(message: Message) -> bool:
+    """True when a content is text, also where that is given in parts, or missing."""
+    content = message.get("content")
+    return not isinstance(content, list) or all(
+        isinstance(part, str)
+        or (isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") in _TEXT_PARTS)
+        for part in content
+    )
+
+
 def reasoning_of(message: Message) -> str:
     """Return the model's thoughts before its answer, of whichever key holds it; "" when none does."""
     return next((text for key in REASONING_KEYS if isinstance(text := message.get(key), str) and text), "")
@@ -197,6 +209,11 @@ def read_chat(
         {**({} if "content" in each else _NO_CONTENT), **{key: each[key] for key in each if key != "reward"}}
         for each in _kept_decoder.decode(raw)
     ]
+    if all(_is_text(message) for message in messages):  # with an image it is for templates that take parts
+        for message, own in zip(messages, kept, strict=True):
+            if isinstance(message.get("content"), list):
+                message["content"] = "".join(content_texts(message["content"]))
+                own["content"] = Raw(msgspec.json.encode(message["content"]))
     return RecordedChat(where, messages, kept, generated, tools_of(group, index))
 
 

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
@@ -55,6 +56,7 @@ SHAREGPT_ROLES = {
     "tool": "observation",
     "function": "observation",
 }
+_BETWEEN_RESULTS = "\n</tool_response>\n<tool_response>\n"
 _SPOKEN = {"role", "content", "tool_calls", "function_call", *REASONING_KEYS}  # what a value of ShareGPT says
 _BESIDE_THE_TEXT = ("score", "attention_mask", "position_ids")
 _encoder = msgspec.json.Encoder()
@@ -101,7 +103,8 @@ def to_messages(chat: RecordedChat, score: float, *, per_turn: bool = False) -> 
 def to_sharegpt(chat: RecordedChat, score: float, *, per_turn: bool = False) -> Iterator[Record]:
     """The conversation in ShareGPT's words, with weights as `to_messages` gives them.
 
-    Reasoning stands in `<think>` tags before the text, and calls are JSON in a turn of `function_call`.
+    Reasoning stands in `<think>` tags before the text, calls are JSON in a turn of `function_call`, and what follows
+    several of them is one turn of results.
 
     Raises:
         RowError: parts that hold no text, or text next to a call, for which this format has no place.
@@ -115,7 +118,18 @@ def to_sharegpt(chat: RecordedChat, score: float, *, per_turn: bool = False) -> 
             }
             for at, kept in enumerate(messages)
         ]
+        turns = [turn for role, each in groupby(turns, itemgetter("from")) for turn in _joined(role, list(each))]
         yield {"conversations": turns, **tools_column(chat), "score": score}
+
+
+def _joined(role: str, turns: list[JsonObject]) -> list[JsonObject]:
+    """Return turns that follow each other; results of several calls as one, which LLaMA-Factory skips otherwise.
+
+    They are parted as it parts those of OpenAI chats; the ids of their calls stand in the turn before, in their order.
+    """
+    if role != SHAREGPT_ROLES["tool"] or len(turns) == 1:
+        return turns
+    return [{"from": role, "value": _BETWEEN_RESULTS.join(turn["value"] for turn in turns)}]
 
 
 def _runs(generated: list[int]) -> list[tuple[int, int]]:

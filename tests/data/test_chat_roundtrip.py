@@ -89,6 +89,12 @@ def export(group, **options):
         return [json.loads(line) for line in Path(folder, "o.jsonl").read_bytes().split(b"\n")[:-1]], report
 
 
+def in_one_part(message):
+    """The content of a message as its text where it is given in parts."""
+    parts = message.get("content")
+    return {"content": "".join(part["text"] for part in parts)} if isinstance(parts, list) else {}
+
+
 def trained_by_a_trainer(tokenizer, prompt, completion):
     """What assistant masks train of a completion behind its prompt, as text."""
     both = tokenizer.apply_chat_template(
@@ -108,7 +114,7 @@ def test_any_chat_survives_every_format_and_exactly_what_was_generated_is_traine
     mask = "." + "".join("x." if at in generated else "." for at in range(len(messages)))
     rows, _ = export(chat_group([messages], [mask.rstrip(".")]), format="messages")
     for kept, message in zip(rows[0]["messages"], messages, strict=True):
-        assert {key: kept[key] for key in kept if key != "weight"} == {"content": None, **message}
+        assert {key: kept[key] for key in kept if key != "weight"} == {"content": None, **message} | in_one_part(message)
     weighted = [at for at, kept in enumerate(rows[0]["messages"]) if kept.get("weight") == 1]
     assert weighted == generated
 

@@ -100,6 +100,28 @@ def test_sharegpt_has_a_place_for_thoughts_calls_and_results(tmp_path):
     assert (question["from"], answer["from"], json.loads(line["tools"])) == ("human", "gpt", TOOLS)
 
 
+def test_results_of_several_calls_are_one_turn_of_sharegpt_as_its_loaders_take_no_two_in_a_row(tmp_path):
+    calls = {"role": "assistant", "content": None, "tool_calls": CALL["tool_calls"] * 2}
+    group = chat_group([[USER, calls, TOOL, TOOL | {"content": "rain"}, FEW_SHOT[3]]], [".x..x"])
+    export_sft(write_groups(tmp_path / "a.jsonl", [group]), tmp_path / "o.jsonl", options=SftOptions(format="sharegpt"))
+    (line,) = lines_of(tmp_path / "o.jsonl")
+    assert [turn["from"] for turn in line["conversations"]] == ["human", "function_call", "observation", "gpt"]
+    assert line["conversations"][2]["value"] == "12 C\n</tool_response>\n<tool_response>\nrain"
+
+
+IN_PARTS = [{"type": "text", "text": "wea"}, {"type": "input_text", "text": "ther?"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+@pytest.mark.parametrize(("parts", "expected"), [(IN_PARTS, "weather?"), ([*IN_PARTS, IMAGE], [*IN_PARTS, IMAGE])])
+def test_text_in_parts_is_text_as_the_model_was_given_it_unless_there_is_an_image(tmp_path, parts, expected):
+    group = chat_group([[USER | {"content": parts}, FEW_SHOT[1], USER, FEW_SHOT[3]]] * 2, [".x.x"] * 2)
+    rollouts = write_groups(tmp_path / "a.jsonl", [group])
+    for format, key in (("messages", "messages"), ("prompt-completion", "prompt")):
+        export_sft(rollouts, tmp_path / f"{format}.jsonl", options=SftOptions(format=format))
+        assert lines_of(tmp_path / f"{format}.jsonl")[0][key][0] == USER | {"content": expected}
+
+
 SET_ASIDE = {
     "text next to a call": ("sharegpt", [USER, CALL | {"content": "wait"}], ".x", "text next to a tool call"),
     "an image": ("sharegpt", [{"role": "user", "content": [{"type": "image"}]}, FEW_SHOT[1]], ".x", "parts that hold"),
