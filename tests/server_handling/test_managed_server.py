@@ -216,7 +216,24 @@ async def test_a_reset_lets_go_of_what_was_said():
     gc.collect()
 
     turns = (one for one in gc.get_objects() if isinstance(one, Turn))
-    assert not [turn for turn in turns if turn.said["content"] == "of the first rollout alone"]
+    assert not [turn for turn in turns if turn.said.get("content") == "of the first rollout alone"]
+
+
+async def test_a_turn_that_was_generated_during_a_reset_continues_nothing_of_before():
+    server = FakeServer(["one", "two", "three"])
+    managed = managed_of(server)
+    first = [USER, said("one"), {"role": "user", "content": "more"}]
+    await managed.chat_completion(messages=first[:1])
+    running = asyncio.create_task(managed.chat_completion(messages=first))
+    await asyncio.sleep(0)
+    managed.reset()
+    await running
+
+    later = [first[-1], said("two"), {"role": "user", "content": "and?"}]
+    await managed.chat_completion(messages=later)
+
+    asked = FakeTokenizer().apply_chat_template(later, tokenize=False, add_generation_prompt=True)
+    assert FakeTokenizer().decode(server.requests[-1]["input_ids"]) == asked
 
 
 async def test_what_an_author_writes_into_a_node_reaches_no_later_request():

@@ -6,10 +6,12 @@ model wrote is never rewritten by a chat template.
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+from operator import itemgetter
 from typing import Literal
 
 import orjson
@@ -109,22 +111,36 @@ class Reader:
         normalise: Callable[[Message], Message] | None = None,
     ) -> None:
         self._knows_developer, self._as_text, self._normalise = knows_developer, as_text, normalise
-        self._turns: dict[bytes, Turn] = {}  # by the names of their messages
+        self.forget()
 
     def read(self, request: ChatRequest) -> Conversation:
         """Return the conversation of a request; RequestFault for a message that is no text."""
-        messages = request.messages
-        if any(isinstance(message, dict) and message.get("role") == "developer" for message in messages):
+        messages, written = request.messages, _json_of(request.messages)
+        turns = self._known_beginning(written) if written is not None else ()
+        begun = len(turns)
+        if any(isinstance(message, dict) and message.get("role") == "developer" for message in messages[begun:]):
             said = [copied(message) for message in messages]
             plain = plain_messages(said, knows_developer=self._knows_developer())
-            turns = [self._turn(message, shown) for message, shown in zip(said, plain, strict=True)]
-        else:
-            turns = [self._known_turn(message, index) for index, message in enumerate(messages)]
-        return Conversation(tuple(turns), request.tools)
+            turns = tuple(self._turn(message, shown) for message, shown in zip(said, plain, strict=True))
+        elif begun < len(messages):
+            turns += tuple(self._known_turn(message, at) for at, message in enumerate(messages[begun:], begun))
+            if written is not None:
+                self._histories.append((len(written), xxh3_128_digest(written), turns))
+        return Conversation(turns, request.tools)
 
     def forget(self) -> None:
         """Forget the messages of all requests so far."""
-        self._turns = {}
+        self._turns: dict[bytes, Turn] = {}  # by the names of their messages
+        # the last requests: bytes of the JSON of their messages without the last bracket, its digest, the turns
+        self._histories: deque[tuple[int, bytes, tuple[Turn, ...]]] = deque(maxlen=MOST_HISTORIES)
+
+    def _known_beginning(self, written: bytes) -> tuple[Turn, ...]:
+        """Return the turns of the last request whose messages are the first of these, byte for byte."""
+        whole = memoryview(written)
+        for size, digest, turns in reversed(self._histories):
+            if written[size : size + 1] in (b",", b"") and xxh3_128_digest(whole[:size]) == digest:
+                return turns
+        return ()
 
     def _known_turn(self, message: Message, index: int) -> Turn:
         name = _name_of(message)
@@ -146,12 +162,18 @@ class Reader:
         return Turn(said, None if shown is None else self._as_text(shown), keys)
 
 
-def _name_of(message: object) -> bytes | None:
-    """Return a name that only equal JSON has; None where it is none: an object of a client, a number beyond 64 bits."""
+def _json_of(messages: object) -> bytes | None:
+    """Return JSON without its last bracket; None where it is none: an object of a client, a number beyond 64 bits."""
     try:
-        return xxh3_128_digest(orjson.dumps(message))
+        return orjson.dumps(messages)[:-1]
     except TypeError:
         return None
+
+
+def _name_of(message: object) -> bytes | None:
+    """Return a name that only equal JSON has."""
+    written = _json_of(message)
+    return None if written is None else xxh3_128_digest(written)
 
 
 def copied(message: object) -> Json:
@@ -180,8 +202,11 @@ def plain_messages(messages: Messages, *, knows_developer: bool = False, offset:
     plain: list[Message | None] = []
     for index, message in enumerate(messages, offset):
         content = message.get("content")
-        if not isinstance(content, str | list | None) or not isinstance(message.get("role"), str):
-            raise RequestFault(f"messages[{index}] is {message!r:.120}; a message needs a role, and content as text")
+        if not isinstance(message.get("role"), str):
+            raise RequestFault(f"messages[{index}] has no role; give each message one, such as 'user'")
+        if not isinstance(content, str | list | None):
+            found = type(content).__name__
+            raise RequestFault(f"the content of messages[{index}] must be a text or a list of parts, not {found}")
         if "content" not in message and message["role"] != "assistant":
             raise RequestFault(f"messages[{index}] has no content; its keys are {', '.join(message)}")
         if isinstance(content, list):
@@ -300,6 +325,7 @@ TURN_MARK = "ATROPOSxTURNxMARK"
 """Stands in for a whole assistant turn while the template runs."""
 
 MOST_SHAPES = 4096
+MOST_HISTORIES = 4
 
 Thoughts = Literal["opened", "allowed", "none"]
 """Of an answer: the prompt has opened them, the model may open them, or it has none."""
@@ -374,7 +400,7 @@ def render_after_turn(tokenizer: object, messages: Sequence[JsonObject], turn: i
     if turn <= head:
         return _behind(tokenizer, messages, turn, tools)
     window, same = [*messages[:head], *messages[turn:]], _same_by_shape(tokenizer)
-    roles = [message.get("role") for message in messages[head - 1 : turn + 1]]
+    roles = map(itemgetter("role"), messages[head - 1 : turn + 1])
     shape = (bool(tools), frozenset(pairwise(roles)), *((message.get("role"), *message) for message in window))
     is_checked = shape in same and len(messages).bit_length() == turn.bit_length()
     after = _behind(tokenizer, window, head, tools) if same.get(shape, True) else None

@@ -10,6 +10,7 @@ was generated is ever rendered or tokenized again.
 
 import logging
 import os
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -125,7 +126,7 @@ class Output:
             rest.tail,
         )
 
-    def call(self, prompt: Prompt, base: Call | None, inserted: list[int], record: Message) -> Call:
+    def call(self, prompt: Prompt, base: Call | None, inserted: Sequence[int], record: Message) -> Call:
         """Return the turn that this is: `inserted` ids behind those of `base`, then the output."""
         return Call(
             parent=base,
@@ -255,7 +256,7 @@ class ManagedServer(TrackedSequences):
             message = _without_thoughts(message, opening)
         return message, _whole(record, opening)
 
-    async def _forced(self, request: ChatRequest, prompt: Prompt, prompt_ids: list[int], output: Output) -> Output:
+    async def _forced(self, request: ChatRequest, prompt: Prompt, prompt_ids: Sequence[int], output: Output) -> Output:
         """The output itself where it calls what it must, else with the beginning of a call behind it, and its rest.
 
         The beginning is no output of the model and takes no loss.
@@ -274,7 +275,7 @@ class ManagedServer(TrackedSequences):
             instead = f"called {', '.join(made)}" if made else "called none"
             raise RequestFault(f"tool_choice says that the model must {what}, but it {instead}; leave tool_choice out")
         given = codec_of(self.tokenizer).encode(opening, add_special_tokens=False)
-        ids, sampling = prompt_ids + output.body + given, _for_the_rest(request.sampling, len(output.body))
+        ids, sampling = [*prompt_ids, *output.body, *given], _for_the_rest(request.sampling, len(output.body))
         _, (rest,) = await self._generate(prompt.text + output.text + opening, ids, sampling, True)
         whole = output.continued(given, opening, rest)
         if rest.reason != "length" and not whole.called(translator, request):
@@ -342,8 +343,7 @@ class ManagedServer(TrackedSequences):
             behind = sum(turn.shown is not None for turn in chat.turns[turns:])
             rest = render_after_turn(self.tokenizer, shown, len(shown) - behind - 1, chat.tools)
             if rest is not None:
-                inserted = behind_text(base, rest, codec_of(self.tokenizer))
-                return Prompt(base.full_text + rest, base.tokens + inserted, rest, base, inserted, chat, turns)
+                return replace(self._behind(base, base.full_text + rest, rest), chat=chat, turns=turns)
         text = self._convert_messages_to_prompt(chat.shown, chat.tools)
         prompt = self._text_prompt(text, ends_turns=True)
         return replace(prompt, chat=chat)
@@ -356,10 +356,14 @@ class ManagedServer(TrackedSequences):
         base = find_text_base(self._ends, text)
         rest = text if base is None else text[len(base.full_text) :]
         if base is not None and not (ends_turns and base.tail and without_repeated(base.tail, rest) == rest):
-            inserted = behind_text(base, rest, codec)
-            return Prompt(text, base.tokens + inserted, rest, base, inserted)
+            return self._behind(base, text, rest)
         ids = drop_doubled_bos(codec.encode(text, add_special_tokens=True), codec.bos_token_id)
-        return Prompt(text, ids, text)
+        return Prompt(text, array("i", ids) if self._for_agents else ids, text)
+
+    def _behind(self, base: Call, text: str, rest: str) -> Prompt:
+        inserted = behind_text(base, rest, codec_of(self.tokenizer))
+        ids = base.ids + array("i", inserted) if self._for_agents else base.tokens + inserted
+        return Prompt(text, ids, rest, base, inserted)
 
     def _convert_messages_to_prompt(self, messages: Messages, tools: object = None) -> str:
         rendered = render_keeping_thoughts if self._preserve_think_blocks else render
@@ -368,9 +372,9 @@ class ManagedServer(TrackedSequences):
     # -- one request ---------------------------------------------------------------------------------------------
 
     async def _generate(
-        self, text: str, ids: list[int], sampling: Mapping[str, Json], keep_special: bool
-    ) -> tuple[list[int], list[Output]]:
-        """Return the prompt's ids as the engine saw them, and what it generated."""
+        self, text: str, ids: Sequence[int], sampling: Mapping[str, Json], keep_special: bool
+    ) -> tuple[Sequence[int], list[Output]]:
+        """Return the prompt's ids as the engine saw them, `ids` where they are the same, and what it generated."""
         if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
             logger.info("request: prompt=%r ids=%d options=%s", text, len(ids), dict(sampling))
         if self._for_agents:
@@ -380,10 +384,13 @@ class ManagedServer(TrackedSequences):
                 return ids, [Output([], [], "length", [], "", ())] * (sampling.get("n") or 1)
             if room is not None:
                 sampling = {**sampling, "max_tokens": min(sampling.get("max_tokens") or room, room)}
-        reply = await self.server.tokens_and_logprobs_completion(prompt=text, input_ids=ids, **sampling)
+        sent = ids
+        if not isinstance(self.server, TokenServer) or self.server.one_by_one is not None:
+            sent = ids if isinstance(ids, list) else list(ids)  # as a journal and an author's own server know them
+        reply = await self.server.tokens_and_logprobs_completion(prompt=text, input_ids=sent, **sampling)
         prompt_ids, outputs, logprobs, reasons = reply
         codec = codec_of(self.tokenizer)
-        return prompt_ids, [
+        return ids if prompt_ids is sent or prompt_ids == sent else prompt_ids, [
             Output.of(codec, *one, keep_special=keep_special) for one in zip(outputs, logprobs, reasons, strict=True)
         ]
 
@@ -394,7 +401,7 @@ class ManagedServer(TrackedSequences):
     def _tracked(
         self,
         prompt: Prompt,
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int],
         outputs: list[Output],
         messages: list[tuple[Message, Message]],
         opening: str,
@@ -405,14 +412,16 @@ class ManagedServer(TrackedSequences):
         nodes: list[SequenceNode] = []
         for output, (message, record) in zip(outputs, messages, strict=True):
             call = output.call(prompt, base, inserted, record)
-            if not self._for_agents:
-                call.node = node_of(call, prompt_ids, prompt.text + output.text)
+            if self._for_agents:
+                call.whole = prompt.text + output.text, array("i", prompt_ids) + array("i", output.ids)
+            else:
+                call.node = node_of(call, list(prompt_ids), prompt.text + output.text)
                 nodes.append(call.node)
             if call.chat is not None:
                 self.lineage.add(call, message)
             replies.append(Reply(output.text, output.reason, message, call, len(prompt_ids)))
         if prompt.base is not None:
-            prompt.base.is_continued = True
+            prompt.base.is_continued, prompt.base.whole = True, None
         if not self._for_agents:
             self._store(nodes, prompt.base)
         self._note_ends([reply.call for reply in replies], prompt.base)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
 from pydantic import BaseModel
 
-from atroposlib.envs.server_handling.conversation import Conversation, Message, canonical, keys_of
+from atroposlib.envs.server_handling.conversation import Conversation, Message, Turn, canonical, keys_of
 from atroposlib.rollouts.trace import Chat, current_trace
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, Json, JsonObject, Tokenizer
 
@@ -104,6 +104,7 @@ class Call:
     turns: int = 0  # of the chat that are those of the parent
     after: "Fork | None" = None  # once its lineage has a place for it
     node: "SequenceNode | None" = None  # while it ends a sequence
+    whole: "tuple[str, array[int]] | None" = None  # text and ids of the sequence, while it ends one of an agent
     place: tuple[int, int] | None = None  # number of its exchange, index of the choice; once an agent's is recorded
     is_continued: bool = False
     extensions: int = 0  # requests that are extending it now
@@ -119,17 +120,24 @@ class Call:
         """Text of the sequence, without the end tokens at its very end."""
         if self.node is not None:
             return self.node.full_text
+        if self.whole is not None:
+            return self.whole[0]
         return "".join(text for call in self.path() for text in (call.rest, call.text))
 
     @property
     def tokens(self) -> list[int]:
-        if self.node is not None:
-            return self.node.tokens
+        return self.ids.tolist() if self.node is None else self.node.tokens
+
+    @property
+    def ids(self) -> "array[int]":
+        """As `tokens`, packed, at the cost of one copy."""
+        if self.whole is not None:
+            return self.whole[1]
         ids = array("i")
         for call in self.path():
             ids.extend(call.inserted)
             ids.extend(call.output)
-        return ids.tolist()
+        return ids
 
     def pack(self) -> None:
         """Hold ids as int32 and log-probabilities as float64."""
@@ -153,11 +161,22 @@ class Fork:
         self.replies: dict[Hashable, list[Call]] = {}
 
 
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """A search, up to the last turn that a call has generated; one for a longer conversation goes on from here."""
+
+    root: Fork
+    turns: tuple[Turn, ...]
+    forks: list[tuple[Fork, int]]  # behind them, each with the number of turns on its path known by a looser key
+    reached: list[tuple[Call, int]]  # that end with them, with that number
+
+
 class Lineage:
     """All generated turns of a rollout as a forest: conversations of the same tools and beginning share their calls."""
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, Fork] = {}
+        self._walk: _Walk | None = None  # the last; it says no more where a call has been placed before its end
         self._new: list[tuple[Call, tuple[Message, ...]]] = []  # that nobody has looked for yet
         self._calls: list[Call] = []
         self.differences = 0  # turns taken as unchanged although white space, ids of calls or thoughts differed
@@ -173,10 +192,11 @@ class Lineage:
         for call, others in self._new:
             self._place(call, others)
         self._new = []
-        forks = [(self._root(chat), 0)]  # each with the number of turns on its path that are known by a looser key
-        reached: list[tuple[Call, int]] = []  # the last that were, with that number
-        size = 0
-        for index, turn in enumerate(chat.turns):
+        walk, root = self._walk, self._root(chat)
+        if walk is None or walk.root is not root or chat.turns[: len(walk.turns)] != walk.turns:
+            walk = _Walk(root, (), [(root, 0)], [])
+        forks, begun = walk.forks, len(walk.turns)
+        for size, turn in enumerate(chat.turns[begun:], begun + 1):
             keys = turn.keys
             wanted = (
                 keys if keeps_thoughts else [key for key in keys if not (isinstance(key, tuple) and key[0] == "bare")]
@@ -191,14 +211,15 @@ class Lineage:
             onward = [(fork.given[keys[0]], loose) for fork, loose in forks if keys[0] in fork.given]
             forks = [*onward, *((call.after, loose) for call, loose in calls if call.after is not None)]
             if calls:
-                reached, size = calls, index + 1
+                walk = _Walk(root, chat.turns[:size], forks, calls)
             if not forks:
                 break
-        if not reached:
+        self._walk = walk
+        if not walk.reached:
             return None
-        call, loose = max(reached, key=lambda found: (not found[0].is_continued, -found[0].extensions))
+        call, loose = max(walk.reached, key=lambda found: (not found[0].is_continued, -found[0].extensions))
         self.differences += loose
-        return call, size
+        return call, len(walk.turns)
 
     def add(self, call: Call, *others: Message) -> None:
         """Remember a call; its turn may also come back in the form of `others`."""
@@ -208,15 +229,20 @@ class Lineage:
         """Forget all calls, and let go of what they hold of each other: such circles are rarely looked for."""
         for call in [*self._calls, *(call for call, _ in self._new)]:
             call.parent, call.node, call.after = None, None, None
-        self._roots, self._new, self._calls = {}, [], []
+        self._roots, self._walk, self._new, self._calls = {}, None, [], []
 
     def _place(self, call: Call, others: Iterable[Message]) -> None:
         assert call.chat is not None
         call.pack()
         self._calls.append(call)
+        fork = self._root(call.chat)
+        if call.turns and call.parent is not None:
+            if call.parent.after is None:  # all was forgotten while this was generated
+                return
+            fork = call.parent.after
         call.after = Fork()
-        parent = call.parent
-        fork = self._root(call.chat) if parent is None or parent.after is None or not call.turns else parent.after
+        if self._walk is not None and call.turns < len(self._walk.turns):
+            self._walk = None
         for turn in call.chat.turns[call.turns : -1]:
             fork = fork.given.setdefault(turn.keys[0], Fork())
         last = call.chat.turns[-1]
@@ -263,7 +289,7 @@ class Prompt:
     """A prompt to be sent: the ids count, the text is what they mean."""
 
     text: str
-    ids: list[int]
+    ids: "list[int] | array[int]"  # packed where an agent asks: its histories are long
     rest: str  # of the text, behind `base`
     base: Call | None = None  # that it continues
     inserted: list[int] = field(default_factory=list)  # ids behind those of `base`
@@ -299,16 +325,16 @@ def without_repeated(tail: Sequence[str], rest: str) -> str:
     return rest
 
 
-def inserted_in(prompt_ids: list[int], prompt: Prompt) -> tuple[Call | None, list[int]]:
+def inserted_in(prompt_ids: Sequence[int], prompt: Prompt) -> tuple[Call | None, Sequence[int]]:
     """Return the call that a prompt continues as the engine saw it, and the ids behind that call; None: all are new."""
     base = prompt.base
-    if base is None or prompt_ids is prompt.ids or prompt_ids == prompt.ids:
+    if base is None or prompt_ids is prompt.ids:
         return base, prompt_ids if base is None else prompt.inserted
-    earlier = base.tokens
-    if prompt_ids[: len(earlier)] == earlier:
-        return base, prompt_ids[len(earlier) :]
+    earlier, seen = base.tokens, list(prompt_ids)
+    if seen[: len(earlier)] == earlier:
+        return base, seen[len(earlier) :]
     logger.warning("the engine changed the prompt of an extended sequence; its earlier turns take no loss")
-    return None, prompt_ids
+    return None, seen
 
 
 def node_of(call: Call, prompt_ids: list[int], text: str) -> SequenceNode:

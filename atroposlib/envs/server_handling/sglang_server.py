@@ -286,7 +286,7 @@ def streamed(body: Mapping[str, Json], prompt_ids: list[int], draft: Draft, room
     sampling = {**body["sampling_params"], "stream_interval": EVENT_TOKENS}
     if room is not None:
         sampling["max_new_tokens"] = room
-    return {**body, "input_ids": prompt_ids + draft.ids.tolist(), "sampling_params": sampling, "stream": True}
+    return {**body, "input_ids": [*prompt_ids, *draft.ids], "sampling_params": sampling, "stream": True}
 
 
 class StreamReader:

@@ -7,6 +7,7 @@ asked who it is. Whatever it does not tell is unknown, and no reason to refuse a
 import logging
 import urllib.error
 import urllib.request
+from array import array
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -146,7 +147,8 @@ class TokenServer(HttpServer):
             raise RequestFault("a token request needs input_ids or prompt; got neither")
         if ids is None:
             ids = drop_doubled_bos(self.tokenizer.encode(prompt), self.tokenizer.bos_token_id)
-        ids = list(ids)  # what is returned is an author's to change, and so is what was given
+        if not isinstance(ids, array):
+            ids = list(ids)  # what is returned is an author's to change, and so is what was given
         try:
             return checked_ids(ids, self._known_ids())
         except RequestFault:

@@ -9,6 +9,7 @@ take a way of their own at a third of aiohttp's CPU; TLS, redirects, streams and
 import asyncio
 import json
 import zlib
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import httptools
+import numpy as np
 import orjson
 from pydantic import BaseModel
 
@@ -163,7 +165,7 @@ def request_json(payload: JsonObject) -> bytes:
         RequestFault: something in it cannot be written, such as half a surrogate pair.
     """
     try:
-        return orjson.dumps(payload, default=_jsonable)
+        return orjson.dumps(payload, default=_jsonable, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # keys that are numbers (`logit_bias`), integers beyond 64 bits
         try:
             return json.dumps(payload, default=_jsonable, ensure_ascii=False, allow_nan=False).encode()
@@ -175,6 +177,8 @@ def _jsonable(value: object) -> object:
     """A message object without the fields that nobody set; NumPy's scalars and arrays as Python's."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_unset=True, exclude_none=True, warnings=False)
+    if isinstance(value, array) and value.typecode == "i":
+        return np.frombuffer(value, np.int32)  # written without a Python number for each
     plain = as_plain(value)
     if plain is value:
         raise TypeError(f"{type(value).__name__} is no JSON")

@@ -227,14 +227,6 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages that each have a role, and a content that is a text or a list of parts; RequestFault otherwise."""
     if not objects(messages, "messages"):
         raise RequestFault("messages must not be empty")
-    for index, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise RequestFault(f"messages[{index}] has no role; give each message one, such as 'user'")
-        content = message.get("content")
-        if not isinstance(content, str | list | None):
-            raise RequestFault(
-                f"the content of messages[{index}] must be a text or a list of parts, not {type(content).__name__}"
-            )
     return messages
 
 
