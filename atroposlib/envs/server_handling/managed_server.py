@@ -413,7 +413,8 @@ class ManagedServer(TrackedSequences):
         for output, (message, record) in zip(outputs, messages, strict=True):
             call = output.call(prompt, base, inserted, record)
             if self._for_agents:
-                call.whole = prompt.text + output.text, array("i", prompt_ids) + array("i", output.ids)
+                given = prompt_ids if isinstance(prompt_ids, array) else array("i", prompt_ids)
+                call.whole = prompt.text + output.text, given + array("i", output.ids)
             else:
                 call.node = node_of(call, list(prompt_ids), prompt.text + output.text)
                 nodes.append(call.node)

@@ -163,7 +163,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """A search, up to the last turn that a call has generated; one for a longer conversation goes on from here."""
+    """A search, up to the last turn that a call has generated: where one for a longer conversation begins."""
 
     root: Fork
     turns: tuple[Turn, ...]
