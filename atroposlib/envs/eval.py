@@ -58,27 +58,17 @@ from atroposlib.rollouts.stop import EXIT_WORK_REMAINS, StopSignals
 from atroposlib.status.training import HISTORY_FILE
 from atroposlib.type_definitions import Item, Json, JsonObject
 from atroposlib.utils.display import display_metrics_table
-from atroposlib.utils.eval_statistics import (
-    Interval,
-    avg_at_k,
-    bootstrap_interval,
-    pass_at_k,
-    sampled_metrics,
-)
+from atroposlib.utils.eval_statistics import pass_at_k
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
 __all__ = [
     "EvalBase",
-    "Interval",
-    "avg_at_k",
-    "bootstrap_interval",
     "eval_runner",
     "evaluate_items",
     "evaluate_log",
     "pass_at_k",
-    "sampled_metrics",
 ]
 
 logger = logging.getLogger(__name__)
@@ -330,7 +320,7 @@ async def shown_evaluation(
     """Evaluate, counted and shown; `folder` gets the progress file, and keeps responses until the end."""
     servers, path = server.servers, folder and folder / PROGRESS_FILE
     evaluation = Evaluation(
-        name, path, requests_out=lambda: requests_out(servers), missing=lambda: missing_engine(servers)
+        path, name, requests_out=lambda: requests_out(servers), missing=lambda: missing_engine(servers)
     )
     if folder is None:
         return await shown(evaluation, evaluate())

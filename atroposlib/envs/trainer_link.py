@@ -136,7 +136,7 @@ class TrainerLink:
 
     def is_served(self) -> bool:
         """True once the trainer has, or will have from the queue, all it wants from this environment."""
-        return self._env.config.total_groups is None and pacing.is_finished(**self._step_facts())
+        return self._env.config.total_groups is None and pacing.groups_until_finished(**self._step_facts()) == 0
 
     def worker_count(self) -> int:
         """Groups that may be rolled out at once, before the trainer's pace is looked at."""
@@ -209,7 +209,7 @@ class TrainerLink:
             logger.warning("evaluation skipped at step %d: the previous one still runs", env.curr_step)
             return
         self._evaluation = Evaluation(
-            env.label, step=env.curr_step, requests_out=lambda: requests_out(env.server.servers)
+            None, env.label, step=env.curr_step, requests_out=lambda: requests_out(env.server.servers)
         )
         env.eval_runner = asyncio.create_task(self._evaluation.counted(of_hook(env.evaluate(), "evaluate")))
         env.eval_runner.add_done_callback(_log_failure)

@@ -7,16 +7,14 @@ Items are counted where the evaluation hands them to `evaluate_items`; answers a
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar, overload
 
 from atroposlib.rollouts.failures import describe_error
-from atroposlib.rollouts.progress import ProgressDisplay, ProgressFile, Rates, State
+from atroposlib.rollouts.progress import ProgressDisplay, ProgressFile, State
 from atroposlib.rollouts.trace import Chat, Chats, EngineReply, RolloutTrace, tracing
 from atroposlib.status.page import write_last_page
 from atroposlib.status.table import duration
@@ -50,25 +48,17 @@ class _Replies(RolloutTrace):
 
 @dataclass
 class Evaluation(ProgressFile):
-    """One evaluation. Plain data, except for `write`."""
+    """One evaluation."""
 
-    env: str
-    path: Path | None = None
+    mode: str = "evaluate"
+    _: KW_ONLY
+    state: State = "running"
     step: int | None = None  # of the trainer, when it began; None: no trainer
     requests_out: Callable[[], int] = lambda: 0
     missing: Callable[[], str | None] = lambda: None  # the counterpart that it waits for
-    state: State = "running"
     items: int = 0  # 0: the evaluation does not say how many there are
     items_done: int = 0
-    last_error: str | None = None
-    started_at: float = field(default_factory=time.time)
-    _began_s: float = field(default_factory=time.monotonic)
     replies: _Replies = field(default_factory=_Replies)
-    _rates: Rates = field(default_factory=Rates)  # of items, answers, tokens
-    _is_failing: bool = False
-    _writing: threading.Lock = field(default_factory=threading.Lock)
-
-    mode = "evaluate"
 
     async def counted(self, evaluating: Awaitable[T]) -> T:
         """Await it, and count what it evaluates meanwhile."""

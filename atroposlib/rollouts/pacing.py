@@ -59,15 +59,10 @@ def queue_room(view: QueueView) -> int | None:
     return max(0, room)
 
 
-def is_finished(*, current_step: int, queue_groups: int, group_size: int, batch_size: int, total_steps: int) -> bool:
-    """True when the trainer's steps and the batches already queued go beyond `total_steps`."""
-    return current_step + queue_groups * group_size // batch_size > total_steps
-
-
 def groups_until_finished(
     *, current_step: int, queue_groups: int, group_size: int, batch_size: int, total_steps: int
 ) -> int:
-    """Groups that are missing until `is_finished`; more in flight would be work for nobody."""
+    """Groups until the trainer's steps and the batches queued go beyond `total_steps`; more would be for nobody."""
     sequences = (total_steps + 1 - current_step) * batch_size - queue_groups * group_size
     return max(0, math.ceil(sequences / group_size))
 

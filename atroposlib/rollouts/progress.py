@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -64,18 +64,21 @@ class Rates:
         return max(0.0, last[place] - first[place]) / (ended - began)  # a failed try takes its tokens back
 
 
+@dataclass
 class ProgressFile:
-    """A small file that says how far rollouts or an evaluation are, and their rates."""
+    """A small file that says how far rollouts or an evaluation are, and their rates. Plain data, except for `write`."""
 
     path: Path | None  # None: nothing is written
     env: str
     mode: str
-    state: State
-    last_error: str | None
-    started_at: float
-    _is_failing: bool  # the file could not be written last
-    _writing: threading.Lock  # what is written last was noted last
-    _rates: Rates
+    _: KW_ONLY
+    state: State = "starting"
+    last_error: str | None = None
+    started_at: float = field(default_factory=time.time)
+    _began_s: float = field(default_factory=time.monotonic)
+    _is_failing: bool = False  # the file could not be written last
+    _writing: threading.Lock = field(default_factory=threading.Lock)  # what is written last was noted last
+    _rates: Rates = field(default_factory=Rates)
 
     def line(self) -> str:
         """Return the state in one line."""
@@ -137,19 +140,14 @@ class EngineUse:
 
 @dataclass
 class Progress(ProgressFile):
-    """The state of one run. Plain data, except for `write`."""
+    """The state of one run."""
 
-    path: Path | None
-    env: str
-    mode: str
     limits: RunLimits
     totals: Totals
     failures: FailureLog
     health: TaskHealth
     rollouts: list[Path] = field(default_factory=list)
     html: list[Path] = field(default_factory=list)
-    state: State = "starting"
-    last_error: str | None = None
     in_flight: int = 0
     in_flight_tokens: int = 0  # generated for unfinished groups; lost when the process is killed
     engines: EngineUse | None = None  # None: the engines do not say
@@ -160,16 +158,11 @@ class Progress(ProgressFile):
     dropped: Dropped = field(default_factory=Dropped)  # of no use, or withheld from the trainer; this process only
     evaluating: str | None = None  # how far an evaluation is that runs next to the rollouts
     standstill: str | None = None  # what the run waits for although no counterpart is missing
-    started_at: float = field(default_factory=time.time)
-    _began_s: float = field(default_factory=time.monotonic)
     _earlier_s: float = 0.0  # that earlier processes took
     _earlier_starts: int = 0
     _killed_tokens: int = 0  # in flight when earlier processes ended
-    _is_failing: bool = False
-    _writing: threading.Lock = field(default_factory=threading.Lock)
     _waits: dict[str, str] = field(default_factory=dict)  # by counterpart: "engine", "disk", "api"
     _said_at: dict[str, float] = field(default_factory=dict)  # by cause of a standstill
-    _rates: Rates = field(default_factory=Rates)  # of groups, responses, tokens, share of the run
 
     def __post_init__(self) -> None:
         """Take over what earlier processes lost, and their time where what they made is still there."""

@@ -40,15 +40,6 @@ def pass_at_k(m: float, c: float, k: int) -> float:
     return 1.0 - math.comb(int(m - c), k) / math.comb(int(m), k)
 
 
-def avg_at_k(scores: Sequence[Sequence[float]]) -> float:
-    """Mean over items of the mean score of their answers.
-
-    Args:
-        scores: [N][K]; K may differ, every item has at least one answer.
-    """
-    return float(np.mean(_item_means(scores)))
-
-
 def bootstrap_interval(
     values: Sequence[float], *, confidence: float = 0.95, resamples: int = 1000, seed: int = 0
 ) -> Interval:
@@ -69,48 +60,6 @@ def bootstrap_interval(
     means = [items[rng.integers(len(items), size=len(items))].mean() for _ in range(resamples)]
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(float(low), float(high))
-
-
-def sampled_metrics(
-    scores: Sequence[Sequence[float]], *, correct_above: float = 0.0, confidence: float = 0.95
-) -> dict[str, float]:
-    """avg@K, and pass@k for k = 1, 2, 4, ... up to K, each with its bootstrap interval.
-
-    Args:
-        scores: [N][K]; K is the smallest number of answers any item has, at least 1.
-        correct_above: an answer is correct when its score is above this.
-        confidence: of the intervals.
-
-    Returns:
-        `avg@K`, `pass@k`, and `<name>_ci_low`, `<name>_ci_high` of each.
-    """
-    if not scores:
-        raise ValueError("metrics need at least one item, found none; did every item fail?")
-    smallest = min(map(len, scores))
-    per_item = {f"avg@{smallest}": _item_means(scores)}
-    for k in _ks(smallest):
-        per_item[f"pass@{k}"] = [
-            pass_at_k(len(answers), sum(score > correct_above for score in answers), k) for answers in scores
-        ]
-    return _with_intervals(per_item, confidence)
-
-
-def _with_intervals(per_item: dict[str, list[float]], confidence: float) -> dict[str, float]:
-    metrics = {}
-    for name, values in per_item.items():
-        if values:
-            low, high = bootstrap_interval(values, confidence=confidence)
-            metrics |= {name: float(np.mean(values)), f"{name}_ci_low": low, f"{name}_ci_high": high}
-    return metrics
-
-
-def _item_means(scores: Sequence[Sequence[float]]) -> list[float]:
-    empty = sum(len(answers) == 0 for answers in scores)
-    if empty or not scores:
-        raise ValueError(
-            f"{empty} of {len(scores)} items have no scored answer; leave them out and count them as failed"
-        )
-    return [float(np.mean(answers)) for answers in scores]
 
 
 def _ks(largest: int) -> list[int]:
@@ -194,7 +143,7 @@ def distinct_at_k(right: Sequence[str | None], k: int) -> float:
     return sum(pass_at_k(len(right), count, k) for count in counts.values())
 
 
-def answer_metrics(items: Sequence[Answers], *, confidence: float = 0.95) -> dict[str, float]:
+def answer_metrics(items: Sequence[Answers]) -> dict[str, float]:
     """mean@K, and pass@k, distinct@k and coverage@k for k = 1, 2, 4, ... up to K, with bootstrap intervals over items.
 
     coverage@k is distinct@k as a share of the right answers there are, over the items where their number is known.
@@ -208,11 +157,16 @@ def answer_metrics(items: Sequence[Answers], *, confidence: float = 0.95) -> dic
     smallest = min((len(item.grades) for item in items), default=0)
     if smallest == 0:
         raise ValueError(f"metrics need items with at least one answer each, found {len(items)} items")
-    per_item: dict[str, list[float]] = {f"mean@{smallest}": _item_means([item.grades for item in items])}
+    per_item: dict[str, list[float]] = {f"mean@{smallest}": [float(np.mean(item.grades)) for item in items]}
     for k in _ks(smallest):
         counts = [(len(item.grades), sum(grade >= 1 for grade in item.grades)) for item in items]
         per_item[f"pass@{k}"] = [pass_at_k(sampled, right, k) for sampled, right in counts]
         if smallest > 1:
             per_item[f"distinct@{k}"] = [distinct_at_k(item.right, k) for item in items]
             per_item[f"coverage@{k}"] = [distinct_at_k(item.right, k) / item.known for item in items if item.known]
-    return _with_intervals(per_item, confidence)
+    metrics = {}
+    for name, values in per_item.items():
+        if values:
+            low, high = bootstrap_interval(values)
+            metrics |= {name: float(np.mean(values)), f"{name}_ci_low": low, f"{name}_ci_high": high}
+    return metrics

@@ -42,7 +42,7 @@ async def test_an_evaluation_took_as_long_as_it_ran(tmp_path):
     async def evaluate():
         evaluate_log({"a": 1.0}, str(tmp_path), task_name="t", end_time=15.0)
 
-    await shown(Evaluation("e", started_at=10.0), evaluate())
+    await shown(Evaluation(None, "e", started_at=10.0), evaluate())
     assert (
         json.loads((tmp_path / "metrics.json").read_text())["config_general"]["total_evaluation_time_seconds"] == "5.0"
     )
@@ -141,7 +141,7 @@ async def test_evaluations_next_to_a_trainer_are_kept_with_its_step(tmp_path):
 
     await evaluate(0.0)  # no trainer
     for step in (3, 5):
-        await Evaluation("env", step=step).counted(evaluate(float(step)))
+        await Evaluation(None, "env", step=step).counted(evaluate(float(step)))
     kept = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().split()]
     assert kept == [{"step": step, "time": step, "metrics": {"a": step}} for step in (3, 5)]
 

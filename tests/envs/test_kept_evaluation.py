@@ -212,7 +212,7 @@ async def test_the_last_state_is_what_stays_when_a_thread_still_writes_one_befor
 
     path = tmp_path / "evaluate_progress.json"
     monkeypatch.setattr("atroposlib.rollouts.progress.write_text_atomic", write_slowly)
-    running = Evaluation("e", path)
+    running = Evaluation(path, "e")
     with contextlib.suppress(asyncio.CancelledError, ValueError):
         await shown(running, evaluate())
     await asyncio.to_thread(lambda: None)

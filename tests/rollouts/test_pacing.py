@@ -8,7 +8,6 @@ from atroposlib.rollouts.pacing import (
     derived_batch_size,
     groups_until_finished,
     is_back_pressured,
-    is_finished,
     limit_during_eval,
     queue_room,
 )
@@ -69,8 +68,8 @@ def test_a_run_finishes_one_batch_beyond_its_steps_and_needs_exactly_the_missing
     facts = {"group_size": 4, "batch_size": 16, "total_steps": 10}
     missing = groups_until_finished(current_step=8, queue_groups=3, **facts)
     assert missing == 9
-    assert not is_finished(current_step=8, queue_groups=3 + missing - 1, **facts)
-    assert is_finished(current_step=8, queue_groups=3 + missing, **facts)
+    assert groups_until_finished(current_step=8, queue_groups=3 + missing - 1, **facts) == 1
+    assert groups_until_finished(current_step=8, queue_groups=3 + missing, **facts) == 0
 
 
 def test_an_evaluation_stops_or_limits_new_rollouts():

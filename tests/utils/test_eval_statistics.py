@@ -6,10 +6,8 @@ import pytest
 from atroposlib.utils.eval_statistics import (
     Answers,
     answer_metrics,
-    avg_at_k,
     bootstrap_interval,
     pass_at_k,
-    sampled_metrics,
 )
 
 
@@ -42,10 +40,6 @@ def test_pass_at_k_of_many_answers_stays_exact():
     assert pass_at_k(10_000, 1, 5000) == pytest.approx(0.5)
 
 
-def test_avg_at_k_weighs_items_not_answers():
-    assert avg_at_k([[1.0], [0.0, 0.0, 0.0]]) == 0.5
-
-
 def test_the_interval_holds_the_mean_and_narrows_with_more_items():
     rng = np.random.default_rng(1)
     few, many = (bootstrap_interval(rng.integers(0, 2, size=size).tolist()) for size in (20, 2000))
@@ -67,27 +61,6 @@ def test_the_same_seed_gives_the_same_interval():
 
 def test_equal_values_give_an_interval_without_width():
     assert bootstrap_interval([0.5] * 7) == (0.5, 0.5)
-
-
-def test_metrics_name_what_they_measure():
-    metrics = sampled_metrics([[1.0, -1.0, 1.0], [-1.0, -1.0, -1.0]])
-    assert set(metrics) == {
-        f"{name}{suffix}" for name in ("avg@3", "pass@1", "pass@2", "pass@3") for suffix in ("", "_ci_low", "_ci_high")
-    }
-    assert metrics["avg@3"] == pytest.approx((1 / 3 - 1) / 2)
-    assert metrics["pass@1"] == pytest.approx(1 / 3)
-    assert metrics["pass@3"] == 0.5
-    assert metrics["pass@1_ci_low"] <= metrics["pass@1"] <= metrics["pass@1_ci_high"]
-
-
-def test_an_answer_at_the_threshold_is_not_correct():
-    assert sampled_metrics([[0.5]], correct_above=0.5)["pass@1"] == 0.0
-
-
-@pytest.mark.parametrize("scores", [[], [[1.0], []]])
-def test_items_without_answers_are_refused(scores):
-    with pytest.raises(ValueError, match="item"):
-        sampled_metrics(scores)
 
 
 def test_an_interval_of_nothing_is_refused():
