@@ -10,7 +10,7 @@ import json
 import random
 from typing import TypedDict
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from atroposlib.environments.single_turn import THINK, SingleTurnConfig, SingleTurnEnv
 from atroposlib.environments.structured import answered_object
@@ -33,7 +33,7 @@ class Graph(TypedDict):
 class GraphColoringConfig(SingleTurnConfig):
     """The size of the graphs."""
 
-    levels: list[int] = Field(
+    levels: list[PositiveInt] = Field(
         default=[1, 2, 3], min_length=1, description="Difficulties: 4 nodes and 2 more for each, each as often."
     )
     colours: int = Field(default=3, ge=2, le=len(COLOURS), description="Colours that may be used.")

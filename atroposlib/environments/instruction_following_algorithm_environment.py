@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from atroposlib.environments.constraints import all_hold, check_arguments, in_words
 from atroposlib.environments.intern_bootcamp.words import WORDS
@@ -29,7 +29,7 @@ class Task(TypedDict):
 class IFConfig(RowsConfig):
     """Where the instructions come from."""
 
-    levels: list[int] = Field(
+    levels: list[PositiveInt] = Field(
         default=[1, 2, 3],
         min_length=1,
         description="Without a dataset: constraints of a problem, less one; each as often.",

@@ -7,7 +7,7 @@ import random
 import re
 from typing import TypedDict
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from atroposlib.environments.intern_bootcamp.words import WORDS
 from atroposlib.environments.rows import Row
@@ -27,7 +27,7 @@ class Text(TypedDict):
 class TextReversalConfig(RowsConfig):
     """Which texts."""
 
-    levels: list[int] = Field(
+    levels: list[PositiveInt] = Field(
         default=[1, 2, 3], min_length=1, description="Without a dataset: words of a text, each number as often."
     )
     dataset: str | None = Field(

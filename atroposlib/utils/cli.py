@@ -71,7 +71,8 @@ def parse_value(texts: Sequence[str], annotation: Annotation, *, flag: str) -> J
         TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
-        raise ConfigError(f"--{flag} is {texts[0]!r}, which is not {type_name(annotation)}: {problem}") from None
+        kind = "" if isinstance(value, list) else f", which is not {type_name(annotation)}"
+        raise ConfigError(f"--{flag} is {texts[0]!r}{kind}: {problem}") from None
     return value
 
 
@@ -150,7 +151,8 @@ def mistakes(
         elif each["type"] == "missing":
             said.append(missing.format(place=where, flag=where.replace("_", "-")))
         elif each["loc"]:
-            said.append(f"{where} is {each['input']!r}: {each['msg']}")
+            why = str(each["ctx"]["error"]) if each["type"] == "value_error" else each["msg"]
+            said.append(f"{where} is {each['input']!r}: {why}")
         else:  # of the model as a whole, whose input would be all settings, keys included
             why = str(each.get("ctx", {}).get("error", each["msg"]))
             said.append(f"{where}: {why}" if where else why)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypedDict
 
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from atroposlib.environments.rows import Row
 from atroposlib.environments.single_turn import THINK, RowsConfig, RowsEnv
@@ -130,6 +130,14 @@ class AnswerFormatEnvConfig(RowsConfig):
     )
     supported_formats: list[str] | None = Field(default=None, description="Names of forms; null: all.")
     eval_problems: int | None = Field(default=64, description="Problems of an evaluation; null: all rows.")
+
+    @field_validator("supported_formats")
+    @classmethod
+    def _are_known(cls, names: list[str] | None) -> list[str] | None:
+        known = AnswerFormat.__members__
+        if unknown := [name for name in names or () if name.upper() not in known]:
+            raise ValueError(f"there is no form {unknown[0]!r}; there are {', '.join(known)}")
+        return names
 
 
 class AnswerFormatEnv(RowsEnv):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from atroposlib.environments.causal.episode import Episode, ScoreKind
 from atroposlib.environments.causal.problem import ProblemConfig
@@ -46,6 +46,12 @@ class CausalConfig(BaseEnvConfig):
     )
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature.")
     eval_problems: int = Field(default=32, ge=1, description="Problems of an evaluation, of the next seed.")
+
+    @field_validator("difficulty")
+    @classmethod
+    def _is_known(cls, difficulty: str) -> str:
+        levels_of(difficulty)
+        return difficulty
 
 
 class CausalEnv(BaseEnv):

@@ -170,9 +170,9 @@ def levels_of(text: str) -> list[str]:
     if text == "all":
         return list(DIFFICULTIES)
     named = [f"difficulty_{part.strip().removeprefix('difficulty_')}" for part in text.split(",")]
-    if unDIFFICULTIES := [name for name in named if name not in DIFFICULTIES]:
+    if unknown := [name for name in named if name not in DIFFICULTIES]:
         raise ConfigError(
-            f"difficulty {text!r}: there is no {unDIFFICULTIES[0]!r}; levels are {', '.join(DIFFICULTIES)}, or all"
+            f"difficulty {text!r}: there is no {unknown[0]!r}; levels are {', '.join(DIFFICULTIES)}, or all"
         )
     return list(dict.fromkeys(named))
 

@@ -6,7 +6,7 @@ python environments/letter_counting_environment/letter_counting_environment.py p
 import json
 import random
 import string
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 from pydantic import Field
 
@@ -29,7 +29,7 @@ class Count(TypedDict):
 class LetterCountingConfig(SingleTurnConfig):
     """Difficulty of the texts."""
 
-    levels: list[int] = Field(
+    levels: list[Annotated[int, Field(ge=1, le=10)]] = Field(
         default=[1, 2, 3],
         min_length=1,
         description="Difficulties, 1 to 10, each as often as the others: more letters to count in longer texts, from "

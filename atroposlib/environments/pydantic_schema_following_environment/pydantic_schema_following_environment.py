@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Literal, TypedDict
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, create_model
 
 from atroposlib.environments.intern_bootcamp.words import WORDS
 from atroposlib.environments.rows import Row
@@ -63,7 +63,7 @@ class Task(TypedDict):
 class PydanticEnvConfig(RowsConfig):
     """The size of the models, and the forms in which objects are asked for."""
 
-    levels: list[int] = Field(
+    levels: list[PositiveInt] = Field(
         default=[1, 2, 3], min_length=1, description="Difficulties: 2 fields and 2 more for each, each as often."
     )
     dataset: str | None = Field(
