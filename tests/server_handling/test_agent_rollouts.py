@@ -476,12 +476,19 @@ async def test_an_agent_that_waits_long_is_kept_awake(monkeypatch, is_stream, al
     for name in ("QUIET_S", "QUIET_JSON_S", "AWAKE_S"):
         monkeypatch.setattr(gateway_module, name, 0.001)
     server = SlowServer("slow", tokenizer=Tokenizer())
+    kept_awake = gateway_module._kept_awake
+
+    async def answered_after_two_signs(*given):
+        signs = 0
+        async for piece in kept_awake(*given):
+            yield piece
+            signs += 1
+            if signs == 2:
+                server.may_answer.set()
+
+    monkeypatch.setattr(gateway_module, "_kept_awake", answered_after_two_signs)
     async with client_of(server=server) as client:
-        made = await new_rollout(client)
-        asking = asyncio.create_task(ask(client, made, stream=is_stream))
-        await asyncio.sleep(0.05)
-        server.may_answer.set()
-        reply = await asking
+        reply = await ask(client, await new_rollout(client), stream=is_stream)
     assert alive in reply.text
     assert "slow" in reply.text
 

@@ -215,7 +215,7 @@ async def test_a_reset_lets_go_of_what_was_said():
     managed.reset()
     gc.collect()
 
-    turns = (one for one in gc.get_objects() if isinstance(one, Turn))
+    turns = (one for one in gc.get_objects() if type(one) is Turn)  # isinstance asks odd objects, which may warn
     assert not [turn for turn in turns if turn.said.get("content") == "of the first rollout alone"]
 
 

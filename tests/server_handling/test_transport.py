@@ -44,7 +44,7 @@ class Scripted:
 @asynccontextmanager
 async def scripted(*replies):
     script = Scripted(*replies)
-    server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(script.serve, "127.0.0.1", 0, backlog=512)
     script.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield script
