@@ -7,10 +7,8 @@ renamed, so one with this name is complete.
 
 import json
 import logging
-import os
 import random
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import torch
 
 from atroposlib.errors import DataError
 from atroposlib.example_trainer.config import TrainingConfig
-from atroposlib.example_trainer.exports import folder_in_the_making
+from atroposlib.example_trainer.exports import discard, write_whole
 from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.objective import controller_state, restore_controllers
 from atroposlib.example_trainer.policy import PEFT_NAMES, adapter_settings
@@ -31,6 +29,8 @@ logger = logging.getLogger(__name__)
 _PREFIX = "step_"
 _STATE = "training_state.pt"
 _FACTS = "trainer.json"
+_LASTING = ("model_name", "use_lora", "optimizer", "train_layer_indices")
+"""Settings that stay as they were at the run's first start."""
 
 
 def newest(save_path: Path) -> Path | None:
@@ -48,14 +48,10 @@ def save(learner: Learner, save_path: Path, *, batch_ids: Sequence[str], keep: i
         PathError: it cannot be written, as on a full disk; the earlier ones stay.
     """
     target = save_path / f"{_PREFIX}{learner.step:08d}"
-    with folder_in_the_making(target) as making:
-        _write(learner, making, batch_ids)
-        if target.exists():
-            _delete(target)
-        os.replace(making, target)
+    write_whole(target, lambda making: _write(learner, making, batch_ids))
     sync_to_disk(save_path)
     for old in sorted(_ours(save_path), key=_step)[:-keep]:
-        _delete(old)
+        discard(old)
     logger.info("checkpoint written: %s", target)
     return target
 
@@ -75,8 +71,7 @@ def _write(learner: Learner, making: Path, batch_ids: Sequence[str]) -> None:
         "step": learner.step,
         "batch_ids": list(batch_ids),
         "controllers": controller_state(learner.kl, learner.tau),
-        "model_name": learner.config.model_name,
-        "use_lora": learner.config.use_lora,
+        **{name: getattr(learner.config, name) for name in _LASTING},
     }
     (making / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
     for path in (*making.rglob("*"), making):
@@ -86,29 +81,29 @@ def _write(learner: Learner, making: Path, batch_ids: Sequence[str]) -> None:
 def read_facts(checkpoint: Path) -> JsonObject:
     """`trainer.json` of a checkpoint."""
     try:
-        return json.loads((checkpoint / _FACTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"checkpoint {checkpoint} has no readable {_FACTS} ({error}); delete that folder") from error
+        return {**json.loads((checkpoint / _FACTS).read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(checkpoint, _FACTS, error) from error
+
+
+def _damaged(checkpoint: Path, name: str, error: Exception) -> DataError:
+    return DataError(f"checkpoint {checkpoint} has no readable {name} ({error}); delete that folder")
 
 
 def require_same_model(config: TrainingConfig, checkpoint: Path) -> None:
     """DataError when the checkpoint is of another model or adapter than the config's, whose place it would take."""
     facts = read_facts(checkpoint)
-    if facts["model_name"] != config.model_name or facts["use_lora"] != config.use_lora:
-        raise DataError(
-            f"checkpoint {checkpoint} is of model {facts['model_name']!r} with use_lora {facts['use_lora']}, this run "
-            f"trains {config.model_name!r} with {config.use_lora}; choose another save_path"
-        )
-    if not config.use_lora:
-        return
-    saved = json.loads((checkpoint / "adapter_config.json").read_text(encoding="utf-8"))
-    asked_for = adapter_settings(config)
-    for name, peft_name in PEFT_NAMES.items():
-        found, asked = saved[peft_name], asked_for[peft_name]
-        if (sorted(found) if isinstance(found, list) else found) != asked:
+    found, asked = {name: facts[name] for name in _LASTING if name in facts}, config.model_dump()
+    if config.use_lora and facts["use_lora"]:
+        saved = json.loads((checkpoint / "adapter_config.json").read_text(encoding="utf-8"))
+        asked |= adapter_settings(config)
+        found |= {peft: sorted(saved[peft]) if isinstance(saved[peft], list) else saved[peft] for peft in PEFT_NAMES}
+    for name, before in found.items():
+        if before != asked[name]:
+            what = f"an adapter with {PEFT_NAMES[name]}" if name in PEFT_NAMES else f"a training with {name}"
             raise DataError(
-                f"checkpoint {checkpoint} holds an adapter with {name} {found}, this run asks for {asked}; an adapter "
-                "stays as it was made: take the change back or choose another save_path"
+                f"checkpoint {checkpoint} holds {what} {before}, this run asks for {asked[name]}; take the change back "
+                "or choose another save_path"
             )
 
 
@@ -118,7 +113,10 @@ def restore(learner: Learner, checkpoint: Path) -> list[str]:
     Settings such as lr are the config's. The weights are loaded by `Learner(config, checkpoint=...)`.
     """
     facts = read_facts(checkpoint)
-    state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=False)
+    try:
+        state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=False)
+    except Exception as error:  # torch and pickle raise many kinds; all mean that the file is damaged
+        raise _damaged(checkpoint, _STATE, error) from error
     settings = [{**group, "params": None} for group in learner.optimizer.param_groups]
     learner.optimizer.load_state_dict(state["optimizer"])
     schedule = learner.scheduler
@@ -152,11 +150,3 @@ def _set_random_state(state: JsonObject) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
         torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def _delete(folder: Path) -> None:
-    """A kill in the middle leaves nothing with a checkpoint's name."""
-    doomed = folder.with_name(".deleting")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.replace(folder, doomed)
-    shutil.rmtree(doomed)

@@ -64,11 +64,17 @@ def rows_of(groups: Sequence[Mapping[str, Json]], *, seq_len: int, temperature: 
     Raises:
         DataError: a row is too long, or its fields do not fit together.
     """
-    return [
-        _row(group, i, number, seq_len, temperature)
-        for number, group in enumerate(groups)
-        for i in range(len(group["tokens"]))
-    ]
+    rows = []
+    for number, group in enumerate(groups):
+        for i in range(len(group["tokens"])):
+            try:
+                rows.append(_row(group, i, number, seq_len, temperature))
+            except DataError:
+                raise
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                why = f"{type(error).__name__}: {error}"
+                raise DataError(f"sequence {i} of group {number} has fields that cannot be read: {why}") from error
+    return rows
 
 
 def pad_data_to_good_offset(
@@ -141,10 +147,11 @@ def _row(group: Mapping[str, Json], i: int, number: int, seq_len: int, temperatu
     for name, values in per_token.items():
         if values is not None and len(values) != len(tokens):
             raise DataError(f"{what} has {len(tokens)} tokens but {len(values)} {name}; expected one per token")
+    trained[:1] = False  # nothing predicts the first token
     overrides = (group.get("overrides") or [{}] * len(group["tokens"]))[i] or {}
     return TrainingRow(
         tokens=tokens,
-        trained=np.concatenate([[False], trained[1:]]),  # nothing predicts the first token
+        trained=trained,
         infer_logp=None if logprobs is None else np.asarray(logprobs, dtype=np.float32),
         score=float(group["scores"][i]),
         group=number,

@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -40,17 +40,15 @@ def first_link(exports: Path, model: Path) -> Path:
     """The link, made to point at `model` unless an earlier start of the run left exported weights behind it."""
     link = exports / CURRENT
     if not link.exists():
-        exports.mkdir(parents=True, exist_ok=True)
         replace_link(link, model)
     return link
 
 
 def replace_link(link: Path, target: Path) -> None:
     """Point `link` at a folder or file, in one moment."""
-    making = link.with_name(f".{link.name}.making")
-    making.unlink(missing_ok=True)
-    making.symlink_to(target.resolve(), target_is_directory=target.is_dir())
-    os.replace(making, link)
+    with in_the_making(link) as making:
+        making.symlink_to(target.resolve(), target_is_directory=target.is_dir())
+        os.replace(making, link)
 
 
 def version_behind(link: Path) -> str | None:
@@ -71,52 +69,61 @@ def save_folder(write: Callable[[Path], object], exports: Path, version: int) ->
 
 
 def write_whole(target: Path, write: Callable[[Path], object]) -> None:
-    """Build a folder next to its place, then rename it.
-
-    Raises:
-        DiskError: it cannot be written, as on a full disk; nothing of it is left.
-    """
-    with folder_in_the_making(target) as making:
+    """Write a folder next to its place, then rename it; see `in_the_making`."""
+    with in_the_making(target) as making:
+        making.mkdir()
         write(making)
-        shutil.rmtree(target, ignore_errors=True)
+        if target.exists():
+            discard(target)
         os.replace(making, target)
 
 
 @contextmanager
-def folder_in_the_making(target: Path) -> Iterator[Path]:
-    """An empty folder next to `target`, gone when the block ends unless it was renamed; so is what a kill left.
+def in_the_making(target: Path) -> Iterator[Path]:
+    """A free path next to `target`, gone when the block ends unless it was renamed; so is what a kill left.
 
     Raises:
-        DiskError: it cannot be written, as on a full disk.
+        DiskError: for whatever libraries raise in the block when they cannot write, as on a full disk.
     """
     making = target.with_name(f".making.{target.name}")
-    for stale in target.parent.glob(f".making.{target.name.rstrip('0123456789')}*"):
-        shutil.rmtree(stale, ignore_errors=True)
     try:
-        with written_or_told(target):
-            making.mkdir(parents=True)
-            yield making
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
-
-
-@contextmanager
-def written_or_told(target: Path) -> Iterator[None]:
-    """Raise DiskError for whatever libraries raise in the block when they cannot write, as on a full disk."""
-    try:
-        yield
-    except AtroposError:
-        raise
-    except _of_libraries() as error:
-        free = shutil.disk_usage(target.parent).free
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for stale in (making, *target.parent.glob(re.sub(r"\d+", "*", making.name))):
+            _delete(stale)
+        yield making
+    except Exception as error:
+        if isinstance(error, AtroposError) or not _is_of_the_disk(error):
+            raise
+        free = shutil.disk_usage(next(parent for parent in target.parents if parent.exists())).free
         why = (limit_reached(error) if isinstance(error, OSError) else None) or error
         raise DiskError(f"{target} cannot be written, with {free / 1e9:.3f} GB free there: {why}") from error
+    finally:
+        _delete(making)
 
 
-def _of_libraries() -> tuple[type[Exception], ...]:
+def _is_of_the_disk(error: Exception) -> bool:
     from safetensors import SafetensorError
 
-    return OSError, RuntimeError, SafetensorError
+    return isinstance(error, OSError | RuntimeError | SafetensorError) or type(error) is Exception  # of tokenizers
+
+
+def discard(path: Path) -> None:
+    """Delete a file or folder. A kill in the middle, or a file in use on NFS, leaves nothing that has its name."""
+    for stale in path.parent.glob(".deleting.*"):
+        _delete(stale)
+    doomed = path.with_name(f".deleting.{path.name}")
+    with suppress(OSError):
+        os.replace(path, doomed)
+    _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """Delete what can be deleted."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def keep_newest(exports: Path, names: str) -> None:
@@ -127,10 +134,7 @@ def keep_newest(exports: Path, names: str) -> None:
     served = {path.resolve() for path in exports.iterdir() if path.is_symlink()}
     ours = [path for path in exports.iterdir() if re.fullmatch(names, path.name)]
     for old in sorted(ours, key=lambda path: (path.resolve() in served, path.stat().st_mtime_ns))[:-_KEPT]:
-        if old.is_dir():
-            shutil.rmtree(old)
-        else:
-            old.unlink()
+        discard(old)
 
 
 def newest_flags(weight_sync: str, exports: Path) -> list[str]:

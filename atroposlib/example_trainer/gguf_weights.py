@@ -5,7 +5,6 @@ a head. `to_gguf_rows` and its inverse reorder the rows; without it the model an
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,7 +60,7 @@ class GGUFExporter:
         self._heads = _head_counts(self._reader)
 
     def write(self, state: Mapping[str, Tensor], target: Path) -> None:
-        """Write `target` whole or not at all.
+        """Write `target`; after an error there is none.
 
         Args:
             state: names as in the Hugging Face model.
@@ -69,13 +68,12 @@ class GGUFExporter:
         Raises:
             ModelError: a tensor of the template has no counterpart in `state`.
         """
-        making = target.with_name(f".{target.name}.making")
         try:
             tensors = (self._tensor(state, tensor.name) for tensor in self._reader.tensors)
-            write_gguf(self._reader, making, self._dtype, tensors)
-            os.replace(making, target)
-        finally:
-            making.unlink(missing_ok=True)
+            write_gguf(self._reader, target, self._dtype, tensors)
+        except BaseException:
+            target.unlink(missing_ok=True)
+            raise
 
     def _tensor(self, state: Mapping[str, Tensor], name: str) -> tuple[str, np.ndarray, str]:
         """Name, data as the file holds it, and type: vectors stay F32, as llama.cpp wants them."""

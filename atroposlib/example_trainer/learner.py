@@ -249,8 +249,9 @@ class Learner:
 
         Raises:
             TrainingError: loss or gradient is not finite.
-            DataError: log-probabilities are missing.
+            DataError: log-probabilities are missing, or a token is none of the model's.
         """
+        self.policy.require_known_tokens(rows)
         config, clock = self.config, _Clock(self.policy.device)
         beta = self.kl.beta
         references = self._references(rows) if beta > 0 else {}
@@ -332,7 +333,7 @@ class Learner:
             micro = collate(rows, lines, self.policy.device)
             logp = self.policy.reference_logp(micro)
             for values, number in zip(logp, micro.rows, strict=True):
-                found[number] = values[: len(rows[number].tokens) - 1].cpu()
+                found[number] = values[: max(0, len(rows[number].tokens) - 1)].cpu()
         return {number: values for part in self.ranks.gather(found) for number, values in part.items()}
 
     def _micro_batches(self, rows: Sequence[TrainingRow]) -> list[list[list[int]]]:

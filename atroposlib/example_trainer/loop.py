@@ -39,7 +39,7 @@ from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.weight_sync import WeightSync, make_sync, names_versions
 from atroposlib.json_lines import one_line
 from atroposlib.lock_files import run_lock
-from atroposlib.paths import expand_path, writable_dir
+from atroposlib.paths import writable_dir
 from atroposlib.rollouts.stop import STOP_SIGNALS
 from atroposlib.type_definitions import Json, JsonObject
 
@@ -76,7 +76,6 @@ class TrainingReport:
     """Appends to `<log_dir>/metrics.jsonl` and `samples.jsonl`; a resumed run continues in the same files."""
 
     def __init__(self, config: TrainingConfig, log_dir: Path) -> None:
-        log_dir.mkdir(parents=True, exist_ok=True)
         self._samples_per_step = config.samples_per_step
         self._metrics = (log_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._samples = (log_dir / "samples.jsonl").open("a", encoding="utf-8")
@@ -175,6 +174,7 @@ def train(config: TrainingConfig) -> TrainResult:
 
 def _train(config: TrainingConfig, save_path: Path) -> TrainResult:
     """`train`, with the folder locked against a second trainer."""
+    log_dir = writable_dir(config.log_dir, what="log_dir")
     config = config.model_copy(update={"save_path": str(save_path)})
     _seed(config.seed)
     found = checkpoints.newest(save_path)
@@ -191,7 +191,7 @@ def _train(config: TrainingConfig, save_path: Path) -> TrainResult:
         with _stop_flag():  # a signal to all ranks is for the first to act on, which needs the others for its step
             return _follow(learner)
     logger.info("training %s from step %d to %d", config.model_name, learner.step, config.training_steps)
-    report = TrainingReport(config, expand_path(config.log_dir, what="log_dir"))
+    report = TrainingReport(config, log_dir)
     sync = make_sync(config, save_path)
     try:
         with BatchFeed(config, trained=trained) as feed, _stop_flag() as stop:

@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from atroposlib.data.tokenizers import plain_chat_ids
-from atroposlib.errors import ConfigError, ModelError
+from atroposlib.errors import ConfigError, DataError, ModelError
 from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.data import TrainingRow
 from atroposlib.example_trainer.exports import model_folder
 from atroposlib.example_trainer.layout import MicroBatch
 from atroposlib.example_trainer.token_scores import (
@@ -30,13 +32,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PEFT_NAMES = {
-    "lora_r": "r",
+    "r": "lora_r",
     "lora_alpha": "lora_alpha",
     "lora_dropout": "lora_dropout",
-    "lora_target_modules": "target_modules",
-    "lora_layer_indices": "layers_to_transform",
+    "target_modules": "lora_target_modules",
+    "layers_to_transform": "lora_layer_indices",
 }
-"""Settings that make an adapter, and stay as they were at the run's first start: our name to peft's."""
+"""Settings that make an adapter, and stay as they were at the run's first start: peft's name to ours."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -71,6 +73,18 @@ class Policy:
     def trainable(self) -> list[nn.Parameter]:
         """Parameters the optimizer moves."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def require_known_tokens(self, rows: Sequence[TrainingRow]) -> None:
+        """DataError for a token that the model has no embedding of, as of another tokenizer's."""
+        known = self.bare.get_input_embeddings().num_embeddings
+        for row in rows:
+            for ids in (row.tokens, row.teacher_ids):
+                odd = ids[(ids < 0) | (ids >= known)] if ids is not None else ()
+                if len(odd):
+                    raise DataError(
+                        f"a sequence of group {row.group} has token {odd[0]}, and the model knows 0 to {known - 1}; "
+                        "the environment must use the tokenizer of the model in training"
+                    )
 
     def score(self, micro: MicroBatch, *, entropy: bool = False, teacher: bool = False) -> TokenScores:
         """Log-probabilities of the targets (and of what a teacher named) under the trained weights, with gradient."""
@@ -196,12 +210,11 @@ def compile_layers(model: CausalModel) -> None:
 
 def adapter_settings(config: TrainingConfig) -> JsonObject:
     """The values of `PEFT_NAMES`, under peft's names."""
+    layers = config.lora_layer_indices
     return {
-        "r": config.lora_r,
-        "lora_alpha": config.lora_alpha,
-        "lora_dropout": config.lora_dropout,
+        **{peft: getattr(config, ours) for peft, ours in PEFT_NAMES.items()},
         "target_modules": sorted(config.lora_target_modules),
-        "layers_to_transform": sorted(layer_indices(config.lora_layer_indices)) if config.lora_layer_indices else None,
+        "layers_to_transform": sorted(layer_indices(layers)) if layers else None,
     }
 
 
@@ -233,13 +246,14 @@ def _load(policy: Policy, checkpoint: Path | None) -> nn.Module:
 
 
 def _load_weights(folder: Path | str, dtype: torch.dtype) -> CausalModel:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"model {str(folder)!r} cannot be loaded: {error}") from error
 
 

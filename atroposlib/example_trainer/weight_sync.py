@@ -31,14 +31,15 @@ from atroposlib.example_trainer.exports import (
     FOLDERS,
     GGUF_FILES,
     exports_folder,
+    in_the_making,
     keep_newest,
     replace_link,
     save_folder,
     write_whole,
-    written_or_told,
 )
 from atroposlib.example_trainer.policy import Policy
 from atroposlib.example_trainer.shared_weights import SharedWeights
+from atroposlib.paths import writable_dir
 from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -241,10 +242,10 @@ class EmbeddedSync(EnginesSync):
         self._exporter = GGUFExporter(resolve_model(config.model_name).gguf, config.engine_dtype)
 
     def push(self, policy: Policy, version: int) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         target = self._folder / f"weights_{version:08d}.gguf"
-        with written_or_told(target):
-            self._exporter.write(policy.merged_state(), target)
+        with in_the_making(target) as making:
+            self._exporter.write(policy.merged_state(), making)
+            os.replace(making, target)
         replace_link(self._folder / CURRENT_GGUF, target)
         body = {"model_path": str(target.resolve()), "weight_version": str(version)}
         self._engines.post("/update_weights_from_disk", body)
@@ -417,4 +418,5 @@ def make_sync(config: TrainingConfig, save_path: Path) -> WeightSync:
     """The kind that the config names; exported weights go to `<save_path>/engine`."""
     if config.weight_sync == "none":
         return NoSync()
-    return KINDS[config.weight_sync](config, exports_folder(save_path))
+    folder = writable_dir(exports_folder(save_path), what="the folder of exported weights")
+    return KINDS[config.weight_sync](config, folder)

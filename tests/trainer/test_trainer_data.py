@@ -74,6 +74,30 @@ def test_fields_of_another_length_are_refused():
         rows(group)
 
 
+GARBAGE = {
+    "fewer lists than rows": {"inference_logprobs": [[-1.0] * 7]},
+    "fewer advantages than rows": {"advantages": [[1.0] * 7]},
+    "fewer overrides than rows": {"overrides": [{}]},
+    "a temperature that is a word": {"generation_params": {"temperature": "hot"}},
+    "a temperature that is a list": {"group_overrides": {"temperature": [1]}},
+    "overrides that are none": {"overrides": [[], ["sft"]]},
+    "numbers that are none": {"inference_logprobs": [["a"] * 7, ["b"] * 8]},
+    "a teacher without lists": {"distill_token_ids": [[1] * 7] * 2, "distill_logprobs": [[-1.0] * 7] * 2},
+}
+
+
+@pytest.mark.parametrize("extra", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_that_the_api_lets_pass_is_named(extra):
+    with pytest.raises(DataError, match=r"sequence [01] of group 0 "):
+        rows(make_group([1, 0], **extra))
+
+
+def test_a_row_without_tokens_is_no_reason_to_end():
+    found = rows(make_group([1, 0]) | {"tokens": [[], [3, 4]], "masks": [[], [-100, 4]], "inference_logprobs": None})
+    assert [(len(row.trained), row.trained_tokens) for row in found] == [(0, 0), (2, 1)]
+    assert collate(found, [[0], [1]]).mask.tolist() == [[0], [1]]
+
+
 def test_micro_batches_hold_every_row_once_within_the_budget():
     found = rows(*[make_group([1, 0, 1], completions=[1, 9, 20], seed=s) for s in range(4)])
     batches = micro_batches(found, max_tokens=40)

@@ -1,3 +1,6 @@
+import errno
+import os
+import shutil
 from typing import get_args
 
 import pytest
@@ -5,7 +8,7 @@ import torch
 from tiny_model import make_config, make_group
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, MistralConfig
 
-from atroposlib.errors import ConfigError, DataError, PathError
+from atroposlib.errors import AtroposError, ConfigError, DataError, DiskError, PathError
 from atroposlib.example_trainer import checkpoint
 from atroposlib.example_trainer.config import LossSettings
 from atroposlib.example_trainer.data import rows_of
@@ -389,9 +392,89 @@ def test_a_deletion_that_was_killed_leaves_nothing_that_looks_like_a_checkpoint(
     checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
     learner.step = 1
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.shutil, "rmtree", lambda folder, ignore_errors=False: None)
+        patch.setattr(shutil, "rmtree", lambda folder, ignore_errors=False: None)
         checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
     learner.step = 2
     checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+
+
+FULL_FOR = {
+    "tokenizers, which raises a plain Exception": "tokenizer.json",
+    "torch": "training_state.pt",
+    "transformers": "config.json",
+    "json": "trainer.json",
+}
+
+
+@pytest.mark.parametrize("name", FULL_FOR.values(), ids=FULL_FOR)
+def test_a_disk_that_is_full_for_any_library_is_told_as_such(make_learner, tmp_path, monkeypatch, name):
+    learner = make_learner()
+    write = checkpoint._write
+
+    def to_a_full_disk(learner, making, batch_ids):
+        (making / name).symlink_to("/dev/full")
+        write(learner, making, batch_ids)
+
+    monkeypatch.setattr(checkpoint, "_write", to_a_full_disk)
+    with pytest.raises(DiskError, match="step_00000000 cannot be written"):
+        checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_use_that_keeps_an_old_checkpoint_from_being_deleted_ends_no_training(
+    make_learner, tmp_path, monkeypatch
+):
+    learner, unlink = make_learner(), os.unlink
+
+    def busy(name, **place):  # as NFS has it for a file that is open elsewhere
+        if name == "config.json":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        unlink(name, **place)
+
+    def save(step):
+        learner.step = step
+        checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", busy)
+        for step in (1, 2, 3):
+            save(step)
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000003"]
+    save(4)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
+
+
+@pytest.mark.parametrize("name", ["training_state.pt", "trainer.json", "model.safetensors"])
+@pytest.mark.parametrize("left", [None, b"", b"[]", b"half"])
+def test_a_damaged_checkpoint_is_named(make_learner, tmp_path, name, left):
+    learner = make_learner()
+    folder = checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    (folder / name).unlink()
+    if left is not None:
+        (folder / name).write_bytes(left)
+
+    def resume():
+        checkpoint.require_same_model(learner.config, folder)
+        checkpoint.restore(Learner(learner.config, checkpoint=folder), folder)
+
+    with pytest.raises(AtroposError, match="step_00000000"):
+        resume()
+
+
+@pytest.mark.parametrize("change", [{"optimizer": "adafactor"}, {"train_layer_indices": "1"}])
+def test_an_optimizer_of_another_kind_or_for_other_layers_is_refused(make_learner, tmp_path, change):
+    learner = make_learner()
+    learner.train_on(rows())
+    folder = checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
+    config = learner.config.model_copy(update=change)
+    with pytest.raises(DataError, match=f"step_00000001 holds a training with {next(iter(change))}"):
+        checkpoint.require_same_model(config, folder)
+
+
+def test_a_token_that_the_model_does_not_know_is_named(make_learner):
+    group = make_group([1, 0])
+    group["tokens"][1][-1] = group["masks"][1][-1] = 64
+    with pytest.raises(DataError, match=r"sequence of group 0 has token 64, and the model .* 0 to 63"):
+        make_learner().train_on(rows([group]))

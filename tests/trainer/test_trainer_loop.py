@@ -200,6 +200,12 @@ def test_a_new_run_does_not_begin_beside_the_checkpoints_of_another(tiny_model, 
         train(make_config(tiny_model, tmp_path, resume=False))
 
 
+def test_a_folder_for_metrics_that_cannot_be_written_is_told_before_anything_is_loaded(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(PathError, match=r"log_dir .*file/logs cannot be written"):
+        train(make_config(tmp_path / "no model", tmp_path, log_dir=str(tmp_path / "file" / "logs")))
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's own
 def test_a_run_does_not_continue_with_another_adapter_than_asked_for(tiny_model, tmp_path):
     config = make_config(tiny_model, tmp_path, use_lora=True)

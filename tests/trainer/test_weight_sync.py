@@ -14,7 +14,7 @@ import torch
 from tiny_model import make_config
 
 from atroposlib.errors import ConfigError
-from atroposlib.example_trainer.exports import first_link, version_behind
+from atroposlib.example_trainer.exports import first_link, in_the_making, replace_link, version_behind
 from atroposlib.example_trainer.weight_sync import WeightSyncError, make_sync
 
 
@@ -342,6 +342,16 @@ def test_the_embedded_engine_can_be_started_from_what_was_pushed_last(sync_of, e
     assert engine.seen[-1][1] == {"model_path": str(link.resolve()), "weight_version": "3"}
     assert (version_behind(link), link.read_bytes()) == ("3", b"weights")
     assert len(list(link.parent.glob("weights_*.gguf"))) == 2
+
+
+def test_what_a_kill_left_of_an_export_is_gone_after_the_next_one(tmp_path):
+    (tmp_path / ".making.weights_00000001.gguf").touch()
+    for name, place in {"current.gguf": "file", "current": ".", "current_adapter": "gone"}.items():
+        (tmp_path / f".making.{name}").symlink_to(tmp_path / place)
+        replace_link(tmp_path / name, tmp_path)
+    with in_the_making(tmp_path / "weights_00000002.gguf") as making:
+        making.touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"current.gguf", "current", "current_adapter"}
 
 
 def test_old_exports_are_deleted(sync_of, engine, tmp_path):
