@@ -8,7 +8,6 @@ import asyncio
 import inspect
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
+from atroposlib.envs.server_handling.server_config import without_login
 from atroposlib.envs.server_handling.server_manager import ServerManager, ServerManagerConfig
 from atroposlib.errors import AtroposError, ConfigError, ModelError
 from atroposlib.paths import expand_path, read_mapping, remedy
@@ -86,7 +86,7 @@ class Settings:
             f"engine: {engines}{more}, model {model}",
             f"given: {changed}; every setting is kept next to the rollouts (.config.yaml)",
         ]
-        return [re.sub(r"//[^@/\s]*@", "//", line) for line in lines]  # an address may hold a token
+        return [without_login(line) for line in lines]
 
     def without_effect(self) -> list[str]:
         """Return a sentence for each reason for which flags that were given change nothing."""
@@ -107,6 +107,9 @@ class Settings:
         """The settings as a file for `--config`, with secrets left out."""
         servers = [self.servers] if isinstance(self.servers, ServerBaseline) else list(self.servers)
         openai = [server.model_dump(mode="json", exclude=set(SECRET_FIELDS)) for server in servers]
+        openai = [
+            {**kept, "base_url": without_login(url)} if (url := kept.get("base_url")) else kept for kept in openai
+        ]
         shown = {
             ENV_NAMESPACE: self.env.model_dump(mode="json"),
             OPENAI_NAMESPACE: openai[0] if len(openai) == 1 else openai,

@@ -253,7 +253,7 @@ def test_the_name_of_the_environment_names_the_wandb_run():
 
 
 def test_the_shown_settings_hold_no_secret_and_can_be_read_again(tmp_path):
-    text = settings("--env.group_size", "3").as_yaml()
+    text = settings("--env.group_size", "3", "--openai.base_url", "http://me:secret@host:9001/v1").as_yaml()
     assert "secret" not in text
     again = settings(*config_file(tmp_path, text))
     assert again.env.group_size == 3

@@ -9,9 +9,12 @@ from atroposlib.envs.server_handling.openai_server import OpenAIServer, endpoint
 from atroposlib.envs.server_handling.openai_wire import parse_chat
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_config import ReasoningConfig
-from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.server_handling.server_manager import ServerManager, missing_engine, server_at
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from atroposlib.envs.server_handling.token_server import EngineIdentity
 from atroposlib.errors import RequestFault
 from atroposlib.rollouts.trace import tracing
+from tests.server_handling.test_transport import scripted
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -107,6 +110,36 @@ UNWRITABLE = {
     "an object": object(),
     "no number with a long one": [1 << 70, float("nan")],
 }
+
+
+PROMPT = {"input_ids": [1], "max_tokens": 1}
+
+
+async def test_the_login_of_an_address_is_sent_and_never_shown(engine):
+    refusal = b"HTTP/1.1 400 Bad\r\nContent-Length: 2\r\n\r\nno"
+    async with scripted([refusal]) as gateway:
+        url = gateway.url.replace("//", "//user:pass%20word@")
+        server = SGLangServer(APIServerConfig(server_type="sglang", base_url=f"{url}/v1", api_key="x"))
+        server.identity = EngineIdentity(vocabulary=10)
+        with pytest.raises(RequestFault) as refused:
+            await server.tokens_and_logprobs_completion(**PROMPT)
+        await server.close()
+    assert b"Authorization: Basic dXNlcjpwYXNzIHdvcmQ=\r\n" in gateway.requests[0][0]
+    server.server_healthy = False
+    shown = f"{refused.value} {missing_engine([server])}"
+    assert gateway.url in shown
+    assert "pass" not in shown
+
+
+async def test_the_login_of_an_address_is_not_recorded(engine):
+    url = engine.url.replace("//", "//user:password@")
+    server = SGLangServer(APIServerConfig(server_type="sglang", base_url=f"{url}/v1"))
+    server.identity = EngineIdentity(vocabulary=10)
+    with tracing() as trace:
+        await server.tokens_and_logprobs_completion(**PROMPT)
+    assert trace.engine["base_url"] == engine.url
+    assert server_at([server], f"{engine.url}/v1") is server
+    await server.close()
 
 
 @pytest.mark.parametrize("content", UNWRITABLE.values(), ids=UNWRITABLE)

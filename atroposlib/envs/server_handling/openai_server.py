@@ -34,6 +34,7 @@ from atroposlib.envs.server_handling.server_config import (
     APIServerConfig,
     ReasoningConfig,
     resolve_openai_configs,
+    without_login,
 )
 from atroposlib.errors import RequestFault
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of, further_part
@@ -69,7 +70,7 @@ class HttpServer(APIServer):
         super().__init__(config, reasoning_config)
         self.root_url, self.openai_url = endpoint_urls(config)
         self.api_key = config.api_key or (os.environ.get("OPENAI_API_KEY") if not config.base_url else None)
-        self.transport = Transport(self.api_key)
+        self.transport = Transport(self.api_key, config.base_url)
         self._openai: AsyncOpenAI | None = None
         self.health: EndpointHealth | None = None
         if config.health_check and config.base_url:
@@ -81,8 +82,13 @@ class HttpServer(APIServer):
         if self._openai is None:
             from openai import AsyncOpenAI
 
+            from atroposlib.envs.server_handling.transport import authorization
+
             self._openai = AsyncOpenAI(
-                api_key=self.api_key or "none", base_url=self.openai_url, timeout=self.config.timeout
+                api_key=self.api_key or "none",
+                base_url=self.openai_url,
+                timeout=self.config.timeout,
+                default_headers=authorization(self.api_key, self.config.base_url),
             )
         return self._openai
 
@@ -246,11 +252,9 @@ class DummyManagedServer(TrackedSequences):
 
 
 def endpoint_urls(config: APIServerConfig) -> tuple[str, str]:
-    """Root and OpenAI-style address (`.../v1`) of a server; empty means the official OpenAI API."""
-    if not config.base_url:
-        base = (os.environ.get("OPENAI_BASE_URL") or f"https://{OFFICIAL_OPENAI_HOST}/v1").rstrip("/")
-        return base.removesuffix("/v1"), base
-    base = config.base_url.rstrip("/")
+    """Root and OpenAI-style address (`.../v1`) of a server, without a login; empty means the official OpenAI API."""
+    address = config.base_url or os.environ.get("OPENAI_BASE_URL") or f"https://{OFFICIAL_OPENAI_HOST}/v1"
+    base = without_login(address.rstrip("/"))
     return base.removesuffix("/v1"), base
 
 

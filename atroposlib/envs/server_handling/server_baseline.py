@@ -31,6 +31,7 @@ from atroposlib.envs.server_handling.server_config import (
     OpenaiConfig,
     ReasoningConfig,
     ServerBaseline,
+    without_login,
 )
 from atroposlib.errors import EngineFault, KilledFault
 from atroposlib.rollouts.trace import EngineReply, TokensAndLogprobs, current_trace
@@ -293,9 +294,10 @@ class APIServer(ABC):
             if up:
                 return max(up, key=lambda server: server.room(split))
             if time.monotonic() > give_up_at:
+                address = without_login(str(self.config.base_url))
                 raise EngineFault(
                     f"no server for model {self.config.model_name!r} came back within "
-                    f"{self.config.outage_timeout_s:.0f} s (outage_timeout_s); is {self.config.base_url} running?"
+                    f"{self.config.outage_timeout_s:.0f} s (outage_timeout_s); is {address} running?"
                 )
             await asyncio.sleep(READY_POLL_S)
 

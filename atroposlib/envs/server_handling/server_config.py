@@ -166,6 +166,11 @@ def load_config(path: str) -> ServersConfig:
         raise ConfigError(f"--config {file} cannot be used: {error}") from error
 
 
+def without_login(text: str) -> str:
+    """`text` with its addresses as they may be shown and recorded: what stands before an @ may be a password."""
+    return re.sub(r"//[^@/\s]*@", "//", text)
+
+
 FLAG_PREFIX = "openai."
 
 

@@ -25,7 +25,12 @@ from atroposlib.envs.server_handling.server_baseline import (
     ServerBaseline,
     TokensAndLogprobs,
 )
-from atroposlib.envs.server_handling.server_config import LOCAL_API_KEY, local_base_urls, slurm_base_urls
+from atroposlib.envs.server_handling.server_config import (
+    LOCAL_API_KEY,
+    local_base_urls,
+    slurm_base_urls,
+    without_login,
+)
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.token_server import EngineIdentity, TokenServer
 from atroposlib.errors import ConfigError, EngineFault
@@ -322,7 +327,7 @@ def missing_engine(servers: Sequence[Server]) -> str | None:
         return None
     if why := next(filter(None, refusals), None):
         return why
-    addresses = sorted({str(server.config.base_url) for server in servers})
+    addresses = sorted({without_login(str(server.config.base_url)) for server in servers})
     which = f"the inference server{'s' if len(addresses) > 1 else ''} {', '.join(addresses)}"
     patience_s = max(server.config.outage_timeout_s for server in servers)
     return (
@@ -360,10 +365,12 @@ def pick_server(servers: Sequence[ServerT], split: str) -> ServerT:
 
 def server_at(servers: Sequence[ServerT], base_url: str) -> ServerT:
     """The server with this address, with or without /v1; ConfigError says which there are."""
-    roots = [(server.config.base_url or "").rstrip("/").removesuffix("/v1") for server in servers]
-    wanted = base_url.rstrip("/").removesuffix("/v1")
+    wanted, *roots = (
+        without_login(url or "").rstrip("/").removesuffix("/v1")
+        for url in (base_url, *(server.config.base_url for server in servers))
+    )
     if wanted not in roots:
-        raise ConfigError(f"no server at {base_url}; there are {roots}")
+        raise ConfigError(f"no server at {wanted}; there are {roots}")
     return servers[roots.index(wanted)]
 
 

@@ -4,11 +4,11 @@ Ids of another tokenizer are valid numbers, so an engine answers them with nonse
 asked who it is. Whatever it does not tell is unknown, and no reason to refuse anything.
 """
 
+import asyncio
 import logging
-import urllib.error
-import urllib.request
 from array import array
 from collections.abc import Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import orjson
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.conversation import render
 from atroposlib.envs.server_handling.faults import EndpointUnavailable, ReplyFault
-from atroposlib.envs.server_handling.openai_server import HttpServer
+from atroposlib.envs.server_handling.openai_server import HttpServer, endpoint_urls
 from atroposlib.envs.server_handling.sampling import GenerationRequest, checked_ids, drop_doubled_bos
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ReasoningConfig
 from atroposlib.errors import AtroposError, ConfigError, ModelError, PathError, RequestFault
@@ -46,7 +46,7 @@ class TokenServer(HttpServer):
     _tokenizer_missing: bool = False
     _tokenizer_ids: int | None = None  # ids of the tokenizer; the engine may take more
     _largest_generated: int = -1  # id
-    _identity: EngineIdentity | None = None
+    identity: EngineIdentity | None = None  # by its own account; None before it was asked, or where it says nothing
     _is_identified: bool = False
 
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
@@ -78,11 +78,6 @@ class TokenServer(HttpServer):
         if self._tokenizer is None:
             self.tokenizer = tokenizer
 
-    @property
-    def identity(self) -> EngineIdentity | None:
-        """The engine by its own account; None before it was asked, or where it says nothing."""
-        return self._identity
-
     async def check_tokenizer(self, tokenizer: Tokenizer, name: str) -> None:
         """Refuse a tokenizer that is not the engine's, as far as the engine tells; one or two requests.
 
@@ -108,10 +103,10 @@ class TokenServer(HttpServer):
             EndpointUnavailable: nothing answers.
         """
         if not self._is_identified:
-            self._identity = await ask_identity(self.transport, self.config.server_type, self.root_url)
+            self.identity = await ask_identity(self.transport, self.config.server_type, self.root_url)
             self._is_identified = True
-            self._answered_with(None if self._identity is None else self._identity.weights)
-        return self._identity
+            self._answered_with(None if self.identity is None else self.identity.weights)
+        return self.identity
 
     def _known_ids(self) -> int | None:
         """Number of ids that may be sent by what is known so far; None when neither engine nor tokenizer can say.
@@ -119,8 +114,8 @@ class TokenServer(HttpServer):
         The engine's own number counts, with the ids that only fill up its matrix. Where it does not tell, what its
         like have generated is surely among them.
         """
-        if self._identity is not None and self._identity.vocabulary is not None:
-            return self._identity.vocabulary
+        if self.identity is not None and self.identity.vocabulary is not None:
+            return self.identity.vocabulary
         if self._tokenizer is None and not self._tokenizer_missing:
             try:
                 _ = self.tokenizer
@@ -133,7 +128,7 @@ class TokenServer(HttpServer):
         return max(self._tokenizer_ids, *(server._largest_generated + 1 for server in like))
 
     def _note_generated(self, outputs: Sequence[Sequence[int]]) -> None:
-        if self._identity is None or self._identity.vocabulary is None:
+        if self.identity is None or self.identity.vocabulary is None:
             self._largest_generated = max(self._largest_generated, *(max(ids) for ids in outputs if ids), -1)
 
     async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
@@ -341,22 +336,20 @@ def _vocabulary_of(model: str | None) -> int | None:
 
 
 def _ask_now(config: APIServerConfig) -> EngineIdentity | None:
-    """As `ask_identity`, before there is an event loop; None also when nothing answers."""
-    root = (config.base_url or "").rstrip("/").removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-    proxies = [] if root.startswith("https://") else [urllib.request.ProxyHandler({})]  # plain HTTP stays in a cluster
-    opener = urllib.request.build_opener(*proxies)
-    for path in _ABOUT[config.server_type]:
+    """As `ask_identity`, for callers that cannot await; None also when nothing answers."""
+    from atroposlib.envs.server_handling.transport import Transport  # loads aiohttp, 0.2 CPU-s
+
+    async def ask() -> EngineIdentity | None:
+        transport = Transport(config.api_key, config.base_url)
         try:
-            with opener.open(urllib.request.Request(root + path, headers=headers), timeout=ASK_TIMEOUT_S) as reply:
-                identity = _identity(reply.read())
-        except urllib.error.HTTPError:
-            continue
-        except (OSError, ValueError):
+            return await ask_identity(transport, config.server_type, endpoint_urls(config)[0])
+        except EndpointUnavailable:
             return None
-        if identity is not None:
-            return identity
-    return None
+        finally:
+            await transport.close()
+
+    with ThreadPoolExecutor(1) as thread:  # there may be an event loop in this one
+        return thread.submit(asyncio.run, ask()).result()
 
 
 def _start(ids: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ take a way of their own at a third of aiohttp's CPU; TLS, redirects, streams and
 """
 
 import asyncio
+import base64
 import json
 import zlib
 from array import array
@@ -15,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
@@ -37,8 +38,10 @@ KEEPALIVE_S = 4.0
 class Transport:
     """Posts and gets for one server."""
 
-    def __init__(self, api_key: str | None = None) -> None:
-        self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **bearer(api_key)}
+    def __init__(self, api_key: str | None = None, base_url: str | None = None) -> None:
+        """`base_url` may hold a login, which takes the place of the key."""
+        login = authorization(api_key, base_url)
+        self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **login}
         self._header_lines = "".join(f"{name}: {value}\r\n" for name, value in self._headers.items()).encode()
         self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
 
@@ -152,8 +155,11 @@ def _proxy_of(url: str) -> str | None:
     return getproxies().get("https")
 
 
-def bearer(api_key: str | None) -> dict[str, str]:
-    """The authorization header, if there is a key; a line end that a file or secret left on it is not sent."""
+def authorization(api_key: str | None, base_url: str | None = None) -> dict[str, str]:
+    """The authorization header, if there is a key or a login; a line end that a file left on a key is not sent."""
+    login = urlsplit(base_url or "").netloc.rpartition("@")[0]
+    if login:
+        return {"Authorization": f"Basic {base64.b64encode(unquote(login).encode()).decode()}"}
     key = (api_key or "").strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
 

@@ -11,9 +11,9 @@ from atroposlib.envs.server_handling.openai_server import generation_deadline_s
 from atroposlib.envs.server_handling.openai_wire import Made, chat_of, completion_of
 from atroposlib.envs.server_handling.sampling import GenerationRequest, max_tokens_of
 from atroposlib.envs.server_handling.server_baseline import APIServer, TokensAndLogprobs
-from atroposlib.envs.server_handling.server_config import APIServerConfig, ReasoningConfig
+from atroposlib.envs.server_handling.server_config import APIServerConfig, ReasoningConfig, without_login
 from atroposlib.envs.server_handling.transport import (
-    bearer,
+    authorization,
     connection_faults,
     request_json,
 )
@@ -56,12 +56,13 @@ class TrlVllmServer(APIServer):
         )
 
     async def _generate(self, prompt: str, request: GenerationRequest) -> list[Made]:
-        url = f"{(self.config.base_url or '').rstrip('/')}/generate/"
+        base_url = without_login((self.config.base_url or "").rstrip("/"))
+        url = f"{base_url}/generate/"
         deadline_s = generation_deadline_s(max_tokens_of(request.options), self.config.timeout)
         asked = {key: value for key in SAMPLING if (value := request.options.get(key)) is not None}
         session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=deadline_s),
-            headers=bearer(self.config.api_key),
+            headers=authorization(self.config.api_key, self.config.base_url),
             raise_for_status=_raise_for_status,
             json_serialize=lambda body: request_json(body).decode(),
         )
@@ -89,7 +90,7 @@ class TrlVllmServer(APIServer):
                 prompt_tokens=prompt_tokens,
                 completion_tokens=sum(map(len, outputs)),
                 model=self.config.model_name,
-                base_url=self.config.base_url,
+                base_url=base_url,
                 sampling=asked,
             )
         )
