@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from atroposlib.api import auth
 from atroposlib.api.group_codec import GROUPS_TYPE, batch_json, join_batch
-from atroposlib.api.metrics import Metrics
 from atroposlib.api.protocol import CHUNK_BYTES, CONNECTION_KEY, Connection
 from atroposlib.api.queue import Batch
 from atroposlib.api.run import LiveRun
@@ -40,7 +39,6 @@ class Batches:
 
     live: LiveRun
     store: Store
-    metrics: Metrics
 
     async def next(self, lease_s: float | None = None) -> Batch | None:
         """The earliest exact batch, or None while there is none. Refused before a trainer registered.
@@ -90,7 +88,7 @@ class Batches:
 
     async def sent(self, batch: Batch, started_at: float) -> None:
         """The response with this batch is in the hands of the network; without a lease that ends our duty."""
-        self.metrics.batch_sent(batch.groups)
+        self.live.metrics.batch_sent(batch.groups)
         logger.info(
             "batch sent: number=%d sequences=%d groups=%d step=%d queued=%d took_s=%.3f",
             batch.number,

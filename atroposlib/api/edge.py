@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.api import auth
 from atroposlib.api.group_codec import GROUPS_TYPE
-from atroposlib.api.metrics import Metrics
 from atroposlib.api.protocol import CONNECTION_KEY, Connection, Strangers
+from atroposlib.api.run import Metrics
 from atroposlib.api.schemas import Refused
 from atroposlib.api.state_folder import StorageFull
 from atroposlib.api.tables import Unreadable

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from atroposlib.api.batching import can_sum
 from atroposlib.api.group_checks import EncodedGroup
 from atroposlib.api.group_codec import group_json
-from atroposlib.api.metrics import Metrics
 from atroposlib.api.protocol import Connection, Progress
 from atroposlib.api.queue import Group
 from atroposlib.api.run import LiveRun, RunState
@@ -37,10 +36,9 @@ class Receipt:
 class GroupIntake:
     """Stores groups once, and counts them."""
 
-    def __init__(self, live: LiveRun, store: Store, metrics: Metrics, found: Snapshot) -> None:
+    def __init__(self, live: LiveRun, store: Store, found: Snapshot) -> None:
         self._live = live
         self._store = store
-        self._metrics = metrics
         self._next_number = found.next_number
         self._latest: EncodedGroup | None = None
         self._retries = RetryFinder(sorted(found.queued + found.buffered, key=lambda group: group.number))
@@ -125,7 +123,7 @@ class GroupIntake:
                 receipts.append(Receipt(duplicate=True))
                 continue
             self._latest = new.encoded
-            self._metrics.group_stored(new.group)
+            self._live.metrics.group_stored(new.group)
             if new.encoded.group_id is None:
                 self._retries.remember(new.group, connection)
             if new.buffered:

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
+from prometheus_client import generate_latest
 from pydantic import StrictInt, ValidationError
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -86,7 +87,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     add_error_responses(api)
     api.add_middleware(BodyReader, max_bytes=int(min(settings.max_body_mb * MEGABYTE, 1 << 62)))  # it may be infinite
     api.add_middleware(
-        Gate, token=settings.token, check_host=settings.check_host, metrics=service.metrics, strangers=strangers
+        Gate, token=settings.token, check_host=settings.check_host, metrics=service.live.metrics, strangers=strangers
     )
     return api
 
@@ -245,7 +246,7 @@ async def health(service: Service) -> Response:
 @_rare.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: Service) -> Response:
     """Prometheus text format."""
-    return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4")
+    return Response(generate_latest(service.live.metrics.registry), media_type="text/plain; version=0.0.4")
 
 
 _NULL_WHEN_EMPTY = ("overrides", "group_overrides", "env_id", "distill_token_ids", "distill_logprobs")

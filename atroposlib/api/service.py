@@ -13,7 +13,6 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from atroposlib.api.batches import Batches
 from atroposlib.api.batching import env_status
 from atroposlib.api.group_intake import GroupIntake, refuse_unfit
-from atroposlib.api.metrics import Metrics
 from atroposlib.api.queue import TrajectoryQueue
 from atroposlib.api.run import EnvRecord, LiveRun, RunState, waiting_for
 from atroposlib.api.schemas import RegisterEnv, Registration
@@ -28,12 +27,11 @@ class TrajectoryService:
 
     def __init__(self, store: Store, *, env_timeout_s: float = 300.0) -> None:
         self.store = store
-        self.metrics = Metrics()
         found = store.load()
         self.live = LiveRun(found, env_timeout_s)
-        self.groups = GroupIntake(self.live, store, self.metrics, found)
-        self.batches = Batches(self.live, store, self.metrics)
-        self.metrics.registry.register(self)
+        self.groups = GroupIntake(self.live, store, found)
+        self.batches = Batches(self.live, store)
+        self.live.metrics.registry.register(self)
 
     @property
     def run(self) -> RunState:

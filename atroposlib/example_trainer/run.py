@@ -20,8 +20,7 @@ from atroposlib.example_trainer.config import RunConfig
 from atroposlib.example_trainer.recipe import build, parser_of, require_torch
 from atroposlib.example_trainer.run_plan import RunPlan, make_plan
 from atroposlib.launch.config import RestartConfig
-from atroposlib.launch.services import describe_exit
-from atroposlib.launch.supervisor import Stopped, Supervisor
+from atroposlib.launch.services import Stopped, Supervisor, describe_exit
 from atroposlib.lock_files import end_leftovers, run_lock
 from atroposlib.paths import writable_dir
 from atroposlib.rollouts.stop import EXIT_WORK_REMAINS

@@ -18,8 +18,7 @@ from atroposlib.json_lines import read_object
 from atroposlib.launch.config import DatagenConfig, ExportConfig
 from atroposlib.launch.plan import Model, groups_missing, link_rollouts, make_plan, recorded, rollout_folders
 from atroposlib.launch.preflight import SETTINGS_FILE, data_settings, preflight
-from atroposlib.launch.services import describe_exit, log_tail
-from atroposlib.launch.supervisor import OnProgress, Stopped, Supervisor
+from atroposlib.launch.services import OnProgress, Stopped, Supervisor, describe_exit, log_tail
 from atroposlib.lock_files import end_leftovers, run_lock
 from atroposlib.paths import writable_dir, write_text_atomic
 from atroposlib.rollouts.stop import EXIT_WORK_REMAINS

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.cli.cluster import main
-from atroposlib.launch.cluster import Cluster, Shell, remote_path
+from atroposlib.cli.cluster import Cluster, Shell, main, remote_path
 
 FAKE_SSH = """#!/bin/bash
 # ssh [-o X]... HOST COMMAND: runs COMMAND here, in another home; loses the connection as often as `lose` has lines

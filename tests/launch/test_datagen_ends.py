@@ -15,7 +15,7 @@ from atroposlib.errors import ConfigError, LaunchError
 from atroposlib.launch import datagen, supervisor
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.datagen import run_datagen
-from atroposlib.launch.supervisor import Stopped, Supervisor
+from atroposlib.launch.services import Stopped, Supervisor
 from atroposlib.status.runs import RunRecord
 
 

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from atroposlib.launch.config import RestartConfig
-from atroposlib.launch.services import Service, at_once
-from atroposlib.launch.supervisor import Supervisor
+from atroposlib.launch.services import Service, Supervisor, at_once
 from atroposlib.lock_files import start_time
 from atroposlib.status.runs import RunRecord
 

@@ -9,7 +9,7 @@ MODULES = [
     "atroposlib.backoff",
     "atroposlib.charts",
     "atroposlib.data.formats",
-    "atroposlib.launch.cluster",
+    "atroposlib.cli.cluster",
     "atroposlib.launch.plan",
     "atroposlib.launch.preflight",
     "atroposlib.status.table",

@@ -14,8 +14,7 @@ from atroposlib.example_trainer.run import until_trained
 from atroposlib.example_trainer.run_plan import TRAINER_GRACE_S, RunPlan
 from atroposlib.json_lines import read_object
 from atroposlib.launch.config import RestartConfig
-from atroposlib.launch.services import Service, Supervised
-from atroposlib.launch.supervisor import Supervisor
+from atroposlib.launch.services import Service, Supervised, Supervisor
 from atroposlib.lock_files import start_time
 from atroposlib.status.runs import RunRecord
 
