@@ -10,7 +10,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -35,7 +34,7 @@ DISCARD_FACTOR = 16
 """A body over the limit is read to its end, up to this many times the limit, so that the client sees the answer."""
 
 BODY_KEY = "atropos.body"
-"""Where the hot routes find the body in the ASGI scope; Request.body() would copy it once more."""
+"""Where routes for groups find the body in the ASGI scope; Request.body() would copy it once more."""
 
 INFLATE_INLINE_BYTES = 1 << 16
 MEMBER_BYTES = 1 << 12
@@ -222,14 +221,6 @@ class _PlainJson(JSONResponse):
         return json.dumps(content, separators=(",", ":")).encode()
 
 
-def add_error_responses(api: FastAPI) -> None:
-    async def handle(respond: Callable[..., Response], request: Request, error: Exception) -> Response:
-        return respond(error)
-
-    for kind, respond in ERROR_RESPONSES.items():
-        api.add_exception_handler(kind, partial(handle, respond))
-
-
 def _refused(error: Refused) -> Response:
     if error.code == "not_registered":  # no failure to trainers of 0.4.0; null, as they take a list for a batch
         response = {"status": "error", "message": str(error), "batch": None, "code": error.code}
@@ -256,7 +247,7 @@ def invalid_request(error: RequestValidationError) -> JSONResponse:
     return _PlainJson({"detail": details}, status_code=422)
 
 
-ERROR_RESPONSES: dict[type[Exception], Callable[..., Response]] = {
+_RESPONSES: dict[type[Exception], Callable[..., Response]] = {
     Refused: _refused,
     GroupError: lambda error: _PlainJson(
         {"detail": [{"type": "value_error", "loc": ["body"], "msg": str(error)}]}, status_code=422
@@ -265,3 +256,11 @@ ERROR_RESPONSES: dict[type[Exception], Callable[..., Response]] = {
     Unreadable: _unreadable,
     RequestValidationError: invalid_request,
 }
+
+
+def add_error_responses(api: FastAPI) -> None:
+    async def respond(request: Request, error: Exception) -> Response:
+        return _RESPONSES[type(error)](error)
+
+    for kind in _RESPONSES:
+        api.add_exception_handler(kind, respond)

@@ -1,6 +1,6 @@
 """Request and answer models of the API, as clients have always known them.
 
-`ScoredData` documents the hot routes; their bodies are read by `group_checks.py`, which never builds these objects.
+`ScoredData` documents the routes for groups, whose bodies `group_checks.py` reads; it never builds these objects.
 """
 
 from typing import Annotated

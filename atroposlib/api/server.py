@@ -7,7 +7,7 @@ without that variable, in memory. `run-api` is the usual way to start it.
 import asyncio
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +16,13 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from fastapi.routing import APIRoute
 from prometheus_client import generate_latest
 from pydantic import StrictInt, ValidationError
-from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.api import schemas
 from atroposlib.api.batches import BatchResponse
 from atroposlib.api.edge import (
     BODY_KEY,
-    ERROR_RESPONSES,
     BodyReader,
     Gate,
     add_error_responses,
@@ -81,9 +77,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     api.state.service = service
     api.state.strangers = strangers
     api.state.reading = asyncio.Lock()
-    api.include_router(_rare)
-    api.include_router(_hot)
-    api.add_middleware(DirectRoutes, routes=_hot.routes)
+    api.include_router(_routes)
     add_error_responses(api)
     api.add_middleware(BodyReader, max_bytes=int(min(settings.max_body_mb * MEGABYTE, 1 << 62)))  # it may be infinite
     api.add_middleware(
@@ -97,8 +91,7 @@ async def _service(request: Request) -> TrajectoryService:
 
 
 Service = Annotated[TrajectoryService, Depends(_service)]
-_rare, _hot = APIRouter(), APIRouter()
-"""Routes as FastAPI calls them, and those that `DirectRoutes` calls."""
+_routes = APIRouter()
 
 
 _OF_EVERY_ROUTE: dict[int | str, dict[str, object]] = {
@@ -113,7 +106,7 @@ _OF_EVERY_ROUTE: dict[int | str, dict[str, object]] = {
 }
 
 
-@_rare.post("/register")
+@_routes.post("/register")
 async def register(registration: schemas.Registration, service: Service) -> dict[str, int]:
     """A trainer announces a run, or takes it over: the configuration is replaced, queue and environments stay.
 
@@ -122,7 +115,7 @@ async def register(registration: schemas.Registration, service: Service) -> dict
     return {"uuid": await service.register(registration)}
 
 
-@_rare.get("/batch", response_model=schemas.NextBatch)
+@_routes.get("/batch", response_model=schemas.NextBatch)
 async def batch(
     request: Request,
     service: Service,
@@ -139,7 +132,7 @@ async def batch(
     return await BatchResponse.of_next(service.batches, request, lease_s)
 
 
-@_rare.post("/batch/ack")
+@_routes.post("/batch/ack")
 async def acknowledge(
     batch_id: Annotated[str, Body(embed=True, description="`batch_id` of the answer to GET /batch?lease_s=...")],
     service: Service,
@@ -149,7 +142,7 @@ async def acknowledge(
     return {"status": "success"}
 
 
-@_rare.post("/register-env", response_model_exclude_none=True)
+@_routes.post("/register-env", response_model_exclude_none=True)
 async def register_env(body: schemas.RegisterEnv, service: Service) -> schemas.EnvRegistered:
     """An environment announces itself; until the trainer has started it is told to wait and to ask again."""
     env = await service.register_env(body)
@@ -168,7 +161,7 @@ async def register_env(body: schemas.RegisterEnv, service: Service) -> schemas.E
     )
 
 
-@_rare.post("/disconnect-env", response_model=dict[str, str])
+@_routes.post("/disconnect-env", response_model=dict[str, str])
 async def disconnect_env(env_id: Annotated[StrictInt, Body(embed=True, examples=[0])], service: Service) -> Response:
     """An environment has ended: its minimum stops counting; what it sent stays."""
     try:
@@ -178,27 +171,27 @@ async def disconnect_env(env_id: Annotated[StrictInt, Body(embed=True, examples=
     return JSONResponse({"status": "success"})
 
 
-@_rare.get("/")
+@_routes.get("/")
 async def root() -> dict[str, str]:
     """Says who answers."""
     return {"message": "AtroposLib API"}
 
 
-@_rare.get("/wandb_info")
+@_routes.get("/wandb_info")
 async def wandb_info(service: Service) -> dict[str, str | None]:
     """Where environments log: `group` and `project`; nulls before a trainer registered."""
     run = service.run.registration
     return {"group": run and run.wandb_group, "project": run and run.wandb_project}
 
 
-@_rare.get("/info")
+@_routes.get("/info")
 async def info(service: Service) -> schemas.Info:
     """Return what the trainer takes; -1 before it registered."""
     run = service.run.registration
     return schemas.Info(batch_size=run.batch_size if run else -1, max_token_len=run.max_token_len if run else -1)
 
 
-@_rare.get("/status")
+@_routes.get("/status")
 async def status(service: Service) -> schemas.Status:
     """Return how far the run is, and why no batch is ready."""
     queue = service.queue
@@ -213,7 +206,7 @@ async def status(service: Service) -> schemas.Status:
     )
 
 
-@_rare.get("/latest_example", response_model=schemas.ScoredData | schemas.NoExample)
+@_routes.get("/latest_example", response_model=schemas.ScoredData | schemas.NoExample)
 async def latest_example(service: Service) -> Response:
     """The group that entered last; empty lists before there is one."""
     latest = await service.groups.latest()
@@ -222,14 +215,14 @@ async def latest_example(service: Service) -> Response:
     return Response(latest, media_type="application/json")
 
 
-@_rare.get("/reset_data", response_class=PlainTextResponse)
+@_routes.get("/reset_data", response_class=PlainTextResponse)
 async def reset_data(service: Service) -> str:
     """Forget the run: queue, environments, registration. Safe to repeat."""
     await service.reset()
     return "Reset successful"
 
 
-@_rare.get("/health", response_model=dict[str, str])
+@_routes.get("/health", response_model=dict[str, str])
 async def health(service: Service) -> Response:
     """Tell whether the server lives, and whether it can store groups. Needs no token.
 
@@ -243,7 +236,7 @@ async def health(service: Service) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@_rare.get("/metrics", response_class=PlainTextResponse)
+@_routes.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: Service) -> Response:
     """Prometheus text format."""
     return Response(generate_latest(service.live.metrics.registry), media_type="text/plain; version=0.0.4")
@@ -258,26 +251,6 @@ LARGE_BODY_BYTES = 1 << 21
 """From here on a body is read in a thread, which costs more CPU but holds up nobody."""
 
 T = TypeVar("T")
-
-
-class DirectRoutes:
-    """Takes requests to hot routes past FastAPI's dozen layers, which cost 0.3 ms each time; passes on all others."""
-
-    def __init__(self, app: ASGIApp, *, routes: Sequence[BaseRoute]) -> None:
-        self._app = app
-        self._routes = {(method, r.path): r for r in routes if isinstance(r, APIRoute) for method in r.methods or ()}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.get((scope.get("method", ""), scope.get("path", "")))
-        if route is None:
-            await self._app(scope, receive, send)
-            return
-        scope["route"] = route
-        try:
-            response = await route.endpoint(Request(scope, receive))
-        except tuple(ERROR_RESPONSES) as error:
-            response = ERROR_RESPONSES[type(error)](error)
-        await response(scope, receive, send)
 
 
 async def _in_turn(request: Request, read: Callable[[bytes], T]) -> T:
@@ -334,14 +307,14 @@ _NAMES_ENV: dict[str, object] = {
 }
 
 
-@_hot.post("/scored_data", response_model=schemas.Received, openapi_extra=_takes({"$ref": _SCORED_DATA}))
+@_routes.post("/scored_data", response_model=schemas.Received, openapi_extra=_takes({"$ref": _SCORED_DATA}))
 async def scored_data(request: Request) -> Response:
     """Store one group. The answer comes when it is on disk; 503 when there is no room: try again later."""
     (receipt,) = await _store_groups(request, [await _in_turn(request, read_group)])
     return json_response(_received(receipt))
 
 
-@_hot.post(
+@_routes.post(
     "/scored_data_list",
     response_model=schemas.ReceivedList,
     openapi_extra=_takes({"type": "array", "items": {"$ref": _SCORED_DATA}}),
@@ -352,10 +325,9 @@ async def scored_data_list(request: Request) -> Response:
     return json_response(_received_list(await _store_groups(request, groups)))
 
 
-@_hot.get("/status-env", response_model=schemas.EnvStatus, openapi_extra=_NAMES_ENV)
-async def status_env(request: Request) -> Response:
+@_routes.get("/status-env", response_model=schemas.EnvStatus, openapi_extra=_NAMES_ENV)
+async def status_env(request: Request, service: Service) -> Response:
     """Return what an environment bases its back-pressure on. The id comes as a JSON body or in the query."""
-    service: TrajectoryService = request.app.state.service
     return json_response(service.env_status(_asking_env(request)))
 
 
