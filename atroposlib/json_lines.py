@@ -60,8 +60,7 @@ def strict_json(value: object) -> bytes:
 def parse_anyhow(data: bytes) -> Json:
     """The value of a line for people to look at; what is broken in it is shown as null or U+FFFD.
 
-    Raises:
-        ValueError, RecursionError: as `read_leniently`.
+    ValueError, RecursionError: as `read_leniently`.
     """
     try:
         return orjson.loads(data)

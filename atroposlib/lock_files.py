@@ -46,8 +46,7 @@ def hold(path: Path, *, mode: int) -> int:
     Args:
         mode: permissions of a file made here.
 
-    Raises:
-        HeldError: it is taken. OSError: the file cannot be made, or this disk knows no locks.
+    HeldError: it is taken. OSError: the file cannot be made, or this disk knows no locks.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
     try:
@@ -88,8 +87,7 @@ def take_lock(path: Path, *, otherwise: str) -> int:
         path: of the lock file, `X.lock`.
         otherwise: what to do instead of waiting, as the end of a sentence.
 
-    Raises:
-        LaunchError: another process holds it.
+    LaunchError: another process holds it.
     """
     try:
         return hold(path, mode=0o644)
@@ -151,8 +149,7 @@ def is_file_at(path: Path, file: int | IO[str]) -> bool:
 def keep_earlier(run_dir: Path) -> Path | None:
     """Rename an existing run folder so that a fresh start overwrites nothing; its new name, or None.
 
-    Raises:
-        LaunchError: the run, or a member of a shared one, is running.
+    LaunchError: the run, or a member of a shared one, is running.
     """
     if not run_dir.exists():
         return None

@@ -56,8 +56,7 @@ def expand_path(text: str | os.PathLike[str], *, what: str = "path") -> Path:
 def writable_dir(text: str | os.PathLike[str], *, what: str = "folder") -> Path:
     """The expanded folder, created when missing and shown to be writable.
 
-    Raises:
-        PathError: it cannot be created or nothing can be written in it. DiskError: only now, as the disk is full.
+    PathError: it cannot be created or nothing can be written in it. DiskError: only now, as the disk is full.
     """
     folder = expand_path(text, what=what)
     try:
@@ -105,8 +104,7 @@ def _user(number: int) -> str:
 def write_text_atomic(path: Path, text: str) -> None:
     """Replace `path` as a whole: readers see the old or the new content, never a part.
 
-    Raises:
-        PathError: it is no regular file. OSError, with `path` as its file name: it cannot be written.
+    PathError: it is no regular file. OSError, with `path` as its file name: it cannot be written.
     """
     check_replaceable(path)
     temporary = ""
@@ -164,8 +162,7 @@ def read_mapping(path: Path, *, expected: str, what: str, may_be_empty: bool = F
         what: the file itself, e.g. `a recipe`, for the error about a path that cannot be read.
         may_be_empty: an empty file holds {}.
 
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds something else.
+    ConfigError: the file cannot be read, is not YAML, or holds something else.
     """
     import yaml  # few commands read any
 

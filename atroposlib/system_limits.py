@@ -13,8 +13,7 @@ FEWEST_DESCRIPTORS, MOST_DESCRIPTORS = 32, 1 << 16  # with fewer, event loops ab
 def raise_descriptor_limit() -> int:
     """Raise the soft limit of open files to what the system allows this process; return it.
 
-    Raises:
-        LaunchError: it is too low to work with.
+    LaunchError: it is too low to work with.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)

@@ -35,8 +35,8 @@ from atroposlib.api.client import EnvClient, TrainerClient
 from atroposlib.api.group_checks import EncodedGroup, content_digest
 from atroposlib.api.group_codec import encode_group
 from atroposlib.api.queue import Group
+from atroposlib.api.state_folder import NewGroup
 from atroposlib.api.store import Store
-from atroposlib.api.tables import NewGroup
 from benchmarks.processes import cpu_s, memory_mb
 
 SEQUENCES = 16

@@ -11,6 +11,7 @@ import ipaddress
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from atroposlib.errors import ConfigError
 
@@ -36,15 +37,15 @@ def read_token(token_file: Path | None, environment: Mapping[str, str]) -> str |
 def is_authorized(authorization: str | None, token: str) -> bool:
     """Tell whether an Authorization header carries the token. Takes as long for a near miss as for a far one."""
     scheme, _, credentials = (authorization or "").partition(" ")
-    given = credentials.strip()
+    given = [credentials.strip().encode(text, "replace") for text in ("utf-8", "latin-1")]  # as servers decode headers
     if scheme.lower() == "basic":
         try:
-            given = base64.b64decode(given, validate=True).decode("utf-8").partition(":")[2]
-        except (binascii.Error, UnicodeDecodeError):
+            given = [base64.b64decode(given[0], validate=True).partition(b":")[2]]
+        except binascii.Error:
             return False
     elif scheme.lower() != "bearer":
         return False
-    return hmac.compare_digest(given.encode(), token.encode())
+    return any(hmac.compare_digest(each, token.encode()) for each in given)
 
 
 def is_cross_site(headers: Mapping[str, str]) -> bool:
@@ -53,6 +54,15 @@ def is_cross_site(headers: Mapping[str, str]) -> bool:
         return True
     origin = headers.get("origin")
     return origin is not None and origin.partition("://")[2] != headers.get("host")
+
+
+def is_server_url(text: str) -> bool:
+    """Tell whether a server may have this address: http(s)://HOST[:PORT]."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:  # brackets that do not close, no host name, a port that is no number or above 65535
+        return False
 
 
 def is_loopback(host: str) -> bool:

@@ -19,9 +19,8 @@ from atroposlib.api.protocol import CHUNK_BYTES, CONNECTION_KEY, Connection
 from atroposlib.api.queue import Batch
 from atroposlib.api.run import LiveRun
 from atroposlib.api.schemas import Refused
-from atroposlib.api.state_folder import Commit
+from atroposlib.api.state_folder import Change, Commit, GroupLost
 from atroposlib.api.store import Store
-from atroposlib.api.tables import Change, GroupLost
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 import orjson
 
-from atroposlib.api.auth import TOKEN_VARIABLE
+from atroposlib.api.auth import is_server_url, read_token
 from atroposlib.api.group_codec import GROUPS_TYPE, decode_batch, encode_group, join_groups
 from atroposlib.backoff import backoff_s
 from atroposlib.errors import ApiError
@@ -77,7 +77,7 @@ class RepeatingClient(AbstractAsyncContextManager):
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 120.0) -> None:
         self.url, url_token = _split_token(url)
-        self._token = token or url_token or os.environ.get(TOKEN_VARIABLE)
+        self._token = token or url_token or read_token(None, os.environ)
         self._timeout_s = timeout_s
         self._registration: Mapping[str, object] | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -186,9 +186,9 @@ def _retry_after(response: Response) -> float:
 
 def _split_token(url: str) -> tuple[str, str | None]:
     """The URL without user info and without a final slash, and the token that the user info held."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not is_server_url(url):
         raise ApiError(f"the API's URL is {url!r}; expected http://host:port")
+    parts = urlsplit(url)
     user_info, _, host = parts.netloc.rpartition("@")
     token = user_info.partition(":")[2] or user_info.partition(":")[0]
     return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", "")), unquote(token) or None

@@ -24,8 +24,7 @@ from atroposlib.api.group_codec import GROUPS_TYPE
 from atroposlib.api.protocol import CONNECTION_KEY, Connection, Strangers
 from atroposlib.api.run import Metrics
 from atroposlib.api.schemas import Refused
-from atroposlib.api.state_folder import StorageFull
-from atroposlib.api.tables import Unreadable
+from atroposlib.api.state_folder import StorageFull, Unreadable
 from atroposlib.errors import GroupError
 
 logger = logging.getLogger(__name__)

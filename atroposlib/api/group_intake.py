@@ -21,8 +21,8 @@ from atroposlib.api.protocol import Connection, Progress
 from atroposlib.api.queue import Group
 from atroposlib.api.run import LiveRun, RunState
 from atroposlib.api.schemas import Refused
+from atroposlib.api.state_folder import Change, GroupLost, NewGroup
 from atroposlib.api.store import Snapshot, Store
-from atroposlib.api.tables import Change, GroupLost, NewGroup
 
 
 @dataclass(frozen=True)

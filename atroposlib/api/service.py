@@ -16,8 +16,8 @@ from atroposlib.api.group_intake import GroupIntake, refuse_unfit
 from atroposlib.api.queue import TrajectoryQueue
 from atroposlib.api.run import EnvRecord, LiveRun, RunState, waiting_for
 from atroposlib.api.schemas import RegisterEnv, Registration
+from atroposlib.api.state_folder import Change
 from atroposlib.api.store import Store
-from atroposlib.api.tables import Change
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,20 @@ from typing import Generic, TypeVar
 
 from atroposlib.api.queue import Batch, Group
 from atroposlib.api.schemas import Refused
-from atroposlib.api.state_folder import FILE, ROOM_BYTES, Commit, LogEntry, StateFolder, StorageFull
-from atroposlib.api.tables import CONSUMED, QUEUED, Change, NewGroup, Tables, Unreadable
+from atroposlib.api.state_folder import (
+    CONSUMED,
+    FILE,
+    QUEUED,
+    ROOM_BYTES,
+    Change,
+    Commit,
+    LogEntry,
+    NewGroup,
+    StateFolder,
+    StorageFull,
+    Tables,
+    Unreadable,
+)
 from atroposlib.errors import AtroposError
 
 logger = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
-from urllib.parse import urlsplit
 
 import typer
 from typer.core import TyperCommand
 from typer.models import ArgumentInfo, OptionInfo
 
+from atroposlib.api.auth import is_server_url
 from atroposlib.errors import AtroposError, ConfigError, LaunchError
 from atroposlib.paths import remedy
 from atroposlib.system_limits import limit_reached
@@ -166,12 +166,7 @@ def http_url(text: str) -> str:
     >>> http_url("http://:secret@node7:8000")
     'http://:secret@node7:8000'
     """
-    try:
-        parts = urlsplit(text)
-        is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that do not close, a port that is no number or above 65535
-        is_http = False
-    if not is_http:
+    if not is_server_url(text):
         raise typer.BadParameter(f"{text!r} is no address of a server; write http://HOST:PORT, or https://")
     return text
 

@@ -191,16 +191,14 @@ class Shell:
     def show(self, command: Sequence[str]) -> None:
         """Run a command whose output is for the user; a lost connection is tried again.
 
-        Raises:
-            LaunchError: it failed for good.
+        LaunchError: it failed for good.
         """
         self._run(command, capture=False)
 
     def answer(self, command: Sequence[str], unknown: str) -> str:
         """The last line that a command prints; `unknown` in a dry run. It is not tried again, as it may have worked.
 
-        Raises:
-            LaunchError: it failed.
+        LaunchError: it failed.
         """
         output = self._run(command, capture=True, tries=1)
         return output.split()[-1].partition(";")[0] if output.split() else unknown

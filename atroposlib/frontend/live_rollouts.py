@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import orjson
 
-from atroposlib.api.auth import TOKEN_VARIABLE
+from atroposlib.api.auth import read_token
 from atroposlib.api.client import EnvClient, TrainerClient
 from atroposlib.data.collect import registration
 from atroposlib.data.lazy_group import LazyGroup, hash64, parse_lazily
@@ -132,7 +132,7 @@ class LiveRollouts(RolloutSource):
 
     async def _watch(self, owner: str) -> None:
         self._state = f"watching the latest examples of {self._url}; its trainer {owner!r} keeps the batches"
-        token = os.environ.get(TOKEN_VARIABLE)
+        token = read_token(None, os.environ)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         timeout = aiohttp.ClientTimeout(total=30)
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:

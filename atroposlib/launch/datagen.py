@@ -73,8 +73,7 @@ def run_datagen(config: DatagenConfig, on_progress: OnProgress) -> RunStatus:
 async def _to_the_end(config: DatagenConfig, record: RunRecord, on_progress: OnProgress, model: Model) -> None:
     """Services up in order; the environment's end is the end.
 
-    Raises:
-        LaunchError: the environment failed, or a service did so for good.
+    LaunchError: the environment failed, or a service did so for good.
     """
     record.starts += 1
     async with (
@@ -120,8 +119,7 @@ def _tell_if_short(config: DatagenConfig) -> None:
 def export_all(config: DatagenConfig, model: Model) -> list[Path]:
     """Write every export again from all rollouts of the run; the paths written.
 
-    Raises:
-        LaunchError: a dataset would be empty, said once the others are written; the rollouts are still there.
+    LaunchError: a dataset would be empty, said once the others are written; the rollouts are still there.
     """
     from atroposlib.data.report import NothingKept
 
@@ -139,16 +137,12 @@ def export_all(config: DatagenConfig, model: Model) -> list[Path]:
 
 
 def _export(entry: ExportConfig, config: DatagenConfig, model: Model) -> Path:
-    from atroposlib.data.policy import TargetStep, UniqueStep
+    from atroposlib.data.policy import UniqueStep
     from atroposlib.data.sft import SftOptions, export_sft, simple_policy
 
-    policy = simple_policy(above=entry.above_score, top_n=entry.top_n_per_problem)
+    policy = simple_policy(above=entry.above_score, top_n=entry.top_n_per_problem, target=entry.rows)
     if entry.unique:
-        score, *others = policy.steps
-        policy = policy.model_copy(update={"steps": [score, UniqueStep(step="unique", per="problem"), *others]})
-    if entry.rows:
-        exact = TargetStep(step="target", count=entry.rows, allow_fewer=True)
-        policy = policy.model_copy(update={"steps": [*policy.steps, exact]})
+        policy.steps.insert(1, UniqueStep(step="unique", per="problem"))  # behind the score
     options = SftOptions(format=entry.format, tokenizer=model.tokenizer, overwrite=True, by_item=True)
     output = Path(config.run_dir, entry.path)
     report = export_sft(rollout_folders(config), output, policy, options)

@@ -50,8 +50,7 @@ def preflight(config: DatagenConfig, *, starts: bool = True, say: Callable[[str]
         starts: the run begins here and now; else GPUs are only looked at where there are some.
         say: told the lines with which the environment describes the problems that it will ask; None: the log is.
 
-    Raises:
-        LaunchError: one line per problem, each with what to do.
+    LaunchError: one line per problem, each with what to do.
     """
     script = Path(config.environment.script)
     problems = [

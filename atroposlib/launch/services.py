@@ -110,8 +110,7 @@ class Supervised:
         Returns:
             The exit code of the last process.
 
-        Raises:
-            LaunchError: too many restarts; the message ends with the last lines of the log.
+        LaunchError: too many restarts; the message ends with the last lines of the log.
         """
         while True:
             before = self._achieved()

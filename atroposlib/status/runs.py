@@ -181,8 +181,7 @@ class RunStatus:
 def read_status(path: Path) -> RunStatus:
     """Read the status of the run in a folder, or of the one that wrote a rollout or progress file.
 
-    Raises:
-        LaunchError: there is no run, or the folder holds several that stand alone.
+    LaunchError: there is no run, or the folder holds several that stand alone.
     """
     folder = path.parent if path.is_file() else path
     found = [run for run in runs_in(folder) if folder is path or str(path) in _files_of(run)]

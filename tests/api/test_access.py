@@ -69,6 +69,11 @@ def test_authorization_headers(header, expected):
     assert is_authorized(header, "right") is expected
 
 
+@pytest.mark.parametrize("header", ["Bearer " + "pä".encode().decode("latin-1"), basic(":pä")], ids=["bearer", "basic"])
+def test_a_token_need_not_be_ascii(header):
+    assert is_authorized(header, "pä")  # as Starlette gives the bytes that clients send
+
+
 @pytest.mark.parametrize(
     ("host", "expected"),
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("node7", False)],

@@ -185,3 +185,16 @@ async def test_another_server_at_the_address_is_told_apart(body):
                     ApiError, match=r"/\w.* answered .*; expected a JSON object: is this the trajectory"
                 ):
                     await ask()
+
+
+async def test_a_token_in_the_environment_may_end_with_a_newline(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATROPOS_API_TOKEN", "right\n")
+    with server_process(tmp_path / "state") as process:
+        async with EnvClient(process.url) as env:
+            assert (await env.info())["batch_size"] == -1
+
+
+@pytest.mark.parametrize("host", ["[::1", "localhost:99999", "localhost:x", "..", "a" * 64])
+def test_an_address_that_no_server_can_have_is_refused_at_once(host):
+    with pytest.raises(ApiError, match="expected http://host:port"):
+        EnvClient(f"http://{host}")

@@ -8,7 +8,7 @@ import pytest
 from api_testing import REGISTRATION, client_of, make_group, started, uids
 
 from atroposlib.api.server import ApiSettings, create_app
-from atroposlib.api.tables import Tables
+from atroposlib.api.state_folder import Tables
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import orjson
 
-from atroposlib.api.auth import TOKEN_VARIABLE
+from atroposlib.api.auth import read_token
 from atroposlib.envs.server_handling.conversation import GivenMessages, copied
 from atroposlib.envs.server_handling.sequence import SequenceNode, State, note_chats
 from atroposlib.errors import EngineFault, KilledFault, RequestFault, RolloutFault
@@ -166,7 +166,7 @@ async def call_proxy(method: str, url: str, *, body: object = None, timeout_s: f
         RequestFault: another 4xx.
         EngineFault: whatever else failed.
     """
-    token = os.environ.get(TOKEN_VARIABLE)
+    token = read_token(None, os.environ)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         async with (
