@@ -20,7 +20,7 @@ import itertools
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
@@ -292,7 +292,6 @@ QUEUE_SHARE = 0.1  # queued requests for each running one that keep an engine bu
 FULL_CACHE, ROOM_IN_CACHE = 0.95, 0.9
 RELIEF = 0.8
 TICK_S = 0.1
-LOAD_EVERY_S = 0.7
 SAMPLES = 3  # of the load; the calmest counts, as a queue right after a burst of requests is none
 BLIND_S = 8.0  # without a single group that ended, the number grows
 BLIND_MOST = 32  # times the first number, where no engine says whether it has room
@@ -433,31 +432,22 @@ class AutoConcurrency:
 
     limit: int
     _: KW_ONLY
-    loads: Callable[[], Awaitable[Sequence[Load]]]  # what the engines say
     in_flight: Callable[[], int]  # groups running now
     times: GroupTimes  # told of every group that begins and ends
     is_parked: Callable[[], bool] = lambda: False  # nothing can be learned: the engine, a disk or the API is away
 
     def __post_init__(self) -> None:
         self._decision = ConcurrencyLimit(self.limit, self.times)
+        self.note_loads = self._decision.note_loads  # to be told every second what the engines say
 
     async def follow(self, apply: Callable[[int], None]) -> None:
         """Adjust the limit for ever; `apply` gets every new one."""
         clock = asyncio.get_running_loop().time
-        watching = asyncio.create_task(self._watch_loads())
-        try:
-            apply(self.limit)
-            while True:
-                await asyncio.sleep(TICK_S)
-                limit = self._decision.observe(clock(), 0 if self.is_parked() else self.in_flight())
-                if limit != self.limit:
-                    logger.info("groups at once: %d -> %d", self.limit, limit)
-                    self.limit = limit
-                    apply(limit)
-        finally:
-            watching.cancel()
-
-    async def _watch_loads(self) -> None:
+        apply(self.limit)
         while True:
-            self._decision.note_loads(await self.loads())
-            await asyncio.sleep(LOAD_EVERY_S)
+            await asyncio.sleep(TICK_S)
+            limit = self._decision.observe(clock(), 0 if self.is_parked() else self.in_flight())
+            if limit != self.limit:
+                logger.info("groups at once: %d -> %d", self.limit, limit)
+                self.limit = limit
+                apply(limit)

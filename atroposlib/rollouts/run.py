@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Never, Protocol
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 SYNC_EVERY_S = 1.0
-ENGINES_EVERY_S = 5.0
+ENGINES_EVERY_S, LOAD_EVERY_S = 5.0, 0.7  # the second where the load decides the number of rollouts
 STOP_TIMEOUT_S = 1.0
 CHECK_S, CHECK_AGAIN_S = 10.0, 5.0
 RARE_COLLECTIONS = (50_000, 10, 10)
@@ -109,17 +109,13 @@ class RunOutcome:
 
 @dataclass(eq=False)
 class EngineWatch:
-    """Checks once whether the engines fit, and notes how busy they are while a run lasts."""
+    """Checks once whether the engines fit; notes and follows how busy they are while a run lasts."""
 
     _env: Environment
     _progress: Progress
+    _concurrency: AutoConcurrency | None
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)  # whoever ends the run cancels them
     _checking: asyncio.Task[None] | None = None
-    _asking: asyncio.Task[None] | None = None
-
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """Those begun; whoever ends the run cancels them."""
-        return [task for task in (self._checking, self._asking) if task]
 
     async def check(self) -> None:
         """Refuse to begin with engines that do not fit; one that is silent or slow is checked while the run goes.
@@ -128,6 +124,7 @@ class EngineWatch:
         """
         first = asyncio.create_task(self._env.check_engines())
         self._checking = asyncio.create_task(self._checked(first))
+        self.tasks.append(self._checking)
         await asyncio.wait({first, self._checking}, timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED)
         self.raise_checked()
 
@@ -136,9 +133,11 @@ class EngineWatch:
         if self._checking is not None and self._checking.done():
             self._checking.result()
 
-    def begin_to_ask(self) -> None:
-        """Note now and then how busy the engines are."""
-        self._asking = asyncio.create_task(self._ask())
+    def follow(self, apply_limit: Callable[[int], None]) -> None:
+        """Note now and then how busy the engines are. `apply_limit` gets every new limit of `max_num_workers: auto`."""
+        self.tasks.append(asyncio.create_task(self._ask()))
+        if self._concurrency:
+            self.tasks.append(asyncio.create_task(self._concurrency.follow(apply_limit)))
 
     async def _checked(self, first: asyncio.Task[bool]) -> None:
         is_checked = await first
@@ -149,12 +148,15 @@ class EngineWatch:
     async def _ask(self) -> None:
         slots = 0
         while True:
-            loads = [load for load in await self._env.server.engine_loads() if load.is_known]
+            said = await self._env.server.engine_loads()
+            if self._concurrency:
+                self._concurrency.note_loads(said)
+            loads = [load for load in said if load.is_known]
             slots = max(slots, running(loads))
             speeds = [load.tokens_s for load in loads if load.tokens_s is not None]
             use = EngineUse(running(loads), queued(loads), slots, sum(speeds) if speeds else None)
             self._progress.engines = use if loads else None
-            await asyncio.sleep(ENGINES_EVERY_S)
+            await asyncio.sleep(LOAD_EVERY_S if self._concurrency else ENGINES_EVERY_S)
 
 
 class Run:
@@ -217,7 +219,6 @@ class Run:
         self.concurrency = (
             AutoConcurrency(
                 env.trainer_link.first_worker_count(),
-                loads=env.server.engine_loads,
                 in_flight=lambda: self.pool.rolling,
                 times=self.pool.times,
                 is_parked=lambda: self.progress.state == "parked",
@@ -234,13 +235,12 @@ class Run:
             failures=self.failures,
             health=self.health,
         )
-        self.engines = EngineWatch(env, self.progress)
+        self.engines = EngineWatch(env, self.progress, self.concurrency)
         self.reports = Reports(env.write_html, compress=config.compress_rollouts and not (where and where.single))
         self._display = ProgressDisplay(self.progress)
         self._standstill = Standstill(time.monotonic())
         self._gc_threshold = gc.get_threshold()
         self._stop = StopSignals()
-        self._following: asyncio.Task[None] | None = None
         if self.files:
             loop = asyncio.get_running_loop()
             self.files.on_wait = lambda what: self.progress.wait_for("disk", what)
@@ -274,15 +274,13 @@ class Run:
         return RunOutcome(EXIT_WORK_REMAINS if remains else EXIT_DONE, groups, total)
 
     def mark_running(self, apply_limit: Callable[[int], None] = lambda limit: None) -> None:
-        """Set-up is over, rollouts begin. `apply_limit` gets every new limit of `max_num_workers: auto`."""
+        """Set-up is over, rollouts begin; `apply_limit` as in `EngineWatch.follow`."""
         self.progress.state = "running"
         self.progress.sample()
         self.progress.write()  # before any rollout can hang: who watches must know that set-up is over
         gc.freeze()  # no collection walks through modules and what set-up made
         gc.set_threshold(*RARE_COLLECTIONS)
-        self.engines.begin_to_ask()
-        if self.concurrency:
-            self._following = asyncio.create_task(self.concurrency.follow(apply_limit))
+        self.engines.follow(apply_limit)
 
     def work_outside(self, item: Item) -> Work:
         """The work of groups that an environment sends by itself, outside of a rollout."""
@@ -418,7 +416,7 @@ class Run:
         return f"tracebacks are in {self.failures.path}" if self.failures.path else "see the log above"
 
     async def _close(self, tasks: Sequence[asyncio.Task[object]]) -> None:
-        tasks = [*tasks, *self.engines.tasks, *([self._following] if self._following else [])]
+        tasks = [*tasks, *self.engines.tasks]
         for task in tasks:
             task.cancel()
         self._note_in_flight()

@@ -153,16 +153,13 @@ def test_nothing_is_learned_while_something_else_holds_the_rollouts_back():
 
 
 async def test_the_first_number_is_applied_and_a_parked_run_keeps_it():
-    async def loads():
-        return []
-
     applied = []
 
     def apply(limit):
         applied.append(limit)
         raise KeyboardInterrupt  # ends it
 
-    auto = AutoConcurrency(12, loads=loads, in_flight=lambda: 0, times=GroupTimes(), is_parked=lambda: True)
+    auto = AutoConcurrency(12, in_flight=lambda: 0, times=GroupTimes(), is_parked=lambda: True)
     with pytest.raises(KeyboardInterrupt):
         await auto.follow(apply)
     assert applied == [12]

@@ -413,7 +413,7 @@ async def test_rollouts_run_at_once_up_to_the_number_of_workers(tmp_path):
 
 
 async def test_the_number_of_workers_may_follow_the_engine(tmp_path, monkeypatch):
-    monkeypatch.setattr("atroposlib.rollouts.concurrency.LOAD_EVERY_S", 0.01)
+    monkeypatch.setattr("atroposlib.rollouts.run.LOAD_EVERY_S", 0.01)
     monkeypatch.setattr("atroposlib.rollouts.concurrency.SHORTEST_S", 0.02)
 
     class AutoEnv(BusyEnv):
