@@ -855,6 +855,35 @@ IDLE = {  # idle_s of the rollout and of the gateway, seconds of silence, reason
 }
 
 
+@pytest.mark.parametrize("rests", [False, True], ids=["in memory", "on disk only"])
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+async def test_a_score_of_a_call_names_a_reply_of_its_rollout(tmp_path, path, rests):
+    fields = {"completions": {"prompt": "hi"}, "responses": {"input": "hi"}, "messages": {"messages": HELLO}}.get(
+        path, {}
+    )
+    rollouts, client = idle_app(CallLog(tmp_path / "calls.jsonl"), ["ok"], 50)
+    async with client:
+        made, other = await new_rollout(client, rollout_id="r", max_calls=1), await new_rollout(client)
+        own, foreign = [(await ask(client, one, path, **fields)).json()["id"] for one in (made, other)]
+        harness = (await ask(client, made, path, **fields)).json()["id"]  # the budget's last words are no call
+
+        async def score(rollout, call_id):
+            sent = {"score": 0.5, "call_id": call_id}
+            return await client.post(f"/rollouts/{rollout}/score", json=sent, headers=ADMIN)
+
+        rollouts.of_id("r").last_used -= 100 if rests else 0
+        for unknown in ("nonsense", "", foreign, harness):
+            reply = await score("r", unknown)
+            assert (reply.status_code, f"has no call {unknown!r}" in reply.text) == (404, True), reply.text
+        assert (await score("nobody", own)).status_code == 404
+        assert [(await score("r", own)).json()["score"] for _ in range(2)] == [None, None]
+        record = await record_of(client, made)
+        assert (rollouts.of_id("r").exchanges == []) is rests
+    assert [call["id"] for call in record["calls"]] == [own, harness]
+    assert [entry["call_id"] for entry in record["scores"]] == [own, own]  # only added: a retry changes nothing
+    assert record["score"] is None
+
+
 @pytest.mark.parametrize("is_asked", [True, False], ids=["asked late", "looked for"])
 @pytest.mark.parametrize("has_log", [True, False], ids=["on disk", "in memory"])
 @pytest.mark.parametrize(("own", "gateways", "silence_s", "reason"), IDLE.values(), ids=IDLE)

@@ -4,7 +4,6 @@ A request is understood, a reply written, at once or as events. Events are made 
 what is recorded.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from atroposlib.envs.server_handling.agents.record import Exchange
+from atroposlib.envs.server_handling.agents.record import Exchange, reply_id
 from atroposlib.envs.server_handling.agents.rollouts import Rollout
 from atroposlib.envs.server_handling.agents.settings import Asked
 from atroposlib.envs.server_handling.managed_server import ChatRequest
@@ -53,12 +52,6 @@ class Dialect:
 def sse(data: Any, event: str | None = None) -> bytes:
     head = f"event: {event}\n".encode() if event else b""
     return head + b"data: " + (data if isinstance(data, bytes) else orjson.dumps(data)) + b"\n\n"
-
-
-def name_of(prefix: str, rollout: Rollout, exchange: Exchange, part: str = "") -> str:
-    """Return an id of a reply or a part of it, the same whenever it is asked for again."""
-    text = f"{rollout.id}/{exchange.number}/{part}"
-    return f"{prefix}{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
 
 
 def objects(value: Any, what: str) -> Sequence[dict[str, Any]]:
@@ -269,9 +262,9 @@ def _usage_of(exchange: Exchange) -> dict[str, int]:
     return usage_of([(answer.prompt_tokens, answer.completion_tokens) for answer in exchange.answers])
 
 
-def _head(exchange: Exchange, rollout: Rollout, prefix: str, kind: str) -> dict[str, Any]:
+def _head(exchange: Exchange, rollout: Rollout, kind: str) -> dict[str, Any]:
     return {
-        "id": name_of(prefix, rollout, exchange),
+        "id": reply_id(rollout.id, exchange.dialect, exchange.number),
         "object": kind,
         "created": int(exchange.ended),
         "model": rollout.model_name,
@@ -284,7 +277,7 @@ def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
         for index, answer in enumerate(exchange.answers)
     ]
     return {
-        **_head(exchange, rollout, "chatcmpl-", "chat.completion"),
+        **_head(exchange, rollout, "chat.completion"),
         "choices": choices,
         "usage": _usage_of(exchange),
     }
@@ -300,7 +293,7 @@ def _reply_completion(exchange: Exchange, body: Body, rollout: Rollout) -> dict[
         }
         for index, answer in enumerate(exchange.answers)
     ]
-    head = _head(exchange, rollout, "cmpl-", "text_completion")
+    head = _head(exchange, rollout, "text_completion")
     return {**head, "choices": choices, "usage": _usage_of(exchange)}
 
 

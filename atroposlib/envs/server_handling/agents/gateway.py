@@ -31,7 +31,7 @@ from atroposlib.envs.server_handling.agents.dialect import (
 )
 from atroposlib.envs.server_handling.agents.messages import MESSAGES
 from atroposlib.envs.server_handling.agents.responses import RESPONSES
-from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, SealedError
+from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, SealedError, UnknownCallError
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.proxy_client import UNKNOWN_SESSION, UnknownSessionError
 from atroposlib.envs.server_handling.tool_arguments import escaped
@@ -411,7 +411,7 @@ def _reason(error: BaseException) -> tuple[int, str, str]:
         return error.status_code, error.detail, "invalid_request_error"
     if isinstance(error, UnknownSessionError):
         return 404, str(error), UNKNOWN_SESSION
-    if isinstance(error, UnknownRolloutError):
+    if isinstance(error, UnknownRolloutError | UnknownCallError):
         return 404, str(error), "not_found_error"
     if isinstance(error, ClientDisconnect):
         return CLIENT_GONE, "the client went away before it had sent its request", "invalid_request_error"

@@ -14,14 +14,13 @@ from atroposlib.envs.server_handling.agents.dialect import (
     Body,
     Dialect,
     choice_of,
-    name_of,
     object_of,
     objects,
     sampling_of,
     sse,
     strict_of,
 )
-from atroposlib.envs.server_handling.agents.record import Exchange
+from atroposlib.envs.server_handling.agents.record import Exchange, reply_id
 from atroposlib.envs.server_handling.agents.rollouts import Rollout
 from atroposlib.envs.server_handling.agents.settings import Asked
 from atroposlib.envs.server_handling.conversation import Message, joined_text
@@ -126,7 +125,7 @@ def _answer(blocks: Sequence[dict[str, Any]], where: str) -> Message:
 
 def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
     answer = exchange.answers[0]
-    message, name = answer.message, name_of("msg_", rollout, exchange)
+    message, name = answer.message, reply_id(rollout.id, exchange.dialect, exchange.number)
     content: list[dict[str, Any]] = []
     if thoughts := message.get("reasoning_content"):
         content.append({"type": "thinking", "thinking": thoughts, "signature": name})

@@ -5,6 +5,7 @@ are whole or cut off: a torn end is what a kill left, and nobody was told of it.
 """
 
 import contextlib
+import hashlib
 import heapq
 import logging
 import os
@@ -36,6 +37,20 @@ LEFT_OUT_BYTES = 64 * 1024 * 1024
 PIECE_BYTES = 256 * 1024
 PAUSE_S = 0.002
 """A file is copied in such pieces, with such pauses, so that the gateway keeps answering."""
+
+
+_REPLIES = {"chat": "chatcmpl-", "completions": "cmpl-", "responses": "resp_", "messages": "msg_"}
+
+
+def name_of(prefix: str, rollout_id: str, number: int, part: str = "") -> str:
+    """Return the id of an exchange's reply or a part of it, the same whenever it is asked for again."""
+    text = f"{rollout_id}/{number}/{part}"
+    return f"{prefix}{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}"
+
+
+def reply_id(rollout_id: str, dialect: str, number: int) -> str:
+    """Return the id of a reply, in the form of its API; it names the call."""
+    return name_of(_REPLIES[dialect], rollout_id, number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from atroposlib.envs.server_handling.agents.dialect import (
     Body,
     Dialect,
     choice_of,
-    name_of,
     object_of,
     objects,
     openai_error,
@@ -21,7 +20,7 @@ from atroposlib.envs.server_handling.agents.dialect import (
     sse,
     strict_of,
 )
-from atroposlib.envs.server_handling.agents.record import Exchange
+from atroposlib.envs.server_handling.agents.record import Exchange, name_of, reply_id
 from atroposlib.envs.server_handling.agents.rollouts import Rollout
 from atroposlib.envs.server_handling.agents.settings import Asked
 from atroposlib.envs.server_handling.conversation import Message, joined_text
@@ -65,8 +64,9 @@ def _history(previous: Any, rollout: Rollout) -> list[Message]:
     if previous is None:
         return []
     for exchange in reversed(rollout.exchanges):
-        if name_of("resp_", rollout, exchange) == previous and exchange.calls and exchange.calls[0].chat is not None:
-            turns = exchange.calls[0].chat.turns[bool(exchange.asked.get("instructions")) : -1]
+        name, calls = reply_id(rollout.id, exchange.dialect, exchange.number), exchange.calls
+        if name == previous and calls and calls[0].chat is not None:
+            turns = calls[0].chat.turns[bool(exchange.asked.get("instructions")) : -1]
             return [*(turn.said for turn in turns), exchange.answers[0].message]
     raise RequestFault(f"previous_response_id {previous!r} is no response of this rollout; send the whole input")
 
@@ -146,14 +146,14 @@ def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
     output: list[dict[str, Any]] = []
     if thoughts := message.get("reasoning_content"):
         summary = [{"type": "summary_text", "text": thoughts}]
-        name = name_of("rs_", rollout, exchange)
+        name = name_of("rs_", rollout.id, exchange.number)
         output.append({"id": name, "type": "reasoning", "summary": summary, "encrypted_content": name})
     calls = message.get("tool_calls") or ()
     if message.get("content") or not calls:
         part = {"type": "output_text", "text": message.get("content") or "", "annotations": [], "logprobs": []}
         output.append(
             {
-                "id": name_of("msg_", rollout, exchange),
+                "id": name_of("msg_", rollout.id, exchange.number),
                 "type": "message",
                 "role": "assistant",
                 "status": "completed",
@@ -161,10 +161,10 @@ def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
             }
         )
     for index, call in enumerate(calls):
-        output.append(_call_item(call, name_of("fc_", rollout, exchange, str(index)), declared))
+        output.append(_call_item(call, name_of("fc_", rollout.id, exchange.number, str(index)), declared))
     is_cut = answer.finish_reason == "length"
     tokens = answer.prompt_tokens, answer.completion_tokens
-    name = name_of("resp_", rollout, exchange)
+    name = reply_id(rollout.id, exchange.dialect, exchange.number)
     return {
         "id": name,
         "object": "response",

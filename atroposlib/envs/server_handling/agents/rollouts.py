@@ -23,13 +23,14 @@ from atroposlib.envs.server_handling.agents.record import (
     Exchange,
     FinishedRollout,
     RolloutLog,
+    reply_id,
     restored,
     written,
 )
 from atroposlib.envs.server_handling.agents.settings import Asked, RolloutSettings, check_usable, counted_sampling
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, Reply
 from atroposlib.envs.server_handling.tool_formats import tool_format
-from atroposlib.errors import RequestFault, RolloutFault
+from atroposlib.errors import AtroposError, RequestFault, RolloutFault
 from atroposlib.rollouts.trace import EngineReply, current_trace, held_replies
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ KEPT_FOR_RETRY_S = 60.0
 
 class SealedError(Exception):
     """The rollout has ended; nothing is generated for it any more."""
+
+
+class UnknownCallError(AtroposError, LookupError):
+    """The rollout has no call of this id."""
 
 
 @dataclass(slots=True)
@@ -193,10 +198,8 @@ class Rollout:
         if asked.chat is not None and replies and replies[0].call.parent is None:
             notes += self._system_prompts.notes_of(asked.chat)
         exchange = Exchange(0, running.digest, asked.dialect, asked.recorded(), used, started, time.time())
-        exchange.answers = [Answer.of(reply) for reply in replies]
-        exchange.calls = [reply.call for reply in replies]
-        exchange.versions = [reply.weight_version for reply in engine]
-        exchange.notes = [*asked.notes, *notes]
+        exchange.answers, exchange.calls = [Answer.of(reply) for reply in replies], [reply.call for reply in replies]
+        exchange.versions, exchange.notes = [reply.weight_version for reply in engine], [*asked.notes, *notes]
         return self._recorded(exchange)
 
     def note(self, replies: Sequence[EngineReply]) -> None:
@@ -208,8 +211,7 @@ class Rollout:
 
     def finished(self, score: float) -> FinishedRollout:
         """Return the rollout as it is kept until its group is written."""
-        lines = [written(exchange) for exchange in self.exchanges]
-        return FinishedRollout(self.id, score, lines, self.replies)
+        return FinishedRollout(self.id, score, [written(exchange) for exchange in self.exchanges], self.replies)
 
     def resume(self, finished: FinishedRollout) -> None:
         """Take the place of a rollout that an earlier process has finished."""
@@ -261,9 +263,17 @@ class Rollout:
     def add_score(
         self, score: float, *, name: str | None = None, call_id: str | None = None, final: bool = False
     ) -> None:
-        """Add a score of the rollout, or of one call; never changed afterwards. RequestFault for NaN and infinities."""
+        """Add a score of the rollout, or of the call whose reply has the id `call_id`; never changed afterwards.
+
+        RequestFault for NaN and infinities, UnknownCallError where the rollout has no such call.
+        """
         if not math.isfinite(score):
             raise RequestFault(f"the score is {score}; a score is a finite number, and a failure has none")
+        if call_id is not None and call_id not in {call["id"] for call in self._calls() if call["calls"]}:
+            raise UnknownCallError(
+                f"rollout {self.id} has no call {call_id!r}; call_id is the id of one of its replies, as the agent got "
+                "it and the record has it; leave it out for a score of the whole rollout"
+            )
         entry = {"score": score, "name": name, "call_id": call_id, "final": final, "at": time.time()}
         self.scores.append(entry)
         self._log.write({"score": entry})
@@ -331,7 +341,6 @@ class Rollout:
         return self.end_reason is not None
 
     def record(self) -> dict[str, Any]:
-        here = [written(exchange) for exchange in self.exchanges]
         return {
             "id": self.id,
             "settings": self.settings.model_dump(),
@@ -342,8 +351,12 @@ class Rollout:
             "faults": dict(self.faults),
             "running": len(self._running),
             **(self._left or self._counts()),
-            "calls": here if self._left is None else self._log.exchanges(),
+            "calls": self._calls(),
         }
+
+    def _calls(self) -> list[dict[str, Any]]:
+        calls = [written(exchange) for exchange in self.exchanges] if self._left is None else self._log.exchanges()
+        return [{"id": reply_id(self.id, call["dialect"], call["number"]), **call} for call in calls]
 
     def _counts(self) -> dict[str, Any]:
         return {"generated_tokens": self.generated_tokens(), "differences": self.managed.lineage.differences}
