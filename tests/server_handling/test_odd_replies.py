@@ -144,6 +144,7 @@ TOKENS = {
     "more counted than given": ([generated(generation(completion_tokens=6))], 1, 1, [FINE]),
     "one too few": ([generated(generation())], 2, 2, [DEFAULT, DEFAULT]),
     "another shape": ([(200, {"meta_info": "?"})] * 9, 1, 3, "not a /generate reply"),
+    "an error of a router as if all were well": ([(200, PROVIDER)] * 4, 1, 5, [DEFAULT]),
     "the server fails": ([(500, "Internal Server Error")] * 2, 1, 3, [DEFAULT]),
 }
 

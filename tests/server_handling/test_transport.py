@@ -136,6 +136,15 @@ async def test_a_proxy_that_breaks_off_its_json_is_a_fault_of_the_engine():
             await call_proxy("POST", f"{server.url}/sessions/create", body={}, timeout_s=10)
 
 
+async def test_a_whole_reply_in_place_of_a_stream_is_one_event(transport):
+    whole = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+    events = []
+    async with scripted([whole]) as server:
+        await transport.stream(server.url, {}, events.append, deadline_s=10)
+        await transport.close()
+    assert events == [b"{}"]
+
+
 async def test_comments_that_keep_a_stream_open_are_no_events(transport):
     stream = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n: ping\n\ndata: 1\n\n:\n\ndata: 2\n\n"
     events = []

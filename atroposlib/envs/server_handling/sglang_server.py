@@ -17,6 +17,7 @@ import msgspec
 from atroposlib.envs.server_handling.faults import (
     BadReply,
     ReplyFault,
+    fault_in_reply,
     fault_of_status,
     read_json,
 )
@@ -180,7 +181,8 @@ class SGLangServer(TokenServer):
         sampling = body["sampling_params"]
         url = f"{self.root_url}/generate"
         wanted = sampling.get("n", 1)
-        generations = decode_generations(await self._post(url, body, request, sampling.get("max_new_tokens")))
+        data = await self._post(url, body, request, sampling.get("max_new_tokens"))
+        generations = decode_generations(data, url)
         if refusals := [refusal for each in generations if (refusal := each.refusal(url))]:
             raise refusals[0]
         flaws = [flaw for each in generations if (flaw := each.flaw())]
@@ -215,13 +217,16 @@ class SGLangServer(TokenServer):
         self._weights = weights or self._weights
 
 
-def decode_generations(data: bytes) -> list[Generation]:
-    """The choices of a `/generate` reply, one or a flat list, each with its `output_ids`."""
+def decode_generations(data: bytes, url: str) -> list[Generation]:
+    """The choices of a `/generate` reply of `url`, one or a flat list, each with its `output_ids`."""
     try:
         decoded = _decoder.decode(data)
     except msgspec.DecodeError as error:  # NaN and infinities are no JSON, but are sent
+        reply = read_json(data)
+        if fault := fault_in_reply(url, reply):
+            raise fault from None
         try:
-            decoded = msgspec.convert(read_json(data), Generation | list[Generation])
+            decoded = msgspec.convert(reply, Generation | list[Generation])
         except (msgspec.ValidationError, UnicodeError):
             raise BadReply(f"not a /generate reply ({error}): {data[:200]!r}") from error
     generations = decoded if isinstance(decoded, list) else [decoded]
@@ -332,7 +337,7 @@ class StreamReader:
 
     def _parse(self, event: bytes) -> None:
         self._last = b""
-        generations = decode_generations(event)
+        generations = decode_generations(event, self._url)
         if len(generations) != 1:
             raise ReplyFault(f"a /generate stream gave {len(generations)} generations in one event: {event[:200]!r}")
         generation = generations[0]

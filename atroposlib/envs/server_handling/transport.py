@@ -89,6 +89,9 @@ class Transport:
             async with session.post(url, data=data, headers=headers, timeout=timeout, proxy=proxy) as reply:
                 if reply.status >= 300:
                     raise fault_of_status(url, reply.status, await reply.read(), reply.headers.get("Retry-After"))
+                if reply.content_type == "application/json":  # a server, or a gateway, that does not stream
+                    on_event(await reply.read())
+                    return
                 rest = b""
                 async for chunk in reply.content.iter_any():
                     rest += chunk
