@@ -24,6 +24,7 @@ import msgspec
 import orjson
 
 from atroposlib.data.rollout_files import html_twin, zstd
+from atroposlib.errors import DiskError
 from atroposlib.json_lines import as_json, one_line, to_json
 from atroposlib.lock_files import is_file_at, take_lock
 from atroposlib.paths import remedy, unusable
@@ -271,8 +272,12 @@ class RolloutFiles:
             self._thread.submit(acked.write, text)
 
     def read_group(self, entry: LedgerEntry) -> JsonObject:
-        """One stored group, as it was written."""
-        return orjson.loads(read_line(self.files.shards()[entry.shard], entry))
+        """One stored group, as it was written; DiskError: its file is gone."""
+        if (path := self.files.shards().get(entry.shard)) is None:
+            raise DiskError(
+                f"{self.files.rollouts(entry.shard)} was removed or moved while the run used it; put it back"
+            )
+        return orjson.loads(read_line(path, entry))
 
     def missing(self) -> list[Path]:
         """Return the files that lines were written to and that are gone."""

@@ -25,7 +25,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 import orjson
 
-from atroposlib.errors import ConfigError
+from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.rollouts.files import AppendFile, FileGoneError
 from atroposlib.rollouts.ledger import REJECTED, LedgerEntry, read_entries, read_line
 from atroposlib.rollouts.locations import RunFiles
@@ -175,7 +175,10 @@ class ResponseJournal:
 
     def _remove(self, number: int) -> None:
         self._living.pop(number, None)
-        self._path(number).unlink(missing_ok=True)
+        try:
+            self._path(number).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s is not needed any more and cannot be removed: %s", self._path(number), error)
 
 
 class Draft:
@@ -336,8 +339,8 @@ class EarlierRollouts:
             return None
         try:
             return orjson.loads(read_line(*place))
-        except orjson.JSONDecodeError as error:
-            logger.warning("not used again: the group of item %s in %s is damaged (%s)", item_key, place[0], error)
+        except (AtroposError, OSError, orjson.JSONDecodeError) as error:  # moved, compressed or damaged since
+            logger.warning("not used again: the group of item %s in %s: %s", item_key, place[0], error)
             return None
 
 

@@ -10,6 +10,7 @@ A run is either one file the user named (`data_path_to_save_groups`) or shards i
 A file that another program or another environment wrote is never touched; the name gets a `_1`, `_2`, ... instead.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from typing import Protocol, Self
 from atroposlib.data.rollout_files import FAILURES
 from atroposlib.errors import ConfigError, PathError
 from atroposlib.json_lines import BYTE_ORDER_MARK
-from atroposlib.paths import check_replaceable, expand_path
+from atroposlib.paths import check_replaceable, expand_path, read_mapping
 
 _LOOKED_AT_BYTES = 1 << 26
 
@@ -137,10 +138,10 @@ def _is_begun_by_another(files: RunFiles) -> bool:
     settings = files.sidecar("config.yaml")
     if files.single is None or files.single.stat().st_size or not settings.exists():
         return False
-    import yaml
-
-    said = yaml.safe_load(settings.read_text("utf-8"))
-    return said["env"]["run_name"] != files.run
+    with contextlib.suppress(ConfigError):
+        said = read_mapping(settings, expected="settings", what="settings of a run").get("env")
+        return isinstance(said, dict) and said.get("run_name", files.run) != files.run
+    return False  # damaged, as a machine that failed may leave it: nothing is lost in the empty file
 
 
 def line_prefix(*, env: str, run: str) -> bytes:

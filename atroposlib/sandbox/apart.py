@@ -138,9 +138,19 @@ def apart(arguments: Sequence[str], folder: Path, path: str | None = None) -> li
     return [bwrap, "--die-with-parent", *view, "--", *arguments]
 
 
-@functools.cache
+_tried: list[bool] = []
+_trying = threading.Lock()
+
+
 def can_part() -> bool:
     """Tell if programs can be kept apart on this machine, by trying it once; a warning says why not."""
+    with _trying:  # several agents ask at the same time
+        if not _tried:
+            _tried.append(_try_to_part())
+        return _tried[0]
+
+
+def _try_to_part() -> bool:
     is_apart, reason = False, ""
     with temporary_folder() as own, temporary_folder() as other:
         try:

@@ -99,10 +99,11 @@ class WorkerPool:
         Raises:
             SandboxError: by the call's future, when the function gives no value; the message says why.
         """
-        if self._is_closed:
-            raise SandboxError("the pool of workers is closed")
         call = WorkerCall(function, args, opening, self._changed)
-        call.future = self._threads.submit(self._do, call)
+        with self._changed:  # whoever closes the pool meanwhile finds the call's future, or refuses it
+            if self._is_closed:
+                raise SandboxError("the pool of workers is closed")
+            call.future = self._threads.submit(self._do, call)
         return call
 
     def close(self) -> None:

@@ -65,6 +65,8 @@ async def generate_with_diverse_first_tokens(
         )
     candidates = {top.token: top.logprob for top in logprobs.content[0].top_logprobs}
     first_tokens = draw_without_replacement(candidates, n, temperature)
+    if max_tokens == 1:
+        return first_tokens
 
     async def finish(token: str) -> str:
         rest = await self.server.chat_completion(

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.server_handling import one_by_one
 from atroposlib.errors import ConfigError
+from atroposlib.rollouts.journal import EarlierRollouts
 from tests.fake_engine import running_engine
 from tests.fakes import FakeTokenizer
 
@@ -108,3 +110,18 @@ async def test_other_sampling_parameters_and_longer_conversations_start_again(en
 async def test_a_folder_without_rollouts_is_refused(engine, tmp_path):
     with pytest.raises(ConfigError, match="holds no rollouts of an earlier run"):
         await run(engine, tmp_path / "b", 2, reuse=tmp_path)
+
+
+async def test_where_a_file_of_the_earlier_run_is_gone_responses_are_generated(engine, tmp_path, monkeypatch, caplog):
+    await run(engine, tmp_path / "a", 4)
+
+    def opened_and_taken_away(folder):
+        earlier = EarlierRollouts(folder)
+        for path in folder.glob("*.jsonl"):
+            path.unlink()
+        return earlier
+
+    monkeypatch.setattr(one_by_one, "EarlierRollouts", opened_and_taken_away)
+    assert await run(engine, tmp_path / "b", 4, reuse=tmp_path / "a") == 12
+    assert sorted(records(tmp_path / "b")) == ["0", "1", "2"]
+    assert "not used again: the group of item 0" in caplog.text

@@ -1,6 +1,8 @@
 """The journal of responses: what is read back, what is dropped, and what a torn or failing disk does."""
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -168,3 +170,17 @@ def test_a_segment_that_is_taken_away_is_followed_by_a_new_one(tmp_path):
     finish(journal, item="9")
     again = open_journal(tmp_path)
     assert [again.open(item, b"a").reply is not None for item in ("7", "8", "9")] == [False, False, True]
+
+
+def test_a_segment_that_cannot_be_removed_costs_only_its_place(tmp_path, monkeypatch, caplog):
+    finish(open_journal(tmp_path))
+
+    def read_only(self, missing_ok=False):
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", read_only)
+        open_journal(tmp_path, done={"7"})
+    assert "run.journal.1 is not needed any more and cannot be removed" in caplog.text
+    assert open_journal(tmp_path, done={"7"}).open("7", b"a").reply is None
+    assert segments(tmp_path) == []

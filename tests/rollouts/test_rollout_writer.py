@@ -13,7 +13,7 @@ from counting_env import make_group
 
 from atroposlib.data.rollout_files import zstd
 from atroposlib.data.table import open_table
-from atroposlib.errors import LaunchError, PathError
+from atroposlib.errors import DiskError, LaunchError, PathError
 from atroposlib.rollouts import files as files_module
 from atroposlib.rollouts.files import RolloutFiles, compress
 from atroposlib.rollouts.groups import to_record
@@ -605,3 +605,21 @@ async def test_an_index_that_is_no_text_is_made_again(tmp_path):
     assert again.ledger.done == set("012")
     again.close()
     assert files.sidecar("index").read_bytes() == index
+
+
+@pytest.mark.parametrize("settings", ["", "[1]", "env: main", "{", "env: {}", "\x00"])
+def test_an_empty_file_whose_settings_a_failed_machine_left_damaged_is_used(tmp_path, settings):
+    (tmp_path / "o.jsonl").touch()
+    (tmp_path / "o.jsonl.config.yaml").write_text(settings)
+    assert choose_run(single(tmp_path), fresh=False).single == tmp_path / "o.jsonl"
+
+
+async def test_a_group_to_send_again_whose_shard_was_moved_is_named(tmp_path):
+    writer = open_run(sharded(tmp_path), sends=True)
+    await writer.append([record(0, writer)])
+    (entry,) = writer.ledger.unacknowledged.values()
+    moved = sharded(tmp_path).rollouts(1)
+    moved.unlink()
+    with pytest.raises(DiskError, match=f"{moved.name} was removed or moved"):
+        writer.read_group(entry)
+    writer.close()

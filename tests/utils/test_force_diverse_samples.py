@@ -42,3 +42,10 @@ async def test_an_engine_without_logprobs_is_a_request_fault():
 def test_a_low_temperature_draws_the_likeliest():
     drawn = [draw_without_replacement({"a": -1.0, "b": -2.0, "c": -3.0}, 2, temperature=0.01) for _ in range(20)]
     assert drawn == [["a", "b"]] * 20
+
+
+async def test_a_completion_of_one_token_is_its_first():
+    server = Server()
+    texts = await generate_with_diverse_first_tokens(SimpleNamespace(server=server), [], n=3, max_tokens=1)
+    assert sorted(texts) == ["a", "b", "c"]
+    assert len(server.calls) == 1
