@@ -114,9 +114,8 @@ def test_any_chat_survives_every_format_and_exactly_what_was_generated_is_traine
     mask = "." + "".join("x." if at in generated else "." for at in range(len(messages)))
     rows, _ = export(chat_group([messages], [mask.rstrip(".")]), format="messages")
     for kept, message in zip(rows[0]["messages"], messages, strict=True):
-        assert {key: kept[key] for key in kept if key != "weight"} == {"content": None, **message} | in_one_part(
-            message
-        )
+        said = {key: kept[key] for key in kept if key != "weight"}
+        assert said == {"content": None, **message} | in_one_part(message)
     weighted = [at for at, kept in enumerate(rows[0]["messages"]) if kept.get("weight") == 1]
     assert weighted == generated
 
