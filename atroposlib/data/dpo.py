@@ -32,15 +32,15 @@ from atroposlib.data.formats import (
     tools_column,
     trained_stretches,
 )
-from atroposlib.data.output import WriteOptions, check_dataset, refuse_inputs, sole_writer, written_whole
+from atroposlib.data.output import WriteOptions, check_dataset, refuse_inputs
 from atroposlib.data.policy import SelectionPolicy, priorities, select
 from atroposlib.data.report import (
     ExportReport,
     NothingKept,
+    dataset_writer,
     describe_export,
     require_records,
     require_survivors,
-    write_meta,
 )
 from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Advance, Chosen, Table, ignore, open_table
@@ -187,14 +187,10 @@ def export_dpo(
             size=size,
             odd=odd,
             copies=copies.count,
+            earlier=earlier,
         )
 
-    with (
-        sole_writer(target, append=options.append, overwrite=options.overwrite),
-        written_whole(
-            target, append=options.append, before_rename=lambda size: write_meta(target, report(size))
-        ) as writer,
-    ):
+    with dataset_writer(target, options, options.format, table, report) as (writer, earlier):
         for _, record in _records(table, keep, pairs, convert, advance):
             if isinstance(record, RowError):
                 odd.add(record)

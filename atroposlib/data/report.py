@@ -1,10 +1,13 @@
 """Reports of exports: returned to the caller, recorded as `<output>.meta.json`, and summed up in a dataset card."""
 
 import hashlib
+import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -13,15 +16,24 @@ import yaml
 
 from atroposlib import __version__
 from atroposlib.data.duplicates import Contamination
-from atroposlib.data.output import write_whole
+from atroposlib.data.output import (
+    JsonlWriter,
+    ParquetWriter,
+    WriteOptions,
+    sole_writer,
+    write_whole,
+    written_whole,
+)
 from atroposlib.data.policy import Selection, SelectionPolicy, StepResult
 from atroposlib.data.rollout_files import expand_input, read_rollouts
 from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Table
 from atroposlib.errors import DataError, PathError
-from atroposlib.json_lines import one_line
+from atroposlib.json_lines import one_line, read_object
 from atroposlib.paths import shown
 from atroposlib.type_definitions import Array, JsonObject
+
+logger = logging.getLogger(__name__)
 
 
 class NothingKept(DataError):
@@ -48,6 +60,9 @@ class ExportReport:
     tasks: dict[str, int] = field(default_factory=dict)  # responses kept per task
     contamination: list[Contamination] = field(default_factory=list)
     set_aside: list[JsonObject] = field(default_factory=list)  # by reason: lines and responses, the first by name
+    earlier: list[JsonObject] = field(
+        default_factory=list
+    )  # of one that was appended: what is recorded of those before
     version: str = __version__
     created_at: float = field(default_factory=time.time)
 
@@ -66,6 +81,7 @@ def describe_export(
     odd: SetAside,
     copies: int,
     rerendered: int = 0,
+    earlier: list[JsonObject],
 ) -> ExportReport:
     """The report of one export: `records` lines from the responses in `keep`; the output has `size` bytes.
 
@@ -86,16 +102,63 @@ def describe_export(
         rerendered=rerendered,
         steps=selection.steps,
         policy=policy.model_dump(),
-        inputs=[
-            {"path": shown(path), "bytes": path.stat().st_size, "modified": path.stat().st_mtime}
-            for path in table.files
-        ],
+        inputs=_inputs(table),
         output_bytes=size,
         tokenizer=tokenizer,
         tasks={table.tasks[code]: count for code, count in sorted(tasks.items())},
         contamination=selection.contamination,
         set_aside=set_aside.as_json(),
+        earlier=earlier,
     )
+
+
+def _inputs(table: Table) -> list[JsonObject]:
+    return [
+        {"path": shown(path), "bytes": path.stat().st_size, "modified": path.stat().st_mtime} for path in table.files
+    ]
+
+
+@contextmanager
+def dataset_writer(
+    output: Path, options: WriteOptions, format: str, table: Table, report: Callable[[int], ExportReport]
+) -> Iterator[tuple[JsonlWriter | ParquetWriter, list[JsonObject]]]:
+    """A writer of the records of one export, which appear together with `report` of them, and the earlier exports.
+
+    Args:
+        report: made when all is written, of the bytes of the whole file.
+
+    Raises:
+        PathError: as `sole_writer`, `written_whole` and `_earlier_exports`.
+    """
+    with sole_writer(output, append=options.append, overwrite=options.overwrite):
+        earlier = _earlier_exports(output, format, table) if options.append else []
+        with written_whole(
+            output, append=options.append, before_rename=lambda size: write_meta(output, report(size))
+        ) as writer:
+            yield writer, earlier
+
+
+def _earlier_exports(output: Path, format: str, table: Table) -> list[JsonObject]:
+    """Return what is recorded of the exports that `output` is made of, the first one first, before another is appended.
+
+    Raises:
+        PathError: they have another format, which no loader takes in one file.
+    """
+    meta = read_object(_meta_path(output)) or {}
+    exports = [*meta.pop("earlier", []), meta] if output.exists() and meta else []
+    sizes = [each.get("output_bytes") for each in exports]  # one that was killed before its rename is not in the file
+    size = output.stat().st_size if exports else 0
+    exports = exports[: sizes.index(size) + 1] if size in sizes else exports
+    if found := [each for each in exports if each.get("format") != format]:
+        raise PathError(
+            f"{output} holds records of --format {found[0].get('format')}, found --format {format}; append records of "
+            "one format, or give another output"
+        )
+    if any(each.get("inputs") == _inputs(table) for each in exports):
+        logger.warning(
+            "%s holds records of these rollouts already, of an earlier export; now they are in it twice", output
+        )
+    return exports
 
 
 def write_meta(output: Path, report: ExportReport) -> Path:
@@ -192,26 +255,36 @@ def dataset_card(dataset: str | Path, *, name: str | None = None, license_id: st
     if not path.exists():
         raise PathError(f"{path} does not exist")
     meta = _read_meta(path)
+    exports = [*meta.get("earlier", []), meta]
+    total = {name: sum(each[name] for each in exports) for name in ("records", "kept", "responses", "groups")}
     front = {
         "license": license_id,
         "task_categories": ["text-generation"],
-        "size_categories": [next((label for limit, label in _SIZES if meta["records"] < limit), "n>1M")],
+        "size_categories": [next((label for limit, label in _SIZES if total["records"] < limit), "n>1M")],
         "tags": ["atropos", "reinforcement-learning", "rejection-sampling", meta["format"]],
         "configs": [{"config_name": "default", "data_files": path.name}],
     }
-    inputs = [Path(each["path"]) for each in meta["inputs"]]
+    inputs = [*dict.fromkeys(Path(each["path"]) for export in exports for each in export["inputs"])]
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {name or path.stem}\n",
-        f"{meta['records']} records in format `{meta['format']}`, made from {meta['kept']} of {meta['responses']} "
-        f"scored responses in {meta['groups']} groups by atroposlib {meta['version']}.\n",
-        _table("Selection", ("step", "kept", "dropped"), [(s["step"], s["kept"], s["dropped"]) for s in meta["steps"]]),
-        _table("Responses by task", ("task", "kept"), list(meta["tasks"].items())),
-        "## Policy\n\n```yaml\n" + yaml.safe_dump(meta["policy"], sort_keys=False) + "```\n",
+        f"{total['records']} records in format `{meta['format']}`, made from {total['kept']} of {total['responses']} "
+        f"scored responses in {total['groups']} groups by atroposlib {meta['version']}.\n",
+        *chain.from_iterable(map(_selected, exports)),
         _table("Generated by", ("model", "sampling"), _engines(inputs)),
         _table("Files", ("file", "bytes", "sha256"), [_fingerprint(each) for each in (path, *inputs)]),
         f"Card written by atroposlib {__version__}.\n",
     ]
     return "\n".join(section for section in sections if section)
+
+
+def _selected(export: JsonObject) -> list[str]:
+    """Sections on what one export chose."""
+    steps = [(step["step"], step["kept"], step["dropped"]) for step in export["steps"]]
+    return [
+        _table("Selection", ("step", "kept", "dropped"), steps),
+        _table("Responses by task", ("task", "kept"), list(export["tasks"].items())),
+        "## Policy\n\n```yaml\n" + yaml.safe_dump(export["policy"], sort_keys=False) + "```\n",
+    ]
 
 
 def _read_meta(path: Path) -> JsonObject:

@@ -30,9 +30,15 @@ from atroposlib.data.formats import (
     token_record,
 )
 from atroposlib.data.lazy_group import NOT_CONVERTED
-from atroposlib.data.output import WriteOptions, check_dataset, refuse_inputs, sole_writer, written_whole
+from atroposlib.data.output import WriteOptions, check_dataset, refuse_inputs
 from atroposlib.data.policy import Selection, SelectionPolicy, TargetStep, select, simple_policy
-from atroposlib.data.report import ExportReport, describe_export, require_records, require_survivors, write_meta
+from atroposlib.data.report import (
+    ExportReport,
+    dataset_writer,
+    describe_export,
+    require_records,
+    require_survivors,
+)
 from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import FINISH_REASONS, Advance, Chosen, Table, ignore, open_table
 from atroposlib.data.templates import Segment, TemplateRenderer
@@ -349,15 +355,11 @@ def _write(
             size=size,
             rerendered=converter.rerendered,
             copies=copies.count,
+            earlier=earlier,
             odd=converter.set_aside,
         )
 
-    with (
-        sole_writer(target, append=options.append, overwrite=options.overwrite),
-        written_whole(
-            target, append=options.append, before_rename=lambda size: write_meta(target, report(size))
-        ) as writer,
-    ):
+    with dataset_writer(target, options, options.format, table, report) as (writer, earlier):
         for record in pack(records, options.pack) if options.pack else records:
             writer.write(record)
             count += 1

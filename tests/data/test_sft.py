@@ -1,6 +1,7 @@
 import errno
 import json
 from itertools import chain
+from pathlib import Path
 
 import pytest
 from rollout_factory import CALL, PROMPT_IDS, TOOL, TOOLS, USER, chat_group, make_group, write_groups
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 from atroposlib.data import output as output_module
 from atroposlib.data.formats import _positions
 from atroposlib.data.policy import SelectionPolicy, simple_policy
+from atroposlib.data.report import dataset_card, write_meta
 from atroposlib.data.sft import SftOptions, export_sft
 from atroposlib.errors import AtroposError, ConfigError, DataError, PathError
 
@@ -371,6 +373,38 @@ def test_an_existing_output_is_refused_appended_to_or_replaced(tmp_path):
     assert len(lines_of(target)) == 2
     export_sft(rollouts, target, options=SftOptions(overwrite=True))
     assert len(lines_of(target)) == 1
+
+
+def test_what_is_appended_has_the_format_of_what_is_there_and_the_card_counts_both(tmp_path, caplog):
+    target = tmp_path / "o.jsonl"
+    for item in "01":
+        rollouts = write_groups(tmp_path / f"{item}.jsonl", [make_group([1.0, 1.0], item=item)])
+        export_sft(rollouts, target, options=SftOptions(append=True))
+        with pytest.raises(PathError, match="holds records of --format prompt-completion, found --format tokens"):
+            export_sft(rollouts, target, options=SftOptions(format="tokens", append=True))
+    assert len(lines_of(target)) == 4
+    card = dataset_card(target)
+    assert "4 records in format `prompt-completion`, made from 4 of 4 scored responses in 2 groups" in card
+    assert all(f"{item}.jsonl |" in card for item in "01")
+    assert "twice" not in caplog.text
+    export_sft(tmp_path / "0.jsonl", target, options=SftOptions(append=True))
+    assert "holds records of these rollouts already" in caplog.text
+
+
+def test_the_record_of_an_export_that_was_killed_before_its_rename_is_no_part_of_the_next(tmp_path, monkeypatch):
+    first, second = (write_groups(tmp_path / f"{item}.jsonl", [make_group([1.0], item=item)]) for item in "01")
+    export_sft(first, tmp_path / "o.jsonl")
+
+    def killed(*of):
+        write_meta(*of)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("atroposlib.data.report.write_meta", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export_sft(second, tmp_path / "o.jsonl", options=SftOptions(append=True))
+    report = export_sft(second, tmp_path / "o.jsonl", options=SftOptions(append=True))
+    assert [Path(each["inputs"][0]["path"]).name for each in report.earlier] == ["0.jsonl"]
 
 
 def test_a_full_disk_leaves_the_previous_output_whole(tmp_path, monkeypatch):
