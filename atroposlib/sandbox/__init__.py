@@ -8,6 +8,6 @@ one. Where a layer is missing, nothing is run.
 
 workers      worker_main: the child
 keeper       run by its path, as the parent of one program
-sandbox      programs: one program in bubblewrap, watched    usage: of what it is limited in
-             seccomp: its filter    host: which layers hold here
+sandbox      which layers hold here    programs: one program in bubblewrap, watched
+             usage: of what it is limited in    seccomp: its filter
 """

@@ -2,8 +2,8 @@
 
 import sys
 
-from atroposlib.sandbox.host import probe
 from atroposlib.sandbox.programs import find_tools
+from atroposlib.sandbox.sandbox import probe
 from atroposlib.sandbox.workers import SandboxError
 
 

@@ -68,7 +68,7 @@ class Tools:
 
 
 def find_tools() -> Tools:
-    """Return the tools of this machine; SandboxError names what is missing. `host` tries whether they hold."""
+    """Return the tools of this machine; SandboxError names what is missing. `sandbox.probe` tries if they hold."""
     bwrap = shutil.which("bwrap", path=PATH)
     is_root = os.geteuid() == 0
     needed = ("tar", "setpriv") if is_root else ("tar",)

@@ -12,8 +12,7 @@ from atroposlib.environments.code_execution_server.coding_server import CodeConf
 from atroposlib.environments.code_execution_server.verdicts import Examiner, Problem, is_same
 from atroposlib.environments.policies import scripted
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.sandbox.host import require_host
-from atroposlib.sandbox.sandbox import Sandbox
+from atroposlib.sandbox.sandbox import Sandbox, require_host
 from atroposlib.sandbox.workers import SandboxError
 
 ADD = Problem(

@@ -24,7 +24,7 @@ from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.cli import main as run_environment
 from atroposlib.envs.server_handling.conversation import render
 from atroposlib.errors import EnvironmentFault, KilledFault
-from atroposlib.sandbox.host import require_host
+from atroposlib.sandbox.sandbox import require_host
 from atroposlib.sandbox.workers import SandboxError
 from atroposlib.testing import ScriptedEngine, write_tokenizer
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB

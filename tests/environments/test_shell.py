@@ -8,9 +8,8 @@ import pytest
 from atroposlib.environments.multi_turn import Reply, ToolCall
 from atroposlib.environments.shell_env import ShellWorld, make_task, to_task
 from atroposlib.errors import VerifierFault
-from atroposlib.sandbox.host import require_host
 from atroposlib.sandbox.programs import WORK, Limits
-from atroposlib.sandbox.sandbox import Sandbox
+from atroposlib.sandbox.sandbox import Sandbox, require_host
 from atroposlib.sandbox.workers import SandboxError
 
 

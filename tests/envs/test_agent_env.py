@@ -28,7 +28,7 @@ from atroposlib.envs.agent_programs import INSIDE
 from atroposlib.envs.base import ServerBaseline
 from atroposlib.errors import ConfigError, EngineFault, EnvironmentFault, PathError, RequestFault, VerifierFault
 from atroposlib.sandbox.apart import apart, can_part, new_folder, remove_folder, temporary_folder
-from atroposlib.sandbox.host import require_host
+from atroposlib.sandbox.sandbox import require_host
 from atroposlib.sandbox.workers import SandboxError
 from atroposlib.type_definitions import IGNORE_INDEX
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from atroposlib.sandbox import host, programs
+from atroposlib.sandbox import programs, sandbox
 from atroposlib.sandbox.programs import Limits
 from atroposlib.sandbox.sandbox import Sandbox
 from atroposlib.sandbox.workers import SandboxError
@@ -84,7 +84,7 @@ class AsOrdinaryUser:
 def layers():
     """Skip where no sandbox can be set up; where one can, every layer must hold."""
     try:
-        layers = host.probe(programs.find_tools())
+        layers = sandbox.probe(programs.find_tools())
     except SandboxError as error:
         pytest.skip(str(error))
     return layers
@@ -511,7 +511,7 @@ async def test_a_cancelled_program_is_killed():
     sandbox = Sandbox()
     token = f"cancelled-{os.getpid()}-{time.monotonic_ns()}"
     call = asyncio.create_task(sandbox.call(["sh", "-c", f"sleep 60; : {token}"], limits=Limits(wall_s=60)))
-    while not still_there(token):
+    while not still_there(token, begins=b"sh\0-c\0sleep 60"):  # until the program runs
         await asyncio.sleep(0.01)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):

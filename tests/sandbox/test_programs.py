@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from atroposlib.sandbox import host, programs
+from atroposlib.sandbox import programs, sandbox
 from atroposlib.sandbox.sandbox import Sandbox
 from atroposlib.sandbox.seccomp import ARCHITECTURES, filter_program
 from atroposlib.sandbox.workers import SandboxError
@@ -25,21 +25,21 @@ def test_a_tar_of_a_stranger_gives_plain_files_of_the_names_asked_for():
 
 def test_without_bubblewrap_nothing_is_run(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    host.require_host.cache_clear()
+    sandbox.require_host.cache_clear()
     with pytest.raises(SandboxError, match="bubblewrap is missing; install the package bubblewrap"):
         Sandbox()
-    host.require_host.cache_clear()
+    sandbox.require_host.cache_clear()
 
 
 def test_where_one_layer_does_not_hold_nothing_is_run(monkeypatch):
-    monkeypatch.setattr(host, "find_tools", lambda: programs.Tools("/usr/bin/bwrap", False))
+    monkeypatch.setattr(sandbox, "find_tools", lambda: programs.Tools("/usr/bin/bwrap", False))
     monkeypatch.setattr(
-        host, "probe", lambda tools: [host.Layer("seccomp", False, "mode 0"), host.Layer("x", True, "")]
+        sandbox, "probe", lambda tools: [sandbox.Layer("seccomp", False, "mode 0"), sandbox.Layer("x", True, "")]
     )
-    host.require_host.cache_clear()
+    sandbox.require_host.cache_clear()
     with pytest.raises(SandboxError, match=r"so none is run; what does not hold: seccomp \(mode 0\)"):
         Sandbox()
-    host.require_host.cache_clear()
+    sandbox.require_host.cache_clear()
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
