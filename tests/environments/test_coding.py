@@ -141,13 +141,14 @@ def test_results_are_compared_as_json(value, expected, is_equal):
     assert is_same({"x": [value]}, {"x": [expected]}) is is_equal
 
 
-async def attempts(examiner, problem, replies, **settings):
+async def attempts(examiner, problem, replies, *, fenced=True, **settings):
     local = type("CodingEnv", (CodingEnv,), {"load_tokenizer": lambda self: FakeTokenizer()})
     config = CodeConfig(**{"use_wandb": False, "max_turns": 3, **settings})
     env = local(config, [APIServerConfig(base_url="http://fake/v1", health_check=False)])
     env.examiner = examiner
     said = iter(replies)
-    return await scripted(env, problem, lambda world, player: f"```python\n{next(said)}\n```")
+    form = "```python\n{}\n```" if fenced else "{}"
+    return await scripted(env, problem, lambda world, player: form.format(next(said)))
 
 
 async def test_a_repaired_program_scores_and_hints_tell_no_hidden_result(examiner):
@@ -157,6 +158,22 @@ async def test_a_repaired_program_scores_and_hints_tell_no_hidden_result(examine
     first, second = (said["content"] for said in player.messages[2::2])
     assert "Test 1 of 3 fails: the code gives another result.\n\nadd(1, 2) must give 3.\n\nYours gives:\n-1" in first
     assert "Test 2 of 3 fails: the code gives another result.\n\nRepair it" in second
+
+
+RIGHT = CALLED["right"][0]
+REPLIES = {
+    "another case": f"```Python\n{RIGHT}\n```",
+    "no language": f"```\n{RIGHT}\n```",
+    "behind another block": f"```text\n1 2\n```\nSo:\n```python\n{RIGHT}\n```",
+    "before what it prints": f"```python\n{RIGHT}\n```\nIt gives:\n```\n3\n```",
+    "the last one": f"```python\nadd = 1\n```\nNo:\n```py\n{RIGHT}\n```",
+}
+
+
+@pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES)
+async def test_the_program_is_the_last_block_of_python(examiner, reply):
+    player = await attempts(examiner, ADD, [reply], max_turns=1, fenced=False)
+    assert player.score == 1.0
 
 
 async def test_the_same_program_again_is_not_run_again_and_earns_nothing_more(examiner, monkeypatch):

@@ -353,7 +353,9 @@ MOVES = {
     "the last line": ("I could hit.\n**Stick.**", "Stick"),
     "a box": ("So \\boxed{1 2} it is", "1 2"),
     "a tag": ("<answer> e4 </answer>\nGood luck!", "e4"),
+    "a code block": ("I play:\n```\ne4\n```", "e4"),
     "nothing": ("", ""),
+    "an empty code block": ("```\n```", ""),
 }
 
 

@@ -26,7 +26,8 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.sandbox.sandbox import Sandbox
 from atroposlib.type_definitions import JsonObject
 
-_BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"```([\w+-]*)[ \t]*\n(.*?)```", re.DOTALL)
+_PYTHON = ("python", "py", "python3")
 
 
 class CodeConfig(MultiTurnRowsConfig):
@@ -58,18 +59,20 @@ class CodeWorld(World):
 
     async def step(self, reply: Reply) -> Step:
         blocks = _BLOCK.findall(reply.text)
-        if not blocks:
+        named = [code for language, code in blocks if language.lower() in _PYTHON]
+        unnamed = [code for language, code in blocks if not language]
+        if not (programs := named or unnamed):
             return Step("There is no block of Python code in this. Write ```python ... ```.", is_invalid=True)
-        if self.last is not None and self.last[0] == blocks[-1]:
+        if self.last is not None and self.last[0] == programs[-1]:
             return self.last[1]
-        verdicts = await self.examiner.verdicts(blocks[-1], self.problem, to_end=self.config.partial_credit)
+        verdicts = await self.examiner.verdicts(programs[-1], self.problem, to_end=self.config.partial_credit)
         right = sum(verdict.word == "right" for verdict in verdicts)
         count = len(self.problem["tests"]) or 1
         before, self.share = self.share, right / count
         if not self.config.partial_credit:
             self.share = float(right == count)
         step = Step(self._hint(verdicts), right == count, self.share - before)
-        self.last = blocks[-1], replace(step, reward=0.0)
+        self.last = programs[-1], replace(step, reward=0.0)
         return step
 
     def gold(self) -> str | None:
