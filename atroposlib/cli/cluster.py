@@ -16,7 +16,7 @@ import typer
 
 from atroposlib.backoff import backoff_s
 from atroposlib.cli.boundary import App, run
-from atroposlib.errors import LaunchError
+from atroposlib.errors import ConfigError, LaunchError
 from atroposlib.paths import expand_path
 
 HELP = """Send this repository to a cluster, queue jobs there, watch them and bring their data back.
@@ -58,13 +58,17 @@ def submit(
       atropos cluster submit login slurm/intern_bootcamp_datagen.slurm --sbatch --array=0-3 --sbatch --time=12:00:00
       atropos cluster submit login slurm/train.slurm configs/trainer/grpo.yaml --run-dir grpo --after 4711
     """
+    try:
+        scripts = [shlex.split(following) for following in then or ()]
+    except ValueError as error:
+        raise ConfigError(f"--then is {' '.join(then or ())!r}: {error}; give a script with its arguments") from None
     cluster, shell = Cluster(host, folder), Shell(dry_run=dry_run)
     if push:
         shell.show(cluster.push("."))
     job = shell.answer(cluster.submit(script, sbatch or (), after), unknown="JOB_1")
     jobs = [job]
-    for number, following in enumerate(then or (), start=2):
-        jobs.append(shell.answer(cluster.submit(shlex.split(following), (), jobs[-1]), unknown=f"JOB_{number}"))
+    for number, following in enumerate(scripts, start=2):
+        jobs.append(shell.answer(cluster.submit(following, (), jobs[-1]), unknown=f"JOB_{number}"))
     if not dry_run:
         print("\n".join(jobs))
 

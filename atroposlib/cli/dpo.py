@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from atroposlib.cli.boundary import App, reading, run
-from atroposlib.cli.sft import OUTPUT_HELP, default_output, print_report
+from atroposlib.cli.sft import MOST_SEED, OUTPUT_HELP, default_output, print_report
 from atroposlib.data.collect import Collection, is_live_call
 from atroposlib.data.dpo import DpoFormat, DpoOptions, Negatives, PairRules, collect_dpo, export_dpo
 from atroposlib.data.policy import SelectionPolicy, load_policy
@@ -36,7 +36,9 @@ def generate(
     ] = "worst",
     max_length_ratio: Annotated[float | None, typer.Option(min=1, help="Longer over shorter answer, at most.")] = None,
     num_seqs_to_save: Annotated[int | None, typer.Option(min=1, help="Most pairs; default all, live 100.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of choices by chance; default 0, or the policy's.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=MOST_SEED, help="Of choices by chance; default 0, or the policy's.")
+    ] = None,
     save_messages: Annotated[bool, typer.Option(help="Same as --format messages.")] = False,
     append_to_previous: Annotated[bool, typer.Option(help="Add to an existing output.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output.")] = False,

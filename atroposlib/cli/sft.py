@@ -15,6 +15,7 @@ from atroposlib.errors import ConfigError
 
 app = App()
 
+MOST_SEED = 2**63 - 1
 OUTPUT_HELP = "Output .jsonl, .jsonl.zst or .parquet. Default: {0}.jsonl in the folder, NAME.{0}.jsonl by the file."
 
 
@@ -42,7 +43,9 @@ def generate(
         bool, typer.Option(help="messages, sharegpt: a row for each generated turn, which ends with it.")
     ] = False,
     pack: Annotated[int | None, typer.Option(min=1, help="tokens only: fill rows of up to this many tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of choices by chance; default 0, or the policy's.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=MOST_SEED, help="Of choices by chance; default 0, or the policy's.")
+    ] = None,
     save_messages: Annotated[bool, typer.Option(help="Same as --format messages.")] = False,
     append_to_previous: Annotated[bool, typer.Option(help="Add to an existing output.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing output.")] = False,

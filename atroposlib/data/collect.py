@@ -63,6 +63,8 @@ def is_live_call(rollouts: list[str], output: str | None, *, append: bool) -> bo
     if output is not None:
         return False
     path = expand_input(rollouts[0])
+    if path == Path():
+        return False  # the current folder, which has no name of its own
     if len(rollouts) != 1:
         raise ConfigError(f"give --output for the dataset made from {' '.join(rollouts)}")
     if append or _ledger(path).exists() or not (path.exists() or any(sign in path.name for sign in "*?[")):

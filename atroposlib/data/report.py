@@ -252,8 +252,8 @@ def dataset_card(dataset: str | Path, *, name: str | None = None, license_id: st
         DataError: no `.meta.json`, or one that cannot be read.
     """
     path = expand_input(str(dataset))
-    if not path.exists():
-        raise PathError(f"{path} does not exist")
+    if not path.is_file():
+        raise PathError(f"{path} is no file; give the dataset that atropos sft or atropos dpo made")
     meta = _read_meta(path)
     exports = [*meta.get("earlier", []), meta]
     total = {name: sum(each[name] for each in exports) for name in ("records", "kept", "responses", "groups")}

@@ -133,3 +133,22 @@ def test_validate_says_what_it_read_also_as_json(rollouts):
     assert "read: 1 files, 2 lines, 2 groups, 4 responses, 0 of them without an assistant turn" in result.output
     found = json.loads(call(data.app, "validate", rollouts, "--json").stdout)
     assert (found["groups"], found["damaged"]) == (2, [])
+
+
+@pytest.mark.parametrize(("app", "kind"), [(sft.app, "sft"), (dpo.app, "dpo")], ids=["sft", "dpo"])
+def test_the_current_folder_is_a_folder_of_rollouts(app, kind, rollouts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call(app, ".").exit_code == 0
+    assert (tmp_path / f"{kind}.jsonl").stat().st_size
+
+
+def test_a_folder_has_no_card(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code_of(data.app, monkeypatch, "card", ".") == 2
+    assert "is no file; give the dataset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("app", [sft.app, dpo.app], ids=["sft", "dpo"])
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_that_no_draw_takes_is_wrong_usage(app, seed, rollouts, monkeypatch):
+    assert exit_code_of(app, monkeypatch, rollouts, "--seed", seed) == 2

@@ -247,3 +247,10 @@ def test_code_and_data_travel_over_a_real_sshd(sshd, tmp_path, monkeypatch):
     (there / "logs" / "7" / "api.log").write_text("up\n")
     (there / "x-7.out").write_text("progress\n")
     assert "progress" in atropos("logs", sshd, "7", "--folder", str(there)).stdout
+
+
+def test_a_quote_that_does_not_end_is_refused_before_anything_is_queued(atropos, cluster):
+    done = atropos("submit", "login", "a.slurm", "--no-push", "--then", "b.slurm 'x")
+    assert done.returncode == 2
+    assert '--then is "b.slurm \'x": No closing quotation' in done.stderr
+    assert not (cluster / "sbatch").exists()
