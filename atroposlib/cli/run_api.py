@@ -66,7 +66,7 @@ def serve(
 ) -> None:
     if reload:
         logger.warning("--reload of atroposlib 0.4.0 has no effect: after a change of the code start run-api again")
-    token = auth.read_token(None if token_file is None else expand_path(token_file, what="--token-file"), os.environ)
+    token = auth.read_token(expand_path(token_file, what="--token-file") if token_file else None, os.environ)
     if token is None and not insecure and not auth.is_loopback(host):
         raise ConfigError(
             f"--host {host} is open to other machines, but there is no token; set {auth.TOKEN_VARIABLE} or "
@@ -77,8 +77,7 @@ def serve(
     descriptors = raise_descriptor_limit()
     listener = listening(host, port)
     port = listener.getsockname()[1]
-    named = default_state_dir(port) if state_dir is None else expand_path(state_dir, what="--state-dir")
-    folder = None if memory else named
+    folder = None if memory else expand_path(state_dir, what="--state-dir") if state_dir else default_state_dir(port)
     settings = ApiSettings(
         state_dir=folder,
         accept_older=accept_older,
