@@ -175,6 +175,23 @@ async def test_a_strict_tool_that_must_be_called_binds_the_reply_from_its_first_
     assert json.loads(request["structural_tag"]) == {"type": "structural_tag", "format": wanted}
 
 
+@pytest.mark.parametrize("grammars", [False, True])
+@pytest.mark.parametrize("parser", ["pythonic", "gpt-oss"])
+@pytest.mark.parametrize("is_named", [False, True], ids=["required", "named"])
+@pytest.mark.parametrize(("path", "choices"), MUST_CALL.items(), ids=MUST_CALL)
+async def test_a_call_that_must_be_made_and_cannot_be_begun_is_refused_with_a_sentence(
+    path, choices, is_named, parser, grammars
+):
+    async with client_of("It rains.") as client:
+        made = await new_rollout(client, grammars=grammars, tool_parser=parser)
+        reply = await ask(client, made, path, **ASK[path], tools=STRICT_TOOLS[path], tool_choice=choices[is_named])
+    what = "call 'f'" if is_named else "call a tool"
+    sentence = f"must {what}, but it called none, and none can be begun for it as {parser} writes them; leave"
+    assert (reply.status_code, sentence in reply.text) == (400, True)
+    (request,) = client.engine.requests
+    assert ("structural_tag" in request) == (grammars and parser == "gpt-oss")
+
+
 ONE_CALL = {
     "chat/completions": {"parallel_tool_calls": False},
     "responses": {"parallel_tool_calls": False},

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import numpy
 import pytest
@@ -190,7 +191,7 @@ def test_what_a_grammar_admits_is_one_call_by_the_schema(name, wanted, choose):
     assert arguments in ({}, {"flag": True}, {"flag": False})
 
 
-@pytest.mark.parametrize("name", sorted(set(BOUND) - {"llama3", "mistral"}))
+@pytest.mark.parametrize("name", sorted(set(BOUND) - {"llama3", "mistral", "gpt-oss"}))
 def test_a_grammar_keeps_every_call_to_its_schema_where_any_number_may_be_made(name):
     _, may = matcher_of(name, None)
     calls = [WrittenCall("look", '{"number": 3, "text": "x"}'), WrittenCall("add_two", '{"number": -7, "text": "x"}')]
@@ -211,7 +212,38 @@ def test_an_engine_that_does_not_know_how_arguments_are_written_refuses_the_gram
     assert ('"style"' in tag) == ('"type": "repeat"' in tag)  # XGrammar 0.1.33 began to know both
 
 
-@pytest.mark.parametrize("name", sorted(name for name, known in FORMATS.items() if known.opening is not None))
+@pytest.mark.parametrize("name", sorted(name for name, known in FORMATS.items() if known.begun(None)))
 def test_the_beginning_of_a_call_is_that_of_what_is_written(name):
     written = FORMATS[name].write([WrittenCall("look", '{"text": "x"}')])
     assert [written.startswith(FORMATS[name].begun(tool)) for tool in ("look", None)] == [True, True]
+
+
+HARMONY = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"number": 3, "text": "x"}<|call|>'
+AFTER = {  # with whether it is taken where thoughts may come first
+    "a call": (HARMONY, True),
+    "analysis first": (f"<|channel|>analysis<|message|>So?<|end|><|start|>assistant{HARMONY}", True),
+    "analysis without its end": (f"<|channel|>analysis<|message|>So?{HARMONY}", False),
+    "an answer": ("<|channel|>final<|message|>So.<|return|>", False),
+    "analysis and an answer": (
+        "<|channel|>analysis<|message|>So?<|end|><|start|>assistant<|channel|>final<|message|>So.<|return|>",
+        False,
+    ),
+    "other arguments": (HARMONY.replace("3", "4"), False),
+}
+
+
+@pytest.mark.parametrize(("text", "is_taken"), AFTER.values(), ids=AFTER)
+@pytest.mark.parametrize("stops", [["<|return|>"], ["<|return|>", "<|call|>"]], ids=str)
+def test_harmony_is_bound_where_its_marks_are_tokens_and_some_of_them_end_a_reply(text, is_taken, stops):
+    xgrammar = pytest.importorskip("xgrammar", reason="the grammars of SGLang and vLLM are not installed")
+    marks = [f"<|{word}|>" for word in ("call", "return", "end", "start", "channel", "message", "constrain")]
+    tokens = [*map(chr, range(128)), *marks]
+    known = xgrammar.TokenizerInfo(tokens, stop_token_ids=[tokens.index(stop) for stop in stops])
+    tag = grammar_of_calls(FORMATS["gpt-oss"], {"look": CLOSED}, "look", "allowed")
+    compiled = xgrammar.GrammarCompiler(known).compile_grammar(xgrammar.Grammar.from_structural_tag(json.dumps(tag)))
+    matcher = xgrammar.GrammarMatcher(compiled)
+    pieces = [piece for piece in re.split(r"(<\|[a-z]+\|>)", text) if piece]
+    ids = [tokens.index(token) for piece in pieces for token in ([piece] if piece in marks else piece)]
+    assert all(map(matcher.accept_token, ids)) == is_taken
+    if is_taken:
+        assert matcher.is_terminated() == ("<|call|>" in stops)  # else it waits for the end, which the engine has seen

@@ -273,6 +273,8 @@ class ManagedServer(TrackedSequences):
         opening = translator.format.begun(name or None)
         if made or opening is None:
             instead = f"called {', '.join(made)}" if made else "called none"
+            if not made:
+                instead += f", and none can be begun for it as {self._tool_parser} writes them"
             raise RequestFault(f"tool_choice says that the model must {what}, but it {instead}; leave tool_choice out")
         given = codec_of(self.tokenizer).encode(opening, add_special_tokens=False)
         ids, sampling = [*prompt_ids, *output.body, *given], _for_the_rest(request.sampling, len(output.body))

@@ -52,10 +52,16 @@ class ToolFormat:
     style: str = "json"  # of the arguments, by XGrammar's name
     number: str = ""  # pattern of what stands between opening and arguments
     is_marked: bool = True  # nothing but a call begins as one does; otherwise only one that must be made has a grammar
+    thoughts: tuple[str, str] = ("<think>", "</think>")
+    never_thought: tuple[str, ...] = ()  # marks that thoughts cannot hold; where there are some, any reply may think
+    is_continued: bool = True  # a call can stand behind other words of its message
+    is_stop: bool = (
+        False  # engines may stop at the closing; no grammar before XGrammar 0.2.9 can hold what they stop at
+    )
 
     def begun(self, name: str | None) -> str | None:
-        """Return the beginning of a reply that calls a tool (None: any); None where the format has none to give."""
-        return None if self.opening is None else self.section[0] + self.opening(name)
+        """Return the beginning of a call of a tool (None: any) behind what is written; None where there is none."""
+        return self.section[0] + self.opening(name) if self.opening is not None and self.is_continued else None
 
 
 def tool_format(name: str) -> ToolFormat:
@@ -450,14 +456,24 @@ _HARMONY_CALL = re.compile(
 
 def _write_harmony(calls: Sequence[WrittenCall]) -> str:
     return "<|start|>assistant".join(
-        f"<|channel|>commentary to=functions.{call.name} "
-        f"<|constrain|>json<|message|>{dumped(arguments_of(call))}<|call|>"
-        for call in calls
+        f"{_open_harmony(call.name)}{dumped(arguments_of(call))}<|call|>" for call in calls
     )
 
 
+def _open_harmony(name: str | None) -> str:
+    return "<|channel|>commentary to=functions." + ("" if name is None else f"{name} <|constrain|>json<|message|>")
+
+
 _HARMONY = ToolFormat(
-    _blocks(_HARMONY_CALL.pattern, lambda match, _: json_text_call(match["name"], match["body"])), _write_harmony
+    _blocks(_HARMONY_CALL.pattern, lambda match, _: json_text_call(match["name"], match["body"])),
+    _write_harmony,
+    _open_harmony,
+    "<|call|>",
+    is_marked=False,
+    thoughts=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    never_thought=("<|channel|>", "<|call|>"),
+    is_continued=False,
+    is_stop=True,
 )
 
 FORMATS: dict[str, ToolFormat] = {

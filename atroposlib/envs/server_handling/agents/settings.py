@@ -163,7 +163,7 @@ def _bind(
     if not schemas:
         return []
     calls, wanted = tool_format(settings.tool_parser), chat.wanted_tool
-    thoughts = "none" if wanted is None and not is_one else thoughts_before(chat)
+    thoughts = "none" if wanted is None and not is_one else "allowed" if calls.never_thought else thoughts_before(chat)
     tag = grammar_of_calls(calls, schemas, wanted, thoughts, is_one=is_one)
     if tag is None:
         asked = " and ".join(["strict"] * bool(request.strict) + ["parallel_tool_calls=false"] * is_one)
@@ -198,7 +198,7 @@ def grammar_of_calls(
             "type": "tag",
             "begin": head + calls.opening(name),
             "content": _arguments(calls, schema),
-            "end": calls.closing + foot,
+            "end": [calls.closing, ""] if calls.is_stop else calls.closing + foot,
         }
         for name, schema in schemas.items()
         if wanted in (None, "", name)
@@ -207,17 +207,21 @@ def grammar_of_calls(
     if may:
         mark = head or calls.opening(None).partition("\n")[0]
         answer = {"type": "triggered_tags", "triggers": [mark], "tags": tags, "stop_after_first": is_one}
-    return {"type": "structural_tag", "format": _behind(thoughts, answer) if ends else answer}
+    return {"type": "structural_tag", "format": _behind(calls, thoughts, answer) if ends else answer}
 
 
-def _behind(thoughts: Thoughts, answer: JsonObject) -> JsonObject:
+def _behind(calls: ToolFormat, thoughts: Thoughts, answer: JsonObject) -> JsonObject:
     if thoughts == "none":
         return answer
-    begin = "" if thoughts == "opened" else "<think>"
-    thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>"}
+    begin, end = calls.thoughts
+    content: JsonObject = {"type": "any_text"}
+    if calls.never_thought:
+        content["excludes"] = [*calls.never_thought]
+    thought = {"type": "tag", "begin": "" if thoughts == "opened" else begin, "content": content, "end": end}
     nothing = {"type": "const_string", "value": ""}
     first = thought if thoughts == "opened" else {"type": "or", "elements": [nothing, thought]}
-    return {"type": "sequence", "elements": [first, {"type": "regex", "pattern": r"\s{0,2}"}, answer]}
+    blanks = [] if calls.never_thought else [{"type": "regex", "pattern": r"\s{0,2}"}]
+    return {"type": "sequence", "elements": [first, *blanks, answer]}
 
 
 def _arguments(calls: ToolFormat, schema: Json) -> JsonObject:
