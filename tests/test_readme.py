@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import pydoc
 import re
 import shlex
 import shutil
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -199,3 +201,11 @@ def test_the_test_of_a_new_environment_passes_as_written(tmp_path):
     bare = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=bare)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_page_of_the_api_shows_the_members_that_it_names():
+    for place, options in re.findall(r"^::: (\S+)\n((?: .*\n)*)", (ROOT / "docs/api.md").read_text(), re.MULTILINE):
+        chosen = (yaml.safe_load(options) or {"options": {}})["options"]
+        shown = importlib.import_module(place) if "members" not in chosen else pydoc.locate(place)
+        named = dir(shown) if chosen.get("inherited_members") else vars(shown)
+        assert {*chosen.get("members", [])} <= {*named}, place
