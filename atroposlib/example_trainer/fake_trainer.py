@@ -50,9 +50,6 @@ class FakeTrainer:
         self._num_steps = num_steps
         self.steps = 0
         self.sequences = 0
-        self._next_line = 0.0
-        self._idle_since: float | None = None
-        self._say_idle_at = _FIRST_WORD_S
 
     async def run(self) -> None:
         """Pull until `num_steps`; cancel it to stop.
@@ -61,20 +58,26 @@ class FakeTrainer:
             ApiError: the API refuses the registration.
         """
         self.steps = await self._register()
+        next_line, last_batch, say_idle_at = 0.0, time.monotonic(), _FIRST_WORD_S
         while self._num_steps is None or self.steps < self._num_steps:
             batch = await self._client.batch(lease_s=_LEASE_S)
+            now = time.monotonic()
             if batch is None:
                 if (await self._client.info())["batch_size"] != self._batch_size:
                     await self._register()  # the API was reset
-                await self._say_idle()
+                if now - last_batch >= say_idle_at:
+                    say_idle_at = now - last_batch + _SAY_AGAIN_S
+                    await self._say_idle(now - last_batch)
                 await asyncio.sleep(_POLL_S)
                 continue
             if batch.batch_id is not None:
                 await self._client.ack(batch.batch_id)
-            self._idle_since, self._say_idle_at = None, _FIRST_WORD_S
+            last_batch, say_idle_at = now, _FIRST_WORD_S
             self.steps += 1
             self.sequences += batch.sequences
-            self._log_now_and_then()
+            if now >= next_line:
+                next_line = now + _LOG_EVERY_S
+                logger.info("batches discarded: steps=%d sequences=%d", self.steps, self.sequences)
 
     async def _register(self) -> int:
         """Announce the run; the step it stands at."""
@@ -94,20 +97,11 @@ class FakeTrainer:
         logger.info("registered: url=%s batch_size=%d step=%d", self._client.url, self._batch_size, step)
         return step
 
-    async def _say_idle(self) -> None:
-        """Say what the API waits for, after some seconds without a batch and every minute from then on."""
-        self._idle_since = time.monotonic() if self._idle_since is None else self._idle_since
-        idle_s = time.monotonic() - self._idle_since
-        if idle_s >= self._say_idle_at:
-            self._say_idle_at = idle_s + _SAY_AGAIN_S
-            status = await self._client.status()
-            missing = status.get("waiting_for") or f"more than the {status.get('queue_size')} groups that it has"
-            logger.warning("no batch for %.0f s: %s waits for %s", idle_s, self._client.url, missing)
-
-    def _log_now_and_then(self) -> None:
-        if time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + _LOG_EVERY_S
-            logger.info("batches discarded: steps=%d sequences=%d", self.steps, self.sequences)
+    async def _say_idle(self, idle_s: float) -> None:
+        """Say what the API waits for."""
+        status = await self._client.status()
+        missing = status.get("waiting_for") or f"more than the {status.get('queue_size')} groups that it has"
+        logger.warning("no batch for %.0f s: %s waits for %s", idle_s, self._client.url, missing)
 
 
 def fake_trainer(

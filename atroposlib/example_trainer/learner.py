@@ -25,8 +25,9 @@ from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.data import TrainingRow
 from atroposlib.example_trainer.layout import MicroBatch, collate, micro_batches
 from atroposlib.example_trainer.losses.policy import clip_counts, ratio
-from atroposlib.example_trainer.objective import KLController, StepPlan, TauController, micro_loss, plan
+from atroposlib.example_trainer.objective import KLController, MicroLoss, StepPlan, TauController, micro_loss, plan
 from atroposlib.example_trainer.policy import Policy, shares_prompts
+from atroposlib.example_trainer.token_scores import TokenScores
 from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -114,27 +115,18 @@ class StepStats:
         self._entries: list[dict[str, Tensor]] = []
 
     @torch.no_grad()
-    def add(
-        self,
-        *,
-        logp: Tensor,
-        old_logp: Tensor,
-        infer_logp: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        entropy: Tensor | None,
-        kl: Tensor | None,
-        teacher_kl: Tensor | None = None,
-        taught: Tensor | None = None,
-        eps: tuple[float, float],
-    ) -> None:
-        """Count one micro-batch; all [B,T], advantages also [B,1], what the teacher said [B,T,k]."""
-        trained = mask > 0
+    def add(self, scores: TokenScores, part: MicroLoss, micro: MicroBatch, eps: tuple[float, float]) -> None:
+        """Count one micro-batch."""
+        trained, infer_logp, logp = micro.mask > 0, micro.infer_logp, scores.logp.detach()
         known = trained & infer_logp.isfinite()
         gaps = (logp - torch.where(known, infer_logp, logp)).abs()
-        ratios = torch.where(trained, ratio(logp, old_logp), 0.0)
-        clipped = clip_counts(logp, old_logp, advantages, mask, eps_low=eps[0], eps_high=eps[1])
-        zero = mask.new_zeros(())
+        ratios = torch.where(trained, ratio(logp, part.old_logp), 0.0)
+        clipped = clip_counts(logp, part.old_logp, part.advantages, micro.mask, eps_low=eps[0], eps_high=eps[1])
+
+        def total(values: Tensor | None) -> Tensor:
+            return micro.mask.new_zeros(()) if values is None else values.masked_fill(~trained, 0.0).sum()
+
+        taught = micro.teacher_logp if part.teacher_kl is not None else None
         self._entries.append(
             {
                 "tokens": clipped.tokens,
@@ -143,10 +135,10 @@ class StepStats:
                 "ratio": ratios.sum(),
                 "clip_low": clipped.low,
                 "clip_high": clipped.high,
-                "entropy": zero if entropy is None else entropy.sum(),
-                "kl": zero if kl is None else kl.masked_fill(~trained, 0.0).sum(),
-                "teacher_kl": zero if teacher_kl is None else teacher_kl.masked_fill(~trained, 0.0).sum(),
-                "taught": zero if taught is None else (trained & taught.isfinite().any(-1)).sum(),
+                "entropy": total(scores.entropy),
+                "kl": total(part.kl),
+                "teacher_kl": total(part.teacher_kl),
+                "taught": total(None if taught is None else taught.isfinite().any(-1).float()),
                 "logprob_diff_max": gaps.max(),
                 "ratio_max": ratios.max(),
             }
@@ -264,7 +256,14 @@ class Learner:
         chosen = [rows[i] for i in used]
         for lines in self._micro_batches(chosen):
             micro = collate(rows, [[used[i] for i in line] for line in lines], self.policy.device)
-            losses.append(self._micro_step(step, rows, micro, _reference_of(references, micro), stats, clock))
+            ref_logp = _reference_of(references, micro)
+            scores = self.policy.score(micro, entropy=config.entropy_metric, teacher=config.teacher_weight > 0)
+            part = micro_loss(config, step, rows, micro, scores, ref_logp=ref_logp, beta=beta)
+            clock.lap("forward")
+            part.loss.backward()
+            clock.lap("backward")
+            losses.append(part.loss.detach())
+            stats.add(scores, part, micro, (config.preset.eps_low, config.preset.eps_high))
         loss = sum(self.ranks.gather(sum(map(float, losses))))
         if used:  # else no weight moves, as in a single process
             self.ranks.sum_gradients(self.policy.trainable)
@@ -274,43 +273,19 @@ class Learner:
         self.step += 1
         metrics = token_metrics(entries, entropy=config.entropy_metric, kl=beta > 0)
         self.kl.update(metrics.get("train/kl", float("nan")), len(rows))
+        maxent = {}
         if step.weight_entropy is not None:
-            self.tau.update(step.weight_entropy)
+            maxent = {"maxent/tau": self.tau.update(step.weight_entropy), "maxent/weight_entropy": step.weight_entropy}
         return {
             **_facts(step, rows, config),
             **metrics,
-            **self._state(loss, grad_norm, step),
             **_times(clock, rows, used),
+            "train/loss": loss,
+            "train/grad_norm": grad_norm,
+            "train/lr": self.optimizer.param_groups[0]["lr"],
+            "train/beta": self.kl.beta,
+            **maxent,
         }
-
-    def _micro_step(
-        self,
-        step: StepPlan,
-        rows: Sequence[TrainingRow],
-        micro: MicroBatch,
-        ref_logp: Tensor | None,
-        stats: StepStats,
-        clock: _Clock,
-    ) -> Tensor:
-        """Forward and backward of one micro-batch; its part of the loss."""
-        scores = self.policy.score(micro, entropy=self.config.entropy_metric, teacher=self.config.teacher_weight > 0)
-        part = micro_loss(self.config, step, rows, micro, scores, ref_logp=ref_logp, beta=self.kl.beta)
-        clock.lap("forward")
-        part.loss.backward()
-        clock.lap("backward")
-        stats.add(
-            logp=scores.logp.detach(),
-            old_logp=part.old_logp,
-            infer_logp=micro.infer_logp,
-            advantages=part.advantages,
-            mask=micro.mask,
-            entropy=scores.entropy,
-            kl=part.kl,
-            teacher_kl=part.teacher_kl,
-            taught=None if part.teacher_kl is None else micro.teacher_logp,
-            eps=(self.config.preset.eps_low, self.config.preset.eps_high),
-        )
-        return part.loss.detach()
 
     def _update(self, loss: float) -> float:
         """Clip and apply the gathered gradient; its norm before clipping."""
@@ -341,17 +316,6 @@ class Learner:
         limit, size = self.config.micro_batch_tokens, self.ranks.size
         cut = micro_batches(rows, limit, share=self.share_prompts, multiple_of=size)
         return cut[self.ranks.rank :: size]
-
-    def _state(self, loss: float, grad_norm: float, step: StepPlan) -> dict[str, float]:
-        found = {
-            "train/loss": loss,
-            "train/grad_norm": grad_norm,
-            "train/lr": self.optimizer.param_groups[0]["lr"],
-            "train/beta": self.kl.beta,
-        }
-        if step.weight_entropy is not None:
-            found |= {"maxent/tau": self.tau.tau, "maxent/weight_entropy": step.weight_entropy}
-        return found
 
 
 def make_optimizer(config: TrainingConfig, policy: Policy) -> torch.optim.Optimizer:

@@ -108,10 +108,6 @@ class Engines:
     def post(self, path: str, body: JsonObject | None = None, *, optional: bool = False) -> None:
         self.each(lambda engine: engine.post(path, body, optional=optional))
 
-    def get(self, path: str) -> dict[str, JsonObject]:
-        """Return each engine's answer, by its URL."""
-        return {engine.url: engine.get(path) for engine in self._engines}
-
     def close(self) -> None:
         """Let go of threads and connections."""
         self._threads.shutdown()
@@ -158,8 +154,7 @@ class VLLMSync(EnginesSync):
         self._pause = _PAUSE[config.sync_mode]
 
     def push(self, policy: Policy, version: int) -> None:
-        for url, reply in self._engines.get("/version").items():
-            require_pausing(url, str(reply.get("version")))
+        self._engines.each(_require_pausing)
         written = save_folder(policy.save_merged, self._folder, version)
         self._engines.each(partial(_reload, pause=self._pause, weights=str(written.resolve()), version=str(version)))
         keep_newest(self._folder, FOLDERS)
@@ -194,13 +189,14 @@ class VLLMLoraSync(EnginesSync):
         keep_newest(self._folder, ADAPTERS)
 
 
-def require_pausing(url: str, version: str) -> None:
+def _require_pausing(engine: Engine) -> None:
     """WeightSyncError for a release of vLLM that cannot pause as asked; development builds pass."""
+    version = str(engine.get("/version").get("version"))
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and "dev" not in version and (int(numbers[1]), int(numbers[2])) < _PAUSES_SINCE:
         raise WeightSyncError(
-            f"{url} is vLLM {version}, which cannot take weights while requests run; install 0.16 or later, or set "
-            "weight_sync to 'restart'"
+            f"{engine.url} is vLLM {version}, which cannot take weights while requests run; install 0.16 or later, or "
+            "set weight_sync to 'restart'"
         )
 
 
@@ -225,10 +221,10 @@ class NoSync:
     """The engine is left alone: off-policy, or it follows the weights in its own way."""
 
     def push(self, policy: Policy, version: int) -> None:
-        """Nothing."""
+        pass
 
     def close(self) -> None:
-        """Nothing."""
+        pass
 
 
 class EmbeddedSync(EnginesSync):

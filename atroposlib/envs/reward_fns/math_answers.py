@@ -146,21 +146,12 @@ def _announced(text: str) -> str | None:
 
 # ---------------------------------------------------------------- one spelling
 
-_SPELLED = {  # how we write it: what else is written for it
-    "-": "−–‐‑－﹣",
-    " ": "\u00a0\u2002\u2003\u2009\u200a\u202f\u3000",
+_SPELLED = {  # how we write it: what else is written for it, aside from wide forms of the same
+    "-": "−–‐‑",
     "": "\u200b\ufeff",
     "'": "‘’′",
     '"': "“”″",
     "/": "÷∕⁄",
-    "+": "＋",
-    "=": "＝",
-    ",": "，",
-    ";": "；",
-    ".": "．",
-    "%": "％",
-    "(": "（",
-    ")": "）",
     r"\times ": "×",
     r"\cdot ": "·⋅",
     r"\le ": "≤",
@@ -179,22 +170,21 @@ _SPELLED = {  # how we write it: what else is written for it
     "^3": "³",
 }
 _TRANSLATION = str.maketrans({char: spelling for spelling, chars in _SPELLED.items() for char in chars})
-_COMPATIBLE = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞０-９]")
+_COMPATIBLE = re.compile("[\u00a0\u2000-\u200a\u202f\u3000\ufe63\uff01-\uff5e¼-¾⅐-⅞]")
 
 
 def _compatible(match: re.Match[str]) -> str:
-    """Spell out a fraction in one character, or a wide digit."""
+    """Spell out a fraction in one character, or a wide space, digit or sign."""
     top, slash, bottom = unicodedata.normalize("NFKC", match[0]).partition("\u2044")
     return rf"\frac{{{top}}}{{{bottom}}}" if slash else top
 
 
 _SPELLINGS = [
     (re.compile(r"(?<!\\)\$(\d[\d.,]*)\$"), r"\1"),
-    (re.compile(r"√\s*(\d+(?:\.\d+)?|[A-Za-z])"), r"\\sqrt{\1}"),
+    (re.compile(r"√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\))"), r"\\sqrt{\1\2}"),
     (re.compile(r"√"), r"\\sqrt"),
     (re.compile(r"(?<!\\)\\!|\\(?:displaystyle|textstyle|limits|left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?"), ""),
     (re.compile(r"(?<!\\)\\[,;:> ]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|(?<!\\)~|\s+"), " "),
-    (re.compile(r"(?<!\\)\{\s*,\s*\}"), ","),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\([%$#&])"), r"\1"),
     (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
@@ -352,8 +342,7 @@ def read_quantity(text: str) -> Quantity | None:
     tailed = _with_tail(quantity, rest)
     if tailed is None or not lead["money"]:
         return tailed
-    money = lead["money"].strip()
-    return replace(tailed, unit=_UNITS["dollar"] if money in ("$", "US$", "USD") else Unit(((money, 1),), Fraction(1)))
+    return replace(tailed, unit=_currency(lead["money"].strip()))
 
 
 def _read_number(text: str) -> tuple[Quantity, str] | None:
@@ -404,10 +393,8 @@ def _with_tail(quantity: Quantity, tail: str) -> Quantity | None:
         return replace(quantity, unit=_UNITS["degree" + scale]) if "degree" + scale in _UNITS else None
     if base := re.fullmatch(r"_ *\{? *(\d+|ten|two|eight|sixteen) *\}?", tail):
         return replace(quantity, unit=Unit((("base " + base[1], 1),), Fraction(1)))
-    if tail == "¢":
-        return replace(quantity, unit=_UNITS["cent"])
-    if tail in ("$", "€", "£", "¥"):
-        return replace(quantity, unit=_UNITS["dollar"] if tail == "$" else Unit(((tail, 1),), Fraction(1)))
+    if tail in ("¢", "$", "€", "£", "¥"):
+        return replace(quantity, unit=_currency(tail))
     if not _TAIL_WORDS.fullmatch(tail):
         return None
     words = tail.split(" ")
@@ -422,6 +409,10 @@ def _with_tail(quantity: Quantity, tail: str) -> Quantity | None:
         return None
     is_variable = not in_macro and (is_glued or any(len(word) < 3 for word in words))
     return None if is_variable else quantity
+
+
+def _currency(symbol: str) -> Unit:
+    return _UNITS.get({"$": "dollar", "US$": "dollar"}.get(symbol, symbol)) or Unit(((symbol, 1),), Fraction(1))
 
 
 def _table(**units: str) -> dict[str, Unit]:
@@ -472,7 +463,6 @@ def read_unit(text: str) -> Unit | None:
 # ---------------------------------------------------------------- lists of plain numbers
 
 _NAME = re.compile(r"(?:\\text *\{[^{}]*\}|[A-Za-z](?:_\{?\w+\}?)?(?: ?\([a-z]\))?) *= *")
-_MEMBER = re.compile(r"[A-Za-z] *\\in *")
 _CONJUNCTION = re.compile(r",? *(?:\\text *\{ *,? *(?:and|or) *\}|\\lor|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])) *")
 
 
@@ -490,7 +480,6 @@ def split_parts(text: str) -> Parts:
     >>> split_parts(r"\{1, (2,3)\}")
     Parts(brackets='{}', texts=('1', '(2,3)'))
     """
-    text = _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
     opener, body = ("{", text[1:]) if text.startswith(r"\{") else (text[:1], text)
     brackets = ""
     if opener in _OPENERS and closing(body, 0) == len(body) - 1:
@@ -525,4 +514,4 @@ def name_of(text: str) -> str:
 
 def without_name(text: str) -> str:
     """Return a text without the name before its equals sign."""
-    return _NAME.sub("", text, count=1) if _NAME.match(text) else text
+    return text[len(name[0]) :] if (name := _NAME.match(text)) else text

@@ -161,6 +161,30 @@ ACCEPTED = [  # answer, gold
     ("twelve", "12"),
     ("101_2", "101"),
     ("3:2", "3:2"),
+    ("10^3 m", "1 km"),
+    (r"\textbf{12.5\%}", "12.5%"),
+    (r"\mathrm{5\,km}", "5000 m"),
+    (r"\text{x = 5}", "5"),
+    (r"\text{1, 2}", "2, 1"),
+    ("3\u00a0000", "3000"),
+    ("5\u200b", "5"),
+    ("＋５", "5"),
+    ("x＝5", "5"),
+    ("1，2", "1,2"),
+    ("1；2", "1,2"),
+    ("0．5％", "0.5%"),
+    ("（1,2）", "(1,2)"),
+    ("2·3", "6"),
+    ("1.5×10³", "1500"),
+    ("⅝", "0.625"),
+    (r"90\degree", "90"),
+    ("`5`", "5"),
+    ("2 hundred", "200"),
+    ("C$5", "5"),
+    ("USD 5", "5"),
+    ("5€", "€5"),
+    ("13 apples", "thirteen"),
+    ("90 kmh", "90 km/h"),
     # words
     ("yes", "Yes"),
     (r"\text{Yes.}", "yes"),
@@ -202,7 +226,16 @@ ACCEPTED = [  # answer, gold
     ("x < 3", r"(-\infty,3)"),
     (r"[3, \infty)", r"x \ge 3"),
     (r"(-\infty,1)\cup(2,\infty)", r"(2,\infty) \cup (-\infty,1)"),
+    ("x ≥ 3", r"[3,\infty)"),
+    ("(-∞,1)∪(2,∞)", r"(-\infty,1)\cup(2,\infty)"),
+    ("x ∈ [1,2]", "[1,2]"),
+    (r"\lbrace 1,2\rbrace", r"\{2,1\}"),
     # algebra
+    ("x²", "x^2"),
+    ("f’(x)", "f'(x)"),
+    ("″even″", "even"),
+    ("2√x", r"2\sqrt{x}"),
+    ("√(x+1)", r"\sqrt{1+x}"),
     (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
     (r"2\sqrt{3}", r"\sqrt{12}"),
     ("√12", r"2\sqrt{3}"),
@@ -269,6 +302,8 @@ REFUSED = [  # answer, gold
     ("5i", "5"),
     ("5 squared", "5"),
     ("about 5", "5"),
+    ("5 less", "5"),
+    ("5 more", "5"),
     ("2+3=6", "5"),
     (r"1\pm\sqrt{3}", r"1\pm\sqrt{2}"),
     ("[-2,3]", "-2<x<3"),
@@ -341,7 +376,11 @@ def judge():
 
 def test_every_answer_of_the_table_gets_the_right_verdict(judge):
     boxed = [*((a, g, True) for a, g in ACCEPTED), *((a, g, False) for a, g in REFUSED)]
-    cases = [*PLACES, *((rf"So \boxed{{{answer}}}.", gold, right) for answer, gold, right in boxed)]
+    cases = [
+        *PLACES,
+        *WRONG_ALONE.values(),
+        *((rf"So \boxed{{{answer}}}.", gold, right) for answer, gold, right in boxed),
+    ]
     verdicts = judge.judge([reply for reply, _, _ in cases], [gold for _, gold, _ in cases])
     wrong = [
         (reply[:100], gold, verdict.right, verdict.reason)
@@ -349,6 +388,53 @@ def test_every_answer_of_the_table_gets_the_right_verdict(judge):
         if verdict.right is not right
     ]
     assert not wrong
+
+
+WRONG_ALONE = {  # what our own code is for
+    "thoughts are skipped": (r"<think>\boxed{1}</think> \boxed{2}", "2", True),
+    "a thought that never ends": (r"<think>it must be \boxed{42}", "42", False),
+    "the last box counts": (r"\boxed{41} no, \boxed{42}", "42", True),
+    "a box that never closes": (r"\boxed{42} and then \boxed{4", "42", False),
+    "hashes after a box": ("\\boxed{41}\n#### 42", "42", True),
+    "tags": ("<answer>42</answer>", "42", True),
+    "no mark": ("42", "42", False),
+    "wide forms": (r"\boxed{（1,2）}", "(1,2)", True),
+    "signs beyond ASCII": (r"\boxed{2·3}", "6", True),
+    "a root": (r"\boxed{√(x+1)}", r"\sqrt{x+1}", True),
+    "fractions in one character": (r"\boxed{1½}", "3/2", True),
+    "mixed numbers": (r"\boxed{1 1/2}", "1.5", True),
+    "repeating decimals": (r"\boxed{0.\overline{3}}", r"\frac{1}{3}", True),
+    "exponents": (r"\boxed{1e3}", "1000", True),
+    "digits in lakhs": (r"\boxed{1,00,000}", "100000", True),
+    "words for numbers": (r"\boxed{twelve}", "12", True),
+    "multipliers": (r"\boxed{2.5 million}", "2500000", True),
+    "money": (r"\boxed{\$0.50}", r"50 \text{ cents}", True),
+    "percent": (r"\boxed{12.5 percent}", "12.5", True),
+    "units": (r"\boxed{5 km}", "5 m", False),
+    "units of expressions": (r"\boxed{5\sqrt{2}\text{ cm}}", r"5\sqrt{2}\text{ m}", False),
+    "unknown units": (r"\boxed{3 red apples}", "3", True),
+    "words that say otherwise": (r"\boxed{5 less}", "5", False),
+    "variables named as units": (r"\boxed{2c}", "2", False),
+    "bases": (r"\boxed{101_2}", "101_3", False),
+    "small numbers": (r"\boxed{0.0000002}", "0.0000001", False),
+    "thousands in lists": (r"\boxed{100,200,300}", "100, 200, 300", True),
+    "a set is no pair": (r"\boxed{\{1,2\}}", "(1,2)", False),
+    "angle brackets": (r"\boxed{\langle 1, 2, 3\rangle}", "(1,2,3)", True),
+    "both signs": (r"\boxed{\frac{1\pm\sqrt5}{2}}", r"\frac{1+\sqrt5}{2},\frac{1-\sqrt5}{2}", True),
+    "contradictions": (r"\boxed{4 = 5}", "5", False),
+    "approximations": (r"\boxed{\frac{22}{7} \approx 3.14}", "3.14", True),
+    "words": (r"\boxed{silent}", "listen", False),
+    "words for the empty set": (r"\boxed{\emptyset}", r"\text{no solution}", True),
+    "letters of choices": (r"\boxed{\textbf{(B)}\ 5}", "B", True),
+}
+
+
+@pytest.mark.parametrize(("reply", "gold", "right"), WRONG_ALONE.values(), ids=WRONG_ALONE)
+def test_math_verify_alone_would_give_another_verdict(reply, gold, right):
+    from math_verify import parse, verify
+
+    gold, reply = (parse(text, parsing_timeout=None) for text in (rf"\boxed{{{gold}}}", reply))
+    assert verify(gold, reply, timeout_seconds=None) is not right
 
 
 FOR_EVER = r"\boxed{(\sin x + \cos x + \tan x + \sqrt{x})^{14}}"
