@@ -21,6 +21,7 @@ from atroposlib.api.client import Batch, TrainerClient
 from atroposlib.backoff import poll_pause_s
 from atroposlib.errors import ApiError, DataError
 from atroposlib.example_trainer.config import TrainingConfig
+from atroposlib.example_trainer.losses.advantages import Groups, row_advantages
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, Json, JsonObject
 
 T = TypeVar("T")
@@ -101,7 +102,9 @@ def pad_data_to_good_offset(
 
     tokens = table(0, [row.tokens for row in rows], torch.long)[:, :-1]
     labels = table(IGNORE_INDEX, [np.where(row.trained, row.tokens, IGNORE_INDEX) for row in rows], torch.long)[:, 1:]
-    advantages = torch.tensor([[value] for value in _population_advantages(rows)], dtype=torch.float32)
+    scores = torch.tensor([row.score for row in rows], dtype=torch.float64)
+    advantages = row_advantages("grpo", scores, Groups.of(torch.tensor([row.group for row in rows])))
+    advantages = advantages.masked_fill(torch.tensor([row.zero_advantage for row in rows]), 0.0).float()[:, None]
     temperatures = torch.tensor([row.temperature for row in rows])[:, None, None]
     cut = [slice(start, start + batch_size) for start in range(0, len(rows), batch_size)]
     logprobs = None
@@ -112,22 +115,6 @@ def pad_data_to_good_offset(
         logprobs = table(PROMPT_LOGPROB, given, torch.float32)[:, 1:]
     parts = [[whole[part] for part in cut] for whole in (tokens, labels, advantages, temperatures)]
     return parts[0], parts[1], parts[2], parts[3], None if logprobs is None else [logprobs[part] for part in cut]
-
-
-def _population_advantages(rows: Sequence[TrainingRow]) -> list[float]:
-    """(score - mean) / max(std, 1e-8) in each group; 0 where the environment said so."""
-    listed: dict[int, list[float]] = {}
-    for row in rows:
-        listed.setdefault(row.group, []).append(row.score)
-    scores = {group: np.array(values) for group, values in listed.items()}
-    return [
-        0.0
-        if row.zero_advantage
-        else row.score
-        if len(scores[row.group]) == 1
-        else float((row.score - scores[row.group].mean()) / max(scores[row.group].std(), 1e-8))
-        for row in rows
-    ]
 
 
 def _row(group: Mapping[str, Json], i: int, number: int, seq_len: int, temperature: float) -> TrainingRow:
