@@ -446,11 +446,11 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _is_running(run: Mapping[str, Json]) -> bool:
-    """By the process when it is on this node, else by how lately it wrote; never once it says that it ended."""
-    if run.get("state") in _ENDED:
+    """By the process when it is on this node (which needs /proc), else by how lately it wrote; never once it ended."""
+    if run.get("state") in _ENDED or run.get("pid") is None:
         return False
-    if run.get("node") in (None, "", socket.gethostname()):
-        return run.get("pid") is not None and start_time(run["pid"]) == run.get("started")
+    if run.get("started") is not None and run.get("node") in (None, "", socket.gethostname()):
+        return start_time(run["pid"]) == run["started"]
     return abs(time.time() - run.get("updated_at", 0.0)) < _ELSEWHERE_SILENT_S
 
 

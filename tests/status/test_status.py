@@ -350,6 +350,16 @@ def test_a_run_on_another_node_is_judged_by_how_lately_it_wrote(tmp_path, monkey
     assert read_status(folder).state == state
 
 
+@pytest.mark.parametrize(("silent_s", "state"), [(5, "running"), (600, "killed")])
+def test_where_no_start_of_a_process_is_known_a_run_is_judged_by_how_lately_it_wrote(
+    tmp_path, monkeypatch, silent_s, state
+):
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    folder = make_run(tmp_path, pid=2**22 + 1)  # as without /proc: `started` is null
+    monkeypatch.setattr("time.time", lambda: 1000.0 + silent_s)
+    assert read_status(folder).state == state
+
+
 def test_logs_are_where_the_run_put_them(tmp_path):
     assert read_status(make_run(tmp_path, logs="/elsewhere/7")).outputs["logs"] == ["/elsewhere/7"]
 
