@@ -1,4 +1,4 @@
-"""The trajectory API as an app: settings, and all its routes.
+"""The trajectory API as an app, and all its routes.
 
 `create_app` builds a server; `app` is one for `uvicorn atroposlib.api:app`, with its state in `ATROPOS_STATE_DIR` or,
 without that variable, in memory. `run-api` is the usual way to start it.
@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -47,26 +46,27 @@ __all__ = ["EnvIdentifier", "Info", "RegisterEnv", "Registration", "ScoredData",
 app: FastAPI
 
 
-@dataclass(frozen=True)
-class ApiSettings:
-    """Settings of a server."""
-
-    state_dir: Path | None = None  # None: in memory
-    accept_older: bool = False  # use the folder although it is older than its last server left it
-    token: str | None = None
-    env_timeout_s: float = 300.0
-    max_body_mb: float = 100.0
-    max_queue_mb: float = math.inf
-    check_host: bool = False  # refuse Host headers that are names of others
-
-
-def create_app(settings: ApiSettings) -> FastAPI:
+def create_app(
+    state_dir: Path | None = None,
+    *,
+    accept_older: bool = False,
+    token: str | None = None,
+    env_timeout_s: float = 300.0,
+    max_body_mb: float = 100.0,
+    max_queue_mb: float = math.inf,
+    check_host: bool = False,
+) -> FastAPI:
     """A server with its own store; closing the app's lifespan flushes and closes it.
+
+    Args:
+        state_dir: None keeps everything in memory.
+        accept_older: use the folder although it is older than its last server left it.
+        check_host: refuse Host headers that are names of others.
 
     PathError, ConfigError: the state folder cannot be used. LaunchError: another server uses it.
     """
-    store = Store(settings.state_dir, settings.max_queue_mb * MEGABYTE, accept_older=settings.accept_older)
-    service = TrajectoryService(store, env_timeout_s=settings.env_timeout_s)
+    store = Store(state_dir, max_queue_mb * MEGABYTE, accept_older=accept_older)
+    service = TrajectoryService(store, env_timeout_s=env_timeout_s)
     strangers = Strangers()
 
     @asynccontextmanager
@@ -81,10 +81,8 @@ def create_app(settings: ApiSettings) -> FastAPI:
     api.include_router(_routes)
     api.include_router(_often)
     add_error_responses(api)
-    api.add_middleware(BodyReader, max_bytes=int(min(settings.max_body_mb * MEGABYTE, 1 << 62)))  # it may be infinite
-    api.add_middleware(
-        Gate, token=settings.token, check_host=settings.check_host, metrics=service.live.metrics, strangers=strangers
-    )
+    api.add_middleware(BodyReader, max_bytes=int(min(max_body_mb * MEGABYTE, 1 << 62)))  # it may be infinite
+    api.add_middleware(Gate, token=token, check_host=check_host, metrics=service.live.metrics, strangers=strangers)
     return api
 
 
@@ -364,5 +362,5 @@ def __getattr__(name: str) -> FastAPI:
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     folder = os.environ.get(STATE_DIR_VARIABLE)
-    globals()[name] = create_app(ApiSettings(state_dir=Path(folder) if folder else None))
+    globals()[name] = create_app(Path(folder) if folder else None)
     return globals()[name]

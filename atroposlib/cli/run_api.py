@@ -72,14 +72,14 @@ def serve(
             f"--host {host} is open to other machines, but there is no token; set {auth.TOKEN_VARIABLE} or "
             "--token-file, or say --insecure"
         )
-    from atroposlib.api.server import ApiSettings, create_app
+    from atroposlib.api.server import create_app
 
     descriptors = raise_descriptor_limit()
     listener = listening(host, port)
     port = listener.getsockname()[1]
     folder = None if memory else expand_path(state_dir, what="--state-dir") if state_dir else default_state_dir(port)
-    settings = ApiSettings(
-        state_dir=folder,
+    app = create_app(
+        folder,
         accept_older=accept_older,
         token=token,
         env_timeout_s=env_timeout_s,
@@ -87,7 +87,6 @@ def serve(
         max_queue_mb=max_queue_mb,
         check_host=token is None and not insecure,
     )
-    app = create_app(settings)
     for stop in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal again once it has shut down
         signal.signal(stop, lambda *_: sys.exit(0))
     listener.listen(2048)

@@ -150,10 +150,10 @@ def trajectory_api() -> Iterator[str]:
     """Serve a trajectory API in memory on a free loopback port; gives its address."""
     import uvicorn
 
-    from atroposlib.api.server import ApiSettings, create_app
+    from atroposlib.api.server import create_app
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(create_app(ApiSettings(state_dir=None)), log_config=None))
+        server = uvicorn.Server(uvicorn.Config(create_app(), log_config=None))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:

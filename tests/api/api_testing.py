@@ -13,7 +13,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.api.server import create_app
 from tests.children import Child
 
 REGISTRATION = {
@@ -63,7 +63,7 @@ async def started(app: FastAPI, *, batch_size: int = 8, envs: int = 1, **env: An
 
 def memory_app(**settings: Any) -> FastAPI:
     """An app that keeps its run in memory."""
-    return create_app(ApiSettings(**settings))
+    return create_app(**settings)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from api_testing import ENV, client_of, make_group, needs_root, small_disk, star
 from atroposlib.api import state_folder
 from atroposlib.api.batches import BatchResponse
 from atroposlib.api.protocol import CONNECTION_KEY, Connection
-from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.api.server import create_app
 from atroposlib.api.state_folder import DeliveryLog, LogEntry
 
 
@@ -37,7 +37,7 @@ class Wire:
 @pytest.fixture
 async def delivery(tmp_path):
     """A run with one batch on its way: (app, response, connection, wire, send)."""
-    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    app = create_app(state_dir=tmp_path / "state")
     client = await started(app)
     await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
     service = app.state.service
@@ -57,7 +57,7 @@ async def delivery(tmp_path):
 
 async def waiting_after(folder):
     """Uids of the batch that a server on this folder delivers first, and the step it says it is at before."""
-    app = create_app(ApiSettings(state_dir=folder))
+    app = create_app(state_dir=folder)
     client = client_of(app)
     step = (await client.get("/status")).json()["current_step"]
     batch = uids(await client.get("/batch"))

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from api_testing import ENV, ServerRefused, client_of, make_group, register_run, server_process, started, uids
 
-from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.api.server import create_app
 from atroposlib.api.state_folder import StateFolder
 from atroposlib.errors import ConfigError
 
@@ -219,7 +219,7 @@ def test_a_state_of_an_earlier_version_is_refused_in_one_sentence(tmp_path):
 
 async def test_a_state_needs_no_shared_memory_so_it_may_lie_on_a_network_disk(tmp_path):
     for _ in range(2):
-        app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+        app = create_app(state_dir=tmp_path / "state")
         await client_of(app).get("/register")
         assert not list(tmp_path.rglob("*-shm"))
         await app.state.service.store.close()
@@ -385,7 +385,7 @@ def test_environment_ids_stay_valid_over_a_restart(tmp_path):
 
 
 async def test_a_batch_whose_connection_broke_is_there_after_a_death_at_any_moment_of_taking_it_back(tmp_path):
-    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    app = create_app(state_dir=tmp_path / "state")
     client = await started(app)
     await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
     service = app.state.service
@@ -399,7 +399,7 @@ async def test_a_batch_whose_connection_broke_is_there_after_a_death_at_any_mome
     shutil.copytree(tmp_path / "state", tmp_path / "died later")
     await service.store.close()
     for folder in ("died", "died later", "state"):
-        again = create_app(ApiSettings(state_dir=tmp_path / folder))
+        again = create_app(state_dir=tmp_path / folder)
         client = client_of(again)
         assert (await client.get("/status")).json()["current_step"] == 0
         assert uids(await client.get("/batch")) == [1, 2]
@@ -408,7 +408,7 @@ async def test_a_batch_whose_connection_broke_is_there_after_a_death_at_any_mome
 
 
 async def test_a_batch_is_logged_as_delivered_by_one_store_to_memory(tmp_path):
-    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    app = create_app(state_dir=tmp_path / "state")
     client = await started(app)
     await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
     service = app.state.service
@@ -417,7 +417,7 @@ async def test_a_batch_is_logged_as_delivered_by_one_store_to_memory(tmp_path):
     shutil.copytree(tmp_path / "state", tmp_path / "died")
     await service.batches.sent(batch, time.monotonic())
     await service.store.close()
-    again = create_app(ApiSettings(state_dir=tmp_path / "died"))
+    again = create_app(state_dir=tmp_path / "died")
     client = client_of(again)
     assert uids(await client.get("/batch")) is None
     assert (await client.get("/status")).json()["current_step"] == 1

@@ -7,14 +7,14 @@ import time
 import pytest
 from api_testing import REGISTRATION, client_of, make_group, started, uids
 
-from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.api.server import create_app
 from atroposlib.api.state_folder import Tables
 
 
 @pytest.fixture
 async def run(tmp_path):
     """A stored run with six batches of one group each: (app, client)."""
-    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    app = create_app(state_dir=tmp_path / "state")
     client = await started(app, batch_size=4)
     for uid in range(6):
         assert (await client.post("/scored_data", json=make_group(uid, group_id=f"g{uid}"))).status_code == 200
@@ -31,11 +31,11 @@ async def restarted(folder, copy):
     shutil.copytree(folder, copy)
     steps = []
     for _ in range(2):
-        app = create_app(ApiSettings(state_dir=copy))
+        app = create_app(state_dir=copy)
         client = client_of(app)
         steps.append((await client.get("/status")).json()["current_step"])
         await app.state.service.store.close()
-    app = create_app(ApiSettings(state_dir=copy))
+    app = create_app(state_dir=copy)
     client = client_of(app)
     waiting = []
     while (batch := uids(await client.get("/batch"))) is not None:
@@ -95,6 +95,6 @@ async def test_an_acknowledgement_without_room_is_answered_503_until_it_is_writt
             assert (await client.post("/batch/ack", json={"batch_id": leased["batch_id"]})).status_code == 503
     assert (await client.post("/batch/ack", json={"batch_id": leased["batch_id"]})).status_code == 200
     shutil.copytree(tmp_path / "state", tmp_path / "died")
-    again = create_app(ApiSettings(state_dir=tmp_path / "died"))
+    again = create_app(state_dir=tmp_path / "died")
     assert (await client_of(again).get("/status")).json()["leased_batches"] == 0
     await again.state.service.store.close()

@@ -8,7 +8,7 @@ import sqlite3
 import pytest
 from api_testing import client_of, make_group, needs_root, small_disk, started, uids
 
-from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.api.server import create_app
 from atroposlib.errors import DiskError
 
 BIG = [[{"role": "user", "content": "x" * 300_000}]] * 4
@@ -30,7 +30,7 @@ async def fill(client, first=0):
 @needs_root
 async def test_a_full_disk_answers_503_loses_nothing_and_continues_when_there_is_room(tmp_path):
     with small_disk(tmp_path / "disk", 24) as disk:
-        app = create_app(ApiSettings(state_dir=disk / "state"))
+        app = create_app(state_dir=disk / "state")
         client = await started(app)
         stored = await fill(client)
         assert len(stored) >= 8
@@ -53,7 +53,7 @@ async def test_a_full_disk_answers_503_loses_nothing_and_continues_when_there_is
 
 
 async def test_a_full_disk_after_a_restart_still_has_everything(tmp_path, monkeypatch):
-    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    app = create_app(state_dir=tmp_path / "state")
     client = await started(app)
     await client.post("/scored_data", json=make_group(1))
 
@@ -65,13 +65,13 @@ async def test_a_full_disk_after_a_restart_still_has_everything(tmp_path, monkey
         assert (await client.post("/scored_data", json=make_group(2))).status_code == 503
     assert (await client.post("/scored_data", json=make_group(3))).status_code == 200
     await app.state.service.store.close()
-    again = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    again = create_app(state_dir=tmp_path / "state")
     assert uids(await client_of(again).get("/batch")) == [1, 3]
     await again.state.service.store.close()
 
 
 async def test_a_quota_is_named_until_a_group_can_be_stored_again(tmp_path, monkeypatch):
-    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    app = create_app(state_dir=tmp_path / "state")
     client = await started(app)
 
     def exceeded(*args):
@@ -98,7 +98,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("take", TAKEN.values(), ids=TAKEN)
 async def test_nothing_is_acknowledged_for_a_state_folder_that_was_taken_away(tmp_path, take):
-    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    app = create_app(state_dir=tmp_path / "state")
     client = await started(app)
     assert (await client.post("/scored_data", json=make_group(1))).status_code == 200
     take(tmp_path / "state")
@@ -116,7 +116,7 @@ async def test_nothing_is_acknowledged_for_a_state_folder_that_was_taken_away(tm
 @needs_root
 async def test_a_server_that_starts_on_a_full_disk_hands_out_what_waits(tmp_path):
     with small_disk(tmp_path / "disk", 24) as disk:
-        app = create_app(ApiSettings(state_dir=disk / "state"))
+        app = create_app(state_dir=disk / "state")
         client = await started(app)
         stored = await fill(client)
         shutil.copytree(disk / "state", tmp_path / "died")
@@ -125,7 +125,7 @@ async def test_a_server_that_starts_on_a_full_disk_hands_out_what_waits(tmp_path
         shutil.copytree(tmp_path / "died", disk / "state")
         (disk / "rest").write_bytes(bytes(shutil.disk_usage(disk).free))
         assert shutil.disk_usage(disk).free == 0
-        app = create_app(ApiSettings(state_dir=disk / "state"))
+        app = create_app(state_dir=disk / "state")
         client = client_of(app)
         taken = []
         while (batch := uids(await client.get("/batch"))) is not None:
@@ -135,7 +135,7 @@ async def test_a_server_that_starts_on_a_full_disk_hands_out_what_waits(tmp_path
 
 
 async def test_health_names_a_reached_queue_limit_and_a_server_that_only_a_restart_can_help(tmp_path):
-    app = create_app(ApiSettings(state_dir=tmp_path / "state", max_queue_mb=0.01))
+    app = create_app(state_dir=tmp_path / "state", max_queue_mb=0.01)
     client = await started(app)
     assert (await client.get("/health")).json() == {"status": "ok"}
     while (await client.post("/scored_data", json=make_group(1))).status_code == 200:
@@ -150,7 +150,7 @@ async def test_health_names_a_reached_queue_limit_and_a_server_that_only_a_resta
 
 
 async def test_consumed_groups_never_use_up_a_small_limit(tmp_path):
-    app = create_app(ApiSettings(state_dir=tmp_path / "state", max_queue_mb=0.1))
+    app = create_app(state_dir=tmp_path / "state", max_queue_mb=0.1)
     client = await started(app)
     for uid in range(0, 120, 2):
         for part in (uid, uid + 1):
@@ -166,7 +166,7 @@ def text(size):
 
 @pytest.mark.parametrize("sizes", [(60_000, 60_000), (8_000, 95_000), (95_000, 8_000)])
 async def test_an_empty_queue_takes_every_group_that_fits_the_limit(tmp_path, sizes):
-    app = create_app(ApiSettings(state_dir=tmp_path / "state", max_queue_mb=0.1))
+    app = create_app(state_dir=tmp_path / "state", max_queue_mb=0.1)
     client = await started(app, batch_size=4)
     for uid, size in enumerate(sizes):
         assert (await client.post("/scored_data", json=make_group(uid, messages=text(size)))).status_code == 200
@@ -176,7 +176,7 @@ async def test_an_empty_queue_takes_every_group_that_fits_the_limit(tmp_path, si
 
 
 async def test_groups_that_come_together_do_not_exceed_the_limit(tmp_path):
-    app = create_app(ApiSettings(state_dir=tmp_path / "state", max_queue_mb=0.1))
+    app = create_app(state_dir=tmp_path / "state", max_queue_mb=0.1)
     client = await started(app, batch_size=4)
     posts = [client.post("/scored_data", json=make_group(uid, messages=text(30_000))) for uid in range(10)]
     codes = [answer.status_code for answer in await asyncio.gather(*posts)]
@@ -186,7 +186,7 @@ async def test_groups_that_come_together_do_not_exceed_the_limit(tmp_path):
 
 @pytest.mark.parametrize("stored", [True, False], ids=["on disk", "in memory"])
 async def test_what_alone_exceeds_the_limit_is_refused_for_good(tmp_path, stored):
-    app = create_app(ApiSettings(state_dir=tmp_path / "state" if stored else None, max_queue_mb=0.1))
+    app = create_app(state_dir=tmp_path / "state" if stored else None, max_queue_mb=0.1)
     client = await started(app, batch_size=4)
     answer = await client.post("/scored_data", json=make_group(1, messages=text(110_000)))
     assert answer.status_code == 413
@@ -200,5 +200,5 @@ def test_a_disk_without_room_for_a_new_state_is_no_wrong_path(tmp_path):
     with small_disk(tmp_path / "disk", 1) as disk:
         (disk / "rest").write_bytes(bytes(shutil.disk_usage(disk).free))
         with pytest.raises(DiskError, match=r"cannot be used now: .*No space left on device") as told:
-            create_app(ApiSettings(state_dir=disk / "state"))
+            create_app(state_dir=disk / "state")
     assert told.value.exit_code == 1

@@ -6,7 +6,7 @@ import pytest
 from api_testing import REGISTRATION, client_of, make_group, memory_app, started, uids
 
 from atroposlib.api.batches import BatchResponse
-from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.api.server import create_app
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def clock(monkeypatch):
 
 
 def disk_app(folder):
-    return create_app(ApiSettings(state_dir=folder))
+    return create_app(state_dir=folder)
 
 
 async def deliver(app, batch):

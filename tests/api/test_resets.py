@@ -8,13 +8,12 @@ import time
 import pytest
 from api_testing import ENV, client_of, make_group, memory_app, started, uids
 
-from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.api.server import create_app
 
 
 @pytest.fixture(params=["memory", "disk"])
 async def app(request, tmp_path):
-    settings = ApiSettings(state_dir=None if request.param == "memory" else tmp_path / "state")
-    app = create_app(settings)
+    app = create_app(None if request.param == "memory" else tmp_path / "state")
     yield app
     await app.state.service.store.close()
 
@@ -29,7 +28,7 @@ def held_up(monkeypatch, owner, name):
 @pytest.fixture
 async def durable(tmp_path):
     """(client of a started run, its store)."""
-    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    app = create_app(state_dir=tmp_path / "state")
     yield await started(app), app.state.service.store
     await app.state.service.store.close()
 
@@ -86,7 +85,7 @@ async def test_a_batch_recalled_just_before_a_reset_leaves_nothing_in_the_new_ru
 
 
 async def test_a_batch_being_read_through_a_reset_leaves_nothing_in_the_new_run(tmp_path, monkeypatch):
-    app = create_app(ApiSettings(state_dir=tmp_path))
+    app = create_app(state_dir=tmp_path)
     client = await started(app)
     store = app.state.service.store
     await client.post("/scored_data_list", json=[make_group(1), make_group(2)])
@@ -130,7 +129,7 @@ async def test_a_group_that_waited_through_a_reset_belongs_to_the_run_before(dur
 
 
 async def test_part_groups_stored_through_a_reset_leave_nothing_in_the_new_run(tmp_path, monkeypatch):
-    app = create_app(ApiSettings(state_dir=tmp_path))
+    app = create_app(state_dir=tmp_path)
     client = await started(app)
     store = app.state.service.store
     change = store.change
@@ -159,7 +158,7 @@ async def test_requests_that_overlap_store_a_group_once_and_lose_none(durable, t
     assert [(await request).status_code for request in requests] == [200] * 3
     assert (await client.get("/status")).json()["queue_size"] == 2
     shutil.copytree(tmp_path / "state", tmp_path / "died")
-    again = create_app(ApiSettings(state_dir=tmp_path / "died"))
+    again = create_app(state_dir=tmp_path / "died")
     client = client_of(again)
     await client.post("/scored_data", json=make_group(3))
     await client.post("/scored_data", json=make_group(4))

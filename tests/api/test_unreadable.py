@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 from api_testing import make_group, started, uids
 
-from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.api.server import create_app
 
 
 class OddDisk:
@@ -28,7 +28,7 @@ class OddDisk:
 @pytest.fixture
 async def run(tmp_path):
     """A stored run with two full batches: (app, client)."""
-    app = create_app(ApiSettings(state_dir=tmp_path / "state"))
+    app = create_app(state_dir=tmp_path / "state")
     client = await started(app)
     for uid in range(4):
         assert (await client.post("/scored_data", json=make_group(uid))).status_code == 200

@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from rollout_factory import make_group, write_groups
 
-from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.api.server import create_app
 from atroposlib.data import sft
 from atroposlib.data.collect import CollectedGroups, Collection, sole_collection
 from atroposlib.data.dpo import DpoOptions, PairRules, collect_dpo
@@ -28,7 +28,7 @@ SENT_KEYS = ("tokens", "masks", "scores", "messages", "inference_logprobs")
 @contextmanager
 def running_api():
     """A trajectory API in a thread; gives its URL."""
-    config = uvicorn.Config(create_app(ApiSettings()), port=0, log_level="error", ws="none")
+    config = uvicorn.Config(create_app(), port=0, log_level="error", ws="none")
     server = uvicorn.Server(config)
     listener = config.bind_socket()
     listener.listen()  # who connects before the thread runs waits, instead of being refused

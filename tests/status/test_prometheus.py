@@ -10,7 +10,7 @@ from api.api_testing import make_group, started, uids
 from prometheus_client.parser import text_string_to_metric_families
 from test_status import PROGRESS, make_run
 
-from atroposlib.api.server import ApiSettings, create_app
+from atroposlib.api.server import create_app
 from atroposlib.cli.status import status as status_command
 from atroposlib.errors import ConfigError
 from atroposlib.status.prometheus import serve_metrics
@@ -57,7 +57,7 @@ def test_a_run_says_what_it_has_done(run):
 
 
 async def test_the_dashboard_shows_every_metric_and_none_that_does_not_exist(run):
-    api = await started(create_app(ApiSettings()), batch_size=4)
+    api = await started(create_app(), batch_size=4)
     assert (await api.post("/scored_data", json=make_group(1))).status_code == 200
     assert uids(await api.get("/batch")) == [1]
     assert (await api.post("/scored_data", json=make_group(2))).status_code == 200
