@@ -44,6 +44,8 @@ def call_of(arguments):
 def edited(message, how):
     """The message as some client might send it back."""
     content = message["content"] or ""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
     return {
         "key order": dict(reversed(message.items())),
         "white space": {**message, "content": f" {content}\n"},
