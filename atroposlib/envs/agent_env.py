@@ -207,7 +207,7 @@ class AgentEnv(BaseEnv):
     def rollout_settings(self) -> RolloutSettings:
         """Budgets and sampling of one rollout."""
         config = self.config
-        return RolloutSettings.of(
+        return RolloutSettings(
             **config.model_dump(include=set(TurnSettings.model_fields)),
             grammars=config.grammars,
             sampling={

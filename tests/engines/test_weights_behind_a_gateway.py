@@ -86,7 +86,7 @@ async def test_a_row_over_an_update_has_each_token_once_with_the_log_probability
     service = GatewayService(Rollouts(lambda each: managed_for(manager.servers[0], tokenizer, each)), "127.0.0.1")
     await service.start()
     sampling = {"max_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True}
-    rollout = service.rollouts.create(RolloutSettings.of(sampling=sampling))
+    rollout = service.rollouts.create(RolloutSettings(sampling=sampling))
     messages: list[Any] = []
     agent = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key=rollout.key, max_retries=2)
 

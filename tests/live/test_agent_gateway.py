@@ -40,7 +40,7 @@ async def rollout_of(
     manager.servers[0].tokenizer = tokenizer
     service = GatewayService(Rollouts(lambda each: managed_for(manager.servers[0], tokenizer, each)), "127.0.0.1")
     await service.start()
-    rollout = service.rollouts.create(RolloutSettings.of(**settings))
+    rollout = service.rollouts.create(RolloutSettings(**settings))
     headers = {"Authorization": f"Bearer {rollout.key}"}
     try:
         async with (

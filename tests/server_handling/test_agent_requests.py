@@ -410,7 +410,7 @@ async def test_a_client_that_went_away_is_waited_for_and_then_its_generation_is_
     server = AbortableServer(["one", "two"], tokenizer=Tokenizer())
     service = GatewayService(Rollouts(lambda settings: managed_for(server, server.tokenizer, settings)), "127.0.0.1")
     await service.start()
-    rollout = service.rollouts.create(RolloutSettings.of(max_tokens=10))
+    rollout = service.rollouts.create(RolloutSettings(max_tokens=10))
     body, headers = {"messages": HELLO, "stream": is_stream}, {"x-api-key": rollout.key}
     async with asyncio.timeout(10):
         async with httpx.AsyncClient(base_url=service.url) as client:

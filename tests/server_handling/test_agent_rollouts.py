@@ -711,7 +711,7 @@ async def test_only_who_may_adds_a_score_and_only_while_it_counts(route, key, bo
     rollouts = Rollouts(lambda settings: managed_for(FakeServer("ok", tokenizer=Tokenizer()), Tokenizer(), settings))
     gateway = Gateway(rollouts, token="admin")
     app = Starlette(routes=[*gateway.event_routes(), *gateway.model_routes(), *gateway.control_routes()])
-    rollout, other = (rollouts.create(RolloutSettings.of(rollout_id=name, max_calls=1)) for name in "ro")
+    rollout, other = (rollouts.create(RolloutSettings(rollout_id=name, max_calls=1)) for name in "ro")
     keys = {"key": rollout.key, "score_key": rollout.score_key, "another": other.score_key}
     sent = keys.get(key, key)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as client:

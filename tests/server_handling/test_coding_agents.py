@@ -32,7 +32,7 @@ class Play:
     def __init__(self, *texts):
         self.engine = FakeServer(list(texts), tokenizer=Tokenizer())
         rollouts = Rollouts(lambda settings: managed_for(self.engine, self.engine.tokenizer, settings))
-        self.rollout = rollouts.create(RolloutSettings.of(tool_parser="hermes", reasoning_parser="think"))
+        self.rollout = rollouts.create(RolloutSettings(tool_parser="hermes", reasoning_parser="think"))
         self.app = Starlette(routes=Gateway(rollouts).model_routes())
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway")

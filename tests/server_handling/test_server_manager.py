@@ -145,7 +145,7 @@ WAYS_TO_SET_A_PARSER = {
 async def test_the_tool_parser_can_be_set_in_three_places(config, manager, call):
     servers = [APIServerConfig(server_type="sglang", base_url="http://127.0.0.1:1/v1", **config)]
     async with ServerManager(servers, **manager).managed_server(FakeTokenizer(), **call) as managed:
-        assert managed._get_translator().parser_name == "hermes"
+        assert managed._translator.parser_name == "hermes"
 
 
 async def test_finish_reasons_are_in_the_order_of_the_choices_whichever_part_is_answered_first():

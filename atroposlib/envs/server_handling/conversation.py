@@ -115,23 +115,23 @@ class Reader:
 
     def read(self, request: ChatRequest) -> Conversation:
         """Return the conversation of a request; RequestFault for a message that is no text."""
-        messages, written = request.messages, _json_of(request.messages)
+        try:
+            written = orjson.dumps(request.messages)[:-1]
+        except TypeError:  # with an object of a client, or a number beyond 64 bits
+            written = None
         turns = self._known_beginning(written) if written is not None else ()
-        begun = len(turns)
-        if any(isinstance(message, dict) and message.get("role") == "developer" for message in messages[begun:]):
-            said = [copied(message) for message in messages]
-            plain = plain_messages(said, knows_developer=self._knows_developer())
-            turns = tuple(self._turn(message, shown) for message, shown in zip(said, plain, strict=True))
-        elif begun < len(messages):
-            turns += tuple(self._known_turn(message, at) for at, message in enumerate(messages[begun:], begun))
-            if written is not None:
-                self._histories.append((len(written), xxh3_128_digest(written), turns))
+        said = [copied(message) for message in request.messages[len(turns) :]]
+        if turns and any(message.get("role") == "developer" for message in said):  # it may change an earlier message
+            turns, said = (), [copied(message) for message in request.messages]
+        plain = plain_messages(said, knows_developer=self._knows_developer(), offset=len(turns))
+        turns += tuple(self._turn(message, shown) for message, shown in zip(said, plain, strict=True))
+        if said and written is not None:
+            self._histories.append((len(written), xxh3_128_digest(written), turns))
         return Conversation(turns, request.tools)
 
     def forget(self) -> None:
         """Forget the messages of all requests so far."""
-        self._turns: dict[bytes, Turn] = {}  # by the names of their messages
-        # the last requests: bytes of the JSON of their messages without the last bracket, its digest, the turns
+        # of the last requests the JSON of their messages up to the last bracket: its bytes, digest and turns
         self._histories: deque[tuple[int, bytes, tuple[Turn, ...]]] = deque(maxlen=MOST_HISTORIES)
 
     def _known_beginning(self, written: bytes) -> tuple[Turn, ...]:
@@ -142,17 +142,6 @@ class Reader:
                 return turns
         return ()
 
-    def _known_turn(self, message: Message, index: int) -> Turn:
-        name = _name_of(message)
-        turn = self._turns.get(name) if name is not None else None
-        if turn is None:
-            said = copied(message)
-            (shown,) = plain_messages([said], offset=index)
-            turn = self._turn(said, shown)
-            if name is not None:
-                self._turns[name] = turn
-        return turn
-
     def _turn(self, said: Message, shown: Message | None) -> Turn:
         compared = said if shown is None or said.get("role") == "assistant" else shown
         keys = keys_of(compared)
@@ -160,20 +149,6 @@ class Reader:
             # an assistant's turn is also known by what it is not; any other by what is left of it
             keys = (*keys, *keys_of(before)) if compared.get("role") == "assistant" else keys_of(before)
         return Turn(said, None if shown is None else self._as_text(shown), keys)
-
-
-def _json_of(messages: object) -> bytes | None:
-    """Return JSON without its last bracket; None where it is none: an object of a client, a number beyond 64 bits."""
-    try:
-        return orjson.dumps(messages)[:-1]
-    except TypeError:
-        return None
-
-
-def _name_of(message: object) -> bytes | None:
-    """Return a name that only equal JSON has."""
-    written = _json_of(message)
-    return None if written is None else xxh3_128_digest(written)
 
 
 def copied(message: object) -> Json:
@@ -325,7 +300,7 @@ TURN_MARK = "ATROPOSxTURNxMARK"
 """Stands in for a whole assistant turn while the template runs."""
 
 MOST_SHAPES = 4096
-MOST_HISTORIES = 4
+MOST_HISTORIES = 8
 
 Thoughts = Literal["opened", "allowed", "none"]
 """Of an answer: the prompt has opened them, the model may open them, or it has none."""

@@ -197,13 +197,13 @@ class ManagedServer(TrackedSequences):
         self.tokenizer: Tokenizer = _tokenizer_of(server) if tokenizer is None else tokenizer
         self._ends: list[Call] = []  # of the sequences
         self.lineage = Lineage()
+        self._translator = ToolCallTranslator(self.tokenizer, tool_parser) if tool_parser else None
         self._reader = self._new_reader(normalise)
         self._counts_differences = normalise is not None
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         self._keeps_thoughts = keeps_thoughts
         self._for_agents = for_agents
-        self._translator: ToolCallTranslator | None = None
         self._preserve_think_blocks = preserve_think_blocks
 
     async def chat_completion(self, **kwargs: object) -> "ChatCompletion":
@@ -241,7 +241,7 @@ class ManagedServer(TrackedSequences):
     def _message(self, output: Output, request: ChatRequest, prompt: str, opening: str) -> tuple[Message, Message]:
         """Return the assistant's message as the caller gets it, and as it is recorded."""
         text = before_stop(output.text, request.sampling.get("stop")) if self._for_agents else output.text
-        translator = self._get_translator() if request.tools or self._tool_parser else None
+        translator = self._translator
         if translator is None:
             message = record = {"role": "assistant", "content": text}
         else:
@@ -264,7 +264,7 @@ class ManagedServer(TrackedSequences):
         Raises:
             RequestFault: the format has no beginning that could be given, or no call came of it.
         """
-        translator, name = self._get_translator(), request.wanted_tool
+        translator, name = self._translator, request.wanted_tool
         assert translator is not None
         made = output.called(translator, request)
         if output.reason == "length" or (made and (not name or name in made)):
@@ -447,17 +447,10 @@ class ManagedServer(TrackedSequences):
         )
 
     def _handed_out(self, call_id: str) -> Message | None:
-        translator = self._get_translator()
-        return None if translator is None else translator.handed_out(call_id)
+        return None if self._translator is None else self._translator.handed_out(call_id)
 
     def _as_text(self, message: Message) -> Message:
-        translator = self._get_translator()
-        return message if translator is None else translator.convert_messages_for_template([message])[0]
-
-    def _get_translator(self) -> ToolCallTranslator | None:
-        if self._translator is None and self._tool_parser:
-            self._translator = ToolCallTranslator(self.tokenizer, self._tool_parser)
-        return self._translator
+        return message if self._translator is None else self._translator.convert_messages_for_template([message])[0]
 
 
 def _tokenizer_of(server: Server) -> Tokenizer:

@@ -42,7 +42,6 @@ from atroposlib.envs.server_handling.proxy_client import UnknownSessionError
 from atroposlib.envs.server_handling.server_baseline import Server
 from atroposlib.envs.server_handling.server_config import ServersConfig, load_config
 from atroposlib.envs.server_handling.server_manager import ServerManager, count_lease, pick_server, server_at
-from atroposlib.envs.server_handling.tool_formats import tool_format
 from atroposlib.errors import AtroposError, ConfigError, RequestFault, RolloutFault
 from atroposlib.paths import expand_path
 from atroposlib.rollouts.run import RARE_COLLECTIONS
@@ -90,11 +89,10 @@ class Sessions:
         """Return a new session on `server`; ConfigError for an unknown tool parser."""
         self._expire()
         name = str(uuid.uuid4())
-        tool_format(tool_parser)
         managed = ManagedServer(
             server, tokenizer, track_tree=track_tree, tool_parser=tool_parser, reasoning_parser=reasoning_parser
         )
-        settings = RolloutSettings.of(rollout_id=name, tool_parser=tool_parser, locked=False)
+        settings = RolloutSettings.model_validate({"rollout_id": name, "tool_parser": tool_parser, "locked": False})
         self._sessions[name] = session = Rollout(settings, managed, key=name, session_model=model_name)
         count_lease(server, "train", 1)
         return session

@@ -7,7 +7,6 @@ what is recorded.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
@@ -25,6 +24,7 @@ from atroposlib.envs.server_handling.sampling import (
     words,
 )
 from atroposlib.errors import RequestFault
+from atroposlib.type_definitions import Json, JsonObject
 
 _SESSION_OPTIONS = OPTIONS - words("prompt input_ids extra_body extra_headers timeout") | {"split"}
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "grammar", "choice")}
@@ -34,7 +34,7 @@ MOST_CHOICES = 128
 DEEPEST, MOST_WRITTEN = 200, 254
 """Levels in the body of a request, and those that orjson writes, some of which are a record's own. It reads 1,024."""
 
-Body = Mapping[str, Any]
+Body = Mapping[str, Json]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +43,25 @@ class Dialect:
 
     name: str
     parse: Callable[[Body, Rollout], Asked]  # RequestFault: what is wrong with the request
-    reply: Callable[[Exchange, Body, Rollout], dict[str, Any]]
-    events: Callable[[dict[str, Any], Body], Iterator[bytes]]  # of a reply
-    error: Callable[[int, str, str], dict[str, Any]]  # status, sentence, kind
+    reply: Callable[[Exchange, Body, Rollout], JsonObject]
+    events: Callable[[JsonObject, Body], Iterator[bytes]]  # of a reply
+    error: Callable[[int, str, str], JsonObject]  # status, sentence, kind
     keep_alive: bytes = b": still generating\n\n"  # an event that says nothing
 
 
-def sse(data: Any, event: str | None = None) -> bytes:
+def sse(data: Json, event: str | None = None) -> bytes:
     head = f"event: {event}\n".encode() if event else b""
     return head + b"data: " + (data if isinstance(data, bytes) else orjson.dumps(data)) + b"\n\n"
 
 
-def objects(value: Any, what: str) -> Sequence[dict[str, Any]]:
+def objects(value: Json, what: str) -> Sequence[JsonObject]:
     """Return a list of objects, or what is wrong with it."""
     if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
         raise RequestFault(f"{what} must be a list of objects, not {value!r:.100}")
     return value
 
 
-def json_object(data: bytes) -> dict[str, Any]:
+def json_object(data: bytes) -> JsonObject:
     """Parse the body of a request; RequestFault unless it is a JSON object that a record can hold."""
     try:
         body = orjson.loads(data)
@@ -74,7 +74,7 @@ def json_object(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _can_be_recorded(body: dict[str, Any]) -> bool:
+def _can_be_recorded(body: JsonObject) -> bool:
     inside: object = body
     for _ in range(MOST_WRITTEN - DEEPEST):
         inside = [inside]
@@ -85,7 +85,7 @@ def _can_be_recorded(body: dict[str, Any]) -> bool:
     return True
 
 
-def object_of(value: Any, what: str) -> Mapping[str, Any]:
+def object_of(value: Json, what: str) -> Mapping[str, Json]:
     """Return an object, empty where nothing was given; RequestFault for anything else."""
     if value is not None and not isinstance(value, dict):
         raise RequestFault(f"{what} must be an object, not {value!r:.100}")
@@ -97,8 +97,8 @@ def sampling_of(
     rollout: Rollout,
     names: Mapping[str, str],
     ignored: frozenset[str],
-    form: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    form: Mapping[str, Json] | None = None,
+) -> JsonObject:
     """Return the sampling parameters of a request under the engines' names, checked; a grammar by SGLang's.
 
     Args:
@@ -113,7 +113,7 @@ def sampling_of(
     grammar = grammar_of(body, form or {})
     given = {names.get(key, key): value for key, value in body.items() if key not in ignored and value is not None}
     given = {key: value for key, value in given.items() if key not in _GRAMMAR_FIELDS}
-    sampling: dict[str, Any]
+    sampling: JsonObject
     if rollout.is_session:
         sampling = known_options(given, _SESSION_OPTIONS) | grammar
     else:
@@ -124,7 +124,7 @@ def sampling_of(
     return sampling
 
 
-def strict_of(tools: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
+def strict_of(tools: Iterable[tuple[str, Mapping[str, Json]]]) -> JsonObject | None:
     """The schema for the arguments of each tool, by its name, any object where it is not strict; None: no tool is.
 
     Args:
@@ -142,7 +142,7 @@ def strict_of(tools: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any] 
 _GRAMMAR_FIELDS = frozenset({*GRAMMARS, *_GUIDED, "structured_outputs"})
 
 
-def grammar_of(body: Body, form: Mapping[str, Any]) -> dict[str, str]:
+def grammar_of(body: Body, form: Mapping[str, Json]) -> dict[str, str]:
     """Return the grammar that a request names, by SGLang's name for it; {} where it names none.
 
     Args:
@@ -179,7 +179,7 @@ def grammar_of(body: Body, form: Mapping[str, Any]) -> dict[str, str]:
     return {name: value if isinstance(value, str) else orjson.dumps(value).decode() for name, value in found}
 
 
-def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]], *, left_out: bool = False) -> str | dict[str, Any]:
+def choice_of(choice: Json, tools: Sequence[Mapping[str, Json]], *, left_out: bool = False) -> str | JsonObject:
     """Return a tool choice in the form of chat completions.
 
     Args:
@@ -207,7 +207,7 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]], *, left_out: bool
     raise RequestFault(f"tool_choice is {choice!r:.100}; it must be auto, none, required or one of the tools {names}")
 
 
-def refuse_begun_answer(messages: Sequence[Mapping[str, Any]]) -> None:
+def refuse_begun_answer(messages: Sequence[Mapping[str, Json]]) -> None:
     """RequestFault where the last message is the assistant's: its turn has ended, and nobody is to be answered."""
     if messages[-1].get("role") == "assistant":
         raise RequestFault(
@@ -216,7 +216,7 @@ def refuse_begun_answer(messages: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def checked_messages(messages: Any) -> list[dict[str, Any]]:
+def checked_messages(messages: Json) -> list[JsonObject]:
     """Messages that each have a role, and a content that is a text or a list of parts; RequestFault otherwise."""
     if not objects(messages, "messages"):
         raise RequestFault("messages must not be empty")
@@ -250,11 +250,11 @@ def _parse_completion(body: Body, rollout: Rollout) -> Asked:
     return Asked("completions", None, prompt, sampling, str(body.get("model")))
 
 
-def _named(tool: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _named(tool: JsonObject) -> tuple[str, JsonObject]:
     return str(object_of(tool.get("function"), "function of a tool").get("name")), tool
 
 
-def _form(body: Body) -> Mapping[str, Any]:
+def _form(body: Body) -> Mapping[str, Json]:
     return object_of(body.get("response_format"), "response_format")
 
 
@@ -262,7 +262,7 @@ def _usage_of(exchange: Exchange) -> dict[str, int]:
     return usage_of([(answer.prompt_tokens, answer.completion_tokens) for answer in exchange.answers])
 
 
-def _head(exchange: Exchange, rollout: Rollout, kind: str) -> dict[str, Any]:
+def _head(exchange: Exchange, rollout: Rollout, kind: str) -> JsonObject:
     return {
         "id": reply_id(rollout.id, exchange.dialect, exchange.number),
         "object": kind,
@@ -271,7 +271,7 @@ def _head(exchange: Exchange, rollout: Rollout, kind: str) -> dict[str, Any]:
     }
 
 
-def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
+def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> JsonObject:
     choices = [
         {"index": index, "message": answer.message, "logprobs": None, "finish_reason": answer.finish_reason}
         for index, answer in enumerate(exchange.answers)
@@ -283,7 +283,7 @@ def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _reply_completion(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
+def _reply_completion(exchange: Exchange, body: Body, rollout: Rollout) -> JsonObject:
     choices = [
         {
             "index": index,
@@ -297,10 +297,10 @@ def _reply_completion(exchange: Exchange, body: Body, rollout: Rollout) -> dict[
     return {**head, "choices": choices, "usage": _usage_of(exchange)}
 
 
-def _events(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
+def _events(reply: JsonObject, body: Body) -> Iterator[bytes]:
     head = {key: reply[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
 
-    def chunk(choice: dict[str, Any], delta: dict[str, Any], reason: str | None = None) -> bytes:
+    def chunk(choice: JsonObject, delta: JsonObject, reason: str | None = None) -> bytes:
         part = {"index": choice["index"], "delta": delta, "logprobs": None, "finish_reason": reason}
         return sse({**head, "choices": [part]})
 
@@ -321,7 +321,7 @@ def _events(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
     yield sse(b"[DONE]")
 
 
-def _events_completion(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
+def _events_completion(reply: JsonObject, body: Body) -> Iterator[bytes]:
     for choice in reply["choices"]:
         yield sse({**reply, "choices": [choice], "usage": None})
     if (body.get("stream_options") or {}).get("include_usage"):
@@ -329,7 +329,7 @@ def _events_completion(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
     yield sse(b"[DONE]")
 
 
-def openai_error(status: int, message: str, kind: str) -> dict[str, Any]:
+def openai_error(status: int, message: str, kind: str) -> JsonObject:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 

@@ -7,8 +7,7 @@ keeps its status; then an agent that waits is kept awake with events (blanks in 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import orjson
 from jinja2 import TemplateError
@@ -30,12 +29,14 @@ from atroposlib.envs.server_handling.agents.dialect import (
     refuse_begun_answer,
 )
 from atroposlib.envs.server_handling.agents.messages import MESSAGES
+from atroposlib.envs.server_handling.agents.record import Exchange
 from atroposlib.envs.server_handling.agents.responses import RESPONSES
-from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, SealedError, UnknownCallError
+from atroposlib.envs.server_handling.agents.rollouts import NotFoundError, Refusal, Rollout, Rollouts
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.proxy_client import UNKNOWN_SESSION, UnknownSessionError
 from atroposlib.envs.server_handling.tool_arguments import escaped
 from atroposlib.errors import AtroposError, ConfigError, KilledFault, RequestFault, RolloutFault
+from atroposlib.type_definitions import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class EventRequest(BaseModel):
     """An event as agents of Agent-Lightning post it."""
 
     event_type: str
-    data: dict[str, Any] = {}
+    data: JsonObject = {}
 
 
 class RewardData(BaseModel):
@@ -155,7 +156,7 @@ class Gateway:
         return answer
 
     async def _replied(
-        self, request: Request, dialect: Dialect, body: Body, rollout: Rollout, exchange: Coroutine[Any, Any, Any]
+        self, request: Request, dialect: Dialect, body: Body, rollout: Rollout, exchange: Awaitable[Exchange]
     ) -> Response:
         is_stream = bool(body.get("stream"))
 
@@ -234,7 +235,7 @@ class Gateway:
                 return refusal
             try:
                 return await endpoint(request)
-            except (AtroposError, ValidationError, OSError) as error:
+            except (AtroposError, HTTPException, ValidationError, OSError) as error:
                 return failure(CHAT, error)
 
         return checked
@@ -253,7 +254,18 @@ class Gateway:
 
     async def _create(self, request: Request) -> Response:
         rollout = self.rollouts.create(RolloutSettings.model_validate(json_object(await request.body() or b"{}")))
-        return _json({**created(rollout, str(request.base_url).rstrip("/"))})
+        root = str(request.base_url).rstrip("/")
+        return _json(
+            {
+                "id": rollout.id,
+                "key": rollout.key,
+                "score_key": rollout.score_key,
+                "model": rollout.model_name,
+                "openai_base_url": f"{root}/v1",
+                "anthropic_base_url": root,
+                "keyed_base_url": f"{root}/{rollout.key}/v1",
+            }
+        )
 
     async def _record(self, request: Request) -> Response:
         rollout = self._wanted(request)
@@ -286,7 +298,7 @@ class Gateway:
         try:
             asked = ScoreRequest.model_validate(json_object(await request.body()))
             if rollout is None or self._wanted(request) is not rollout:  # deleted meanwhile, or there never was one
-                raise UnknownRolloutError(f"no rollout {request.path_params['id']!r}; create it with POST /rollouts")
+                raise NotFoundError(f"no rollout {request.path_params['id']!r}; create it with POST /rollouts")
             if is_verifier:
                 rollout.refuse_if_sealed()
             rollout.add_score(asked.score, name=asked.name, call_id=asked.call_id, final=asked.final)
@@ -314,30 +326,18 @@ class Gateway:
     def _wanted(self, request: Request) -> Rollout:
         rollout = self.rollouts.of_id(request.path_params["id"])
         if rollout is None:
-            raise UnknownRolloutError(f"no rollout {request.path_params['id']!r}; create it with POST /rollouts")
+            raise NotFoundError(f"no rollout {request.path_params['id']!r}; create it with POST /rollouts")
         return rollout
 
 
-class UnknownKeyError(AtroposError, LookupError):
-    """No rollout has this key."""
+class UnknownKeyError(Refusal):
+    """No rollout has this key, or there are several."""
 
-
-class UnknownRolloutError(AtroposError, LookupError):
-    """There is no rollout of this id."""
-
-
-class TooLargeError(AtroposError, HTTPException):
-    """The body of a request is longer than this gateway takes."""
-
-    def __init__(self, sentence: str) -> None:
-        HTTPException.__init__(self, 413, sentence, headers={"connection": "close"})
-
-    def __str__(self) -> str:
-        return self.detail
+    status = 401
 
 
 class BodyLimit:
-    """Makes reading a body above `MAX_BODY_BYTES` raise TooLargeError, on every route of an application."""
+    """Makes reading a body above `MAX_BODY_BYTES` raise HTTPException, on every route of an application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -354,21 +354,10 @@ class BodyLimit:
             while message.get("more_body") and size <= MAX_BODY_BYTES * DISCARD_FACTOR:
                 message = await receive()
                 size += len(message.get("body", b""))
-            raise TooLargeError(f"the body is above the {MAX_BODY_BYTES} bytes that are taken; send less")
+            sentence = f"the body is above the {MAX_BODY_BYTES} bytes that are taken; send less"
+            raise HTTPException(413, sentence, headers={"connection": "close"})
 
         await self._app(scope, counted, send)
-
-
-def created(rollout: Rollout, root: str) -> dict[str, Any]:
-    return {
-        "id": rollout.id,
-        "key": rollout.key,
-        "score_key": rollout.score_key,
-        "model": rollout.model_name,
-        "openai_base_url": f"{root}/v1",
-        "anthropic_base_url": root,
-        "keyed_base_url": f"{root}/{rollout.key}/v1",
-    }
 
 
 class _AwakeResponse(StreamingResponse):
@@ -403,16 +392,12 @@ def _reason(error: BaseException) -> tuple[int, str, str]:
     """Status, sentence and kind of a failure; never 5xx for what cannot work when it is sent again."""
     if isinstance(error, TemplateError):
         return 400, f"the chat template refused the messages: {error}", "invalid_request_error"
-    if isinstance(error, SealedError):
-        return 409, str(error), "invalid_request_error"
-    if isinstance(error, UnknownKeyError):
-        return 401, str(error), "invalid_request_error"
+    if isinstance(error, Refusal):
+        return error.status, str(error), error.kind
     if isinstance(error, HTTPException):
         return error.status_code, error.detail, "invalid_request_error"
     if isinstance(error, UnknownSessionError):
         return 404, str(error), UNKNOWN_SESSION
-    if isinstance(error, UnknownRolloutError | UnknownCallError):
-        return 404, str(error), "not_found_error"
     if isinstance(error, ClientDisconnect):
         return CLIENT_GONE, "the client went away before it had sent its request", "invalid_request_error"
     if isinstance(error, RecursionError):
@@ -445,5 +430,5 @@ def _refused(dialect: Dialect, status: int, sentence: str, kind: str = "invalid_
     return Response(orjson.dumps(fault), status, headers, "application/json")
 
 
-def _json(value: Any) -> Response:
+def _json(value: object) -> Response:
     return Response(orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS), media_type="application/json")

@@ -8,7 +8,6 @@ Anthropic takes out itself, is no part of the system prompt.
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from atroposlib.envs.server_handling.agents.dialect import (
     Body,
@@ -28,6 +27,7 @@ from atroposlib.envs.server_handling.managed_server import ChatRequest
 from atroposlib.envs.server_handling.sampling import words
 from atroposlib.errors import RequestFault
 from atroposlib.json_lines import as_json
+from atroposlib.type_definitions import Json, JsonObject
 
 _NAMES = {"stop_sequences": "stop"}
 _OTHER = words("messages system tools tool_choice model stream metadata n output_config")
@@ -68,7 +68,7 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     return Asked("messages", chat, None, sampling, str(body.get("model")), notes, strict, one_call=one_call)
 
 
-def _tools(given: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+def _tools(given: Sequence[JsonObject], notes: list[str]) -> list[JsonObject]:
     tools = []
     for tool in given:
         if tool.get("type") not in (None, "custom"):
@@ -83,7 +83,7 @@ def _tools(given: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, 
     return tools
 
 
-def _turns(message: dict[str, Any], where: str) -> list[Message]:
+def _turns(message: JsonObject, where: str) -> list[Message]:
     """One message of Anthropic's as one or several of OpenAI's."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
@@ -107,7 +107,7 @@ def _turns(message: dict[str, Any], where: str) -> list[Message]:
     return [*turns, {"role": role, "content": "\n".join(texts)}] if texts else turns
 
 
-def _answer(blocks: Sequence[dict[str, Any]], where: str) -> Message:
+def _answer(blocks: Sequence[JsonObject], where: str) -> Message:
     message: Message = {"role": "assistant", "content": None}
     for block in blocks:
         kind = block.get("type")
@@ -123,10 +123,10 @@ def _answer(blocks: Sequence[dict[str, Any]], where: str) -> Message:
     return message
 
 
-def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
+def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> JsonObject:
     answer = exchange.answers[0]
     message, name = answer.message, reply_id(rollout.id, exchange.dialect, exchange.number)
-    content: list[dict[str, Any]] = []
+    content: list[JsonObject] = []
     if thoughts := message.get("reasoning_content"):
         content.append({"type": "thinking", "thinking": thoughts, "signature": name})
     calls = message.get("tool_calls") or ()
@@ -152,7 +152,7 @@ def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _object(arguments: str) -> dict[str, Any]:
+def _object(arguments: str) -> JsonObject:
     """Return the arguments of a call as this API has them, as far as a reply can hold them."""
     try:
         value = json.loads(arguments)
@@ -161,8 +161,8 @@ def _object(arguments: str) -> dict[str, Any]:
     return as_json(value if isinstance(value, dict) else {"value": value})
 
 
-def _events(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
-    def event(kind: str, **fields: Any) -> bytes:
+def _events(reply: JsonObject, body: Body) -> Iterator[bytes]:
+    def event(kind: str, **fields: Json) -> bytes:
         return sse({"type": kind, **fields}, kind)
 
     usage = reply["usage"]
@@ -188,7 +188,7 @@ def _events(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
     yield event("message_stop")
 
 
-def _error(status: int, message: str, kind: str) -> dict[str, Any]:
+def _error(status: int, message: str, kind: str) -> JsonObject:
     return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": message}}
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import orjson
@@ -29,6 +29,7 @@ from atroposlib.lock_files import HeldError, hold
 from atroposlib.paths import check_replaceable
 from atroposlib.rollouts.files import AppendFile
 from atroposlib.rollouts.trace import EngineReply
+from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,8 @@ class Exchange:
     number: int
     digest: bytes  # of the request
     dialect: str
-    asked: dict[str, Any]  # sampling parameters as the agent sent them, with its name for the model
-    used: dict[str, Any]  # sampling parameters as the engine got them
+    asked: JsonObject  # sampling parameters as the agent sent them, with its name for the model
+    used: JsonObject  # sampling parameters as the engine got them
     started: float  # seconds since the epoch
     ended: float = 0.0
     answers: list[Answer] = field(default_factory=list)
@@ -136,7 +137,7 @@ class CallLog:
             self.close()
             raise
 
-    def append(self, event: dict[str, Any]) -> None:
+    def append(self, event: JsonObject) -> None:
         """Write one event; OSError: it is not in the file, and nobody may be told of it."""
         if self._copy is not None and self._copy.is_over:  # first, as it may have taken the last room on the disk
             self._replace()
@@ -144,7 +145,7 @@ class CallLog:
         self._file.write(orjson.dumps(event, default=repr, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
         self._note(event["rollout"], start, self._file.size - start)
 
-    def events(self, rollout: str | None = None) -> Iterator[dict[str, Any]]:
+    def events(self, rollout: str | None = None) -> Iterator[JsonObject]:
         """Read what is not forgotten, in order; with `rollout` only what is of it, and nothing else of the file."""
         wanted = self._lines.values() if rollout is None else [self._lines.get(rollout, _Lines())]
         with self._path.open("rb") as file:
@@ -301,13 +302,13 @@ class RolloutLog:
 
     def __init__(self, log: CallLog | None, rollout: str) -> None:
         self._log, self._rollout = log, rollout
-        self._owed: list[dict[str, Any]] = []  # could not be written yet, in order
+        self._owed: list[JsonObject] = []  # could not be written yet, in order
 
     @property
     def is_kept(self) -> bool:
         return self._log is not None
 
-    def write(self, *events: dict[str, Any]) -> None:
+    def write(self, *events: JsonObject) -> None:
         """Write events behind those that could not be; OSError: those that are left come with the next."""
         if self._log is None:
             return
@@ -316,7 +317,7 @@ class RolloutLog:
             self._log.append(self._owed[0])
             del self._owed[0]
 
-    def exchanges(self) -> list[dict[str, Any]]:
+    def exchanges(self) -> list[JsonObject]:
         events = self._log.events(self._rollout) if self._log is not None else ()
         return [event["exchange"] for event in events if "exchange" in event]
 
@@ -326,7 +327,7 @@ class FinishedRollout(msgspec.Struct):
 
     id: str
     score: float
-    exchanges: list[dict[str, Any]]  # as `written`
+    exchanges: list[JsonObject]  # as `written`
     replies: list[EngineReply]
 
     def packed(self) -> bytes:
@@ -338,7 +339,7 @@ class FinishedRollout(msgspec.Struct):
         return msgspec.msgpack.decode(body, type=cls)
 
 
-def written(exchange: Exchange) -> dict[str, Any]:
+def written(exchange: Exchange) -> JsonObject:
     """Return an exchange as JSON values."""
     return {
         "number": exchange.number,
@@ -355,7 +356,7 @@ def written(exchange: Exchange) -> dict[str, Any]:
     }
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: Call) -> JsonObject:
     chat = call.chat
     new = () if chat is None else chat.turns[call.turns :]
     return {
@@ -373,7 +374,7 @@ def _call(call: Call) -> dict[str, Any]:
     }
 
 
-def restored(line: dict[str, Any], earlier: Sequence[Exchange], managed: ManagedServer) -> Exchange:
+def restored(line: JsonObject, earlier: Sequence[Exchange], managed: ManagedServer) -> Exchange:
     """Return the exchange that was written; its calls take their places in the lineage of `managed`."""
     answers = [Answer(**answer) for answer in line["answers"]]
     exchange = Exchange(
@@ -389,18 +390,8 @@ def restored(line: dict[str, Any], earlier: Sequence[Exchange], managed: Managed
             kept = parent.chat.turns[: entry["turns"]] if parent is not None and parent.chat is not None else ()
             turns = [Turn(said, shown, _keys(said, shown)) for said, shown in entry["new"]]
             chat = Conversation((*kept, *turns), entry["tools"])
-        call = Call(
-            parent=parent,
-            inserted=entry["inserted"],
-            output=entry["output"],
-            logprobs=entry["logprobs"],
-            rest=entry["rest"],
-            text=entry["text"],
-            tail=tuple(entry["tail"]),
-            finish_reason=entry["finish_reason"],
-            chat=chat,
-            turns=entry["turns"],
-        )
+        own = ("inserted", "output", "logprobs", "rest", "text", "finish_reason", "turns")
+        call = Call(parent=parent, chat=chat, tail=tuple(entry["tail"]), **{key: entry[key] for key in own})
         exchange.calls.append(call)
         if parent is not None:
             parent.is_continued = True
@@ -410,5 +401,5 @@ def restored(line: dict[str, Any], earlier: Sequence[Exchange], managed: Managed
     return exchange
 
 
-def _keys(said: dict[str, Any], shown: dict[str, Any] | None) -> tuple[Any, ...]:
+def _keys(said: JsonObject, shown: JsonObject | None) -> tuple[Json, ...]:
     return keys_of(said if shown is None or said.get("role") == "assistant" else shown)

@@ -7,7 +7,6 @@ namespace as `namespace.name`; in items the two stand apart.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from atroposlib.envs.server_handling.agents.dialect import (
     Body,
@@ -27,6 +26,7 @@ from atroposlib.envs.server_handling.conversation import Message, joined_text
 from atroposlib.envs.server_handling.managed_server import ChatRequest
 from atroposlib.envs.server_handling.sampling import words
 from atroposlib.errors import RequestFault
+from atroposlib.type_definitions import Json, JsonObject
 
 _NAMES = {"max_output_tokens": "max_tokens"}
 _OTHER = words(
@@ -59,7 +59,7 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
     return Asked("responses", chat, None, sampling, str(body.get("model")), notes, strict, begun, one_call)
 
 
-def _history(previous: Any, rollout: Rollout) -> list[Message]:
+def _history(previous: Json, rollout: Rollout) -> list[Message]:
     """The messages up to and including a response, without the instructions of its request: they are for that only."""
     if previous is None:
         return []
@@ -71,7 +71,7 @@ def _history(previous: Any, rollout: Rollout) -> list[Message]:
     raise RequestFault(f"previous_response_id {previous!r} is no response of this rollout; send the whole input")
 
 
-def _declared(given: Sequence[dict[str, Any]], namespace: str = "") -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _declared(given: Sequence[JsonObject], namespace: str = "") -> Iterator[tuple[str, str, JsonObject]]:
     """Each tool with its namespace ("" outside of any), behind the name by which the model knows it."""
     for tool in given:
         name = f"{namespace}.{tool.get('name')}" if namespace else str(tool.get("name"))
@@ -81,8 +81,8 @@ def _declared(given: Sequence[dict[str, Any]], namespace: str = "") -> Iterator[
             yield name, namespace, tool
 
 
-def _tools(given: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
-    tools: list[dict[str, Any]] = []
+def _tools(given: Sequence[JsonObject], notes: list[str]) -> list[JsonObject]:
+    tools: list[JsonObject] = []
     for name, _, tool in _declared(given):
         kind = tool.get("type")
         if kind not in ("function", "custom"):
@@ -96,7 +96,7 @@ def _tools(given: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, 
     return tools
 
 
-def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
+def _messages(items: Sequence[JsonObject]) -> list[Message]:
     """Items as messages of chat completions."""
     messages: list[Message] = []
 
@@ -135,15 +135,15 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[Message]:
     return messages
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: Json, where: str) -> str:
     return content if isinstance(content, str) else joined_text(objects(content or [], f"content of {where}"), where)
 
 
-def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
+def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> JsonObject:
     answer = exchange.answers[0]
     message = answer.message
     declared = {name: (namespace, tool) for name, namespace, tool in _declared(body.get("tools") or ())}
-    output: list[dict[str, Any]] = []
+    output: list[JsonObject] = []
     if thoughts := message.get("reasoning_content"):
         summary = [{"type": "summary_text", "text": thoughts}]
         name = name_of("rs_", rollout.id, exchange.number)
@@ -192,9 +192,7 @@ def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _call_item(
-    call: dict[str, Any], item_id: str, declared: Mapping[str, tuple[str, dict[str, Any]]]
-) -> dict[str, Any]:
+def _call_item(call: JsonObject, item_id: str, declared: Mapping[str, tuple[str, JsonObject]]) -> JsonObject:
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     namespace, tool = declared.get(name, ("", {"name": name}))
     base = {"id": item_id, "call_id": call["id"], "name": tool.get("name"), "status": "completed"}
@@ -209,10 +207,10 @@ def _call_item(
     return {**base, "type": "custom_tool_call", "input": text if isinstance(text, str) else json.dumps(text)}
 
 
-def _events(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
+def _events(reply: JsonObject, body: Body) -> Iterator[bytes]:
     number = -1
 
-    def event(kind: str, **fields: Any) -> bytes:
+    def event(kind: str, **fields: Json) -> bytes:
         nonlocal number
         number += 1
         return sse({"type": kind, "sequence_number": number, **fields}, kind)
@@ -249,7 +247,7 @@ def _events(reply: dict[str, Any], body: Body) -> Iterator[bytes]:
     yield event(f"response.{reply['status']}", response=reply)
 
 
-def _empty(item: dict[str, Any]) -> dict[str, Any]:
+def _empty(item: JsonObject) -> JsonObject:
     """Return an item before its first delta."""
     nothing = {"content": [], "summary": [], "arguments": "", "input": ""}
     started = {key: nothing.get(key, value) for key, value in item.items()}

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from atroposlib.envs.server_handling.agents.normalise import SystemPrompts, normaliser
 from atroposlib.envs.server_handling.agents.record import (
@@ -29,9 +28,10 @@ from atroposlib.envs.server_handling.agents.record import (
 )
 from atroposlib.envs.server_handling.agents.settings import Asked, RolloutSettings, check_usable, counted_sampling
 from atroposlib.envs.server_handling.managed_server import ChatRequest, ManagedServer, Reply
-from atroposlib.envs.server_handling.tool_formats import tool_format
+from atroposlib.envs.server_handling.server_baseline import Server
 from atroposlib.errors import AtroposError, RequestFault, RolloutFault
 from atroposlib.rollouts.trace import EngineReply, current_trace, held_replies
+from atroposlib.type_definitions import JsonObject, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +43,22 @@ KEPT_FOR_RETRY_S = 60.0
 """A request whose client went away runs on for so long, for a retry to join; then it is aborted at the engine."""
 
 
-class SealedError(Exception):
+class Refusal(AtroposError):
+    """A request that is answered with this status, and the same whenever it is sent again."""
+
+    status, kind = 400, "invalid_request_error"
+
+
+class SealedError(Refusal):
     """The rollout has ended; nothing is generated for it any more."""
 
+    status = 409
 
-class UnknownCallError(AtroposError, LookupError):
-    """The rollout has no call of this id."""
+
+class NotFoundError(Refusal):
+    """There is no such rollout, or no such call in it."""
+
+    status, kind = 404, "not_found_error"
 
 
 @dataclass(slots=True)
@@ -87,7 +97,7 @@ class Rollout:
         self.last_used = time.monotonic()
         self.exchanges: list[Exchange] = []
         self.replies: list[EngineReply] = []
-        self.scores: list[dict[str, Any]] = []
+        self.scores: list[JsonObject] = []
         self.end_reason: str | None = None
         self.is_sealed = False  # by whoever rolls out; a budget that is used up only ends what is generated
         self._system_prompts = SystemPrompts()
@@ -95,7 +105,7 @@ class Rollout:
         self.lost: dict[bytes, str] = {}  # requests that failed by no fault of theirs, by digest, until answered
         self._running: dict[asyncio.Task[Exchange], _Running] = {}
         self._log = RolloutLog(log, self.id)
-        self._left: dict[str, Any] | None = None  # of the record, where the calls are in the log only
+        self._left: JsonObject | None = None  # of the record, where the calls are in the log only
         self._ended = asyncio.Event()
         self._context = contextvars.copy_context()  # of whoever rolls out: its trace, and its journal of responses
 
@@ -220,7 +230,7 @@ class Rollout:
         self.note(finished.replies)
         self._end("done", is_sealed=True)
 
-    async def _reserve(self, running: _Running, used: dict[str, Any]) -> bool:
+    async def _reserve(self, running: _Running, used: JsonObject) -> bool:
         """Set aside what a request may generate, `max_tokens` for each choice; False where the budget has no room.
 
         Where less is left than it wants, it first waits for those that run, which may not need all of theirs.
@@ -265,12 +275,12 @@ class Rollout:
     ) -> None:
         """Add a score of the rollout, or of the call whose reply has the id `call_id`; never changed afterwards.
 
-        RequestFault for NaN and infinities, UnknownCallError where the rollout has no such call.
+        RequestFault for NaN and infinities, NotFoundError where the rollout has no such call.
         """
         if not math.isfinite(score):
             raise RequestFault(f"the score is {score}; a score is a finite number, and a failure has none")
         if call_id is not None and call_id not in {call["id"] for call in self._calls() if call["calls"]}:
-            raise UnknownCallError(
+            raise NotFoundError(
                 f"rollout {self.id} has no call {call_id!r}; call_id is the id of one of its replies, as the agent got "
                 "it and the record has it; leave it out for a score of the whole rollout"
             )
@@ -340,7 +350,7 @@ class Rollout:
                 await asyncio.wait_for(self._ended.wait(), timeout_s)
         return self.end_reason is not None
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         return {
             "id": self.id,
             "settings": self.settings.model_dump(),
@@ -354,23 +364,22 @@ class Rollout:
             "calls": self._calls(),
         }
 
-    def _calls(self) -> list[dict[str, Any]]:
+    def _calls(self) -> list[JsonObject]:
         calls = [written(exchange) for exchange in self.exchanges] if self._left is None else self._log.exchanges()
         return [{"id": reply_id(self.id, call["dialect"], call["number"]), **call} for call in calls]
 
-    def _counts(self) -> dict[str, Any]:
+    def _counts(self) -> JsonObject:
         return {"generated_tokens": self.generated_tokens(), "differences": self.managed.lineage.differences}
 
 
-async def _replies_of(managed: ManagedServer, asked: Asked, used: dict[str, Any]) -> list[Reply]:
+async def _replies_of(managed: ManagedServer, asked: Asked, used: JsonObject) -> list[Reply]:
     if (chat := asked.chat) is not None:
         return await managed.answer(ChatRequest(chat.messages, chat.tools, chat.tool_choice, used))
     return await managed.complete(asked.prompt or "", used)
 
 
-def managed_for(server: Any, tokenizer: Any, settings: RolloutSettings) -> ManagedServer:
+def managed_for(server: Server, tokenizer: Tokenizer, settings: RolloutSettings) -> ManagedServer:
     """Return the managed server of a rollout; ConfigError for an unknown tool parser."""
-    tool_format(settings.tool_parser)
     return ManagedServer(
         server,
         tokenizer,
@@ -480,7 +489,7 @@ class Rollouts:
         self._by_score_key[rollout.score_key] = rollout
         return rollout
 
-    def _replay(self, event: dict[str, Any], gone: dict[str, str]) -> None:
+    def _replay(self, event: JsonObject, gone: dict[str, str]) -> None:
         if (made := event.get("created")) is not None:
             settings = RolloutSettings.model_validate(made["settings"]).model_copy(update={"rollout_id": made["id"]})
             try:

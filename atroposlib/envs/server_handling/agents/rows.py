@@ -7,14 +7,14 @@ score, and advantages compare rollouts, not rows.
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from atroposlib.envs.server_handling.agents.record import Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Rollout
 from atroposlib.envs.server_handling.sequence import Call
 from atroposlib.errors import GroupError
 from atroposlib.rollouts.trace import current_trace, finish_reason_of
-from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, ScoredDataGroup
+from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, Json, JsonObject, ScoredDataGroup
 
 Role = Literal["main", "subagent", "compaction", "auxiliary", "retry"]
 TRAINED: frozenset[str] = frozenset({"main", "subagent", "compaction"})
@@ -27,8 +27,8 @@ class Row:
     tokens: list[int]
     masks: list[int]
     logprobs: list[float]
-    messages: list[dict[str, Any]] | None
-    tools: list[Any] | None
+    messages: list[JsonObject] | None
+    tools: list[Json] | None
     role: Role
     calls: list[tuple[int, int]]  # (exchange, choice) of each call of the path
 
@@ -98,7 +98,7 @@ def roles_of(leaves: Sequence[Call], exchanges: Sequence[Exchange]) -> list[Role
     return [role(leaf) for leaf in leaves]
 
 
-def _system(call: Call) -> list[Any]:
+def _system(call: Call) -> list[Json]:
     assert call.chat is not None
     return [turn.said.get("content") for turn in call.chat.turns if turn.said.get("role") in ("system", "developer")]
 

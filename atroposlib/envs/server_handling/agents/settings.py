@@ -7,7 +7,7 @@ Source: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
@@ -51,7 +51,7 @@ class RolloutSettings(TurnSettings):
     item_id: str | None = Field(None, description="What is rolled out.")
     group_id: str | None = Field(None, description="Rollouts of one item that are compared.")
     base_url: str | None = Field(None, description="Generate on the server with this address; null: the least used.")
-    sampling: dict[str, Any] = Field(default_factory=dict, description="Sampling parameters, named as engines do.")
+    sampling: JsonObject = Field(default_factory=dict, description="Sampling parameters, named as engines do.")
     locked: bool = Field(True, description="The agent's own parameters that change the distribution have no effect.")
     grammars: bool | None = Field(
         None,
@@ -64,11 +64,6 @@ class RolloutSettings(TurnSettings):
     idle_s: PositiveFloat | None = Field(
         None, description="Seconds without a request of the agent that end the rollout; null: as its gateway has it."
     )
-
-    @classmethod
-    def of(cls, **settings: Any) -> "RolloutSettings":
-        """Settings of which only some are given."""
-        return cls.model_validate(settings)
 
 
 _NO_SAMPLING = words("messages prompt input_ids stream tools tool_choice")
@@ -90,14 +85,14 @@ class Asked:
     dialect: str
     chat: ChatRequest | None
     prompt: str | None
-    sampling: Mapping[str, Any]
+    sampling: Mapping[str, Json]
     model: str
     notes: Sequence[str] = ()
-    strict: Mapping[str, Any] | None = None  # schema of each tool's arguments, where one is strict
+    strict: Mapping[str, Json] | None = None  # schema of each tool's arguments, where one is strict
     instructions: bool = False  # its first message is for this request only
     one_call: bool = False  # a reply may call one tool at most
 
-    def recorded(self) -> dict[str, Any]:
+    def recorded(self) -> JsonObject:
         """Return what is kept of it next to its messages."""
         return {
             **self.sampling,
@@ -114,7 +109,7 @@ def counted_sampling(
     thoughts_before: Callable[[ChatRequest], Thoughts],
     *,
     default_max_tokens: int | None = None,
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[JsonObject, list[str]]:
     """Return the parameters that count, and what was overridden.
 
     Args:
@@ -146,7 +141,7 @@ def counted_sampling(
 
 
 def _bind(
-    settings: RolloutSettings, request: Asked, used: dict[str, Any], thoughts_before: Callable[[ChatRequest], Thoughts]
+    settings: RolloutSettings, request: Asked, used: JsonObject, thoughts_before: Callable[[ChatRequest], Thoughts]
 ) -> list[str]:
     """Keep the calls of strict tools to their schemas, and their number to one; notes of what cannot be kept."""
     chat = request.chat
