@@ -1,5 +1,8 @@
 """Settings that an environment cannot use are refused in a sentence before anything is asked."""
 
+import runpy
+import sys
+
 import pytest
 
 from atroposlib.envs import catalog
@@ -29,3 +32,10 @@ def test_a_setting_that_cannot_be_used_is_refused_with_what_can(name):
 
 def test_names_of_forms_may_be_written_small():
     resolve(catalog.load("answer_format"), "process", ["--env.supported_formats", '["json"]'])
+
+
+def test_the_surrogate_says_what_it_needs_where_torch_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "atroposlib.environments.causal.surrogate", raising=False)
+    with pytest.raises(SystemExit, match=r"the surrogate needs torch: pip install 'atroposlib\[trainer\]'"):
+        runpy.run_module("atroposlib.environments.causal.surrogate", run_name="__main__")

@@ -30,7 +30,10 @@ try:
     import torch  # pyright: ignore[reportMissingImports]
     from torch import Tensor, nn  # pyright: ignore[reportMissingImports]
 except ImportError as error:
-    raise DataError("the surrogate needs torch: pip install 'atroposlib[trainer]'") from error
+    needs = "the surrogate needs torch: pip install 'atroposlib[trainer]'"
+    if __name__ == "__main__":
+        raise SystemExit(needs) from None
+    raise DataError(needs) from error
 
 PAIRS = 5
 """Statistics of a pair; see `pair_statistics`."""
