@@ -192,11 +192,13 @@ class Report:
         parents = [size for size, count in self.parents.items() for _ in range(count)]
         plots.append(_chart("Parents of the target", parents, -0.5, 7.5, 8))
         return (
-            '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Demonstrations</title><style>'
-            f"body{{font:14px system-ui;margin:1rem}}.plots{{display:flex;flex-wrap:wrap}}{STYLE}</style></head>"
+            '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Demonstrations</title>'
+            '<meta name="viewport" content="width=device-width, initial-scale=1"><style>:root{color-scheme:light dark}'
+            "body{font:14px system-ui;margin:1rem}pre{overflow-x:auto}.plots{display:flex;flex-wrap:wrap;gap:.5rem}"
+            f"{STYLE}</style></head>"
             f"<body><h1>Demonstrations</h1><pre>{html.escape(self.text())}</pre>"
-            f'<div class="plots">{"".join(plots)}</div><pre>{html.escape(json.dumps(self.as_json(), indent=1))}</pre>'
-            "</body></html>\n"
+            f'<div class="plots">{"".join(plots)}</div><details><summary>as JSON</summary>'
+            f"<pre>{html.escape(json.dumps(self.as_json(), indent=1))}</pre></details></body></html>\n"
         )
 
 

@@ -215,7 +215,9 @@ def test_validate_reports_by_level_before_and_after_acceptance(demos, tmp_path, 
     assert outcome.exit_code == 0, outcome.output
     assert "24 demonstrations in 1 files, 0 damaged" in outcome.output
     assert "difficulty_1 has 12 attempts" in outcome.output
-    assert "<svg" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "<svg" in page
+    assert page.index("<details>") < page.index("&quot;levels&quot;")  # plots first, numbers for programs folded
     said = json.loads(run("validate", demos, "--json").stdout)
     assert [row["level"] for row in said["levels"]] == ["difficulty_1", "difficulty_2", "all"]
     assert said["levels"][-1]["attempts"] == sum(said["nodes"].values()) == sum(said["graph_types"].values()) == 24
