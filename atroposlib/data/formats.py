@@ -60,7 +60,6 @@ _BETWEEN_RESULTS = "\n</tool_response>\n<tool_response>\n"
 _SPOKEN = {"role", "content", "tool_calls", "function_call", *REASONING_KEYS}  # what a value of ShareGPT says
 _BESIDE_THE_TEXT = ("score", "attention_mask", "position_ids")
 _encoder = msgspec.json.Encoder()
-_DIGITS = b"0123456789,"
 _ids_decoder = msgspec.json.Decoder(list[int])
 
 
@@ -204,54 +203,14 @@ def to_prefix(tokenizer: "PreTrainedTokenizerBase") -> Converter:
     return convert
 
 
-def to_tokens(vocabulary_size: int | None, *, as_lists: bool = False) -> Converter:
-    """The recorded ids with labels from the recorded masks; ids are checked when the vocabulary is known.
-
-    Where a row is a prompt, then what was generated, its values are the JSON of the rollout file unless `as_lists`.
-    """
+def to_tokens(vocabulary_size: int | None) -> Converter:
+    """The recorded ids with labels from the recorded masks; ids are checked when the vocabulary is known."""
 
     def convert(chosen: Chosen) -> Iterator[Record]:
         for index in chosen.indices:
-            record = None if as_lists else _recorded_tokens(chosen, index, vocabulary_size)
-            if record is None:
-                ids, labels = ids_and_labels(chosen, index, vocabulary_size)
-                record = token_record(ids, labels, chosen.group.scores[index])
-            yield record
+            yield token_record(*ids_and_labels(chosen, index, vocabulary_size), chosen.group.scores[index])
 
     return convert
-
-
-def _recorded_tokens(chosen: Chosen, index: int, vocabulary_size: int | None) -> Record | None:
-    """One record of the `tokens` format in the bytes of the line; None where only the numbers tell what it is."""
-    group = chosen.group
-    if not (group.tokens and group.masks):
-        return None
-    ids, mask = bytes(group.tokens[index]), bytes(group.masks[index])
-    masked = mask.count(b"-")
-    head = b"[" + b"-100," * masked
-    generated = mask[len(head) :]
-    prompt = ids[: len(ids) - len(generated)]
-    if (
-        len(generated) <= len("]")
-        or not mask.startswith(head)
-        or not ids.endswith(generated)
-        or prompt[-1:] not in (b"[", b",")
-        or prompt.count(b",") != masked
-        or ids.translate(None, _DIGITS) != b"[]"  # white space, fractions
-    ):
-        return None
-    where = f"{chosen.line.where}[{index}]"
-    numbers = _decode_ids(group.tokens, index, "tokens", where)
-    if vocabulary_size is not None:
-        check_ids(numbers, vocabulary_size, where)
-    count = len(numbers)
-    return {
-        "input_ids": Raw(ids),
-        "attention_mask": Raw(b"[" + b"1," * (count - 1) + b"1]"),
-        "labels": Raw(mask),
-        "position_ids": Raw(_positions(count)),
-        "score": group.scores[index],
-    }
 
 
 def _positions(count: int) -> bytes:
@@ -287,11 +246,12 @@ class Copies:
 
 
 def token_record(ids: list[int], labels: list[int], score: float) -> Record:
+    """Return a record of the `tokens` format, of at least one id."""
     return {
         "input_ids": ids,
-        "attention_mask": [1] * len(ids),
+        "attention_mask": Raw(b"[" + b"1," * (len(ids) - 1) + b"1]"),
         "labels": labels,
-        "position_ids": list(range(len(ids))),
+        "position_ids": Raw(_positions(len(ids))),
         "score": score,
     }
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from atroposlib.data.chats import messages_of, read_chat
+from atroposlib.data.chats import messages_of
 from atroposlib.data.collect import Collection, collect, finish_earlier, keep_groups, sole_collection
 from atroposlib.data.formats import (
     Converter,
@@ -97,8 +97,7 @@ class Rerenderer:
                 before += text
 
     def _segments(self, chosen: Chosen, index: int) -> list[Segment]:
-        where = f"{chosen.line.where}[{index}]"
-        chat = read_chat(chosen.group, index, where)
+        chat = chat_of(chosen, index)
         try:
             return self._renderer.segments(
                 chat.messages,
@@ -107,7 +106,7 @@ class Rerenderer:
                 is_cut=chosen.group.finish_reason(index) == "length",
             )
         except DataError as error:
-            raise RowError(where, "chat that the template does not render in full", str(error)) from error
+            raise RowError(chat.where, "chat that the template does not render in full", str(error)) from error
 
 
 class Conversion:
@@ -160,7 +159,7 @@ class Conversion:
     def _converter(self) -> Converter:
         if self.options.format == "tokens":
             vocabulary_size = len(self._tokenizer) if self._tokenizer else None
-            return to_tokens(vocabulary_size, as_lists=self.options.pack is not None)
+            return to_tokens(vocabulary_size)
         if self.options.format == "prefix":
             assert self._tokenizer is not None
             return to_prefix(self._tokenizer)
