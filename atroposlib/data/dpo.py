@@ -191,7 +191,7 @@ def export_dpo(
         )
 
     with dataset_writer(target, options, options.format, table, report) as (writer, earlier):
-        for _, record in _records(table, keep, pairs, convert, advance):
+        for record in _records(table, keep, pairs, convert, advance):
             if isinstance(record, RowError):
                 odd.add(record)
             elif record is None:
@@ -223,12 +223,11 @@ def collect_dpo(
         target = check_dataset(output, options, what="the output")
         convert = _converter(options)
         seed = policy.seed if policy else 0
-        is_writable: dict[Pair, bool] = {}  # rows of a table that only grows
 
         def have(table: Table) -> int:
             pairs = choose_pairs(table, select(table, policy or SelectionPolicy()).keep, rules, seed)
             most = sum(map(len, pairs.values()))
-            return most if most < plan.target else _count_writable(table, pairs, convert, is_writable)
+            return most if most < plan.target else _count_writable(table, pairs, convert)
 
         collected = collect(target, plan, have)
         exact = options.model_copy(update={"target": plan.target})
@@ -261,14 +260,11 @@ def choose_pairs(table: Table, keep: Array, rules: PairRules, seed: int) -> dict
     return pairs
 
 
-def _count_writable(
-    table: Table, pairs: dict[int, list[Pair]], convert: PairConverter, is_writable: dict[Pair, bool]
-) -> int:
-    """Count the pairs that can be written; `is_writable` gets what the files had to be read for."""
-    unknown = (pair for each in pairs.values() for pair in each if pair not in is_writable)
-    for pair, record in _records(table, _rows_of(table, unknown), pairs, convert, ignore):
-        is_writable[pair] = not (record is None or isinstance(record, RowError))
-    return sum(is_writable[pair] for each in pairs.values() for pair in each)
+def _count_writable(table: Table, pairs: dict[int, list[Pair]], convert: PairConverter) -> int:
+    """Count the pairs that can be written, for which their lines are read."""
+    keep = _rows_of(table, chain.from_iterable(pairs.values()))
+    records = _records(table, keep, pairs, convert, ignore)
+    return sum(not (record is None or isinstance(record, RowError)) for record in records)
 
 
 def _rows_of(table: Table, pairs: Iterable[Pair]) -> Array:
@@ -280,15 +276,15 @@ def _rows_of(table: Table, pairs: Iterable[Pair]) -> Array:
 
 def _records(
     table: Table, keep: Array, pairs: dict[int, list[Pair]], convert: PairConverter, advance: Advance
-) -> Iterator[tuple[Pair, JsonObject | RowError | None]]:
-    """Each pair of the groups with a response in `keep`, with its record or why there is none."""
+) -> Iterator[JsonObject | RowError | None]:
+    """The record of each pair of the groups with a response in `keep`, or why there is none."""
     for chosen in table.read(keep, advance):
         first = chosen.rows[0] - chosen.indices[0]
         for better, worse in pairs[int(table.responses["group"][first])]:
             try:
-                yield (better, worse), convert(chosen, better - first, worse - first)
+                yield convert(chosen, better - first, worse - first)
             except RowError as error:
-                yield (better, worse), error
+                yield error
 
 
 def _converter(options: DpoOptions) -> PairConverter:

@@ -74,39 +74,36 @@ class SftOptions(WriteOptions):
     )
 
 
-class Rerenderer:
-    """Holds the self-tested template of one tokenizer."""
+def _rendered_tokens(renderer: TemplateRenderer, chosen: Chosen) -> Iterator[Record]:
+    """`tokens` records with ids made of the messages."""
+    conversations = [_segments(renderer, chosen, index) for index in chosen.indices]
+    for index, (ids, labels) in zip(chosen.indices, renderer.encode(conversations), strict=True):
+        yield token_record(ids, labels, chosen.group.scores[index])
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._renderer = TemplateRenderer(tokenizer)
 
-    def tokens(self, chosen: Chosen) -> Iterator[Record]:
-        conversations = [self._segments(chosen, index) for index in chosen.indices]
-        for index, (ids, labels) in zip(chosen.indices, self._renderer.encode(conversations), strict=True):
-            yield token_record(ids, labels, chosen.group.scores[index])
+def _rendered_prefixes(renderer: TemplateRenderer, chosen: Chosen) -> Iterator[Record]:
+    """`prefix` records of rendered messages: a record for each stretch that takes loss."""
+    for index in chosen.indices:
+        before = ""
+        segments = (segment for segment in _segments(renderer, chosen, index) if segment.text)
+        for is_trained, stretch in groupby(segments, lambda segment: segment.is_trained):
+            text = "".join(segment.text for segment in stretch)
+            if is_trained:
+                yield {"prefix": before, "completion": text, "score": chosen.group.scores[index]}
+            before += text
 
-    def prefixes(self, chosen: Chosen) -> Iterator[Record]:
-        """`prefix` records of the chosen responses: a record for each stretch that takes loss."""
-        for index in chosen.indices:
-            before = ""
-            segments = (segment for segment in self._segments(chosen, index) if segment.text)
-            for is_trained, stretch in groupby(segments, lambda segment: segment.is_trained):
-                text = "".join(segment.text for segment in stretch)
-                if is_trained:
-                    yield {"prefix": before, "completion": text, "score": chosen.group.scores[index]}
-                before += text
 
-    def _segments(self, chosen: Chosen, index: int) -> list[Segment]:
-        chat = chat_of(chosen, index)
-        try:
-            return self._renderer.segments(
-                chat.messages,
-                generated=chat.generated,
-                tools=msgspec.json.decode(chat.tools) if chat.tools else None,
-                is_cut=chosen.group.finish_reason(index) == "length",
-            )
-        except DataError as error:
-            raise RowError(chat.where, "chat that the template does not render in full", str(error)) from error
+def _segments(renderer: TemplateRenderer, chosen: Chosen, index: int) -> list[Segment]:
+    chat = chat_of(chosen, index)
+    try:
+        return renderer.segments(
+            chat.messages,
+            generated=chat.generated,
+            tools=msgspec.json.decode(chat.tools) if chat.tools else None,
+            is_cut=chosen.group.finish_reason(index) == "length",
+        )
+    except DataError as error:
+        raise RowError(chat.where, "chat that the template does not render in full", str(error)) from error
 
 
 class Conversion:
@@ -128,7 +125,7 @@ class Conversion:
         self.odd_rows: list[int] = []  # of the table
         self.is_chat = options.format not in ("prefix", "tokens")
         self._tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer and not self.is_chat else None
-        self._rerenderer: Rerenderer | None = None
+        self._renderer: TemplateRenderer | None = None
 
     def records(self, groups: Iterator[Chosen]) -> Iterator[Record]:
         """The records of all chosen responses; one that cannot be converted is set aside.
@@ -197,13 +194,13 @@ class Conversion:
             raise ConfigError(
                 f"{chosen.line.where}: no token ids were recorded; give --tokenizer to make them from the messages"
             )
-        if self._rerenderer is None:
+        if self._renderer is None:
             logger.warning(
                 "token ids are missing (first at %s): re-rendering with the chat template", chosen.line.where
             )
-            self._rerenderer = Rerenderer(self._tokenizer)
-        rerenderer = self._rerenderer
-        made = list(rerenderer.prefixes(chosen) if self.options.format == "prefix" else rerenderer.tokens(chosen))
+            self._renderer = TemplateRenderer(self._tokenizer)
+        make = _rendered_prefixes if self.options.format == "prefix" else _rendered_tokens
+        made = list(make(self._renderer, chosen))
         self.rerendered += len(chosen.indices)
         return iter(made)
 

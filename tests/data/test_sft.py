@@ -288,7 +288,7 @@ def test_missing_ids_are_made_from_messages_and_counted(tmp_path, tokenizer_dir,
 
 
 def test_recorded_ids_are_never_tokenised_again(tmp_path, tokenizer_dir, monkeypatch):
-    monkeypatch.setattr("atroposlib.data.sft.Rerenderer", None)
+    monkeypatch.setattr("atroposlib.data.sft.TemplateRenderer", None)
     group = make_group([1.0]) | {"messages": None}
     options = SftOptions(format="tokens", tokenizer=str(tokenizer_dir))
     assert export_sft(write_groups(tmp_path / "a.jsonl", [group]), tmp_path / "o.jsonl", options=options).records == 1
