@@ -50,6 +50,7 @@ _VIEWER = Path(__file__).with_name("viewer")
 _MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _FIRST_WAIT_S = 0.3  # for a scan, or for a first group, so that of a small run the first answer is the whole one
 _MOST_SCANS = 6
+_LOOKED_AT = 8  # groups, for one that tells if gaps are recorded
 
 _HEADERS = {
     "Content-Security-Policy": (
@@ -173,10 +174,10 @@ class View:
         return scan
 
     def gaps(self, table: Table) -> tuple[Array | None, int]:
-        """[responses] the engine-trainer gap, None where the first group has none recorded; groups still to be read."""
-        if self._has_gaps is None and len(table.groups):
-            record = self.record(table, 0)
-            self._has_gaps = any(not math.isnan(mean_gap(record, at)) for at in range(len(record.get("scores") or [])))
+        """[responses] the engine-trainer gap, None where the first groups have none; groups still to be read."""
+        if self._has_gaps is None:
+            for _, line, group in self.rollouts.read(table, np.arange(min(_LOOKED_AT, len(table.groups)))):
+                self._has_gaps = self._has_gaps or any(not math.isnan(gap) for gap in _gaps(line, group))
         return self._gaps.values(table, wait_s=_FIRST_WAIT_S) if self._has_gaps else (None, 0)
 
     def record(self, table: Table, row: int) -> JsonObject:
@@ -393,7 +394,10 @@ def _chosen_lines(rollouts: RolloutSource, table: Table, keep: Array) -> Iterato
 
 
 def _gaps(line: Line, group: LazyGroup) -> list[float]:
-    record = parse_anyhow(line.data)
+    try:
+        record = parse_anyhow(line.data)
+    except (ValueError, RecursionError):  # a damaged group has none
+        record = {}
     return [mean_gap(record, index) for index in range(len(group.scores))]
 
 

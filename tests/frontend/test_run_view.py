@@ -470,6 +470,20 @@ def test_no_gap_is_measured_of_what_are_no_numbers(tmp_path, rows):
     assert groups_of(client, sort="gap")["matching"] == 1
 
 
+@pytest.mark.parametrize("damaged", [[0], [1], [0, 1, 2]])
+def test_damaged_groups_have_no_gap_and_the_others_have(tmp_path, damaged):
+    groups = [group([1.0], "t", item=str(item), trainer_logprobs=[[1.0, -0.75]]) for item in range(3)]
+    lines = [json.dumps(each) for each in groups]
+    for place in damaged:
+        lines[place] = lines[place].replace('"tokens": [[1, 2', '"tokens": [[1, ' + "9" * 6000)
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    client = make_client(tmp_path / "a.jsonl")
+    assert groups_of(client, min_gap=0.1)["matching"] == 3 - len(damaged)
+    bars = client.get("/api/numbers").json()["gap"]
+    assert sum(bar["count"] for bar in bars["bars"]) == 2 if len(damaged) == 1 else bars is None
+    assert groups_of(client, sort="gap")["groups_total"] == 3
+
+
 def test_a_limit_beyond_all_numbers_is_refused(client):
     assert client.get("/api/groups", params={"min_tokens": "9" * 400}).status_code == 422
 
