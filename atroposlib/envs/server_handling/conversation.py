@@ -204,12 +204,8 @@ def plain_messages(messages: Messages, *, knows_developer: bool = False, offset:
 
 def check_calls(calls: object, where: str) -> None:
     """RequestFault unless these are calls of functions that have names."""
-    functions = (
-        [call.get("function") if isinstance(call, Mapping) else None for call in calls]
-        if isinstance(calls, list | tuple)
-        else [None]
-    )
-    for function in functions:
+    for call in calls if isinstance(calls, list | tuple) else [None]:
+        function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestFault(f"{where} has a tool call without the name of a function: {calls!r:.200}")
 

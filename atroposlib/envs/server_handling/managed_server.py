@@ -43,7 +43,6 @@ from atroposlib.envs.server_handling.sequence import (
     Prompt,
     SequenceNode,
     TrackedSequences,
-    behind_text,
     codec_of,
     find_text_base,
     inserted_in,
@@ -198,7 +197,11 @@ class ManagedServer(TrackedSequences):
         self._ends: list[Call] = []  # of the sequences
         self.lineage = Lineage()
         self._translator = ToolCallTranslator(self.tokenizer, tool_parser) if tool_parser else None
-        self._reader = self._new_reader(normalise)
+        self._reader = Reader(
+            lambda: knows_developer(self.tokenizer),
+            self._as_text,
+            None if normalise is None else lambda message: normalise(message, self._handed_out),
+        )
         self._counts_differences = normalise is not None
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
@@ -363,7 +366,7 @@ class ManagedServer(TrackedSequences):
         return Prompt(text, array("i", ids) if self._for_agents else ids, text)
 
     def _behind(self, base: Call, text: str, rest: str) -> Prompt:
-        inserted = behind_text(base, rest, codec_of(self.tokenizer))
+        inserted = codec_of(self.tokenizer).encode(without_repeated(base.tail, rest), add_special_tokens=False)
         ids = base.ids + array("i", inserted) if self._for_agents else base.tokens + inserted
         return Prompt(text, ids, rest, base, inserted)
 
@@ -438,13 +441,6 @@ class ManagedServer(TrackedSequences):
             at = self._ends.index(base) if base in self._ends else len(self._ends)
             self._ends[at : at + 1] = calls[:1]
             self._ends += calls[1:]
-
-    def _new_reader(self, normalise: Normalise | None) -> Reader:
-        return Reader(
-            lambda: knows_developer(self.tokenizer),
-            self._as_text,
-            None if normalise is None else lambda message: normalise(message, self._handed_out),
-        )
 
     def _handed_out(self, call_id: str) -> Message | None:
         return None if self._translator is None else self._translator.handed_out(call_id)

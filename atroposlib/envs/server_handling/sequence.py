@@ -307,11 +307,6 @@ def find_text_base(ends: Iterable[Call], text: str) -> Call | None:
     return max(found, key=lambda one: (one[1], -one[0].extensions), default=(None, 0))[0]
 
 
-def behind_text(base: Call, rest: str, codec: Codec) -> list[int]:
-    """Ids of the text `rest` behind a call's sequence; it may repeat the end tokens that are there."""
-    return codec.encode(without_repeated(base.tail, rest), add_special_tokens=False)
-
-
 def without_repeated(tail: Sequence[str], rest: str) -> str:
     """`rest` without the last tokens of `tail` if it begins with them: a template may write fewer than the model did.
 

@@ -207,6 +207,12 @@ def choice_of(choice: Json, tools: Sequence[Mapping[str, Json]], *, left_out: bo
     raise RequestFault(f"tool_choice is {choice!r:.100}; it must be auto, none, required or one of the tools {names}")
 
 
+def function_tool(name: Json, description: Json, parameters: Json) -> JsonObject:
+    """Return a tool in the form of chat completions."""
+    function = {"name": name, "description": description or "", "parameters": parameters or {}}
+    return {"type": "function", "function": function}
+
+
 def refuse_begun_answer(messages: Sequence[Mapping[str, Json]]) -> None:
     """RequestFault where the last message is the assistant's: its turn has ended, and nobody is to be answered."""
     if messages[-1].get("role") == "assistant":
@@ -216,8 +222,8 @@ def refuse_begun_answer(messages: Sequence[Mapping[str, Json]]) -> None:
         )
 
 
-def checked_messages(messages: Json) -> list[JsonObject]:
-    """Messages that each have a role, and a content that is a text or a list of parts; RequestFault otherwise."""
+def checked_messages(messages: Json) -> Sequence[JsonObject]:
+    """Return a list of objects that is not empty; RequestFault otherwise."""
     if not objects(messages, "messages"):
         raise RequestFault("messages must not be empty")
     return messages
@@ -258,43 +264,25 @@ def _form(body: Body) -> Mapping[str, Json]:
     return object_of(body.get("response_format"), "response_format")
 
 
-def _usage_of(exchange: Exchange) -> dict[str, int]:
-    return usage_of([(answer.prompt_tokens, answer.completion_tokens) for answer in exchange.answers])
-
-
-def _head(exchange: Exchange, rollout: Rollout, kind: str) -> JsonObject:
+def _whole(exchange: Exchange, rollout: Rollout, kind: str, choices: list[JsonObject]) -> JsonObject:
+    ends = [{"logprobs": None, "finish_reason": answer.finish_reason} for answer in exchange.answers]
     return {
         "id": reply_id(rollout.id, exchange.dialect, exchange.number),
         "object": kind,
         "created": int(exchange.ended),
         "model": rollout.model_name,
+        "choices": [{"index": index, **choices[index], **end} for index, end in enumerate(ends)],
+        "usage": usage_of([(answer.prompt_tokens, answer.completion_tokens) for answer in exchange.answers]),
     }
 
 
 def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> JsonObject:
-    choices = [
-        {"index": index, "message": answer.message, "logprobs": None, "finish_reason": answer.finish_reason}
-        for index, answer in enumerate(exchange.answers)
-    ]
-    return {
-        **_head(exchange, rollout, "chat.completion"),
-        "choices": choices,
-        "usage": _usage_of(exchange),
-    }
+    return _whole(exchange, rollout, "chat.completion", [{"message": answer.message} for answer in exchange.answers])
 
 
 def _reply_completion(exchange: Exchange, body: Body, rollout: Rollout) -> JsonObject:
-    choices = [
-        {
-            "index": index,
-            "text": answer.message["content"] or "",
-            "logprobs": None,
-            "finish_reason": answer.finish_reason,
-        }
-        for index, answer in enumerate(exchange.answers)
-    ]
-    head = _head(exchange, rollout, "text_completion")
-    return {**head, "choices": choices, "usage": _usage_of(exchange)}
+    texts = [{"text": answer.message["content"] or ""} for answer in exchange.answers]
+    return _whole(exchange, rollout, "text_completion", texts)
 
 
 def _events(reply: JsonObject, body: Body) -> Iterator[bytes]:

@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from atroposlib.envs.server_handling.agents.dialect import (
     Body,
     Dialect,
+    checked_messages,
     choice_of,
+    function_tool,
     object_of,
     objects,
     sampling_of,
@@ -50,10 +52,7 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
         )
         if text := "\n\n".join(text for text in texts if not text.startswith(_BILLING)):
             messages.append({"role": "system", "content": text})
-    given = objects(body.get("messages"), "messages")
-    if not given:
-        raise RequestFault("messages must not be empty")
-    for index, message in enumerate(given):
+    for index, message in enumerate(checked_messages(body.get("messages"))):
         messages += _turns(message, f"messages[{index}]")
     choice = object_of(body.get("tool_choice"), "tool_choice")
     kind = choice.get("type", "auto")
@@ -74,12 +73,7 @@ def _tools(given: Sequence[JsonObject], notes: list[str]) -> list[JsonObject]:
         if tool.get("type") not in (None, "custom"):
             notes.append(f"the tool {tool['type']!r} was left out: only Anthropic's models know it")
             continue
-        function = {
-            "name": tool.get("name"),
-            "description": tool.get("description") or "",
-            "parameters": tool.get("input_schema") or {},
-        }
-        tools.append({"type": "function", "function": function})
+        tools.append(function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema")))
     return tools
 
 

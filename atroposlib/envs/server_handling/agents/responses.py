@@ -12,6 +12,7 @@ from atroposlib.envs.server_handling.agents.dialect import (
     Body,
     Dialect,
     choice_of,
+    function_tool,
     object_of,
     objects,
     openai_error,
@@ -48,12 +49,12 @@ def _parse(body: Body, rollout: Rollout) -> Asked:
         messages += _messages(objects(given, "input"))
     if not messages:
         raise RequestFault("input must not be empty")
-    tools = _tools(objects(body.get("tools") or [], "tools"), notes)
+    declared = [*_declared(objects(body.get("tools") or [], "tools"))]
+    tools = _tools(declared, notes)
     choice = choice_of(body.get("tool_choice") or "auto", tools, left_out=any("was left out" in note for note in notes))
     form = object_of(object_of(body.get("text"), "text").get("format"), "text.format")
     sampling = sampling_of(body, rollout, _NAMES, _OTHER, form)
     chat = ChatRequest(messages, tools or None, choice, sampling)
-    declared = _declared(objects(body.get("tools") or [], "tools"))
     strict = strict_of((name, tool) for name, _, tool in declared if tool.get("type") == "function")
     begun, one_call = bool(body.get("instructions")), body.get("parallel_tool_calls") is False
     return Asked("responses", chat, None, sampling, str(body.get("model")), notes, strict, begun, one_call)
@@ -81,18 +82,17 @@ def _declared(given: Sequence[JsonObject], namespace: str = "") -> Iterator[tupl
             yield name, namespace, tool
 
 
-def _tools(given: Sequence[JsonObject], notes: list[str]) -> list[JsonObject]:
+def _tools(declared: Sequence[tuple[str, str, JsonObject]], notes: list[str]) -> list[JsonObject]:
     tools: list[JsonObject] = []
-    for name, _, tool in _declared(given):
+    for name, _, tool in declared:
         kind = tool.get("type")
         if kind not in ("function", "custom"):
             notes.append(f"the tool {kind!r} was left out: it would run at OpenAI")
             continue
         if object_of(tool.get("format"), "format of a tool").get("type") == "grammar":
             notes.append(f"the grammar of the tool {name!r} was not used")
-        parameters = _CUSTOM if kind == "custom" else tool.get("parameters") or {}
-        function = {"name": name, "description": tool.get("description") or "", "parameters": parameters}
-        tools.append({"type": "function", "function": function})
+        parameters = _CUSTOM if kind == "custom" else tool.get("parameters")
+        tools.append(function_tool(name, tool.get("description"), parameters))
     return tools
 
 
