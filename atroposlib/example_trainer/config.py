@@ -382,7 +382,7 @@ class EnvironmentSettings(RecipeSettings):
     )
     datasets: list[Source] = Field([], description="Mixture of problem sets with columns problem and answer.")
     reward: Literal["answer_tag", "math"] = Field("answer_tag", description="How `datasets` answers are scored.")
-    system_prompt: str | None = Field(None, description="datasets: system message of every prompt.")
+    system_prompt: str | None = Field(None, description="datasets: system message; null: the form of the reward.")
     chat_template: str | None = Field(None, description="datasets: file with a Jinja template; null: the model's.")
 
 
