@@ -268,17 +268,17 @@ class FailureLog:
                 if (failure.get("env"), failure.get("run")) == (self._env, self._run):
                     self._count(failure)
                     if failure.get("final") and failure.get("item_key") != NO_ITEM:
-                        self.failed_before.add(failure.get("item_key", ""))
+                        self.failed_before.add(str(failure.get("item_key", "")))
         if not line.endswith(b"\n"):
             with path.open("ab") as stream:
                 stream.write(b"\n")
 
     def _count(self, line: JsonObject) -> None:
-        kind = line.get("class", "environment")
+        kind, tokens = str(line.get("class", "environment")), line.get("tokens", 0)
         self.counts[kind] += 1
         self.unscored += "response" in line
         cause = "kill" if kind == "kill" else "rejected" if line.get("final") else "retry"
-        self.wasted[cause] += line.get("tokens", 0)
+        self.wasted[cause] += tokens if isinstance(tokens, int) else 0
         self.last = {key: line.get(key) for key in ("class", "item_key", "error", "at")}
 
 

@@ -264,7 +264,7 @@ def _frames(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
     while len(head := stream.read(_FRAME.size)) == _FRAME.size:
         size, checksum = _FRAME.unpack(head)
         payload = stream.read(size)
-        if len(payload) < size or zlib.crc32(payload) != checksum:
+        if not payload or len(payload) < size or zlib.crc32(payload) != checksum:  # the CRC of nothing is 0
             return
         yield at + _FRAME.size, payload
         at += _FRAME.size + size

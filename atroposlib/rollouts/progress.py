@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -166,10 +166,11 @@ class Progress(ProgressFile):
 
     def __post_init__(self) -> None:
         """Take over what earlier processes lost, and their time where what they made is still there."""
-        earlier = (read_object(self.path) if self.path else None) or {}
+        found = (read_object(self.path) if self.path else None) or {}
+        earlier = Counter({name: value for name, value in found.items() if isinstance(value, int | float)})
         if self.totals.groups:
-            self._earlier_s, self._earlier_starts = earlier.get("elapsed_s", 0.0), earlier.get("starts", 0)
-        self._killed_tokens = earlier.get("killed_tokens", 0) + earlier.get("in_flight_tokens", 0)
+            self._earlier_s, self._earlier_starts = earlier["elapsed_s"], earlier["starts"]
+        self._killed_tokens = earlier["killed_tokens"] + earlier["in_flight_tokens"]
 
     def wait_for(self, kind: str, what: str | None) -> None:
         """Note that the run waits for something (`kind` names the counterpart); None: not any more."""

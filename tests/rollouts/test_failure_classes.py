@@ -95,3 +95,13 @@ def test_the_place_of_an_error_that_is_its_own_cause_is_found():
     with pytest.raises(ValueError, match="no number") as raised:
         raise error from error
     assert place_of(raised.value).startswith(" at test_failure_classes.py:")
+
+
+@pytest.mark.parametrize(
+    "odd", [{"class": ["x"]}, {"tokens": None}, {"tokens": "5"}, {"final": True, "item_key": ["7"]}], ids=str
+)
+def test_a_line_that_somebody_else_wrote_is_counted_as_far_as_it_says_something(tmp_path, odd):
+    line = {"env": "e", "run": "r", "class": "verifier", "item_key": "7", "tokens": 3, **odd}
+    (tmp_path / "failures.jsonl").write_text(json.dumps(line) + "\n")
+    log = FailureLog(tmp_path / "failures.jsonl", env="e", run="r")
+    assert (log.counts.total(), log.wasted.total()) == (1, 0 if "tokens" in odd else 3)

@@ -184,3 +184,10 @@ def test_a_segment_that_cannot_be_removed_costs_only_its_place(tmp_path, monkeyp
     assert "run.journal.1 is not needed any more and cannot be removed" in caplog.text
     assert open_journal(tmp_path, done={"7"}).open("7", b"a").reply is None
     assert segments(tmp_path) == []
+
+
+def test_zeros_that_a_failed_machine_left_are_a_torn_end(tmp_path):
+    finish(open_journal(tmp_path))
+    with (tmp_path / "run.journal.1").open("ab") as segment:
+        segment.write(bytes(4096))
+    assert open_journal(tmp_path).open("7", b"a").reply == REPLY

@@ -82,3 +82,10 @@ def test_a_full_disk_does_not_make_a_running_process_look_dead(tmp_path, monkeyp
     monkeypatch.setattr(progress_module, "write_text_atomic", full)
     progress.write()
     assert (tmp_path / "p.json").stat().st_mtime > 0
+
+
+@pytest.mark.parametrize("odd", ["x", None, []], ids=str)
+def test_a_progress_file_that_somebody_else_wrote_tells_nothing(tmp_path, odd):
+    names = ("elapsed_s", "starts", "killed_tokens", "in_flight_tokens")
+    (tmp_path / "p.json").write_text(json.dumps(dict.fromkeys(names, odd)))
+    assert progress_of(tmp_path).wasted()["kill"] == 0
